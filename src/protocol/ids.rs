@@ -1,0 +1,92 @@
+//! Ids and hashes, each its own type so that none can stand in for another.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+id! {
+    /// One engine instance (vLLM, SGLang, ...), named by the embedder.
+    WorkerId(u64)
+}
+id! {
+    /// Content of one complete block of tokens, whatever stands before it. See [`crate::hashing`].
+    BlockHash(u64)
+}
+id! {
+    /// Content of the whole prefix up to and including one block: equal sequence hashes, equal prefixes.
+    /// See [`crate::hashing`].
+    SequenceHash(u64)
+}
+id! {
+    /// The engine's own name for one of its blocks, as its KV events carry it. Opaque: it need not agree
+    /// between engines, nor with any hash of ours. Signed hashes on the wire are bit-cast.
+    EngineHash(u64)
+}
+id! {
+    /// Dense number of a rank inside one router. Reused after removal, with a new [`Generation`].
+    Slot(u32)
+}
+id! {
+    /// Incarnation of whatever occupies a [`Slot`]. A message for an earlier generation is ignored.
+    Generation(u32)
+}
+id! {
+    /// Number of one booking attempt, unique inside one router and growing with arrival.
+    BookingId(u64)
+}
+
+impl Slot {
+    /// The slot as a position in a dense table.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One data-parallel rank of a worker: the unit of indexing, load, selection, dispatch and metrics.
+///
+/// Ordered by worker, then rank; candidates always stand in this order.
+///
+/// ```
+/// use pointsman::protocol::{WorkerId, WorkerRank};
+///
+/// let rank = WorkerRank::new(WorkerId(7), 1);
+/// assert_eq!(rank.to_string(), "7/1");
+/// assert!(rank > WorkerRank::new(WorkerId(7), 0));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct WorkerRank {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its data-parallel rank, counted from the worker's start rank.
+    pub rank: u32,
+}
+
+impl WorkerRank {
+    /// Names rank `rank` of `worker`.
+    #[must_use]
+    pub const fn new(worker: WorkerId, rank: u32) -> Self {
+        Self { worker, rank }
+    }
+}
+
+impl fmt::Display for WorkerRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.worker, self.rank)
+    }
+}

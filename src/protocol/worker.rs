@@ -1,0 +1,187 @@
+//! What a worker says of itself when it joins.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::{WorkerId, WorkerRank};
+
+/// The desired set of workers, as a discovery source states it: the whole truth, not a change.
+pub type WorkerMap = BTreeMap<WorkerId, WorkerConfig>;
+
+/// How strictly a decode request must stay in its prefill's KV-transfer domain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KvTransferEnforcement {
+    /// Ranks outside the domain are not considered.
+    Required,
+    /// Ranks inside the domain are preferred.
+    #[default]
+    Preferred,
+}
+
+/// One worker's configuration.
+///
+/// ```
+/// use pointsman::protocol::{WorkerConfig, WorkerId};
+///
+/// let config = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://10.0.0.7:8000") };
+/// config.validate()?;
+/// assert_eq!(config.ranks(WorkerId(1)).count(), 2);
+/// # Ok::<(), pointsman::protocol::WorkerConfigError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerConfig {
+    /// Where to send requests: opaque to the router, handed back with every placement.
+    pub endpoint: String,
+    /// First data-parallel rank. Default 0.
+    #[serde(default)]
+    pub data_parallel_start_rank: u32,
+    /// Number of data-parallel ranks, 1 to [`WorkerConfig::RANKS_MAX`]. Default 1.
+    #[serde(default = "one")]
+    pub data_parallel_size: u32,
+    /// Tokens one engine step may hold (`max_num_batched_tokens`), where known. At least 1.
+    #[serde(default)]
+    pub max_num_batched_tokens: Option<u32>,
+    /// KV blocks of one rank, where known. At least 1.
+    #[serde(default)]
+    pub total_kv_blocks: Option<u32>,
+    /// Labels that requests may require or prefer.
+    #[serde(default)]
+    pub taints: BTreeSet<String>,
+    /// A name that survives restarts of the worker, for placement that must be stable across them.
+    #[serde(default)]
+    pub stable_routing_id: Option<String>,
+    /// Topology: domain kind (`zone`, `rack`, ...) to the value that holds for this worker.
+    #[serde(default)]
+    pub topology_domains: BTreeMap<String, String>,
+    /// Which kind of topology domain KV transfers should stay inside.
+    #[serde(default)]
+    pub kv_transfer_domain: Option<String>,
+    /// How strictly.
+    #[serde(default)]
+    pub kv_transfer_enforcement: KvTransferEnforcement,
+    /// Weight of the preference when it is only preferred; finite.
+    #[serde(default)]
+    pub kv_transfer_preferred_weight: Option<f64>,
+    /// Whether the worker hashes EAGLE windows; must agree with the pool's setting when given.
+    #[serde(default)]
+    pub is_eagle: Option<bool>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// Why a worker's configuration was refused.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum WorkerConfigError {
+    /// No ranks, or more than the router will index.
+    #[error("data_parallel_size is {0}, must be 1 to {max}", max = WorkerConfig::RANKS_MAX)]
+    DataParallelSize(u32),
+    /// The last rank would not fit.
+    #[error("data_parallel_start_rank {start} plus data_parallel_size {size} exceeds {max}", max = u32::MAX)]
+    RankOverflow {
+        /// First rank.
+        start: u32,
+        /// Number of ranks.
+        size: u32,
+    },
+    /// A capacity of zero.
+    #[error("{field} is 0, must be at least 1")]
+    Zero {
+        /// The field's name.
+        field: &'static str,
+    },
+    /// A weight that is no number.
+    #[error("kv_transfer_preferred_weight is {0}, must be finite")]
+    Weight(f64),
+    /// The worker and the pool disagree about EAGLE hashing, so nothing would ever match.
+    #[error("is_eagle is {worker}, but the pool hashes with is_eagle = {pool}")]
+    Eagle {
+        /// What the worker says.
+        worker: bool,
+        /// What the pool does.
+        pool: bool,
+    },
+}
+
+impl WorkerConfig {
+    /// Most data-parallel ranks of one worker.
+    pub const RANKS_MAX: u32 = 4096;
+
+    /// A single-rank worker at `endpoint`, all else default.
+    #[must_use]
+    pub fn at(endpoint: impl Into<String>) -> Self {
+        Self {
+            endpoint: endpoint.into(),
+            data_parallel_start_rank: 0,
+            data_parallel_size: 1,
+            max_num_batched_tokens: None,
+            total_kv_blocks: None,
+            taints: BTreeSet::new(),
+            stable_routing_id: None,
+            topology_domains: BTreeMap::new(),
+            kv_transfer_domain: None,
+            kv_transfer_enforcement: KvTransferEnforcement::default(),
+            kv_transfer_preferred_weight: None,
+            is_eagle: None,
+        }
+    }
+
+    /// The worker's ranks, lowest first. Call on a validated configuration.
+    pub fn ranks(&self, worker: WorkerId) -> impl Iterator<Item = WorkerRank> + use<> {
+        let start = self.data_parallel_start_rank;
+        (start..start.saturating_add(self.data_parallel_size)).map(move |rank| WorkerRank::new(worker, rank))
+    }
+
+    /// Checks every rule.
+    ///
+    /// # Errors
+    /// The first rule broken, with the value that broke it.
+    pub fn validate(&self) -> Result<(), WorkerConfigError> {
+        let (start, size) = (self.data_parallel_start_rank, self.data_parallel_size);
+        if size == 0 || size > Self::RANKS_MAX {
+            return Err(WorkerConfigError::DataParallelSize(size));
+        }
+        if start.checked_add(size).is_none() {
+            return Err(WorkerConfigError::RankOverflow { start, size });
+        }
+        for (field, value) in
+            [("max_num_batched_tokens", self.max_num_batched_tokens), ("total_kv_blocks", self.total_kv_blocks)]
+        {
+            if value == Some(0) {
+                return Err(WorkerConfigError::Zero { field });
+            }
+        }
+        match self.kv_transfer_preferred_weight {
+            Some(weight) if !weight.is_finite() => Err(WorkerConfigError::Weight(weight)),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broken_rules_name_the_value() {
+        let with = |change: fn(&mut WorkerConfig)| {
+            let mut config = WorkerConfig::at("x");
+            change(&mut config);
+            config.validate().expect_err("must be refused").to_string()
+        };
+        assert_eq!(with(|c| c.data_parallel_size = 0), "data_parallel_size is 0, must be 1 to 4096");
+        assert_eq!(with(|c| c.total_kv_blocks = Some(0)), "total_kv_blocks is 0, must be at least 1");
+        assert!(with(|c| c.data_parallel_start_rank = u32::MAX).contains("exceeds 4294967295"));
+        assert!(with(|c| c.kv_transfer_preferred_weight = Some(f64::NAN)).contains("NaN"));
+    }
+
+    #[test]
+    fn unknown_keys_are_refused_by_name() {
+        let error = serde_json::from_str::<WorkerConfig>(r#"{"endpoint":"x","endpiont":"y"}"#).expect_err("refused");
+        assert!(error.to_string().contains("endpiont"));
+    }
+}
