@@ -1,0 +1,276 @@
+//! Multimodal objects in prompts: images, videos and the like, which tokens alone do not tell apart.
+//!
+//! Every image occupies a run of placeholder tokens, and all images have the same placeholder. Owns the two ways
+//! in which an image's own hash enters the block hash instead. Either the placeholders are overwritten by a pad
+//! value made of the hash ([`fill_spans`], [`fill_runs`]), as SGLang does before it announces its tokens, and the
+//! blocks are then hashed as text; or the hashes are appended to the tokens of each block they lie in
+//! ([`MmBlocks`]).
+//!
+//! Promises that a request and an engine's event about the same content agree when both go the same way. Leaves
+//! the choice of the way, which is the pool's, to callers, and the parsing of an engine's `extra_keys` to ingest.
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Where one multimodal object, or one part of it, lies in a prompt: tokens `start..end`.
+///
+/// An object in several parts is several spans with the same hash. Spans may overlap (the audio inside a video).
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use pointsman::hashing::MmSpan;
+///
+/// let span = MmSpan { mm_hash: 9, start: 2, end: 7 };
+/// let parts: Vec<_> = span.blocks(NonZeroU32::new(4).expect("not zero")).collect();
+/// assert_eq!(parts, [(0, 2..4), (1, 0..3)]);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MmSpan {
+    /// Content of the object. See [`mm_hash_of_id`].
+    pub mm_hash: u64,
+    /// First token.
+    pub start: usize,
+    /// One past the last token.
+    pub end: usize,
+}
+
+impl MmSpan {
+    /// The blocks the span lies in: index of the block, and the tokens of it that the span covers, counted from
+    /// the start of the block. Nothing for an empty span.
+    pub fn blocks(self, block_size: NonZeroU32) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let size = block_size.get() as usize;
+        self.block_range(block_size).map(move |block_idx| {
+            let block_start = block_idx * size;
+            (block_idx, self.start.max(block_start) - block_start..(self.end - block_start).min(size))
+        })
+    }
+
+    fn block_range(self, block_size: NonZeroU32) -> Range<usize> {
+        let size = block_size.get() as usize;
+        if self.start < self.end { self.start / size..self.end.div_ceil(size) } else { 0..0 }
+    }
+
+    fn check(self, isl_tokens: usize) -> Result<(), MmError> {
+        let Self { start, end, .. } = self;
+        if end < start {
+            return Err(MmError::Reversed { start, end });
+        }
+        if end > isl_tokens {
+            return Err(MmError::BeyondPrompt { start, end, isl_tokens });
+        }
+        Ok(())
+    }
+}
+
+/// Why multimodal spans were refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MmError {
+    /// The span ends before it starts.
+    #[error("mm range {start}..{end} ends before it starts")]
+    Reversed {
+        /// First token.
+        start: usize,
+        /// One past the last token.
+        end: usize,
+    },
+    /// The span covers tokens that the prompt does not have.
+    #[error("mm range {start}..{end} must end within the {isl_tokens} tokens of the prompt")]
+    BeyondPrompt {
+        /// First token.
+        start: usize,
+        /// One past the last token.
+        end: usize,
+        /// Tokens of the prompt.
+        isl_tokens: usize,
+    },
+    /// Spans that overlap again and again, so that a short request would cost much memory.
+    #[error("mm ranges lie in {blocks} blocks, each counted by itself, must be at most {max}", max = MmBlocks::SPLIT_MAX)]
+    TooMany {
+        /// Blocks touched, summed over the spans.
+        blocks: usize,
+    },
+}
+
+/// The multimodal objects of each block of a prompt, ready to be hashed.
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+///
+/// let block_size = NonZeroU32::new(4).expect("not zero");
+/// let tokens = [1, 2, 3, 4, 5, 6, 7, 8];
+/// let mm = MmBlocks::split(&[MmSpan { mm_hash: 42, start: 1, end: 3 }], tokens.len(), block_size)?;
+/// let hashes = BlockHasher::new(HashScheme::new(block_size)).block_hashes(&tokens, &mm);
+/// assert_eq!(hashes[0].0, 14000361058806882387);
+/// assert_eq!(hashes[1].0, 16777012769546811212); // no object here: hashed as text
+/// # Ok::<(), pointsman::hashing::MmError>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MmBlocks {
+    /// In ascending order, which is the order of blocks, and of hashes inside a block.
+    objects: Vec<MmBlock>,
+}
+
+impl MmBlocks {
+    /// No objects: text.
+    pub const NONE: Self = Self { objects: Vec::new() };
+
+    /// Most objects that [`MmBlocks::split`] makes, an object counted once in each of its blocks. More than any
+    /// prompt holds whose objects do not overlap, short of a million blocks.
+    pub const SPLIT_MAX: usize = 1 << 20;
+
+    /// Splits the spans of a prompt of `isl_tokens` tokens over its blocks. Objects with the same hash count once
+    /// in a block. Positions inside the block do not enter its hash.
+    ///
+    /// Under EAGLE too an object belongs to the blocks of `block_size` tokens that it covers; the token that a
+    /// window borrows from the next block brings no object along.
+    ///
+    /// # Errors
+    /// A span that ends before it starts or beyond the prompt, or more than [`MmBlocks::SPLIT_MAX`] objects.
+    pub fn split(spans: &[MmSpan], isl_tokens: usize, block_size: NonZeroU32) -> Result<Self, MmError> {
+        let mut blocks = 0_usize;
+        for span in spans {
+            span.check(isl_tokens)?;
+            blocks = blocks.saturating_add(span.block_range(block_size).len());
+        }
+        if blocks > Self::SPLIT_MAX {
+            return Err(MmError::TooMany { blocks });
+        }
+        let mut objects = Vec::with_capacity(blocks);
+        for &span in spans {
+            objects.extend(span.block_range(block_size).map(|block_idx| MmBlock { block_idx, mm_hash: span.mm_hash }));
+        }
+        objects.sort_unstable();
+        objects.dedup();
+        Ok(Self { objects })
+    }
+
+    /// Takes the objects of block 0, 1, 2, ... as they are listed, in any order inside a block: the form of KV
+    /// events and of callers that have split already. What a block lists twice counts twice.
+    ///
+    /// ```
+    /// use pointsman::hashing::MmBlocks;
+    ///
+    /// assert_eq!(MmBlocks::listed([vec![7, 3], vec![]]), MmBlocks::listed([[3, 7]]));
+    /// assert_eq!(MmBlocks::listed([[], []] as [[u64; 0]; 2]), MmBlocks::NONE);
+    /// ```
+    #[must_use]
+    pub fn listed(blocks: impl IntoIterator<Item = impl IntoIterator<Item = u64>>) -> Self {
+        let mut objects = Vec::new();
+        for (block_idx, hashes) in blocks.into_iter().enumerate() {
+            objects.extend(hashes.into_iter().map(|mm_hash| MmBlock { block_idx, mm_hash }));
+        }
+        objects.sort_unstable();
+        Self { objects }
+    }
+
+    pub(super) fn blocks(&self) -> MmCursor<'_> {
+        MmCursor { rest: &self.objects }
+    }
+}
+
+/// One object in one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct MmBlock {
+    block_idx: usize,
+    pub(super) mm_hash: u64,
+}
+
+/// Hands out the objects block by block.
+pub(super) struct MmCursor<'a> {
+    rest: &'a [MmBlock],
+}
+
+impl<'a> MmCursor<'a> {
+    /// The objects of block `block_idx`, ascending. Call for every block, in order.
+    pub(super) fn take(&mut self, block_idx: usize) -> &'a [MmBlock] {
+        let n_objects = self.rest.iter().take_while(|object| object.block_idx == block_idx).count();
+        let (objects, rest) = self.rest.split_at(n_objects);
+        self.rest = rest;
+        objects
+    }
+}
+
+/// The token that stands for an object in a normalised prompt: `1_000_000 + (mm_hash & (2^30 - 1))`, SGLang's
+/// formula.
+///
+/// ```
+/// assert_eq!(pointsman::hashing::pad_value(42), 1_000_042);
+/// ```
+#[must_use]
+pub fn pad_value(mm_hash: u64) -> u32 {
+    const SHIFT: u32 = 1_000_000;
+    const LOW_BITS: u64 = (1 << 30) - 1;
+    SHIFT + (mm_hash & LOW_BITS) as u32
+}
+
+/// Overwrites the tokens of each span by the object's [`pad_value`], and no others. Where spans overlap, the
+/// later in the list stays.
+///
+/// # Errors
+/// A span that ends before it starts or beyond the prompt; then no token has been changed.
+///
+/// ```
+/// use pointsman::hashing::{MmSpan, fill_spans};
+///
+/// let mut tokens = [100, 5, 5, 101];
+/// fill_spans(&mut tokens, &[MmSpan { mm_hash: 42, start: 1, end: 3 }])?;
+/// assert_eq!(tokens, [100, 1_000_042, 1_000_042, 101]);
+/// # Ok::<(), pointsman::hashing::MmError>(())
+/// ```
+pub fn fill_spans(tokens: &mut [u32], spans: &[MmSpan]) -> Result<(), MmError> {
+    spans.iter().try_for_each(|span| span.check(tokens.len()))?;
+    for span in spans {
+        tokens[span.start..span.end].fill(pad_value(span.mm_hash));
+    }
+    Ok(())
+}
+
+/// Overwrites each run of `placeholder` by the [`pad_value`] of the next of `mm_hashes`, and returns how many runs
+/// there were. Runs beyond the last hash take the last one; without hashes nothing changes.
+///
+/// For events, which list a block's objects but not where they lie. A best effort, in which two images without a
+/// token between them are one run: where positions are known, [`fill_spans`] is exact. A return value other than
+/// `mm_hashes.len()` says that runs and objects could not be paired one to one.
+///
+/// ```
+/// use pointsman::hashing::fill_runs;
+///
+/// let mut tokens = [5, 5, 100, 5];
+/// assert_eq!(fill_runs(&mut tokens, 5, &[42, 43]), 2);
+/// assert_eq!(tokens, [1_000_042, 1_000_042, 100, 1_000_043]);
+/// ```
+pub fn fill_runs(tokens: &mut [u32], placeholder: u32, mm_hashes: &[u64]) -> usize {
+    let runs = tokens.chunk_by_mut(|a, b| (*a == placeholder) == (*b == placeholder));
+    let mut n_runs = 0;
+    for run in runs.filter(|run| run[0] == placeholder) {
+        if let Some(&mm_hash) = mm_hashes.get(n_runs).or(mm_hashes.last()) {
+            run.fill(pad_value(mm_hash));
+        }
+        n_runs += 1;
+    }
+    n_runs
+}
+
+/// The hash of an object that is named by a string: none for the empty one; the first 16 digits of a string of 64
+/// hex digits (vLLM names images by their SHA-256); for any other, xxh3-64 of its bytes with seed 0.
+///
+/// ```
+/// use pointsman::hashing::mm_hash_of_id;
+///
+/// assert_eq!(mm_hash_of_id(""), None);
+/// assert_eq!(mm_hash_of_id(&"0123456789abcdef".repeat(4)), Some(0x0123_4567_89ab_cdef));
+/// assert_eq!(mm_hash_of_id("img-1"), Some(14770383865288705413));
+/// ```
+#[must_use]
+pub fn mm_hash_of_id(id: &str) -> Option<u64> {
+    if id.is_empty() {
+        return None;
+    }
+    if id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return u64::from_str_radix(&id[..16], 16).ok();
+    }
+    Some(xxh3_64(id.as_bytes()))
+}

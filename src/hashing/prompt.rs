@@ -1,0 +1,105 @@
+//! A prompt whose hashing is done.
+//!
+//! Owns the three things that routing needs to know of a prompt, and that they fit together. Promises that both
+//! kinds of hash are equally many and that the prompt is long enough for them. Cannot promise that hashes a caller
+//! computed are the right ones: wrong ones cost cache hits, nothing else.
+
+use std::sync::Arc;
+
+use super::{BlockHasher, HashScheme, MmBlocks, sequence_hashes};
+use crate::protocol::{BlockHash, SequenceHash};
+
+/// Block hashes, sequence hashes and length of a prompt: computed from tokens here, or by the caller elsewhere.
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+///
+/// let scheme = HashScheme::new(NonZeroU32::new(4).expect("not zero"));
+/// let ours = HashedPrompt::from_tokens(&BlockHasher::new(scheme), &[1, 2, 3, 4, 5, 6, 7, 8, 9], &MmBlocks::NONE);
+/// let theirs = HashedPrompt::from_hashes(ours.block_hashes().clone(), None, 9, &scheme)?;
+/// assert_eq!(ours, theirs);
+/// # Ok::<(), pointsman::hashing::HashedPromptError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HashedPrompt {
+    block_hashes: Arc<[BlockHash]>,
+    sequence_hashes: Arc<[SequenceHash]>,
+    isl_tokens: usize,
+}
+
+/// Why a caller's hashes were refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HashedPromptError {
+    /// Not one sequence hash for each block hash.
+    #[error("sequence_hashes has length {sequence_hashes}, must be {block_hashes} like block_hashes")]
+    Lengths {
+        /// Number of block hashes.
+        block_hashes: usize,
+        /// Number of sequence hashes.
+        sequence_hashes: usize,
+    },
+    /// The prompt is too short to hold so many complete blocks.
+    #[error("isl_tokens is {isl_tokens}, must be at least {isl_tokens_min} for {block_hashes} block hashes")]
+    IslTokens {
+        /// Length given, in tokens.
+        isl_tokens: usize,
+        /// Fewest tokens that make so many blocks.
+        isl_tokens_min: usize,
+        /// Number of block hashes.
+        block_hashes: usize,
+    },
+}
+
+impl HashedPrompt {
+    /// Hashes a prompt: two allocations, whatever its length.
+    #[must_use]
+    pub fn from_tokens(hasher: &BlockHasher<'_>, tokens: &[u32], mm: &MmBlocks) -> Self {
+        let block_hashes = hasher.block_hashes(tokens, mm);
+        Self { sequence_hashes: sequence_hashes(&block_hashes), block_hashes, isl_tokens: tokens.len() }
+    }
+
+    /// Takes the hashes of a prompt of `isl_tokens` tokens that the caller computed under `scheme`. Sequence hashes
+    /// not given are derived. Those given need not be [`chain`](super::chain)ed: a caller may key them.
+    ///
+    /// Fewer block hashes than the prompt has blocks are allowed; what they do not cover counts as unknown.
+    ///
+    /// # Errors
+    /// Arrays of different lengths, or a prompt too short for its block hashes.
+    pub fn from_hashes(
+        block_hashes: Arc<[BlockHash]>,
+        sequence: Option<Arc<[SequenceHash]>>,
+        isl_tokens: usize,
+        scheme: &HashScheme<'_>,
+    ) -> Result<Self, HashedPromptError> {
+        let isl_tokens_min = scheme.isl_tokens_min(block_hashes.len());
+        if isl_tokens < isl_tokens_min {
+            let block_hashes = block_hashes.len();
+            return Err(HashedPromptError::IslTokens { isl_tokens, isl_tokens_min, block_hashes });
+        }
+        let sequence_hashes = sequence.unwrap_or_else(|| sequence_hashes(&block_hashes));
+        if sequence_hashes.len() != block_hashes.len() {
+            let (block_hashes, sequence_hashes) = (block_hashes.len(), sequence_hashes.len());
+            return Err(HashedPromptError::Lengths { block_hashes, sequence_hashes });
+        }
+        Ok(Self { block_hashes, sequence_hashes, isl_tokens })
+    }
+
+    /// Content of each complete block: what the index is asked for.
+    #[must_use]
+    pub fn block_hashes(&self) -> &Arc<[BlockHash]> {
+        &self.block_hashes
+    }
+
+    /// Content of the prefix up to each complete block: what bookings are counted by. As many as block hashes.
+    #[must_use]
+    pub fn sequence_hashes(&self) -> &Arc<[SequenceHash]> {
+        &self.sequence_hashes
+    }
+
+    /// Length of the prompt in tokens, the trailing partial block included.
+    #[must_use]
+    pub fn isl_tokens(&self) -> usize {
+        self.isl_tokens
+    }
+}

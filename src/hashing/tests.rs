@@ -1,0 +1,214 @@
+//! The hashes against a slow and obvious way to compute them, and what is refused.
+
+use std::num::NonZeroU32;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use super::*;
+use crate::protocol::{BlockHash, SequenceHash};
+
+fn size(block_size: u32) -> NonZeroU32 {
+    NonZeroU32::new(block_size).unwrap()
+}
+
+/// Everything that decides the hashes of a prompt.
+#[derive(Clone, Debug)]
+struct Case {
+    block_size: u32,
+    is_eagle: bool,
+    lora_name: Option<String>,
+    cache_salt: Option<String>,
+    tokens: Vec<u32>,
+    mm: Vec<Vec<u64>>,
+}
+
+impl Case {
+    fn hasher(&self) -> BlockHasher<'_> {
+        BlockHasher::new(HashScheme {
+            block_size: size(self.block_size),
+            lora_name: self.lora_name.as_deref(),
+            cache_salt: self.cache_salt.as_deref(),
+            is_eagle: self.is_eagle,
+        })
+    }
+
+    /// The formulas of the module head, word for word.
+    fn slow(&self) -> (Vec<u64>, Vec<u64>) {
+        let mut seed = 1337_u64;
+        if let Some(name) = self.lora_name.as_ref().filter(|name| !name.is_empty()) {
+            seed = seed.wrapping_add(xxh3_64(name.as_bytes()));
+        }
+        if let Some(salt) = self.cache_salt.as_ref().filter(|salt| !salt.is_empty()) {
+            seed = seed.wrapping_add(xxh3_64_with_seed(salt.as_bytes(), 1));
+        }
+        let (stride, borrowed) = (self.block_size as usize, usize::from(self.is_eagle));
+        let mut blocks: Vec<u64> = Vec::new();
+        let mut sequence: Vec<u64> = Vec::new();
+        while let Some(window) = self.tokens.get(blocks.len() * stride..(blocks.len() + 1) * stride + borrowed) {
+            let mut bytes: Vec<u8> = window.iter().flat_map(|token| token.to_le_bytes()).collect();
+            let mut objects = self.mm.get(blocks.len()).cloned().unwrap_or_default();
+            objects.sort_unstable();
+            bytes.extend(objects.iter().flat_map(|hash| hash.to_le_bytes()));
+            let block = xxh3_64_with_seed(&bytes, seed);
+            let link = |parent: &u64| xxh3_64_with_seed(&[parent.to_le_bytes(), block.to_le_bytes()].concat(), 1337);
+            sequence.push(sequence.last().map_or(block, link));
+            blocks.push(block);
+        }
+        (blocks, sequence)
+    }
+}
+
+/// Block sizes on both sides of 60 tokens and of 256, where the way of hashing changes, and multiples of a stripe.
+fn cases() -> impl Strategy<Value = Case> {
+    let block_size = prop_oneof![1..80_u32, 230..280_u32, 500..530_u32, (1..40_u32).prop_map(|n| 16 * n)];
+    let name = || proptest::option::of("[a-z]{0,5}");
+    (block_size, any::<bool>(), name(), name(), vec(any::<u32>(), 0..1200), vec(vec(0..50_u64, 0..40), 0..6)).prop_map(
+        |(block_size, is_eagle, lora_name, cache_salt, tokens, mm)| Case {
+            block_size,
+            is_eagle,
+            lora_name,
+            cache_salt,
+            tokens,
+            mm,
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn agrees_with_the_slow_way(case in cases()) {
+        let mm = MmBlocks::listed(case.mm.clone());
+        let prompt = HashedPrompt::from_tokens(&case.hasher(), &case.tokens, &mm);
+        let blocks: Vec<u64> = prompt.block_hashes().iter().map(|hash| hash.0).collect();
+        let sequence: Vec<u64> = prompt.sequence_hashes().iter().map(|hash| hash.0).collect();
+        prop_assert_eq!(case.hasher().scheme().block_count(case.tokens.len()), blocks.len());
+        prop_assert_eq!((blocks, sequence), case.slow());
+    }
+
+    #[test]
+    fn one_by_one_is_the_same_as_collected(case in cases()) {
+        let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
+        let mut one_by_one = hasher.hashes(&case.tokens, &mm);
+        let collected = hasher.block_hashes(&case.tokens, &mm);
+        for (block_idx, &hash) in collected.iter().enumerate() {
+            prop_assert_eq!(one_by_one.len(), collected.len() - block_idx);
+            prop_assert_eq!(one_by_one.next(), Some(hash));
+        }
+        prop_assert_eq!(one_by_one.next(), None);
+    }
+
+    #[test]
+    fn the_partial_tail_never_matters(case in cases(), tail in vec(any::<u32>(), 0..600)) {
+        let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
+        let before = hasher.block_hashes(&case.tokens, &mm);
+        let complete = hasher.scheme().isl_tokens_min(before.len());
+        let mut tokens = case.tokens[..complete].to_vec();
+        prop_assert_eq!(&hasher.block_hashes(&tokens, &mm)[..], &before[..]);
+        tokens.extend(tail.iter().take(case.block_size as usize - 1));
+        prop_assert_eq!(&hasher.block_hashes(&tokens, &mm)[..], &before[..]);
+    }
+
+    #[test]
+    fn length_and_block_count_are_inverse(block_size in 1..600_u32, is_eagle: bool, blocks in 0..5000_usize) {
+        let scheme = HashScheme { is_eagle, ..HashScheme::new(size(block_size)) };
+        let isl_tokens = scheme.isl_tokens_min(blocks);
+        prop_assert_eq!(scheme.block_count(isl_tokens), blocks);
+        if blocks > 0 {
+            prop_assert_eq!(scheme.block_count(isl_tokens - 1), blocks - 1);
+        }
+    }
+
+    #[test]
+    fn spans_reach_exactly_the_tokens_they_cover(
+        block_size in 1..9_u32,
+        spans in vec((0..4_u64, 0..30_usize, 0..30_usize), 0..6),
+    ) {
+        let spans: Vec<MmSpan> = spans
+            .into_iter()
+            .map(|(mm_hash, start, len)| MmSpan { mm_hash, start, end: (start + len).min(40).max(start) })
+            .collect();
+        let mut covered = vec![Vec::new(); 40_usize.div_ceil(block_size as usize)];
+        let mut tokens: Vec<u32> = (0..40).collect();
+        let mut filled = tokens.clone();
+        for span in &spans {
+            for (position, token) in tokens.iter_mut().enumerate().take(span.end).skip(span.start) {
+                *token = pad_value(span.mm_hash);
+                covered[position / block_size as usize].push(span.mm_hash);
+            }
+            let parts = span.blocks(size(block_size));
+            let positions = parts.flat_map(|(block_idx, part)| part.map(move |at| block_idx * block_size as usize + at));
+            prop_assert!(positions.eq(span.start..span.end));
+        }
+        for hashes in &mut covered {
+            hashes.sort_unstable();
+            hashes.dedup();
+        }
+        prop_assert_eq!(MmBlocks::split(&spans, 40, size(block_size)), Ok(MmBlocks::listed(covered)));
+        fill_spans(&mut filled, &spans).unwrap();
+        prop_assert_eq!(filled, tokens);
+    }
+}
+
+#[test]
+fn bad_spans_are_refused_by_value_and_change_nothing() {
+    let good = MmSpan { mm_hash: 1, start: 0, end: 2 };
+    let cases = [
+        (MmSpan { mm_hash: 9, start: 7, end: 2 }, "mm range 7..2 ends before it starts"),
+        (MmSpan { mm_hash: 9, start: 2, end: 11 }, "mm range 2..11 must end within the 10 tokens of the prompt"),
+    ];
+    for (bad, message) in cases {
+        let mut tokens = [5; 10];
+        assert_eq!(fill_spans(&mut tokens, &[good, bad]).unwrap_err().to_string(), message);
+        assert_eq!(tokens, [5; 10]);
+        assert_eq!(MmBlocks::split(&[good, bad], 10, size(4)).unwrap_err().to_string(), message);
+    }
+    assert_eq!(MmSpan { mm_hash: 9, start: 7, end: 2 }.blocks(size(4)).count(), 0);
+}
+
+#[test]
+fn overlapping_spans_cannot_cost_more_than_the_cap() {
+    let whole = MmSpan { mm_hash: 1, start: 0, end: 1 << 11 };
+    assert!(MmBlocks::split(&[whole; 1 << 9], 1 << 11, size(1)).is_ok());
+    let error = MmBlocks::split(&[whole; (1 << 9) + 1], 1 << 11, size(1)).unwrap_err();
+    assert_eq!(error.to_string(), "mm ranges lie in 1050624 blocks, each counted by itself, must be at most 1048576");
+}
+
+#[test]
+fn runs_beyond_the_last_hash_take_it_again() {
+    let fill = |hashes: &[u64]| {
+        let mut tokens = [5, 1, 5, 5, 2, 5];
+        (fill_runs(&mut tokens, 5, hashes), tokens)
+    };
+    assert_eq!(fill(&[]), (3, [5, 1, 5, 5, 2, 5]));
+    assert_eq!(fill(&[7, 8]), (3, [1_000_007, 1, 1_000_008, 1_000_008, 2, 1_000_008]));
+    assert_eq!(fill(&[7, 8, 9, 10]), (3, [1_000_007, 1, 1_000_008, 1_000_008, 2, 1_000_009]));
+}
+
+#[test]
+fn ids_of_64_characters_are_digests_only_if_hexadecimal() {
+    let digest = "FFEE".repeat(16);
+    assert_eq!(mm_hash_of_id(&digest), Some(0xffee_ffee_ffee_ffee));
+    for id in [digest.replace('F', "g"), format!("+{}", &digest[1..]), digest[1..].to_string()] {
+        assert_eq!(mm_hash_of_id(&id), Some(xxh3_64(id.as_bytes())), "{id}");
+    }
+}
+
+#[test]
+fn hashes_of_a_caller_must_fit_together() {
+    let take = |n_blocks: u64, n_sequence: Option<u64>, isl_tokens, is_eagle| {
+        let scheme = HashScheme { is_eagle, ..HashScheme::new(size(4)) };
+        let sequence = n_sequence.map(|n| (0..n).map(SequenceHash).collect());
+        HashedPrompt::from_hashes((0..n_blocks).map(BlockHash).collect(), sequence, isl_tokens, &scheme)
+            .map_err(|error| error.to_string())
+    };
+    assert_eq!(take(2, Some(2), 8, false).map(|prompt| prompt.isl_tokens()), Ok(8));
+    assert!(take(0, None, 0, true).is_ok());
+    assert!(take(1, Some(1), 400, false).is_ok());
+    let short = |isl, min| Err(format!("isl_tokens is {isl}, must be at least {min} for 2 block hashes"));
+    assert_eq!(take(2, Some(2), 7, false), short(7, 8));
+    assert_eq!(take(2, None, 8, true), short(8, 9));
+    let lengths = "sequence_hashes has length 1, must be 2 like block_hashes";
+    assert_eq!(take(2, Some(1), 9, false), Err(lengths.to_string()));
+}
