@@ -1,0 +1,64 @@
+//! What hashing costs a caller's task: a prompt of 12,000 tokens, and one block as events bring them.
+//!
+//! `cargo bench --bench hashing -- --warm-up-time 0.5 --measurement-time 1.5` takes a minute and a half, building
+//! included.
+
+use std::hint::black_box;
+use std::num::NonZeroU32;
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan, sequence_hashes};
+
+const ISL_TOKENS: usize = 12_000;
+
+fn benches(criterion: &mut Criterion) {
+    // Spread over a vocabulary of 150,000.
+    let tokens: Vec<u32> = (0..12_000_u32).map(|i| i.wrapping_mul(2_654_435_761) % 150_000).collect();
+    let image = |i: usize| MmSpan { mm_hash: i as u64, start: i * 1000, end: i * 1000 + 576 };
+    let images: Vec<MmSpan> = (0..10).map(image).collect();
+
+    let mut group = criterion.benchmark_group("prompt of 12,000 tokens");
+    group.throughput(Throughput::Bytes(size_of_val(&tokens[..]) as u64));
+    for block_size in [16, 32, 64, 128, 512].map(|n| NonZeroU32::new(n).expect("not zero")) {
+        let hasher = BlockHasher::new(HashScheme::new(block_size));
+        group.bench_function(format!("block hashes, block size {block_size}"), |bencher| {
+            bencher.iter(|| hasher.block_hashes(black_box(&tokens), &MmBlocks::NONE));
+        });
+    }
+    let block_size = NonZeroU32::new(64).expect("not zero");
+    let plain = HashScheme::new(block_size);
+    let hasher = BlockHasher::new(plain);
+    group.bench_function("block hashes, block size 64, ten images", |bencher| {
+        let mm = MmBlocks::split(&images, ISL_TOKENS, block_size).expect("spans lie in the prompt");
+        bencher.iter(|| hasher.block_hashes(black_box(&tokens), &mm));
+    });
+    group.bench_function("block hashes, block size 64, eagle", |bencher| {
+        let hasher = BlockHasher::new(HashScheme { is_eagle: true, ..plain });
+        bencher.iter(|| hasher.block_hashes(black_box(&tokens), &MmBlocks::NONE));
+    });
+    let blocks = hasher.block_hashes(&tokens, &MmBlocks::NONE);
+    group.bench_function("sequence hashes, block size 64", |bencher| {
+        bencher.iter(|| sequence_hashes(black_box(&blocks)));
+    });
+    group.finish();
+
+    let mut group = criterion.benchmark_group("one block");
+    for block_size in [16, 64].map(|n| NonZeroU32::new(n).expect("not zero")) {
+        let hasher = BlockHasher::new(HashScheme::new(block_size));
+        let tokens = &tokens[..block_size.get() as usize];
+        group.bench_function(format!("of {block_size} tokens, not collected"), |bencher| {
+            bencher.iter(|| hasher.hashes(black_box(tokens), &MmBlocks::NONE).for_each(|hash| _ = black_box(hash)));
+        });
+    }
+    group.bench_function("seed with adapter and salt", |bencher| {
+        let scheme = HashScheme { lora_name: Some("my-lora"), cache_salt: Some("tenant-a"), ..plain };
+        bencher.iter(|| black_box(&scheme).seed());
+    });
+    group.bench_function("ten images, split over 188 blocks", |bencher| {
+        bencher.iter(|| MmBlocks::split(black_box(&images), ISL_TOKENS, block_size));
+    });
+    group.finish();
+}
+
+criterion_group!(hashing, benches);
+criterion_main!(hashing);
