@@ -1,0 +1,115 @@
+//! What one request has generated so far, as its caller reports it.
+//!
+//! Owns the running summary of those reports. It is small and plain, because it lives in the request's lease,
+//! where the caller writes it and the rank's `ActiveSequences` reads it, perhaps
+//! late. Leaves to the reader what the state means for the rank.
+
+use super::Weight;
+
+/// The output blocks of one request. They are private to it: nobody shares what is still being generated.
+///
+/// A reader that comes late sees several reports as one, and one that comes twice sees nothing new, so
+/// reports need no queue.
+///
+/// ```
+/// use pointsman::load::{OutputBlocks, Weight};
+///
+/// let mut output = OutputBlocks::default();
+/// output.push(None);
+/// output.push(None);
+/// assert_eq!((output.block_count(), output.weighted_blocks()), (2, 2.0));
+/// output.push(Some(Weight::new(0.5)?)); // half of the expected output is there
+/// assert_eq!((output.block_count(), output.weighted_blocks()), (3, 1.5));
+/// # Ok::<(), pointsman::load::WeightError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutputBlocks {
+    /// Sum of the blocks' weights, in units of 2^-16 blocks.
+    weighted: u64,
+    blocks: u32,
+    decay: Weight,
+    reweighs: u32,
+}
+
+impl Default for OutputBlocks {
+    /// Nothing generated yet.
+    fn default() -> Self {
+        Self { weighted: 0, blocks: 0, decay: Weight::ONE, reweighs: 0 }
+    }
+}
+
+impl OutputBlocks {
+    /// Reports one more block. Without a decay it counts fully and the others keep their weights; with one,
+    /// all of the request's output, this block included, weighs that much from now on, and so does the part
+    /// of its prompt that nobody shares: what is about to be freed is worth less.
+    pub fn push(&mut self, decay: Option<Weight>) {
+        let added = u32::from(self.blocks < u32::MAX);
+        self.blocks += added;
+        match decay {
+            None => self.weighted += Weight::ONE.times(added),
+            Some(decay) => {
+                self.weighted = decay.times(self.blocks);
+                self.decay = decay;
+                self.reweighs = self.reweighs.wrapping_add(1);
+            }
+        }
+    }
+
+    /// Blocks generated so far.
+    #[must_use]
+    pub fn block_count(&self) -> u32 {
+        self.blocks
+    }
+
+    /// Their weights together, in blocks.
+    #[must_use]
+    pub fn weighted_blocks(&self) -> f64 {
+        self.weighted as f64 / Weight::ONE.times(1) as f64
+    }
+
+    /// The decay of the last report that carried one; 1 before.
+    #[must_use]
+    pub fn decay(&self) -> Weight {
+        self.decay
+    }
+
+    /// The sum of weights in the unit of [`Weight::times`].
+    pub(super) fn weighted(&self) -> u64 {
+        self.weighted
+    }
+
+    /// Whether a decay was reported between `seen` and this state.
+    pub(super) fn reweighed_since(&self, seen: &Self) -> bool {
+        self.reweighs != seen.reweighs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_summary_agrees_with_a_list_of_weights() {
+        let weight = |fraction| Weight::new(fraction).expect("in range");
+        let (mut output, mut list) = (OutputBlocks::default(), Vec::new());
+        for decay in [None, None, Some(weight(0.7)), None, Some(weight(0.1)), Some(Weight::ZERO), None] {
+            let seen = output;
+            output.push(decay);
+            list.push(Weight::ONE);
+            if let Some(decay) = decay {
+                list.fill(decay);
+            }
+            assert_eq!(output.block_count() as usize, list.len());
+            assert_eq!(output.weighted(), list.iter().map(|weight| weight.times(1)).sum::<u64>());
+            assert_eq!(output.reweighed_since(&seen), decay.is_some());
+            assert_eq!(decay.unwrap_or(seen.decay()), output.decay());
+        }
+    }
+
+    #[test]
+    fn a_full_counter_stays_full() {
+        let mut output = OutputBlocks { blocks: u32::MAX, weighted: Weight::ONE.times(u32::MAX), ..Default::default() };
+        output.push(None);
+        assert_eq!((output.block_count(), output.weighted()), (u32::MAX, Weight::ONE.times(u32::MAX)));
+    }
+}

@@ -1,0 +1,114 @@
+//! How much a block counts, in fixed point, and sums of such weights.
+//!
+//! Owns the representation: 1.0 is 2^16. Sums are integers, so they do not depend on the order of additions
+//! and return to exactly zero. Floating point would leave a residue on every rank that is never at rest long
+//! enough to be reset. The price is a decay resolved to 1/65536, far below what any policy can tell apart.
+
+use std::fmt;
+
+/// What one block counts: from 0 (not at all) to 1 (fully).
+///
+/// ```
+/// use pointsman::load::Weight;
+///
+/// assert_eq!(Weight::new(1.0)?, Weight::ONE);
+/// assert_eq!(Weight::new(0.25)?.fraction(), 0.25);
+/// assert_eq!(Weight::new(1.5).unwrap_err().to_string(), "decay fraction is 1.5, must be from 0 to 1");
+/// # Ok::<(), pointsman::load::WeightError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Weight(u32);
+
+/// A decay fraction that is not from 0 to 1.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+#[error("decay fraction is {0}, must be from 0 to 1")]
+pub struct WeightError(pub f64);
+
+impl Weight {
+    /// A block that does not count.
+    pub const ZERO: Self = Self(0);
+    /// A block that counts fully.
+    pub const ONE: Self = Self(1 << FRACTION_BITS);
+
+    /// The weight nearest to `fraction`.
+    ///
+    /// # Errors
+    /// The fraction, when it is not a number from 0 to 1.
+    pub fn new(fraction: f64) -> Result<Self, WeightError> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(WeightError(fraction));
+        }
+        Ok(Self((fraction * f64::from(Self::ONE.0)).round() as u32))
+    }
+
+    /// The weight as a fraction of a full block.
+    #[must_use]
+    pub fn fraction(self) -> f64 {
+        f64::from(self.0) / f64::from(Self::ONE.0)
+    }
+
+    /// What `blocks` blocks of this weight count together, in units of 2^-16 blocks. Below 2^49.
+    pub(super) fn times(self, blocks: u32) -> u64 {
+        u64::from(self.0) * u64::from(blocks)
+    }
+}
+
+impl fmt::Debug for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Weight({})", self.fraction())
+    }
+}
+
+/// A sum of weighted blocks. Wide enough that no number of bookings can overflow it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct BlockSum(u128);
+
+impl BlockSum {
+    /// Adds what [`Weight::times`] returned.
+    pub(super) fn add(&mut self, weighted: u64) {
+        self.0 += u128::from(weighted);
+    }
+
+    /// Takes away what was added before.
+    pub(super) fn sub(&mut self, weighted: u64) {
+        debug_assert!(self.0 >= u128::from(weighted), "{weighted} taken from {self:?}, which never held it");
+        self.0 = self.0.saturating_sub(u128::from(weighted));
+    }
+
+    /// The sum in whole blocks, half a block rounded up. Saturates.
+    pub(super) fn rounded(self) -> u32 {
+        const HALF: u128 = 1 << (FRACTION_BITS - 1);
+        u32::try_from((self.0 + HALF) >> FRACTION_BITS).unwrap_or(u32::MAX)
+    }
+}
+
+/// Bits behind the point.
+const FRACTION_BITS: u32 = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fractions_outside_zero_to_one_are_refused_by_value() {
+        for fraction in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.001, 1.001] {
+            let error = Weight::new(fraction).expect_err("must be refused");
+            assert!(error.to_string().contains(&fraction.to_string()), "{error}");
+        }
+        assert_eq!(Weight::new(-0.0), Ok(Weight::ZERO));
+    }
+
+    #[test]
+    fn sums_round_half_a_block_up_and_saturate() {
+        let half = Weight::new(0.5).expect("in range");
+        let mut sum = BlockSum::default();
+        for (blocks, rounded) in [(1, 1), (1, 1), (1, 2), (4, 4)] {
+            sum.add(half.times(blocks));
+            assert_eq!(sum.rounded(), rounded, "{sum:?}");
+        }
+        sum.sub(1);
+        assert_eq!(sum.rounded(), 3, "just below a half");
+        sum.add(Weight::ONE.times(u32::MAX));
+        assert_eq!(sum.rounded(), u32::MAX);
+    }
+}
