@@ -11,9 +11,13 @@
 mod hint;
 #[cfg_attr(not(test), expect(dead_code, reason = "read by the bookings, which come next"))]
 mod output;
+#[expect(dead_code, reason = "used by the bookings, which come next")]
+mod prompts;
 #[cfg_attr(not(test), expect(dead_code, reason = "summed by the bookings, which come next"))]
 mod weight;
 
 pub use hint::PrefillLoadHint;
 pub use output::OutputBlocks;
 pub use weight::{Weight, WeightError};
+
+use weight::BlockSum;

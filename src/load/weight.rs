@@ -53,6 +53,14 @@ impl Weight {
     }
 }
 
+impl std::ops::Add for BlockSum {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(self.0 + other.0)
+    }
+}
+
 impl fmt::Debug for Weight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Weight({})", self.fraction())

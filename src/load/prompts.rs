@@ -1,0 +1,478 @@
+//! The prompts that are active on one rank, each distinct prefix counted once.
+//!
+//! Owns a radix tree whose edges are slices of the prompts' own hash arrays, so that no operation touches
+//! blocks one by one. Sequence hashes are chained: two prompts agree on their first `k` blocks exactly when
+//! their `k`-th hashes are equal. That makes a longest common prefix a binary search, and makes a hash array
+//! that reaches the end of an edge stand for everything above it, too.
+//!
+//! Promises exact sums: a prompt adds its blocks less the shared ones, at full weight, and blocks leave with
+//! their last user. Arrays that are not chained hashes get meaningless counts, but no panic, and still no
+//! residue when all are gone.
+//!
+//! Leaves to [`ActiveSequences`](super::ActiveSequences) whose prompt ends where.
+//!
+//! An edge keeps alive the array that it was cut from. Edges between which nothing ends, branches or changes
+//! weight any more are joined, so there are at most two per active prompt, and one more for each change of
+//! weight on the way, however many prompts have come and gone.
+
+use std::sync::Arc;
+
+use smallvec::{SmallVec, smallvec};
+
+use super::{BlockSum, Weight};
+use crate::protocol::SequenceHash;
+
+/// The active prompts of one rank, as a tree.
+#[derive(Clone, Debug)]
+pub(super) struct PromptTree {
+    nodes: Vec<Node>,
+    /// Entries of `nodes` that stand for nothing.
+    free: Vec<u32>,
+    weighted: BlockSum,
+}
+
+/// The node at which a prompt ends: its claim on the tree, to be given back once. Stays valid while others
+/// come and go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PromptEnd(u32);
+
+/// A node and the edge that leads to it from its parent.
+#[derive(Clone, Debug)]
+struct Node {
+    /// The edge is `hashes[start..end]`, of a prompt that passed here when the edge was made.
+    hashes: Arc<[SequenceHash]>,
+    start: u32,
+    end: u32,
+    /// What each block of the edge counts.
+    weight: Weight,
+    /// Prompts that end here.
+    owners: u32,
+    parent: u32,
+    /// Under which hash the parent lists this node. It is `hashes[start]`, kept apart so that unchained input
+    /// cannot confuse the tree.
+    key: SequenceHash,
+    /// By key, ascending.
+    children: SmallVec<[(SequenceHash, u32); 2]>,
+}
+
+/// How far a prompt agrees with the tree.
+struct Match {
+    /// Leading blocks that are active already.
+    depth: u32,
+    /// Where that is: at this node, or within the edge leading to it.
+    node: u32,
+    /// Whether it is within the edge.
+    within: bool,
+}
+
+const ROOT: u32 = 0;
+
+impl PromptTree {
+    pub(super) fn new() -> Self {
+        let root = Node {
+            hashes: Arc::default(),
+            start: 0,
+            end: 0,
+            weight: Weight::ONE,
+            owners: 0,
+            parent: ROOT,
+            key: SequenceHash::default(),
+            children: SmallVec::new(),
+        };
+        Self { nodes: vec![root], free: Vec::new(), weighted: BlockSum::default() }
+    }
+
+    /// Adds a prompt and returns its end, and how many of its leading blocks were active already. Those keep
+    /// their weights; the others get full weight.
+    ///
+    /// O(edges on the path × log blocks).
+    pub(super) fn insert(&mut self, prompt: Arc<[SequenceHash]>) -> (PromptEnd, u32) {
+        let (blocks, found) = (block_count(&prompt), self.descend(&prompt));
+        let joint = if found.within { self.split(found.node, found.depth) } else { found.node };
+        let end = if found.depth < blocks { self.grow(joint, prompt, found.depth..blocks) } else { joint };
+        self.node_mut(end).owners += 1;
+        (PromptEnd(end), found.depth)
+    }
+
+    /// Takes back what [`insert`](Self::insert) added, as far as nobody else uses it. Once for each insertion.
+    ///
+    /// O(edges that go).
+    pub(super) fn remove(&mut self, end: PromptEnd) {
+        let mut at = end.0;
+        debug_assert!(self.node(at).owners > 0, "{end:?} given back twice");
+        self.node_mut(at).owners = self.node(at).owners.saturating_sub(1);
+        while at != ROOT && self.node(at).dependants() == 0 {
+            at = self.cut(at);
+        }
+        self.join_with_only_child(at);
+    }
+
+    /// Gives the part of a prompt that no other depends on, from its end upward, a new weight.
+    ///
+    /// O(edges of that part), which the call leaves as a single one.
+    pub(super) fn reweigh(&mut self, end: PromptEnd, weight: Weight) {
+        let mut at = end.0;
+        while at != ROOT && self.node(at).dependants() == 1 {
+            let node = &mut self.nodes[at as usize];
+            self.weighted.sub(node.weighted());
+            node.weight = weight;
+            self.weighted.add(node.weighted());
+            let parent = node.parent;
+            self.join_with_only_child(at);
+            at = parent;
+        }
+    }
+
+    /// How many leading blocks of the prompt are active.
+    ///
+    /// O(edges on the path × log blocks).
+    pub(super) fn shared_blocks(&self, prompt: &[SequenceHash]) -> u32 {
+        self.descend(prompt).depth
+    }
+
+    /// Sum of the weights of all active blocks.
+    pub(super) fn weighted(&self) -> BlockSum {
+        self.weighted
+    }
+
+    fn node(&self, at: u32) -> &Node {
+        &self.nodes[at as usize]
+    }
+
+    fn node_mut(&mut self, at: u32) -> &mut Node {
+        &mut self.nodes[at as usize]
+    }
+
+    fn descend(&self, prompt: &[SequenceHash]) -> Match {
+        let blocks = block_count(prompt);
+        let mut found = Match { depth: 0, node: ROOT, within: false };
+        while found.depth < blocks {
+            let Some(child) = self.node(found.node).child(prompt[found.depth as usize]) else { break };
+            let edge = self.node(child);
+            let limit = edge.end.min(blocks);
+            found = Match { depth: agreement(prompt, &edge.hashes, found.depth + 1, limit), node: child, within: true };
+            if found.depth < edge.end {
+                break;
+            }
+            found.within = false;
+        }
+        found
+    }
+
+    /// Cuts the edge to `lower` in two and returns the new node between them. `lower` keeps its place, for
+    /// claims point at it.
+    fn split(&mut self, lower: u32, depth: u32) -> u32 {
+        let node = self.node_mut(lower);
+        debug_assert!(node.start < depth && depth < node.end, "{depth} is not within the edge");
+        let Node { start, weight, parent, key, .. } = *node;
+        let hashes = Arc::clone(&node.hashes);
+        node.start = depth;
+        node.key = hashes[depth as usize];
+        let children = smallvec![(node.key, lower)];
+        let upper = Node { hashes, start, end: depth, weight, owners: 0, parent, key, children };
+        let upper = self.allocate(upper);
+        self.node_mut(lower).parent = upper;
+        self.node_mut(parent).repoint(key, upper);
+        upper
+    }
+
+    /// Adds a leaf below `parent` for the given blocks of a prompt.
+    fn grow(&mut self, parent: u32, hashes: Arc<[SequenceHash]>, blocks: std::ops::Range<u32>) -> u32 {
+        let key = hashes[blocks.start as usize];
+        let leaf = Node {
+            hashes,
+            start: blocks.start,
+            end: blocks.end,
+            weight: Weight::ONE,
+            owners: 0,
+            parent,
+            key,
+            children: SmallVec::new(),
+        };
+        self.weighted.add(leaf.weighted());
+        let leaf = self.allocate(leaf);
+        self.node_mut(parent).adopt(key, leaf);
+        leaf
+    }
+
+    /// Removes a node without dependants and returns its parent.
+    fn cut(&mut self, leaf: u32) -> u32 {
+        let Node { parent, key, .. } = *self.node(leaf);
+        self.weighted.sub(self.node(leaf).weighted());
+        self.node_mut(parent).disown(key);
+        self.release(leaf);
+        parent
+    }
+
+    /// Joins a node at which nothing ends or branches with the one below it, if their blocks weigh the same.
+    /// The lower one stays, for claims point at it, and its array reaches up to the root.
+    fn join_with_only_child(&mut self, upper: u32) {
+        let node = self.node(upper);
+        let &[(_, lower)] = node.children.as_slice() else { return };
+        if upper == ROOT || node.owners > 0 || node.weight != self.node(lower).weight {
+            return;
+        }
+        let Node { start, parent, key, .. } = *node;
+        let below = self.node_mut(lower);
+        (below.start, below.parent, below.key) = (start, parent, key);
+        self.node_mut(parent).repoint(key, lower);
+        self.release(upper);
+    }
+
+    fn allocate(&mut self, node: Node) -> u32 {
+        if let Some(at) = self.free.pop() {
+            self.nodes[at as usize] = node;
+            return at;
+        }
+        let at = u32::try_from(self.nodes.len()).expect("four billion nodes do not fit into memory");
+        self.nodes.push(node);
+        at
+    }
+
+    fn release(&mut self, at: u32) {
+        let root = self.node(ROOT);
+        let empty = Node { children: SmallVec::new(), owners: 0, hashes: Arc::clone(&root.hashes), ..*root };
+        self.nodes[at as usize] = empty;
+        self.free.push(at);
+    }
+
+    /// # Panics
+    /// If the tree is inconsistent, or not as small as it should be.
+    pub(super) fn check_invariants(&self) {
+        let (mut live, mut sum, mut todo) = (0, BlockSum::default(), vec![ROOT]);
+        while let Some(at) = todo.pop() {
+            let node = self.node(at);
+            (live, _) = (live + 1, sum.add(node.weighted()));
+            assert!(node.children.is_sorted_by(|a, b| a.0 < b.0), "children of {at} are out of order");
+            assert!(node.weight <= Weight::ONE);
+            if at != ROOT {
+                assert!(node.start < node.end && node.end as usize <= node.hashes.len(), "{at} has no edge");
+                assert!(node.dependants() > 0, "nothing depends on {at}");
+            }
+            for &(key, child) in &node.children {
+                let below = self.node(child);
+                assert_eq!((below.parent, below.key, below.start), (at, key, node.end), "{child} hangs wrong");
+                let joinable = at != ROOT && node.dependants() == 1 && node.weight == below.weight;
+                assert!(!joinable, "{at} should have been joined with {child}");
+                todo.push(child);
+            }
+        }
+        assert_eq!(live + self.free.len(), self.nodes.len(), "nodes have been lost");
+        assert_eq!(sum, self.weighted, "the sum of weights is off");
+    }
+
+    /// Number of edges, which is what the tree costs.
+    #[cfg(test)]
+    pub(super) fn edge_count(&self) -> usize {
+        self.nodes.len() - self.free.len() - 1
+    }
+
+    /// Number of prompts that end somewhere in the tree.
+    pub(super) fn prompt_count(&self) -> usize {
+        self.nodes.iter().map(|node| node.owners as usize).sum()
+    }
+}
+
+impl Node {
+    /// What keeps the node: prompts that end here, and children.
+    fn dependants(&self) -> usize {
+        self.owners as usize + self.children.len()
+    }
+
+    /// What the edge's blocks count together.
+    fn weighted(&self) -> u64 {
+        self.weight.times(self.end - self.start)
+    }
+
+    fn child(&self, key: SequenceHash) -> Option<u32> {
+        self.position(key).ok().map(|at| self.children[at].1)
+    }
+
+    fn adopt(&mut self, key: SequenceHash, child: u32) {
+        match self.position(key) {
+            Ok(_) => debug_assert!(false, "{key} has a child already"),
+            Err(at) => self.children.insert(at, (key, child)),
+        }
+    }
+
+    fn repoint(&mut self, key: SequenceHash, child: u32) {
+        match self.position(key) {
+            Ok(at) => self.children[at].1 = child,
+            Err(_) => debug_assert!(false, "{key} has no child"),
+        }
+    }
+
+    fn disown(&mut self, key: SequenceHash) {
+        match self.position(key) {
+            Ok(at) => drop(self.children.remove(at)),
+            Err(_) => debug_assert!(false, "{key} has no child"),
+        }
+    }
+
+    fn position(&self, key: SequenceHash) -> Result<usize, usize> {
+        self.children.binary_search_by_key(&key, |child| child.0)
+    }
+}
+
+/// Blocks of a prompt. Beyond `u32::MAX`, 34 GB of hashes, a prompt is cut off.
+pub(super) fn block_count(prompt: &[SequenceHash]) -> u32 {
+    u32::try_from(prompt.len()).unwrap_or(u32::MAX)
+}
+
+/// How many leading hashes, of the first `limit`, two chained arrays share, when they are known to share the
+/// first `known`.
+fn agreement(a: &[SequenceHash], b: &[SequenceHash], known: u32, limit: u32) -> u32 {
+    let agree = |blocks: u32| a[blocks as usize - 1] == b[blocks as usize - 1];
+    if agree(limit) {
+        return limit;
+    }
+    let (mut equal, mut unequal) = (known, limit);
+    while equal + 1 < unequal {
+        let middle = equal + (unequal - equal) / 2;
+        if agree(middle) {
+            equal = middle;
+        } else {
+            unequal = middle;
+        }
+    }
+    equal
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hashes(of: &[u64]) -> Arc<[SequenceHash]> {
+        of.iter().copied().map(SequenceHash).collect()
+    }
+
+    fn insert(tree: &mut PromptTree, of: &[u64]) -> (PromptEnd, u32) {
+        let inserted = tree.insert(hashes(of));
+        tree.check_invariants();
+        inserted
+    }
+
+    fn remove(tree: &mut PromptTree, end: PromptEnd) {
+        tree.remove(end);
+        tree.check_invariants();
+    }
+
+    #[test]
+    fn prompts_share_what_they_begin_with() {
+        let mut tree = PromptTree::new();
+        let mut ends = Vec::new();
+        for (prompt, shared, rounded) in [
+            (&[1, 2, 3, 4][..], 0, 4),
+            (&[1, 2, 30], 2, 5),
+            (&[1, 2, 3, 4, 5], 4, 6),
+            (&[1, 2], 2, 6),
+            (&[1, 2, 3, 4], 4, 6),
+            (&[9], 0, 7),
+            (&[], 0, 7),
+        ] {
+            assert_eq!(tree.shared_blocks(&hashes(prompt)), shared, "{prompt:?}");
+            let (end, found) = insert(&mut tree, prompt);
+            assert_eq!((found, tree.weighted().rounded()), (shared, rounded), "{prompt:?}");
+            ends.push(end);
+        }
+        for (gone, rounded) in [(5, 6), (0, 6), (4, 6), (2, 3), (3, 3), (6, 3), (1, 0)] {
+            remove(&mut tree, ends[gone]);
+            assert_eq!(tree.weighted().rounded(), rounded, "without prompt {gone}");
+        }
+    }
+
+    #[test]
+    fn edges_are_joined_when_those_who_branched_off_have_gone() {
+        let mut tree = PromptTree::new();
+        let long: Vec<u64> = (0..200).collect();
+        let (end, _) = insert(&mut tree, &long);
+        for cut in 1..200 {
+            let branch: Vec<u64> = (0..cut).chain([1000 + cut]).collect();
+            let (other, shared) = insert(&mut tree, &branch);
+            assert_eq!((shared, tree.edge_count()), (cut as u32, 3));
+            remove(&mut tree, other);
+            let (prefix, _) = insert(&mut tree, &long[..cut as usize]);
+            assert_eq!(tree.edge_count(), 2);
+            remove(&mut tree, prefix);
+            assert_eq!(tree.edge_count(), 1);
+        }
+        assert_eq!(tree.shared_blocks(&hashes(&long)), 200);
+        assert!(tree.nodes.len() <= 4, "the arena does not grow: {}", tree.nodes.len());
+        remove(&mut tree, end);
+    }
+
+    #[test]
+    fn arrays_go_with_their_last_edge() {
+        let mut tree = PromptTree::new();
+        let (first, second) = (hashes(&[1, 2, 3, 4]), hashes(&[1, 2, 3, 4, 5]));
+        let (a, _) = tree.insert(Arc::clone(&first));
+        let (b, _) = tree.insert(Arc::clone(&second));
+        tree.remove(a);
+        assert_eq!((Arc::strong_count(&first), Arc::strong_count(&second)), (1, 2), "the longer array stands for both");
+        tree.remove(b);
+        assert_eq!(Arc::strong_count(&second), 1);
+    }
+
+    #[test]
+    fn a_new_weight_reaches_up_to_the_first_branch_or_end() {
+        let mut tree = PromptTree::new();
+        let half = Weight::new(0.5).expect("in range");
+        let (long, _) = insert(&mut tree, &[1, 2, 3, 4]);
+        let (branch, _) = insert(&mut tree, &[1, 2, 30, 40]);
+        let check = |tree: &PromptTree, halves: u32| {
+            tree.check_invariants();
+            let mut sum = BlockSum::default();
+            sum.add(Weight::ONE.times(6) - half.times(halves));
+            assert_eq!(tree.weighted(), sum);
+        };
+        tree.reweigh(long, half);
+        check(&tree, 2);
+        let (inner, _) = insert(&mut tree, &[1, 2]);
+        tree.reweigh(inner, half);
+        check(&tree, 2);
+        let (twin, shared) = insert(&mut tree, &[1, 2, 30, 40]);
+        assert_eq!(shared, 4);
+        tree.reweigh(branch, half);
+        check(&tree, 2);
+        remove(&mut tree, twin);
+        tree.reweigh(branch, half);
+        check(&tree, 4);
+        remove(&mut tree, branch);
+        tree.reweigh(long, half);
+        tree.check_invariants();
+        assert_eq!(tree.weighted().rounded(), 3, "two in full, two half");
+        remove(&mut tree, inner);
+        tree.reweigh(long, half);
+        assert_eq!((tree.weighted().rounded(), tree.edge_count()), (2, 1));
+        remove(&mut tree, long);
+    }
+
+    /// Nobody may send such arrays, but somebody will.
+    #[test]
+    fn arrays_that_are_not_chained_hashes_do_no_harm() {
+        let mut seed = 1_u64;
+        let mut next = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % below
+        };
+        let mut tree = PromptTree::new();
+        let mut ends = Vec::new();
+        for step in 0..20_000 {
+            if next(2) == 0 || ends.is_empty() {
+                let prompt: Vec<u64> = (0..next(8)).map(|_| next(4)).collect();
+                ends.push(insert(&mut tree, &prompt).0);
+            } else if next(3) == 0 {
+                let weight = Weight::new(next(3) as f64 / 2.0).expect("in range");
+                tree.reweigh(ends[next(ends.len() as u64) as usize], weight);
+                tree.check_invariants();
+            } else {
+                let at = next(ends.len() as u64) as usize;
+                remove(&mut tree, ends.swap_remove(at));
+            }
+            if step % 500 == 0 {
+                ends.drain(..).for_each(|end| remove(&mut tree, end));
+                assert_eq!((tree.weighted(), tree.edge_count()), (BlockSum::default(), 0));
+            }
+        }
+    }
+}
