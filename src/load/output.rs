@@ -1,7 +1,7 @@
 //! What one request has generated so far, as its caller reports it.
 //!
 //! Owns the running summary of those reports. It is small and plain, because it lives in the request's lease,
-//! where the caller writes it and the rank's `ActiveSequences` reads it, perhaps
+//! where the caller writes it and the rank's [`ActiveSequences`](super::ActiveSequences) reads it, perhaps
 //! late. Leaves to the reader what the state means for the rank.
 
 use super::Weight;

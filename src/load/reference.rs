@@ -1,0 +1,207 @@
+//! What [`ActiveSequences`](super::ActiveSequences) means, said slowly: the model that tests hold it to.
+//!
+//! Owns lists of everything, block by block and request by request, and derives every answer by scanning them.
+//! Promises to be literal, not fast: no tree, no running sums, no summaries. Shares with the real thing only
+//! the values that go in. Not part of the public interface.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Booked, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight};
+use crate::protocol::{BookingId, SequenceHash, Timestamp};
+
+/// A block as the model tells blocks apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Block {
+    /// The same for everybody whose prompt begins the same.
+    Shared(SequenceHash),
+    /// The n-th of one booking's own.
+    Private(BookingId, u32),
+}
+
+#[derive(Clone, Debug)]
+struct Request {
+    prompt: Vec<Block>,
+    output: Vec<Weight>,
+    prefill: Option<Prefill>,
+    /// Position in the order of arrival.
+    arrival: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Prefill {
+    tokens: u128,
+    nanos: Option<u128>,
+    /// Nanoseconds of its turn that have passed.
+    spent: u128,
+    /// Whether its turn has come and passed.
+    done: bool,
+}
+
+/// The slow model of one rank.
+#[derive(Clone, Debug)]
+pub struct ReferenceSequences {
+    assume_kv_reuse: bool,
+    requests: BTreeMap<BookingId, Request>,
+    weights: BTreeMap<Block, Weight>,
+    now: Timestamp,
+    arrivals: u64,
+}
+
+impl ReferenceSequences {
+    /// A rank without bookings.
+    #[must_use]
+    pub fn new(assume_kv_reuse: bool) -> Self {
+        Self {
+            assume_kv_reuse,
+            requests: BTreeMap::new(),
+            weights: BTreeMap::new(),
+            now: Timestamp::default(),
+            arrivals: 0,
+        }
+    }
+
+    /// Books a request; `None` for a duplicate.
+    pub fn book(
+        &mut self,
+        booking: BookingId,
+        prompt: &PromptBlocks,
+        prefill: Option<PrefillLoadHint>,
+        now: Timestamp,
+    ) -> Option<Booked> {
+        if self.requests.contains_key(&booking) {
+            return None;
+        }
+        self.advance(now);
+        let prompt = self.blocks(booking, prompt);
+        let added = prompt.iter().filter(|block| !self.weights.contains_key(block)).count();
+        for &block in &prompt {
+            self.weights.entry(block).or_insert(Weight::ONE);
+        }
+        let prefill = prefill.map(|hint| Prefill {
+            tokens: hint.effective_tokens().into(),
+            nanos: hint.expected_duration().map(|duration| duration.as_nanos()),
+            spent: 0,
+            done: false,
+        });
+        let booked = Booked { shared_blocks: (prompt.len() - added) as u32, added_blocks: added as u32 };
+        self.requests.insert(booking, Request { prompt, output: Vec::new(), prefill, arrival: self.arrivals });
+        self.arrivals += 1;
+        Some(booked)
+    }
+
+    /// Completes a prefill; whether there was one to complete.
+    pub fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> bool {
+        let waits = self.requests.get(&booking).is_some_and(|request| request.prefill.is_some());
+        if waits {
+            self.advance(now);
+            self.requests.entry(booking).and_modify(|request| request.prefill = None);
+        }
+        waits
+    }
+
+    /// Adds output blocks that are looked at together; whether there were any, and a booking to add them to.
+    pub fn push_output(&mut self, booking: BookingId, decays: &[Option<Weight>]) -> bool {
+        let Some(request) = self.requests.get_mut(&booking).filter(|_| !decays.is_empty()) else { return false };
+        for decay in decays {
+            request.output.push(Weight::ONE);
+            if let Some(decay) = decay {
+                request.output.fill(*decay);
+            }
+        }
+        if let Some(&decay) = decays.iter().flatten().next_back() {
+            for block in self.exclusive_suffix(booking) {
+                self.weights.insert(block, decay);
+            }
+        }
+        true
+    }
+
+    /// Ends a booking; whether there was one.
+    pub fn free(&mut self, booking: BookingId, now: Timestamp) -> bool {
+        if !self.requests.contains_key(&booking) {
+            return false;
+        }
+        self.advance(now);
+        self.requests.remove(&booking);
+        let used: BTreeSet<Block> = self.requests.values().flat_map(|request| request.prompt.clone()).collect();
+        self.weights.retain(|block, _| used.contains(block));
+        true
+    }
+
+    /// What a prompt would find.
+    #[must_use]
+    pub fn project(&self, prompt: &PromptBlocks) -> Projection {
+        let nobody = BookingId(u64::MAX);
+        let blocks = self.blocks(nobody, prompt);
+        let shared_blocks = blocks.iter().filter(|block| self.weights.contains_key(block)).count() as u32;
+        let active_blocks = self.load(self.now).active_blocks;
+        let potential_blocks = active_blocks + blocks.len() as u32 - shared_blocks;
+        Projection { active_blocks, shared_blocks, potential_blocks }
+    }
+
+    /// The load at `now`.
+    #[must_use]
+    pub fn load(&self, now: Timestamp) -> RankLoad {
+        let output = self.requests.values().flat_map(|request| &request.output);
+        let blocks: f64 = self.weights.values().chain(output).map(|weight| weight.fraction()).sum();
+        let mut then = self.clone();
+        then.advance(now);
+        let left = then.requests.values().flat_map(|request| request.prefill).map(|prefill| prefill.left());
+        RankLoad {
+            active_blocks: blocks.round() as u32,
+            prefill_tokens: left.sum::<u128>() as u64,
+            requests: self.requests.len() as u32,
+        }
+    }
+
+    fn blocks(&self, booking: BookingId, prompt: &PromptBlocks) -> Vec<Block> {
+        match prompt {
+            PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => hashes.iter().copied().map(Block::Shared).collect(),
+            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => {
+                (0..prompt.block_count()).map(|n| Block::Private(booking, n)).collect()
+            }
+        }
+    }
+
+    /// From the end of the prompt upward, the blocks on which nothing but the block below depends, or the
+    /// booking itself.
+    fn exclusive_suffix(&self, booking: BookingId) -> Vec<Block> {
+        let exclusive = |block: &&Block| {
+            let prompts = self.requests.values().map(|request| &request.prompt);
+            let owners = prompts.clone().filter(|prompt| prompt.last() == Some(block)).count();
+            let next = |prompt: &Vec<Block>| prompt.windows(2).find(|pair| pair[0] == **block).map(|pair| pair[1]);
+            let children: BTreeSet<Block> = prompts.filter_map(next).collect();
+            owners + children.len() == 1
+        };
+        self.requests[&booking].prompt.iter().rev().take_while(exclusive).copied().collect()
+    }
+
+    /// Gives the time that has passed to prefills, one after the other in order of arrival.
+    fn advance(&mut self, now: Timestamp) {
+        let mut time = u128::from(now.0.saturating_sub(self.now.0));
+        self.now = self.now.max(now);
+        let mut line: Vec<&mut Request> = self.requests.values_mut().collect();
+        line.sort_by_key(|request| request.arrival);
+        for prefill in line.into_iter().filter_map(|request| request.prefill.as_mut()) {
+            let Some(nanos) = prefill.nanos else { return };
+            let share = time.min(nanos - prefill.spent);
+            prefill.spent += share;
+            time -= share;
+            prefill.done = prefill.spent == nanos;
+            if !prefill.done {
+                return;
+            }
+        }
+    }
+}
+
+impl Prefill {
+    /// Tokens left, begun ones included.
+    fn left(self) -> u128 {
+        match self.nanos {
+            _ if self.done => 0,
+            None | Some(0) => self.tokens,
+            Some(nanos) => (self.tokens * (nanos - self.spent)).div_ceil(nanos),
+        }
+    }
+}
