@@ -1,0 +1,98 @@
+//! All that one rank holds.
+//!
+//! Owns a residence per tier and the blocks that wait for a parent. Promises that a rank which never used a
+//! lower tier pays one null pointer for them.
+
+use std::mem::size_of;
+
+use ahash::RandomState;
+
+use super::residence::Residence;
+use super::waiting::Waiting;
+use crate::protocol::{StorageTier, WorkerRank};
+
+/// One rank's holdings.
+#[derive(Debug)]
+pub(super) struct Rank {
+    pub(super) id: WorkerRank,
+    device: Residence,
+    lower: Option<Box<Lower>>,
+}
+
+#[derive(Debug)]
+struct Lower {
+    residences: [Residence; 3],
+    waiting: Waiting,
+}
+
+/// Where a lower tier stands among the lower tiers; `None` for the device tier.
+pub(super) const fn lower_idx(tier: StorageTier) -> Option<usize> {
+    match tier {
+        StorageTier::Device => None,
+        StorageTier::HostPinned => Some(0),
+        StorageTier::Disk => Some(1),
+        StorageTier::External => Some(2),
+    }
+}
+
+impl Rank {
+    pub(super) fn new(id: WorkerRank, hasher: &RandomState) -> Self {
+        Self { id, device: Residence::new(hasher.clone()), lower: None }
+    }
+
+    /// The rank's residence in a tier, unless it never used that tier.
+    pub(super) fn residence(&self, tier: StorageTier) -> Option<&Residence> {
+        match lower_idx(tier) {
+            None => Some(&self.device),
+            Some(idx) => self.lower.as_ref().map(|lower| &lower.residences[idx]),
+        }
+    }
+
+    /// The rank's residence in a tier, made if need be.
+    pub(super) fn residence_mut(&mut self, tier: StorageTier, hasher: &RandomState) -> &mut Residence {
+        match lower_idx(tier) {
+            None => &mut self.device,
+            Some(idx) => &mut self.lower_mut(hasher).residences[idx],
+        }
+    }
+
+    /// The residences in use, nearest tier first.
+    pub(super) fn residences(&self) -> impl Iterator<Item = (StorageTier, &Residence)> {
+        let used = |tier| Some((tier, self.residence(tier)?));
+        StorageTier::ALL.into_iter().filter_map(used).filter(|(_, residence)| residence.held_blocks() > 0)
+    }
+
+    pub(super) fn waiting(&self) -> Option<&Waiting> {
+        self.lower.as_ref().map(|lower| &lower.waiting)
+    }
+
+    pub(super) fn waiting_mut(&mut self, hasher: &RandomState) -> &mut Waiting {
+        &mut self.lower_mut(hasher).waiting
+    }
+
+    /// Whether any block waits for its parent.
+    pub(super) fn has_waiting(&self) -> bool {
+        self.lower.as_ref().is_some_and(|lower| !lower.waiting.is_empty())
+    }
+
+    /// Number of names, of held and of waiting blocks.
+    pub(super) fn known_names(&self) -> usize {
+        let held = self.residences().map(|(_, residence)| residence.known_names()).sum::<usize>();
+        held + self.waiting().map_or(0, Waiting::len)
+    }
+
+    /// Heap bytes owned.
+    pub(super) fn bytes(&self) -> usize {
+        let lower = self.lower.as_ref().map_or(0, |lower| {
+            size_of::<Lower>() + lower.residences.iter().map(Residence::bytes).sum::<usize>() + lower.waiting.bytes()
+        });
+        self.device.bytes() + lower
+    }
+
+    fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {
+        self.lower.get_or_insert_with(|| {
+            let residences = std::array::from_fn(|_| Residence::new(hasher.clone()));
+            Box::new(Lower { residences, waiting: Waiting::new(hasher.clone()) })
+        })
+    }
+}

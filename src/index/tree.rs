@@ -1,0 +1,357 @@
+//! The shape shared by all ranks of one tier: runs of block hashes, and how far each rank reaches into each.
+//!
+//! Owns nodes, each a run of consecutive block hashes behind some block of its parent's run, and per node the
+//! ranks that hold blocks of it. Promises that every prefix has exactly one place: a child never begins with
+//! the block that its parent's run continues with. A prompt that leaves a run in its middle hangs a child there
+//! and does not split the run, because each holder says for itself how far it reaches; so a popular prefix
+//! stays one run. What nobody holds and nothing hangs behind is given back at once. Leaves the holders' holes
+//! and the engines' names of blocks to [`super::residence`].
+
+use std::mem::size_of;
+
+use ahash::RandomState;
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+use smallvec::SmallVec;
+
+use super::arena::{Arena, give_back, make_room};
+use crate::protocol::{BlockHash, Slot};
+
+/// The node of the empty prefix: no run, no holders, never freed.
+pub(super) const ROOT: u32 = 0;
+/// No node.
+const NONE: u32 = u32::MAX;
+
+/// A place between blocks: behind the first `offset` blocks of a node's run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Point {
+    pub(super) node: u32,
+    pub(super) offset: u32,
+}
+
+impl Point {
+    /// Where every prompt starts.
+    pub(super) const START: Self = Self { node: ROOT, offset: 0 };
+}
+
+/// One rank's reach into a run, as its span has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Holder {
+    /// The rank.
+    pub(super) slot: Slot,
+    /// Its span of this run.
+    pub(super) span: u32,
+    /// Number of leading blocks of the run that it holds.
+    pub(super) cut: u32,
+    /// One past the last block of the run that it holds; greater than `cut` only when it has a hole.
+    pub(super) extent: u32,
+}
+
+/// A run and where it hangs.
+#[derive(Debug)]
+pub(super) struct Node {
+    /// The node whose run this one continues.
+    pub(super) parent: u32,
+    /// How many blocks of the parent's run come before this one.
+    pub(super) attach: u32,
+    /// How many blocks of a prompt come before this run.
+    pub(super) depth: u32,
+    /// No child hangs further back than this. May be too high after a child left.
+    attach_max: u32,
+    first_child: u32,
+    next: u32,
+    previous: u32,
+    /// The blocks. Empty in the root and in vacant entries only.
+    pub(super) run: Vec<BlockHash>,
+    /// Who holds blocks of the run, by slot.
+    pub(super) holders: SmallVec<[Holder; 1]>,
+}
+
+impl Default for Node {
+    fn default() -> Self {
+        Self {
+            parent: NONE,
+            attach: 0,
+            depth: 0,
+            attach_max: 0,
+            first_child: NONE,
+            next: NONE,
+            previous: NONE,
+            run: Vec::new(),
+            holders: SmallVec::new(),
+        }
+    }
+}
+
+/// The runs of one tier.
+#[derive(Debug)]
+pub(super) struct Tree {
+    nodes: Arena<Node>,
+    /// Every node but the root, by where it hangs and its first block. Keys are read through the nodes.
+    children: HashTable<u32>,
+    hasher: RandomState,
+}
+
+impl Tree {
+    pub(super) fn new(hasher: RandomState) -> Self {
+        let mut nodes = Arena::new();
+        let root = nodes.insert(Node::default());
+        debug_assert_eq!(root, ROOT, "the root comes first");
+        Self { nodes, children: HashTable::new(), hasher }
+    }
+
+    pub(super) fn node(&self, id: u32) -> &Node {
+        &self.nodes[id]
+    }
+
+    /// The span of `slot` on a node's run.
+    pub(super) fn span_of(&self, node: u32, slot: Slot) -> Option<u32> {
+        let holders = &self.nodes[node].holders;
+        holders.binary_search_by_key(&slot, |holder| holder.slot).ok().map(|at| holders[at].span)
+    }
+
+    /// Shows `visit` each node on the way of `hashes`, with the number of blocks of its run that agree, until
+    /// the way ends or `visit` says no.
+    pub(super) fn walk(&self, hashes: &[BlockHash], mut visit: impl FnMut(&Node, u32) -> bool) {
+        let (mut at, mut rest) = (Point::START, hashes);
+        while let Some(&first) = rest.first() {
+            let Some(id) = self.child(at, first) else { return };
+            let node = &self.nodes[id];
+            let agree = common_blocks(&node.run, rest);
+            let offset = agree as u32;
+            if !visit(node, offset) {
+                return;
+            }
+            (at, rest) = (Point { node: id, offset }, &rest[agree..]);
+        }
+    }
+
+    /// Makes the tree continue at `at` with the first blocks of `next`. Returns where they lie and how many of
+    /// them lie there in one piece: at least one when `next` is not empty. The caller holds at least one of
+    /// them, or calls again for what follows and holds something there.
+    pub(super) fn grow(&mut self, at: Point, next: impl ExactSizeIterator<Item = BlockHash> + Clone) -> (Point, u32) {
+        let Some(first) = next.clone().next() else { return (at, 0) };
+        let run = &self.nodes[at.node].run;
+        if run.get(at.offset as usize) == Some(&first) {
+            return (at, agreeing(&run[at.offset as usize..], next));
+        }
+        if let Some(child) = self.child(at, first) {
+            return (Point { node: child, offset: 0 }, agreeing(&self.nodes[child].run, next));
+        }
+        let len = next.len() as u32;
+        if at.node != ROOT && at.offset as usize == run.len() {
+            let run = &mut self.nodes[at.node].run;
+            make_room(run, next.len());
+            run.extend(next);
+            return (at, len);
+        }
+        (Point { node: self.hang(at, next.collect()), offset: 0 }, len)
+    }
+
+    /// Records a rank's reach into a run; an `extent` of zero removes it. Gives back what nobody needs now.
+    pub(super) fn publish(&mut self, id: u32, holder: Holder) {
+        debug_assert!(holder.cut <= holder.extent, "the leading blocks are among the held ones");
+        let node = &mut self.nodes[id];
+        match node.holders.binary_search_by_key(&holder.slot, |holder| holder.slot) {
+            Ok(at) if holder.extent == 0 => {
+                node.holders.remove(at);
+                if node.holders.capacity() > 4 * node.holders.len().max(1) {
+                    node.holders.shrink_to_fit();
+                }
+                self.collapse(id);
+            }
+            Ok(at) => {
+                let before = std::mem::replace(&mut node.holders[at], holder).extent;
+                if holder.extent < before && before as usize == node.run.len() {
+                    self.trim(id);
+                }
+            }
+            Err(_) if holder.extent == 0 => self.collapse(id),
+            Err(at) => node.holders.insert(at, holder),
+        }
+    }
+
+    /// The block hashes of a prompt up to `at`.
+    pub(super) fn path(&self, at: Point) -> Vec<BlockHash> {
+        let Point { mut node, mut offset } = at;
+        let mut path = vec![BlockHash::default(); (self.nodes[node].depth + offset) as usize];
+        while node != ROOT {
+            let Node { parent, attach, depth, run, .. } = &self.nodes[node];
+            let (start, len) = (*depth as usize, offset as usize);
+            path[start..start + len].copy_from_slice(&run[..len]);
+            (node, offset) = (*parent, *attach);
+        }
+        path
+    }
+
+    /// Number of nodes, the root not counted.
+    pub(super) fn len(&self) -> usize {
+        self.nodes.len() - 1
+    }
+
+    /// Every node with its number, the root and vacant entries not included.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Node)> {
+        self.nodes.iter().filter(|(_, node)| !node.run.is_empty())
+    }
+
+    /// Heap bytes owned. Visits every node.
+    pub(super) fn bytes(&self) -> usize {
+        let owned = |(_, node): (u32, &Node)| {
+            let spilled = if node.holders.spilled() { node.holders.capacity() } else { 0 };
+            node.run.capacity() * size_of::<BlockHash>() + spilled * size_of::<Holder>()
+        };
+        self.nodes.bytes() + self.children.allocation_size() + self.nodes.iter().map(owned).sum::<usize>()
+    }
+
+    fn child(&self, at: Point, first: BlockHash) -> Option<u32> {
+        self.children.find(self.hash(at, first), |&id| self.nodes[id].hangs(at, first)).copied()
+    }
+
+    fn hash(&self, at: Point, first: BlockHash) -> u64 {
+        hash_of(&self.hasher, at, first)
+    }
+
+    /// Adds a child with the given run at `at`.
+    fn hang(&mut self, at: Point, run: Vec<BlockHash>) -> u32 {
+        let (first, Point { node: parent, offset: attach }) = (run[0], at);
+        let next = self.nodes[parent].first_child;
+        let depth = self.nodes[parent].depth + attach;
+        let id = self.nodes.insert(Node { parent, attach, depth, next, run, ..Node::default() });
+        if next != NONE {
+            self.nodes[next].previous = id;
+        }
+        let above = &mut self.nodes[parent];
+        above.first_child = id;
+        above.attach_max = above.attach_max.max(attach);
+        let (nodes, hasher) = (&self.nodes, &self.hasher);
+        match self.children.entry(hash_of(hasher, at, first), |_| false, |&id| nodes[id].hash(hasher)) {
+            Entry::Occupied(_) => unreachable!("nothing equals a child that was just looked up in vain"),
+            Entry::Vacant(entry) => drop(entry.insert(id)),
+        }
+        id
+    }
+
+    /// Frees `id` if nobody holds it and nothing hangs on it, and then what that leaves behind further up.
+    fn collapse(&mut self, mut id: u32) {
+        while id != ROOT {
+            let node = &self.nodes[id];
+            if !node.holders.is_empty() || node.first_child != NONE {
+                return self.trim(id);
+            }
+            let Point { node: parent, offset: attach } = Point { node: node.parent, offset: node.attach };
+            self.unlink(id);
+            self.nodes.remove(id);
+            let above = &self.nodes[parent];
+            let in_use = !above.holders.is_empty() || above.first_child != NONE;
+            if in_use && (attach as usize) < above.run.len() {
+                return; // the run's end was not this child's doing
+            }
+            id = parent;
+        }
+    }
+
+    fn unlink(&mut self, id: u32) {
+        let node = &self.nodes[id];
+        let (hash, parent, next, previous) = (node.hash(&self.hasher), node.parent, node.next, node.previous);
+        let entry = self.children.find_entry(hash, |&other| other == id).expect("every node but the root is a child");
+        entry.remove();
+        let (nodes, hasher) = (&self.nodes, &self.hasher);
+        if self.children.capacity() > 64 && self.children.len() < self.children.capacity() / 4 {
+            self.children.shrink_to(self.children.len() * 2, |&id| nodes[id].hash(hasher));
+        }
+        if next != NONE {
+            self.nodes[next].previous = previous;
+        }
+        if previous == NONE {
+            self.nodes[parent].first_child = next;
+        } else {
+            self.nodes[previous].next = next;
+        }
+    }
+
+    /// Cuts off the end of a run that nobody holds and nothing hangs behind.
+    fn trim(&mut self, id: u32) {
+        let node = &self.nodes[id];
+        let len = node.run.len() as u32;
+        let mut keep = node.holders.iter().map(|holder| holder.extent).max().unwrap_or(0);
+        if keep < len && keep < node.attach_max {
+            let attach_max = self.attach_max(id);
+            self.nodes[id].attach_max = attach_max;
+            keep = keep.max(attach_max);
+        }
+        debug_assert!(keep > 0 || id == ROOT, "a node without holders and children is freed, not trimmed");
+        let run = &mut self.nodes[id].run;
+        run.truncate(keep as usize);
+        give_back(run);
+    }
+
+    /// How far back the last child of `id` hangs.
+    fn attach_max(&self, id: u32) -> u32 {
+        let len = self.nodes[id].run.len() as u32;
+        let (mut max, mut child) = (0, self.nodes[id].first_child);
+        while child != NONE && max < len {
+            max = max.max(self.nodes[child].attach);
+            child = self.nodes[child].next;
+        }
+        max
+    }
+
+    /// Checks what the type promises.
+    pub(super) fn check_invariants(&self) {
+        assert_eq!(self.children.len(), self.len(), "every node but the root is a child");
+        assert!(self.nodes[ROOT].run.is_empty() && self.nodes[ROOT].holders.is_empty(), "the root is bare");
+        self.check_children(ROOT);
+        for (id, node) in self.iter() {
+            let above = &self.nodes[node.parent];
+            let at = Point { node: node.parent, offset: node.attach };
+            assert!(node.parent == ROOT || !above.run.is_empty(), "no parent is vacant");
+            assert!(node.attach <= above.attach_max && node.attach as usize <= above.run.len(), "hangs on its parent");
+            assert!(node.parent == ROOT || node.attach > 0, "a child follows some block of its parent");
+            assert_eq!(node.depth, above.depth + node.attach, "depth adds up");
+            assert_eq!(self.child(at, node.run[0]), Some(id), "a child is found by its first block");
+            assert_ne!(above.run.get(node.attach as usize), Some(&node.run[0]), "each prefix has one place");
+            assert!(node.holders.is_sorted_by(|a, b| a.slot < b.slot), "one holder a slot, in order");
+            assert!(node.holders.iter().all(|holder| holder.cut <= holder.extent && holder.extent > 0));
+            let held = node.holders.iter().map(|holder| holder.extent).max().unwrap_or(0);
+            assert_eq!(node.run.len() as u32, held.max(self.attach_max(id)), "no run is longer than needed");
+            self.check_children(id);
+        }
+    }
+
+    fn check_children(&self, id: u32) {
+        let (mut previous, mut child) = (NONE, self.nodes[id].first_child);
+        while child != NONE {
+            assert_eq!((self.nodes[child].parent, self.nodes[child].previous), (id, previous), "siblings are linked");
+            (previous, child) = (child, self.nodes[child].next);
+        }
+    }
+}
+
+impl Node {
+    fn hangs(&self, at: Point, first: BlockHash) -> bool {
+        self.parent == at.node && self.attach == at.offset && self.run[0] == first
+    }
+
+    fn hash(&self, hasher: &RandomState) -> u64 {
+        hash_of(hasher, Point { node: self.parent, offset: self.attach }, self.run[0])
+    }
+}
+
+fn hash_of(hasher: &RandomState, at: Point, first: BlockHash) -> u64 {
+    hasher.hash_one((u64::from(at.node) << 32 | u64::from(at.offset), first))
+}
+
+/// Number of leading blocks in which two lists agree. Whole chunks first, which compare as wide as the machine
+/// can.
+fn common_blocks(a: &[BlockHash], b: &[BlockHash]) -> usize {
+    const CHUNK: usize = 16;
+    let len = a.len().min(b.len());
+    let (a, b) = (&a[..len], &b[..len]);
+    let chunks = a.chunks_exact(CHUNK).zip(b.chunks_exact(CHUNK)).take_while(|(a, b)| a == b).count();
+    let start = chunks * CHUNK;
+    start + a[start..].iter().zip(&b[start..]).take_while(|(a, b)| a == b).count()
+}
+
+fn agreeing(run: &[BlockHash], next: impl Iterator<Item = BlockHash>) -> u32 {
+    run.iter().zip(next).take_while(|(ours, theirs)| *ours == theirs).count() as u32
+}
