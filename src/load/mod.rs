@@ -11,6 +11,7 @@
 //!
 //! Leaves to others which requests are booked where, who tells the model, and how its numbers travel.
 
+mod board;
 mod curve;
 mod hint;
 mod output;
@@ -21,6 +22,7 @@ pub mod reference;
 mod sequences;
 mod weight;
 
+pub use board::{BoardLoad, BoardSlot};
 pub use curve::PrefillCurve;
 pub use hint::PrefillLoadHint;
 pub use output::OutputBlocks;

@@ -319,6 +319,14 @@ pub(super) fn block_count(prompt: &[SequenceHash]) -> u32 {
     u32::try_from(prompt.len()).unwrap_or(u32::MAX)
 }
 
+/// How many leading hashes two chained arrays share.
+pub(super) fn shared_blocks(a: &[SequenceHash], b: &[SequenceHash]) -> u32 {
+    match block_count(a).min(block_count(b)) {
+        0 => 0,
+        limit => agreement(a, b, 0, limit),
+    }
+}
+
 /// How many leading hashes, of the first `limit`, two chained arrays share, when they are known to share the
 /// first `known`.
 fn agreement(a: &[SequenceHash], b: &[SequenceHash], known: u32, limit: u32) -> u32 {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use ahash::AHashMap;
 
 use super::prefill::{PrefillQueue, Ticket};
-use super::prompts::{PromptEnd, PromptTree, block_count};
+use super::prompts::{PromptEnd, PromptTree, block_count, shared_blocks};
 use super::{BlockSum, OutputBlocks, PrefillCurve, PrefillLoadHint, Weight};
 use crate::protocol::{BookingId, SequenceHash, Timestamp};
 
@@ -323,6 +323,30 @@ impl PromptBlocks {
         match self {
             Self::Hashed(hashes) => block_count(hashes),
             Self::Counted(blocks) => *blocks,
+        }
+    }
+
+    /// Whether blocks of it may be active already where another prompt runs.
+    #[must_use]
+    pub fn shares_blocks(&self) -> bool {
+        matches!(self, Self::Hashed(hashes) if !hashes.is_empty())
+    }
+
+    /// Leading blocks that both prompts have. O(log blocks).
+    ///
+    /// ```
+    /// use pointsman::load::PromptBlocks;
+    /// use pointsman::protocol::SequenceHash;
+    ///
+    /// let prompt = |hashes: &[u64]| PromptBlocks::Hashed(hashes.iter().copied().map(SequenceHash).collect());
+    /// assert_eq!(prompt(&[11, 12, 13]).shared_blocks(&prompt(&[11, 12, 21, 22])), 2);
+    /// assert_eq!(prompt(&[11, 12]).shared_blocks(&PromptBlocks::Counted(2)), 0);
+    /// ```
+    #[must_use]
+    pub fn shared_blocks(&self, other: &Self) -> u32 {
+        match (self, other) {
+            (Self::Hashed(ours), Self::Hashed(theirs)) => shared_blocks(ours, theirs),
+            (Self::Hashed(_) | Self::Counted(_), _) => 0,
         }
     }
 }

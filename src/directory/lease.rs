@@ -1,0 +1,222 @@
+//! One booking's shared record: who changes what, and in which order, without a lock on the way of a request.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::load::{OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
+use crate::protocol::{BookingId, Generation, Slot, Timestamp};
+
+/// Where a lease stands. It only ever moves down this list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseState {
+    /// Entered, not decided.
+    Pending,
+    /// Booked on one incarnation of a slot.
+    Booked {
+        /// The slot.
+        slot: Slot,
+        /// Its incarnation.
+        generation: Generation,
+    },
+    /// Over: freed, dropped, removed with its rank, or never booked.
+    Ended,
+}
+
+/// What ending a lease found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// It was not booked yet: a Book that comes later finds it ended and does nothing.
+    Pending,
+    /// It was booked there: its sequence actor must look.
+    Booked(Slot, Generation),
+    /// It had ended before.
+    Already,
+}
+
+/// What a request has reported of itself so far.
+#[derive(Clone, Debug)]
+pub struct Progress {
+    /// Whether its first token is out.
+    pub prefill_completed: bool,
+    /// Its output blocks.
+    pub output: OutputBlocks,
+}
+
+/// The shared record of one booking.
+///
+/// The caller's side changes it first and then tells the sequence actor to look; the sequence actor reads what it
+/// finds. So a message that comes twice, late or never can only delay a count, not falsify it.
+#[derive(Debug)]
+pub struct Lease {
+    booking: BookingId,
+    request_id: Box<str>,
+    prompt: PromptBlocks,
+    arrival: Timestamp,
+    /// Packed [`LeaseState`]: booking is one compare-and-swap, ending one swap.
+    state: AtomicU64,
+    hint: OnceLock<Option<PrefillLoadHint>>,
+    prefill_completed: AtomicBool,
+    output: Mutex<OutputBlocks>,
+    /// Set while a look is on its way, so that at most one is.
+    dirty: AtomicBool,
+}
+
+const PENDING: u64 = 0;
+const ENDED: u64 = u64::MAX;
+
+impl Lease {
+    pub(super) fn new(booking: BookingId, request_id: Box<str>, prompt: PromptBlocks, arrival: Timestamp) -> Self {
+        Self {
+            booking,
+            request_id,
+            prompt,
+            arrival,
+            state: AtomicU64::new(PENDING),
+            hint: OnceLock::new(),
+            prefill_completed: AtomicBool::new(false),
+            output: Mutex::default(),
+            dirty: AtomicBool::new(false),
+        }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn booking(&self) -> BookingId {
+        self.booking
+    }
+
+    /// The id it was entered under.
+    #[must_use]
+    pub fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    /// The blocks it holds while it runs.
+    #[must_use]
+    pub fn prompt(&self) -> &PromptBlocks {
+        &self.prompt
+    }
+
+    /// When it was entered.
+    #[must_use]
+    pub fn arrival(&self) -> Timestamp {
+        self.arrival
+    }
+
+    /// The prefill it was booked with.
+    #[must_use]
+    pub fn hint(&self) -> Option<PrefillLoadHint> {
+        self.hint.get().copied().flatten()
+    }
+
+    /// Where it stands now.
+    #[must_use]
+    pub fn state(&self) -> LeaseState {
+        unpack(self.state.load(Ordering::SeqCst))
+    }
+
+    /// Books it; `false` when it is not pending any more. Only a sequence actor calls this, for its own slot.
+    #[must_use]
+    pub fn book(&self, slot: Slot, generation: Generation, hint: Option<PrefillLoadHint>) -> bool {
+        let _ = self.hint.set(hint); // set before it is booked, so that whoever sees it booked sees the hint
+        self.state.compare_exchange(PENDING, pack(slot, generation), Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// Ends it, whatever it was. Exactly one call finds it not ended.
+    pub fn end(&self) -> Ended {
+        match unpack(self.state.swap(ENDED, Ordering::SeqCst)) {
+            LeaseState::Pending => Ended::Pending,
+            LeaseState::Booked { slot, generation } => Ended::Booked(slot, generation),
+            LeaseState::Ended => Ended::Already,
+        }
+    }
+
+    /// Notes that the first token is out; `false` when that was known.
+    pub fn complete_prefill(&self) -> bool {
+        !self.prefill_completed.swap(true, Ordering::SeqCst)
+    }
+
+    /// Notes one more output block. See [`OutputBlocks::push`].
+    pub fn push_output_block(&self, decay: Option<Weight>) {
+        self.output().push(decay);
+    }
+
+    /// What it has reported so far.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let prefill_completed = self.prefill_completed.load(Ordering::SeqCst);
+        Progress { prefill_completed, output: *self.output() }
+    }
+
+    /// Asks for a look; `false` when one is on its way that will see every change made so far.
+    #[must_use]
+    pub fn mark_dirty(&self) -> bool {
+        !self.dirty.swap(true, Ordering::SeqCst)
+    }
+
+    /// Before a look: changes made from here on ask for another one.
+    pub fn clear_dirty(&self) {
+        self.dirty.store(false, Ordering::SeqCst);
+    }
+
+    fn output(&self) -> MutexGuard<'_, OutputBlocks> {
+        self.output.lock().unwrap_or_else(PoisonError::into_inner) // plain numbers: whole between statements
+    }
+}
+
+fn pack(slot: Slot, generation: Generation) -> u64 {
+    (u64::from(slot.0) + 1) << 32 | u64::from(generation.0)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the halves that `pack` joined")]
+fn unpack(state: u64) -> LeaseState {
+    match state {
+        PENDING => LeaseState::Pending,
+        ENDED => LeaseState::Ended,
+        booked => LeaseState::Booked { slot: Slot((booked >> 32) as u32 - 1), generation: Generation(booked as u32) },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    fn lease() -> Lease {
+        Lease::new(BookingId(0), "r".into(), PromptBlocks::Counted(0), Timestamp::default())
+    }
+
+    #[test]
+    fn a_lease_ended_before_its_book_is_never_booked() {
+        let lease = lease();
+        assert_eq!(lease.end(), Ended::Pending);
+        assert!(!lease.book(Slot(0), Generation(0), None));
+        assert_eq!(lease.end(), Ended::Already);
+        assert_eq!(lease.state(), LeaseState::Ended);
+    }
+
+    #[test]
+    fn every_slot_and_generation_survives_packing() {
+        for (slot, generation) in [(0, 0), (0, u32::MAX), (u32::MAX - 2, 7), (5, u32::MAX - 1)] {
+            let state = LeaseState::Booked { slot: Slot(slot), generation: Generation(generation) };
+            assert_eq!(unpack(pack(Slot(slot), Generation(generation))), state);
+        }
+    }
+
+    #[test]
+    fn of_many_who_end_a_lease_one_finds_it_booked() {
+        for _ in 0..200 {
+            let lease = Arc::new(lease());
+            assert!(lease.book(Slot(1), Generation(2), None));
+            let enders: Vec<_> = (0..4)
+                .map(|_| {
+                    let lease = Arc::clone(&lease);
+                    std::thread::spawn(move || lease.end())
+                })
+                .collect();
+            let found: Vec<_> = enders.into_iter().map(|ender| ender.join().expect("no panic")).collect();
+            assert_eq!(found.iter().filter(|found| **found == Ended::Booked(Slot(1), Generation(2))).count(), 1);
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The request directory: every booking's lease by its request id.
+//!
+//! Owns which request ids are taken. Promises that an id has one lease at a time, that a lease leaves once,
+//! and that what a restarted sequence actor must rebuild can be read from here. Leaves to the lease what
+//! may happen to one booking, and to the sequence actors the counting.
+
+mod lease;
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hashbrown::HashTable;
+
+use crate::load::PromptBlocks;
+use crate::protocol::{BookingId, Generation, Slot, Timestamp};
+
+pub use lease::{Ended, Lease, LeaseState, Progress};
+
+/// Independent parts, so that callers on different threads seldom meet.
+const PARTS: usize = 16;
+
+/// The request id is taken by a booking that has not ended.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("request id {0:?} has a booking already")]
+pub struct DuplicateRequest(pub String);
+
+/// All leases, by request id.
+///
+/// ```
+/// use pointsman::directory::Directory;
+/// use pointsman::load::PromptBlocks;
+/// use pointsman::protocol::Timestamp;
+///
+/// let directory = Directory::default();
+/// let lease = directory.enter("req-1", PromptBlocks::Counted(0), Timestamp::default())?;
+/// assert!(directory.enter("req-1", PromptBlocks::Counted(0), Timestamp::default()).is_err());
+/// lease.end();
+/// directory.leave(&lease);
+/// assert!(directory.is_empty());
+/// # Ok::<(), pointsman::directory::DuplicateRequest>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Directory {
+    parts: [Mutex<HashTable<Arc<Lease>>>; PARTS],
+    hasher: ahash::RandomState,
+    bookings: AtomicU64,
+    len: AtomicUsize,
+}
+
+impl Directory {
+    /// Enters a pending lease under `request_id`.
+    ///
+    /// # Errors
+    /// When the id is taken.
+    pub fn enter(
+        &self,
+        request_id: &str,
+        prompt: PromptBlocks,
+        arrival: Timestamp,
+    ) -> Result<Arc<Lease>, DuplicateRequest> {
+        let hash = self.hasher.hash_one(request_id);
+        let mut part = self.part(hash);
+        if part.find(hash, |lease| lease.request_id() == request_id).is_some() {
+            return Err(DuplicateRequest(request_id.to_owned()));
+        }
+        let booking = BookingId(self.bookings.fetch_add(1, Ordering::Relaxed));
+        let lease = Arc::new(Lease::new(booking, request_id.into(), prompt, arrival));
+        part.insert_unique(hash, Arc::clone(&lease), |known| self.hasher.hash_one(known.request_id()));
+        self.len.fetch_add(1, Ordering::Relaxed);
+        Ok(lease)
+    }
+
+    /// The lease of a request id.
+    #[must_use]
+    pub fn find(&self, request_id: &str) -> Option<Arc<Lease>> {
+        let hash = self.hasher.hash_one(request_id);
+        self.part(hash).find(hash, |lease| lease.request_id() == request_id).cloned()
+    }
+
+    /// Frees the lease's request id. Does nothing when it is gone already, or when the id has a newer lease.
+    pub fn leave(&self, lease: &Lease) {
+        let hash = self.hasher.hash_one(lease.request_id());
+        let mut part = self.part(hash);
+        if let Ok(entry) = part.find_entry(hash, |known| known.booking() == lease.booking()) {
+            let _ = entry.remove();
+            self.len.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Leases booked on one incarnation of a slot, oldest first: what its sequence actor holds.
+    ///
+    /// Visits every lease.
+    #[must_use]
+    pub fn booked_on(&self, slot: Slot, generation: Generation) -> Vec<Arc<Lease>> {
+        let here = LeaseState::Booked { slot, generation };
+        let mut leases = Vec::new();
+        for part in &self.parts {
+            let part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            leases.extend(part.iter().filter(|lease| lease.state() == here).cloned());
+        }
+        leases.sort_unstable_by_key(|lease| lease.booking());
+        leases
+    }
+
+    /// Number of leases that have not left.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len.load(Ordering::Relaxed)
+    }
+
+    /// Whether no lease is left.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A part's table is consistent whenever its lock is free, so a panic elsewhere does not spoil it.
+    fn part(&self, hash: u64) -> MutexGuard<'_, HashTable<Arc<Lease>>> {
+        let part = &self.parts[(hash >> 32) as usize % PARTS]; // middle bits: the table itself uses both ends
+        part.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn enter(directory: &Directory, id: &str) -> Arc<Lease> {
+        directory.enter(id, PromptBlocks::Counted(0), Timestamp::default()).expect("a free id")
+    }
+
+    #[test]
+    fn an_old_lease_cannot_free_a_newer_one() {
+        let directory = Directory::default();
+        let old = enter(&directory, "a");
+        directory.leave(&old);
+        let new = enter(&directory, "a");
+        directory.leave(&old);
+        assert_eq!(directory.find("a").map(|lease| lease.booking()), Some(new.booking()));
+        directory.leave(&new);
+        assert!(directory.is_empty());
+    }
+
+    #[test]
+    fn booked_on_names_only_one_incarnation_and_oldest_first() {
+        let directory = Directory::default();
+        let (slot, generation) = (Slot(3), Generation(1));
+        let leases: Vec<_> = (0..50).map(|n| enter(&directory, &n.to_string())).collect();
+        for (n, lease) in leases.iter().enumerate() {
+            let generation = if n % 2 == 0 { generation } else { Generation(0) };
+            assert!(lease.book(slot, generation, None));
+        }
+        leases[10].end();
+        let booked: Vec<_> = directory.booked_on(slot, generation).iter().map(|lease| lease.booking().0).collect();
+        let expected: Vec<u64> = (0..50).filter(|n| n % 2 == 0 && *n != 10).collect();
+        assert_eq!(booked, expected);
+    }
+}

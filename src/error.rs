@@ -1,0 +1,132 @@
+//! What can go wrong for an embedder, one enum for each thing it does.
+
+use crate::config::ConfigError;
+use crate::directory::DuplicateRequest;
+use crate::hashing::{HashedPromptError, MmError};
+use crate::load::WeightError;
+use crate::protocol::{WorkerConfigError, WorkerId, WorkerRank};
+use crate::schedule::Rejection;
+
+/// Why the router does nothing at all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Down {
+    /// It lost a part of itself that it could not bring back. Start a new one.
+    #[error("the router has failed: its restart budget is spent or its supervisor died")]
+    Failed,
+    /// It was told to stop.
+    #[error("the router is shut down")]
+    Stopped,
+}
+
+/// Why a request was not placed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RouteError {
+    /// A booking needs a request id.
+    #[error("request_id is missing: a booking needs one (find_best_match does not)")]
+    MissingRequestId,
+    /// The id has a booking that has not ended.
+    #[error(transparent)]
+    DuplicateRequest(#[from] DuplicateRequest),
+    /// As many requests wait as may.
+    #[error("{requests_max} requests are waiting, which is requests_max")]
+    Overloaded {
+        /// The limit.
+        requests_max: u32,
+    },
+    /// No rank is registered.
+    #[error("no rank is registered")]
+    NoRanks,
+    /// The rank asked for is not registered.
+    #[error("rank {0} is not registered")]
+    UnknownRank(WorkerRank),
+    /// The hashes handed in do not fit together.
+    #[error(transparent)]
+    Hashes(#[from] HashedPromptError),
+    /// The multimodal spans do not fit the prompt.
+    #[error(transparent)]
+    Multimodal(#[from] MmError),
+    /// More tokens than can be counted.
+    #[error("prompt has {isl_tokens} tokens, must be at most {max}", max = u32::MAX)]
+    PromptTooLong {
+        /// Its length.
+        isl_tokens: usize,
+    },
+    /// The request was lost with an actor, again and again.
+    #[error("the request was lost {attempts} times with the actor that had it")]
+    Lost {
+        /// Times tried.
+        attempts: u32,
+    },
+    /// The router is down.
+    #[error(transparent)]
+    Down(#[from] Down),
+}
+
+impl From<Rejection> for RouteError {
+    fn from(rejection: Rejection) -> Self {
+        match rejection {
+            Rejection::NoRanks => Self::NoRanks,
+            Rejection::UnknownRank(rank) => Self::UnknownRank(rank),
+        }
+    }
+}
+
+/// Why a report about a booking, by request id, came to nothing.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RequestError {
+    /// No booking has this id: it has ended, or never was.
+    #[error("request id {0:?} has no booking")]
+    NotFound(String),
+    /// The decay is no share.
+    #[error(transparent)]
+    Decay(#[from] WeightError),
+}
+
+/// Why the set of workers did not change as asked.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum MembershipError {
+    /// The worker's configuration breaks a rule.
+    #[error("worker {worker}: {error}")]
+    Config {
+        /// The worker.
+        worker: WorkerId,
+        /// The rule.
+        error: WorkerConfigError,
+    },
+    /// No such worker.
+    #[error("worker {0} is not registered")]
+    UnknownWorker(WorkerId),
+    /// The router is down.
+    #[error(transparent)]
+    Down(#[from] Down),
+}
+
+/// Why a router did not start.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum StartError {
+    /// The configuration breaks a rule.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// An initial worker was refused.
+    #[error(transparent)]
+    Worker(#[from] MembershipError),
+    /// The discovery source ended before enough workers were there.
+    #[error("the discovery source closed with {registered} workers registered, min_initial_workers is {wanted}")]
+    SourceClosed {
+        /// Workers there.
+        registered: usize,
+        /// Workers wanted.
+        wanted: u32,
+    },
+    /// Enough workers can never come.
+    #[error("{registered} workers are given and there is no discovery source, min_initial_workers is {wanted}")]
+    NoSource {
+        /// Workers there.
+        registered: usize,
+        /// Workers wanted.
+        wanted: u32,
+    },
+    /// An actor did not start.
+    #[error("an actor did not start: {0}")]
+    Spawn(String),
+}

@@ -1,0 +1,141 @@
+//! The load board: each rank's latest load, readable by anyone without a message.
+//!
+//! Owns one cache line a rank. Its single writer is the rank's sequence actor, under its turn; readers are
+//! the scheduler and the handle. Promises that a read is one consistent snapshot, never half of two. Leaves
+//! to the scheduler what it booked since (the overlay). What may be stale, and why that is harmless, is in
+//! the README beside this file.
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use super::PrefillCurve;
+
+/// One rank's load as its sequence actor last published it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BoardLoad {
+    /// Incarnation of the sequence actor that published.
+    pub incarnation: u32,
+    /// Number of the last Book it had seen, counted per incarnation from 1; 0 when none.
+    pub applied: u32,
+    /// Active blocks, rounded.
+    pub active_blocks: u32,
+    /// Active requests.
+    pub requests: u32,
+    /// Prefill tokens still to compute, as parameters: the load falls without a message.
+    pub prefill: PrefillCurve,
+}
+
+/// One rank's place on the board: a seqlock of plain atomics on one cache line.
+///
+/// ```
+/// use pointsman::load::{BoardLoad, BoardSlot};
+///
+/// let slot = BoardSlot::default();
+/// slot.publish(&BoardLoad { active_blocks: 7, ..BoardLoad::default() });
+/// assert_eq!(slot.read().map(|load| load.active_blocks), Some(7));
+/// ```
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub struct BoardSlot {
+    /// Odd while a write is under way.
+    version: AtomicU64,
+    /// Incarnation (high half), applied (low half).
+    applied: AtomicU64,
+    /// Active blocks (high half), requests (low half).
+    active: AtomicU64,
+    prefill: [AtomicU64; PrefillCurve::WORDS],
+}
+
+const _: () = assert!(size_of::<BoardSlot>() == 64, "a slot is one cache line");
+
+/// Reads tried before the reader keeps what it had: a writer that died mid-publish must hang nobody.
+const READS_MAX: usize = 2;
+
+impl BoardSlot {
+    /// Publishes a snapshot. Only the rank's sequence actor may call this.
+    ///
+    /// A version left odd by a writer that died is taken over: the next even one follows.
+    pub fn publish(&self, load: &BoardLoad) {
+        let writing = self.version.load(Ordering::Relaxed) | 1;
+        self.version.store(writing, Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.applied.store(halves(load.incarnation, load.applied), Ordering::Relaxed);
+        self.active.store(halves(load.active_blocks, load.requests), Ordering::Relaxed);
+        for (published, word) in self.prefill.iter().zip(load.prefill.to_words()) {
+            published.store(word, Ordering::Relaxed);
+        }
+        self.version.store(writing.wrapping_add(1), Ordering::Release);
+    }
+
+    /// The latest snapshot, or `None` when a write was under way at every try: keep the last good copy.
+    #[must_use]
+    pub fn read(&self) -> Option<BoardLoad> {
+        (0..READS_MAX).find_map(|_| self.try_read())
+    }
+
+    fn try_read(&self) -> Option<BoardLoad> {
+        let before = self.version.load(Ordering::Acquire);
+        if before & 1 == 1 {
+            return None;
+        }
+        let (incarnation, applied) = split(self.applied.load(Ordering::Relaxed));
+        let (active_blocks, requests) = split(self.active.load(Ordering::Relaxed));
+        let prefill = self.prefill.each_ref().map(|word| word.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        if self.version.load(Ordering::Relaxed) != before {
+            return None;
+        }
+        let prefill = PrefillCurve::from_words(prefill);
+        Some(BoardLoad { incarnation, applied, active_blocks, requests, prefill })
+    }
+}
+
+fn halves(high: u32, low: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the halves that `halves` joined")]
+fn split(joined: u64) -> (u32, u32) {
+    ((joined >> 32) as u32, joined as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    #[test]
+    fn a_writer_that_died_mid_publish_hangs_nobody() {
+        let slot = BoardSlot::default();
+        slot.publish(&BoardLoad { active_blocks: 1, ..BoardLoad::default() });
+        slot.version.fetch_add(1, Ordering::Relaxed); // the writer dies here
+        assert_eq!(slot.read(), None);
+        let next = BoardLoad { active_blocks: 2, incarnation: 1, ..BoardLoad::default() };
+        slot.publish(&next);
+        assert_eq!(slot.read(), Some(next));
+    }
+
+    #[test]
+    fn readers_never_see_half_of_two_snapshots() {
+        let slot = BoardSlot::default();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for n in 0..200_000u32 {
+                    let prefill = PrefillCurve::from_words([u64::from(n); PrefillCurve::WORDS]);
+                    slot.publish(&BoardLoad { applied: n, active_blocks: n, requests: n, incarnation: 0, prefill });
+                }
+                done.store(true, Ordering::Release);
+            });
+            let mut last = 0;
+            while !done.load(Ordering::Acquire) {
+                if let Some(load) = slot.read() {
+                    assert_eq!((load.active_blocks, load.requests), (load.applied, load.applied));
+                    assert_eq!(load.prefill.to_words(), [u64::from(load.applied); PrefillCurve::WORDS]);
+                    assert!(load.applied >= last, "time does not run backwards");
+                    last = load.applied;
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,324 @@
+//! Shortlists and choices: the part of the scheduler that looks at costs.
+
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+
+use super::rank::{Projected, Rank};
+use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Request, Schedule, Target};
+use crate::load::PrefillLoadHint;
+use crate::protocol::Slot;
+use crate::select::{Bounds, CostFacts, Draw, Needs, Policy, RankOverlap, TierOverlap};
+
+/// Buffers kept between decisions.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// The current request's overlap on each rank, by position.
+    overlaps: Vec<TierOverlap>,
+    /// The current request's bounds on each rank, by position.
+    bounds: Vec<Bounds>,
+    /// Whether a slot is on the shortlist.
+    listed: Vec<bool>,
+}
+
+/// How the choice for one request went.
+enum Choice {
+    Rank(usize),
+    /// A rank that nobody asked could still win: ask again with what is left of the batch.
+    AskAgain,
+    None,
+}
+
+impl<T> Schedule<T> {
+    /// Ranks whose exact load these requests need, in slot order.
+    pub(super) fn shortlist(&mut self, requests: &VecDeque<Numbered<T>>) -> Vec<Slot> {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.listed.clear();
+        scratch.listed.resize(self.ranks.slots(), false);
+        for (in_batch, numbered) in requests.iter().enumerate() {
+            let listed = &mut scratch.listed;
+            let needs = match (numbered.request.purpose, numbered.request.target) {
+                (Purpose::Survey, _) => Needs::All,
+                (_, Target::Exactly { .. }) => Needs::Board,
+                (_, Target::Any) => self.config.needs(),
+            };
+            match needs {
+                Needs::Board => {}
+                Needs::All => self.ranks.as_slice().iter().for_each(|rank| listed[rank.slot.index()] = true),
+                Needs::Two => {
+                    for position in self.two_drawn(self.draw(numbered)).into_iter().flatten() {
+                        listed[self.ranks.as_slice()[position].slot.index()] = true;
+                    }
+                }
+                Needs::Bounded => self.list_bounded(in_batch, &numbered.request, &mut scratch),
+            }
+        }
+        let all_suspect = self.all_suspect();
+        let worth_asking =
+            |rank: &&Rank| scratch.listed[rank.slot.index()] && !rank.is_answered() && (all_suspect || !rank.suspect);
+        let mut slots: Vec<Slot> = match all_suspect {
+            true => Vec::new(), // nobody answers: the board must do
+            false => self.ranks.as_slice().iter().filter(worth_asking).map(|rank| rank.slot).collect(),
+        };
+        slots.sort_unstable();
+        self.scratch = scratch;
+        slots
+    }
+
+    /// Lists every rank whose least cost does not exceed the least of the highest costs.
+    fn list_bounded(&self, in_batch: usize, request: &Request<T>, scratch: &mut Scratch) {
+        self.fill_overlaps(&request.overlaps, scratch);
+        self.fill_bounds(in_batch, request, scratch);
+        let ranks = self.ranks.as_slice();
+        let least_hi = scratch.bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, f64::min);
+        for (rank, bounds) in ranks.iter().zip(&scratch.bounds) {
+            if bounds.lo <= least_hi && bounds.lo < bounds.hi {
+                scratch.listed[rank.slot.index()] = true;
+            }
+        }
+    }
+
+    /// Decides a batch in order, each decision visible to the next.
+    pub(super) fn decide(&mut self, mut requests: VecDeque<Numbered<T>>, effects: &mut VecDeque<Effect<T>>) {
+        let mut in_batch = 0;
+        while let Some(numbered) = requests.pop_front() {
+            if numbered.request.purpose == Purpose::Survey {
+                effects.push_back(self.survey(in_batch, numbered.request));
+            } else {
+                match self.choose(in_batch, &numbered) {
+                    Choice::Rank(position) => effects.push_back(self.place(in_batch, position, numbered.request)),
+                    Choice::None => effects.push_back(rejected(numbered.request)),
+                    Choice::AskAgain => {
+                        requests.push_front(numbered);
+                        break;
+                    }
+                }
+            }
+            in_batch += 1;
+        }
+        while let Some(numbered) = requests.pop_back() {
+            self.waiting.push_front(numbered);
+        }
+    }
+
+    fn choose(&mut self, in_batch: usize, numbered: &Numbered<T>) -> Choice {
+        if let Target::Exactly { rank, .. } = numbered.request.target {
+            return self.ranks.position(rank).map_or(Choice::None, Choice::Rank);
+        }
+        if self.ranks.as_slice().is_empty() {
+            return Choice::None;
+        }
+        let draw = self.draw(numbered);
+        let position = match self.config.policy {
+            Policy::Kv => return self.choose_by_cost(in_batch, numbered, draw),
+            Policy::RoundRobin => self.in_turn(),
+            Policy::Random => self.eligible().max_by_key(|(_, rank)| draw.key(rank.rank)).map(|(position, _)| position),
+            Policy::PowerOfTwo => {
+                let two = self.two_drawn(draw).into_iter().flatten();
+                self.least(draw, two, |rank| {
+                    let projected = rank.project(in_batch, &numbered.request.prompt);
+                    (projected.requests, projected.potential_blocks.1)
+                })
+            }
+            Policy::LeastLoaded => {
+                let eligible = self.eligible().map(|(position, _)| position);
+                self.least(draw, eligible, Rank::requests)
+            }
+        };
+        position.map_or(Choice::None, Choice::Rank)
+    }
+
+    fn choose_by_cost(&mut self, in_batch: usize, numbered: &Numbered<T>, draw: Draw) -> Choice {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.fill_overlaps(&numbered.request.overlaps, &mut scratch);
+        let choice = if self.config.needs() == Needs::All {
+            self.cheapest_of_all(in_batch, &numbered.request, draw, &scratch)
+        } else {
+            self.fill_bounds(in_batch, &numbered.request, &mut scratch);
+            self.cheapest_within_bounds(draw, &scratch.bounds)
+        };
+        self.scratch = scratch;
+        choice
+    }
+
+    /// The least cost, with every rank's cost taken as exact: they were all asked.
+    fn cheapest_of_all(&self, in_batch: usize, request: &Request<T>, draw: Draw, scratch: &Scratch) -> Choice {
+        let eligible: Vec<(usize, &Rank, Projected)> =
+            self.eligible().map(|(position, rank)| (position, rank, rank.project(in_batch, &request.prompt))).collect();
+        let least = eligible.iter().map(|(_, _, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
+        let cost = self.config.kv_cost();
+        let costs: Vec<f64> = eligible
+            .iter()
+            .map(|(position, _, projected)| {
+                let facts = facts(request, scratch.overlaps[*position], projected);
+                cost.cost(&CostFacts { prefill_tokens_least: least, ..facts })
+            })
+            .collect();
+        let picked = if self.config.temperature > 0.0 {
+            draw.sampled(&costs, self.config.temperature)
+        } else {
+            draw.cheapest(eligible.iter().zip(&costs).map(|((_, rank, _), cost)| (rank.rank, *cost)))
+        };
+        picked.map_or(Choice::None, |picked| Choice::Rank(eligible[picked].0))
+    }
+
+    /// The least exact cost, if no rank that is known only by its bounds could be as cheap.
+    fn cheapest_within_bounds(&self, draw: Draw, bounds: &[Bounds]) -> Choice {
+        let ranks = self.ranks.as_slice();
+        let exact = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == bounds.hi && bounds.hi.is_finite());
+        let positions = || exact.clone().map(|(position, _)| position);
+        let costs = exact.clone().map(|(position, bounds)| (ranks[position].rank, bounds.lo));
+        let Some(position) = draw.cheapest(costs).and_then(|picked| positions().nth(picked)) else {
+            return Choice::AskAgain;
+        };
+        let least = bounds[position].lo;
+        if bounds.iter().any(|bounds| bounds.lo < bounds.hi && bounds.lo <= least) {
+            return Choice::AskAgain;
+        }
+        Choice::Rank(position)
+    }
+
+    /// The position with the least load; ties go to the highest lot.
+    fn least<L: Ord>(
+        &self,
+        draw: Draw,
+        positions: impl Iterator<Item = usize>,
+        load: impl Fn(&Rank) -> L,
+    ) -> Option<usize> {
+        let ranks = self.ranks.as_slice();
+        positions.min_by_key(|&position| (load(&ranks[position]), Reverse(draw.key(ranks[position].rank))))
+    }
+
+    /// The rank whose turn it is.
+    fn in_turn(&self) -> Option<usize> {
+        let eligible = u64::try_from(self.eligible().count()).ok()?;
+        let turn = usize::try_from(self.turns.checked_rem(eligible)?).ok()?;
+        self.eligible().nth(turn).map(|(position, _)| position)
+    }
+
+    /// The two ranks with the highest lots; one or none where there are no more.
+    fn two_drawn(&self, draw: Draw) -> [Option<usize>; 2] {
+        let mut best: [Option<(u64, usize)>; 2] = [None, None];
+        for (position, rank) in self.eligible() {
+            let lot = Some((draw.key(rank.rank), position));
+            if lot > best[0] {
+                best = [lot, best[0]];
+            } else if lot > best[1] {
+                best[1] = lot;
+            }
+        }
+        best.map(|lot| lot.map(|(_, position)| position))
+    }
+
+    fn eligible(&self) -> impl Iterator<Item = (usize, &Rank)> {
+        let all_suspect = self.all_suspect();
+        self.ranks.as_slice().iter().enumerate().filter(move |(_, rank)| all_suspect || !rank.suspect)
+    }
+
+    fn all_suspect(&self) -> bool {
+        self.ranks.as_slice().iter().all(|rank| rank.suspect)
+    }
+
+    fn draw(&self, numbered: &Numbered<T>) -> Draw {
+        Draw { seed: self.config.seed, request: numbered.number }
+    }
+
+    /// Books, or reports, the request on the rank at `position`.
+    fn place(&mut self, in_batch: usize, position: usize, request: Request<T>) -> Effect<T> {
+        let rank = self.ranks.at_mut(position);
+        let overlap = overlap_on(&request.overlaps, rank);
+        let (cached_tokens, expected_duration) = match request.target {
+            Target::Exactly { cached_tokens: Some(tokens), expected_duration, .. } => (tokens, expected_duration),
+            Target::Exactly { cached_tokens: None, expected_duration, .. } => {
+                (overlap.cached_tokens(self.config.tier_weights(), self.config.block_size), expected_duration)
+            }
+            Target::Any => (overlap.cached_tokens(self.config.tier_weights(), self.config.block_size), None),
+        };
+        let track = self.config.track_prefill_tokens;
+        let hint = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration);
+        let decision = Decision { rank: rank.rank, slot: rank.slot, generation: rank.generation, overlap, hint };
+        match request.purpose {
+            Purpose::Book => {
+                let prefill_tokens = hint.map_or(0, |hint| u64::from(hint.effective_tokens()));
+                let number = rank.book(in_batch, &request.prompt, prefill_tokens);
+                self.turns += 1;
+                Effect::Book { ticket: request.ticket, decision, number }
+            }
+            Purpose::Report | Purpose::Survey => Effect::Report { ticket: request.ticket, decision },
+        }
+    }
+
+    fn survey(&self, in_batch: usize, request: Request<T>) -> Effect<T> {
+        let weights = self.config.tier_weights();
+        let loads = self.ranks.as_slice().iter().map(|rank| {
+            let projected = rank.project(in_batch, &request.prompt);
+            let cached_tokens = overlap_on(&request.overlaps, rank).cached_tokens(weights, self.config.block_size);
+            let track = self.config.track_prefill_tokens;
+            let new = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, None);
+            PotentialLoad {
+                rank: rank.rank,
+                potential_prefill_tokens: projected.prefill_tokens.1
+                    + new.map_or(0, |hint| u64::from(hint.effective_tokens())),
+                potential_decode_blocks: projected.potential_blocks.1,
+                active_requests: projected.requests,
+            }
+        });
+        let loads = loads.collect();
+        Effect::Survey { ticket: request.ticket, loads }
+    }
+
+    fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
+        scratch.overlaps.clear();
+        scratch.overlaps.resize(self.ranks.as_slice().len(), TierOverlap::default());
+        for known in overlaps {
+            if let Some(position) = self.ranks.position_of(known.slot, known.generation) {
+                scratch.overlaps[position] = known.overlap;
+            }
+        }
+    }
+
+    /// Bounds of every rank's cost; a rank that may not be chosen costs infinitely much.
+    fn fill_bounds(&self, in_batch: usize, request: &Request<T>, scratch: &mut Scratch) {
+        let cost = self.config.kv_cost();
+        let all_suspect = self.all_suspect();
+        scratch.bounds.clear();
+        for (rank, overlap) in self.ranks.as_slice().iter().zip(&scratch.overlaps) {
+            let bounds = if rank.suspect && !all_suspect {
+                Bounds { lo: f64::INFINITY, hi: f64::INFINITY }
+            } else {
+                let projected = rank.project(in_batch, &request.prompt);
+                let facts = facts(request, *overlap, &projected);
+                let (blocks, tokens) = (projected.potential_blocks, projected.prefill_tokens);
+                match all_suspect {
+                    true => cost.bounds(&facts, (blocks.1, blocks.1), (tokens.1, tokens.1)),
+                    false => cost.bounds(&facts, blocks, tokens),
+                }
+            };
+            scratch.bounds.push(bounds);
+        }
+    }
+}
+
+/// The facts of a rank taken at their upper ends, which for exact ones are the only ends.
+fn facts<T>(request: &Request<T>, overlap: TierOverlap, projected: &Projected) -> CostFacts {
+    CostFacts {
+        isl_tokens: u64::from(request.isl_tokens),
+        overlap,
+        prefill_tokens: projected.prefill_tokens.1,
+        prefill_tokens_least: 0,
+        potential_blocks: projected.potential_blocks.1,
+        active_requests: projected.requests,
+    }
+}
+
+fn overlap_on(overlaps: &[RankOverlap], rank: &Rank) -> TierOverlap {
+    let known = overlaps.iter().find(|known| (known.slot, known.generation) == (rank.slot, rank.generation));
+    known.map(|known| known.overlap).unwrap_or_default()
+}
+
+fn rejected<T>(request: Request<T>) -> Effect<T> {
+    let reason = match request.target {
+        Target::Any => Rejection::NoRanks,
+        Target::Exactly { rank, .. } => Rejection::UnknownRank(rank),
+    };
+    Effect::Reject { ticket: request.ticket, reason }
+}

@@ -1,0 +1,344 @@
+//! The scheduler driven without a runtime: a fleet of plain [`ActiveSequences`] answers its queries, at once or late.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::config::Fanout;
+use crate::hashing::sequence_hashes;
+use crate::load::{ActiveSequences, BoardLoad};
+use crate::protocol::{BlockHash, BookingId, WorkerId};
+use crate::select::Policy;
+
+const NOW: Timestamp = Timestamp(0);
+
+struct Node {
+    active: ActiveSequences,
+    board: Arc<BoardSlot>,
+    applied: u32,
+}
+
+/// Ranks as their sequence actors would keep them.
+struct Fleet {
+    schedule: Schedule<u64>,
+    nodes: Vec<Node>,
+    effects: VecDeque<Effect<u64>>,
+    prompts: BTreeMap<u64, PromptBlocks>,
+    placed: Vec<(u64, WorkerRank)>,
+    rejected: Vec<(u64, Rejection)>,
+    /// Queries not answered yet.
+    asked: VecDeque<LoadQuery>,
+    asked_ranks: usize,
+}
+
+impl Fleet {
+    fn new(config: RouterConfig, ranks: usize) -> Self {
+        let mut fleet = Self {
+            schedule: Schedule::new(config),
+            nodes: Vec::new(),
+            effects: VecDeque::new(),
+            prompts: BTreeMap::new(),
+            placed: Vec::new(),
+            rejected: Vec::new(),
+            asked: VecDeque::new(),
+            asked_ranks: 0,
+        };
+        for _ in 0..ranks {
+            fleet.admit();
+        }
+        fleet
+    }
+
+    fn admit(&mut self) {
+        let slot = self.nodes.len() as u32;
+        let board = Arc::new(BoardSlot::default());
+        let (rank, generation) = (WorkerRank::new(WorkerId(u64::from(slot)), 0), Generation(1));
+        self.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
+        self.step(Input::Admit { rank, slot: Slot(slot), generation, board });
+    }
+
+    fn step(&mut self, input: Input<u64>) {
+        self.schedule.step(input, NOW, &mut self.effects);
+        self.perform();
+    }
+
+    fn perform(&mut self) {
+        while let Some(effect) = self.effects.pop_front() {
+            match effect {
+                Effect::Query(query) => {
+                    self.asked_ranks += query.slots.len();
+                    self.asked.push_back(query);
+                }
+                Effect::Book { ticket, decision, number } => {
+                    let node = &mut self.nodes[decision.slot.index()];
+                    assert_eq!(number.number, node.applied + 1, "Books are numbered without a gap");
+                    node.applied = number.number;
+                    let prompt = self.prompts[&ticket].clone();
+                    node.active.book(BookingId(ticket), prompt, decision.hint, NOW).expect("booked once");
+                    node.publish();
+                    self.placed.push((ticket, decision.rank));
+                }
+                Effect::Report { ticket, decision } => self.placed.push((ticket, decision.rank)),
+                Effect::Survey { .. } => {}
+                Effect::Reject { ticket, reason } => self.rejected.push((ticket, reason)),
+            }
+        }
+    }
+
+    fn request(&mut self, ticket: u64, asked: &Asked, config: &RouterConfig) {
+        let blocks: Vec<BlockHash> = asked.prompt.iter().copied().map(BlockHash).collect();
+        let hashes = sequence_hashes(&blocks);
+        let blocks = hashes.len() as u32;
+        let shared = config.assume_kv_reuse;
+        let prompt = if shared { PromptBlocks::Hashed(hashes) } else { PromptBlocks::Counted(blocks) };
+        self.prompts.insert(ticket, prompt.clone());
+        let overlap = |(slot, device_blocks): (usize, &u32)| RankOverlap {
+            slot: Slot(slot as u32),
+            generation: Generation(1),
+            overlap: TierOverlap { device_blocks: (*device_blocks).min(blocks), ..TierOverlap::default() },
+        };
+        let overlaps = asked.overlaps.iter().take(self.nodes.len()).enumerate().map(overlap).collect();
+        let isl_tokens = blocks * config.block_size;
+        let (target, purpose) = (Target::Any, Purpose::Book);
+        self.step(Input::Request(Request { ticket, prompt, isl_tokens, overlaps, target, purpose }));
+    }
+
+    /// Answers the oldest open query, except for the ranks in `missing`.
+    fn answer(&mut self, missing: &[u32]) {
+        let Some(query) = self.asked.pop_front() else { return };
+        let answers = query.slots.iter().filter(|slot| !missing.contains(&slot.0)).map(|&slot| {
+            let active = &self.nodes[slot.index()].active;
+            let shared_blocks = query.prompts.iter().map(|prompt| active.project(prompt).shared_blocks).collect();
+            LoadAnswer { slot, generation: Generation(1), load: active.load(NOW), shared_blocks }
+        });
+        let answers = answers.collect();
+        self.step(Input::Loads { batch: query.batch, answers });
+    }
+
+    fn settle(&mut self) {
+        while !self.asked.is_empty() {
+            self.answer(&[]);
+        }
+        assert_eq!(self.schedule.pending(), 0, "every request has left");
+    }
+
+    fn free(&mut self, ticket: u64) {
+        for node in &mut self.nodes {
+            node.active.free(BookingId(ticket), NOW);
+            node.publish();
+        }
+    }
+}
+
+impl Node {
+    fn publish(&self) {
+        let load = self.active.load(NOW);
+        self.board.publish(&BoardLoad {
+            incarnation: 0,
+            applied: self.applied,
+            active_blocks: load.active_blocks,
+            requests: load.requests,
+            prefill: self.active.prefill_curve(),
+        });
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Asked {
+    prompt: Vec<u64>,
+    overlaps: Vec<u32>,
+    /// Frees the request this many before, after it was placed.
+    frees: Option<u8>,
+}
+
+fn asked() -> impl Strategy<Value = Asked> {
+    // Prompts of few families: chains that begin alike and differ from some depth on.
+    let prompt = (0u64..4, 0u64..3, 0usize..24, 0usize..24).prop_map(|(family, branch, depth, length)| {
+        (0..length).map(|n| family * 10_000 + if n < depth { 0 } else { 1 + branch } * 100 + n as u64).collect()
+    });
+    (prompt, prop::collection::vec(0u32..20, 0..9), prop::option::of(0u8..12))
+        .prop_map(|(prompt, overlaps, frees)| Asked { prompt, overlaps, frees })
+}
+
+fn config(policy: Policy, assume_kv_reuse: bool, fanout: Fanout) -> RouterConfig {
+    RouterConfig { policy, assume_kv_reuse, fanout, block_size: 4, seed: 11, ..RouterConfig::default() }
+}
+
+fn deterministic_policy() -> impl Strategy<Value = Policy> {
+    prop::sample::select(vec![Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded])
+}
+
+/// One request after the other, each answered before the next comes.
+fn serially(config: &RouterConfig, ranks: usize, requests: &[Asked]) -> Fleet {
+    let mut fleet = Fleet::new(config.clone(), ranks);
+    for (ticket, asked) in requests.iter().enumerate() {
+        fleet.request(ticket as u64, asked, config);
+        fleet.settle();
+        if let Some(back) = asked.frees {
+            fleet.free((ticket as u64).saturating_sub(u64::from(back)));
+        }
+    }
+    fleet
+}
+
+proptest! {
+    #[test]
+    fn the_shortlist_places_like_asking_everyone(
+        policy in deterministic_policy(), reuse: bool, ranks in 1usize..9,
+        requests in prop::collection::vec(asked(), 1..60),
+    ) {
+        let all = serially(&config(policy, reuse, Fanout::All), ranks, &requests);
+        let shortlist = serially(&config(policy, reuse, Fanout::Shortlist), ranks, &requests);
+        prop_assert_eq!(&all.placed, &shortlist.placed);
+        prop_assert!(shortlist.asked_ranks <= all.asked_ranks);
+    }
+
+    #[test]
+    fn a_batch_books_what_a_serial_run_would(
+        policy in deterministic_policy(), reuse: bool, fanout in prop::sample::select(vec![Fanout::Shortlist, Fanout::All]),
+        ranks in 1usize..9, requests in prop::collection::vec(asked(), 1..60), burst in 2usize..20,
+    ) {
+        let config = config(policy, reuse, fanout);
+        let requests: Vec<Asked> = requests.into_iter().map(|asked| Asked { frees: None, ..asked }).collect();
+        let serial = serially(&config, ranks, &requests);
+        let mut batched = Fleet::new(config.clone(), ranks);
+        for (ticket, asked) in requests.iter().enumerate() {
+            batched.request(ticket as u64, asked, &config);
+            if ticket % burst == burst - 1 {
+                batched.answer(&[]);
+            }
+        }
+        batched.settle();
+        prop_assert_eq!(serial.placed, batched.placed);
+    }
+
+    #[test]
+    fn nothing_is_lost_or_answered_twice_whatever_goes_missing(
+        policy in deterministic_policy(), ranks in 0usize..6, steps in prop::collection::vec((0u8..10, asked()), 1..120),
+    ) {
+        let config = config(policy, true, Fanout::Shortlist);
+        let mut fleet = Fleet::new(config.clone(), ranks);
+        let mut tickets = 0;
+        for (step, asked) in steps {
+            match step {
+                0..5 => {
+                    fleet.request(tickets, &asked, &config);
+                    tickets += 1;
+                }
+                5 => fleet.answer(&[0, 2]), // those two are wedged
+                6 => {
+                    if let Some(late) = fleet.asked.front().cloned() {
+                        fleet.answer(&[0, 1, 2, 3, 4, 5, 6]); // everyone is late
+                        fleet.asked.push_front(late);
+                        fleet.answer(&[]); // and answers a batch that is closed
+                    }
+                }
+                7 => fleet.admit(),
+                8 => {
+                    let slot = Slot(asked.prompt.len() as u32);
+                    fleet.step(Input::Retire { slot, generation: Generation(1) });
+                }
+                _ => fleet.answer(&[]),
+            }
+        }
+        fleet.settle();
+        let mut left: Vec<u64> = fleet.placed.iter().map(|(ticket, _)| *ticket).collect();
+        left.extend(fleet.rejected.iter().map(|(ticket, _)| *ticket));
+        left.sort_unstable();
+        prop_assert_eq!(left, (0..tickets).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
+    let config = config(Policy::Kv, true, Fanout::All);
+    let mut fleet = Fleet::new(config.clone(), 2);
+    let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
+    for ticket in 0..2 {
+        fleet.request(ticket, &asked(ticket * 10), &config);
+        fleet.settle();
+    }
+    fleet.request(2, &asked(20), &config);
+    let late = fleet.asked.front().cloned().expect("both are busy and asked");
+    assert_eq!(late.slots, [Slot(0), Slot(1)]);
+    fleet.answer(&[0]); // the timer closes the batch without rank 0
+    for ticket in 3..7 {
+        fleet.request(ticket, &asked(ticket * 10), &config);
+        fleet.settle();
+    }
+    assert!(fleet.placed[2..].iter().all(|(_, rank)| rank.worker == WorkerId(1)), "{:?}", fleet.placed);
+    fleet.asked.push_back(late);
+    fleet.answer(&[]); // rank 0 answers at last
+    fleet.request(7, &asked(70), &config);
+    fleet.settle();
+    assert_eq!(fleet.placed.last(), Some(&(7, WorkerRank::new(WorkerId(0), 0))));
+}
+
+#[test]
+fn a_single_suspect_rank_is_still_better_than_none() {
+    let config = config(Policy::Kv, true, Fanout::All);
+    let mut fleet = Fleet::new(config.clone(), 1);
+    let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
+    for ticket in 0..3 {
+        fleet.request(ticket, &asked, &config);
+        fleet.answer(&[0]);
+    }
+    assert_eq!(fleet.placed.len(), 3);
+    assert_eq!(fleet.schedule.batch_in_flight(), None, "nobody waits for a rank that does not answer");
+}
+
+#[test]
+fn temperature_spreads_and_repeats_with_the_seed() {
+    let config = RouterConfig { temperature: 0.7, ..config(Policy::Kv, true, Fanout::Shortlist) };
+    let requests: Vec<Asked> =
+        (0..200).map(|n| Asked { prompt: vec![n * 10], overlaps: vec![9, 3], frees: Some(0) }).collect();
+    let first = serially(&config, 4, &requests).placed;
+    assert_eq!(first, serially(&config, 4, &requests).placed);
+    let on = |worker| first.iter().filter(|(_, rank)| rank.worker == WorkerId(worker)).count();
+    assert!((0..4).all(|worker| on(worker) > 10), "{:?}", (0..4).map(on).collect::<Vec<_>>());
+}
+
+#[test]
+fn round_robin_takes_turns_in_rank_order() {
+    let config = config(Policy::RoundRobin, true, Fanout::Shortlist);
+    let requests = vec![Asked { prompt: vec![1], overlaps: vec![], frees: None }; 6];
+    let placed = serially(&config, 3, &requests).placed;
+    let workers: Vec<u64> = placed.iter().map(|(_, rank)| rank.worker.0).collect();
+    assert_eq!(workers, [0, 1, 2, 0, 1, 2]);
+}
+
+#[test]
+fn a_dead_incarnations_books_leave_the_overlay() {
+    let config = config(Policy::LeastLoaded, true, Fanout::Shortlist);
+    let mut schedule = Schedule::<u64>::new(config);
+    let mut effects = VecDeque::new();
+    let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
+    for (slot, board) in boards.iter().enumerate() {
+        let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
+        schedule.step(
+            Input::Admit { rank, slot, generation: Generation(1), board: Arc::clone(board) },
+            NOW,
+            &mut effects,
+        );
+    }
+    let mut book = |schedule: &mut Schedule<u64>| {
+        let prompt = PromptBlocks::Counted(1);
+        let (target, purpose, overlaps) = (Target::Any, Purpose::Book, Vec::new());
+        let request = Request { ticket: 0, prompt, isl_tokens: 4, overlaps, target, purpose };
+        schedule.step(Input::Request(request), NOW, &mut effects);
+        match effects.pop_front() {
+            Some(Effect::Book { decision, number, .. }) => (decision.slot, number),
+            other => unreachable!("a Book was due, not {other:?}"),
+        }
+    };
+    // Nobody applies these: the overlay alone keeps the ranks apart.
+    let slots: Vec<u32> = (0..4).map(|_| book(&mut schedule).0.0).collect();
+    assert_eq!(slots.iter().filter(|slot| **slot == 0).count(), 2, "{slots:?}");
+    // Rank 0 dies with its two Books and comes back empty.
+    boards[0].publish(&BoardLoad { incarnation: 1, ..BoardLoad::default() });
+    let (slot, number) = book(&mut schedule);
+    assert_eq!((slot, number), (Slot(0), BookNumber { incarnation: 1, number: 1 }));
+    assert_eq!(book(&mut schedule).0, Slot(0), "one there, two here");
+}

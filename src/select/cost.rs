@@ -1,0 +1,207 @@
+//! The `kv` cost: blocks of prefill still to do plus blocks held, lower is better.
+//!
+//! Owns the formula and its bounds. The formula is that of NVIDIA Dynamo 1.6.1's default scorer, so that
+//! fleets can move over without re-tuning:
+//!
+//! ```text
+//! credit   = overlap_score_credit · d · device + host · w_host + (disk + external) · w_disk
+//! d        = 1 / (1 + credit_decay · ((prefill − least prefill) / block_size) / max(1, request blocks))
+//! adjusted = max(0, (prefill + isl) / block_size − credit)          (0 − credit when prefill is not tracked)
+//! cost     = prefill_load_scale · adjusted + potential_blocks + active_request_weight · requests
+//! decode   = max(0, potential_blocks − credit) + active_request_weight · requests
+//! ```
+
+use super::{TierOverlap, TierWeights};
+
+/// The parameters of the formula. All finite and not negative.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KvCost {
+    /// Credit of a device block, 1.0 = as much as computing it costs.
+    pub overlap_score_credit: f64,
+    /// How fast the credit shrinks on a rank that is busy with prefill; 0 = not at all.
+    pub overlap_score_credit_decay: f64,
+    /// Weight of a block of prefill against a block held.
+    pub prefill_load_scale: f64,
+    /// Cost of each active request, in blocks.
+    pub active_request_weight: f64,
+    /// Worth of lower tiers.
+    pub tier_weights: TierWeights,
+    /// Whether prefill tokens count at all.
+    pub track_prefill_tokens: bool,
+    /// Decode pools that do not track prefill: credit is taken off the blocks held.
+    pub decode_only: bool,
+    /// Tokens a block.
+    pub block_size: u32,
+}
+
+/// The facts about one request on one rank that the cost is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CostFacts {
+    /// Prompt length.
+    pub isl_tokens: u64,
+    /// What the rank holds of the prompt.
+    pub overlap: TierOverlap,
+    /// Prefill tokens still to compute on the rank.
+    pub prefill_tokens: u64,
+    /// The least of these over all candidates; only looked at when the credit decays.
+    pub prefill_tokens_least: u64,
+    /// Blocks the rank would hold with this request.
+    pub potential_blocks: u64,
+    /// Requests active on the rank.
+    pub active_requests: u32,
+}
+
+/// A cost that is only known to lie in an interval.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bounds {
+    /// No cost is lower.
+    pub lo: f64,
+    /// No cost is higher.
+    pub hi: f64,
+}
+
+impl KvCost {
+    /// The cost in blocks, lower is better.
+    ///
+    /// ```
+    /// use pointsman::config::RouterConfig;
+    /// use pointsman::select::{CostFacts, TierOverlap};
+    ///
+    /// // Cold and idle, 1024 tokens in blocks of 16: 64 blocks to compute, 64 to hold.
+    /// let cost = RouterConfig { block_size: 16, ..RouterConfig::default() }.kv_cost();
+    /// let facts = CostFacts { isl_tokens: 1024, potential_blocks: 64, ..CostFacts::default() };
+    /// assert_eq!(cost.cost(&facts), 128.0);
+    /// ```
+    #[must_use]
+    pub fn cost(&self, facts: &CostFacts) -> f64 {
+        let credit = self.credit_blocks(facts);
+        let requests = self.active_request_weight * f64::from(facts.active_requests);
+        let potential = blocks(facts.potential_blocks);
+        if self.decode_only {
+            return (potential - credit).max(0.0) + requests;
+        }
+        let raw_tokens = if self.track_prefill_tokens { facts.prefill_tokens + facts.isl_tokens } else { 0 };
+        let adjusted = (blocks(raw_tokens) / f64::from(self.block_size) - credit).max(0.0);
+        self.prefill_load_scale * adjusted + potential + requests
+    }
+
+    /// The interval the cost lies in when the potential blocks lie in `potential_blocks` and the prefill
+    /// tokens in `prefill_tokens` (each lowest, highest). Exact facts give an interval of one point.
+    ///
+    /// The cost grows with both, so the ends are the costs of the ends. That holds only while the credit
+    /// does not decay; a decaying credit is not bounded here (see [`super::Policy::needs`]).
+    #[must_use]
+    pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {
+        debug_assert!(self.overlap_score_credit_decay == 0.0, "bounds hold only while the credit does not decay");
+        let at =
+            |potential_blocks, prefill_tokens| self.cost(&CostFacts { potential_blocks, prefill_tokens, ..*facts });
+        let lo = at(potential_blocks.0, prefill_tokens.0);
+        let hi = if potential_blocks.0 == potential_blocks.1 && prefill_tokens.0 == prefill_tokens.1 {
+            lo
+        } else {
+            at(potential_blocks.1, prefill_tokens.1)
+        };
+        Bounds { lo, hi }
+    }
+
+    fn credit_blocks(&self, facts: &CostFacts) -> f64 {
+        let overlap = &facts.overlap;
+        if overlap.total_blocks() == 0 {
+            return 0.0;
+        }
+        let lower = self.tier_weights.host * f64::from(overlap.host_pinned_blocks)
+            + self.tier_weights.disk * f64::from(overlap.disk_blocks + overlap.external_blocks);
+        self.overlap_score_credit * self.credit_factor(facts) * f64::from(overlap.device_blocks) + lower
+    }
+
+    fn credit_factor(&self, facts: &CostFacts) -> f64 {
+        if self.overlap_score_credit_decay == 0.0 || !self.track_prefill_tokens {
+            return 1.0;
+        }
+        let busier_tokens = facts.prefill_tokens.saturating_sub(facts.prefill_tokens_least);
+        let busier_blocks = blocks(busier_tokens) / f64::from(self.block_size);
+        let request_blocks = blocks(facts.isl_tokens.div_ceil(u64::from(self.block_size)));
+        1.0 / (1.0 + self.overlap_score_credit_decay * busier_blocks / request_blocks.max(1.0))
+    }
+}
+
+/// Counts stay far below 2^53, where f64 is exact.
+#[expect(clippy::cast_precision_loss, reason = "token and block counts stay far below 2^53")]
+fn blocks(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::RouterConfig;
+
+    fn cost_of(change: fn(&mut RouterConfig), facts: CostFacts) -> f64 {
+        let mut config = RouterConfig { block_size: 16, ..RouterConfig::default() };
+        change(&mut config);
+        config.kv_cost().cost(&CostFacts { isl_tokens: 1024, ..facts })
+    }
+
+    fn held(device_blocks: u32, host_pinned_blocks: u32, disk_blocks: u32) -> TierOverlap {
+        TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks: 0 }
+    }
+
+    /// The worked examples of the reference: 1,024 tokens in blocks of 16.
+    #[test]
+    fn worked_examples() {
+        let warm_idle = CostFacts { overlap: held(48, 8, 4), potential_blocks: 70, ..CostFacts::default() };
+        assert_eq!(cost_of(|_| {}, warm_idle), 79.0, "A: 48 + 6 + 1 blocks of credit");
+        let cold_busy = CostFacts { prefill_tokens: 2048, potential_blocks: 64, ..CostFacts::default() };
+        assert_eq!(cost_of(|_| {}, cold_busy), 256.0, "B");
+        let warm_busy =
+            CostFacts { overlap: held(48, 0, 0), prefill_tokens: 4096, potential_blocks: 100, ..CostFacts::default() };
+        assert_eq!(cost_of(|c| c.overlap_score_credit_decay = 0.5, warm_busy), 404.0, "C: credit falls to a third");
+        assert_eq!(cost_of(|_| {}, CostFacts { potential_blocks: 64, ..CostFacts::default() }), 128.0, "D");
+    }
+
+    #[test]
+    fn credit_never_makes_prefill_negative() {
+        let facts = CostFacts { overlap: held(500, 0, 0), potential_blocks: 3, ..CostFacts::default() };
+        assert_eq!(cost_of(|_| {}, facts), 3.0);
+    }
+
+    #[test]
+    fn decode_pools_take_credit_off_the_blocks_held() {
+        let facts =
+            CostFacts { overlap: held(10, 0, 0), potential_blocks: 64, active_requests: 2, ..CostFacts::default() };
+        let decode = |c: &mut RouterConfig| {
+            c.role = crate::config::PoolRole::Decode;
+            c.track_prefill_tokens = false;
+            c.decode_active_request_weight = 1.5;
+        };
+        assert_eq!(cost_of(decode, facts), 57.0);
+    }
+
+    proptest! {
+        #[test]
+        fn bounds_hold(
+            isl_tokens in 0u64..100_000, device in 0u32..2_000, host in 0u32..50, disk in 0u32..50,
+            active in 0u64..10_000, depth in 0u64..2_000, prefill in 0u64..100_000, spread in 0u64..5_000,
+            scale in 0.0..4.0, credit in 0.0..3.0, weight in 0.0..64.0, track: bool, decode: bool,
+        ) {
+            let config = RouterConfig {
+                prefill_load_scale: scale, overlap_score_credit: credit, decode_active_request_weight: weight,
+                track_prefill_tokens: track,
+                role: if decode { crate::config::PoolRole::Decode } else { crate::config::PoolRole::Aggregated },
+                ..RouterConfig::default()
+            };
+            let cost = config.kv_cost();
+            let request_blocks = isl_tokens / u64::from(config.block_size);
+            let shared = depth.min(request_blocks);
+            let facts = CostFacts {
+                isl_tokens, overlap: held(device, host, disk), prefill_tokens: prefill + spread / 2,
+                potential_blocks: active + request_blocks - shared, active_requests: 3, prefill_tokens_least: 0,
+            };
+            let bounds = cost.bounds(&facts, (active, active + request_blocks), (prefill, prefill + spread));
+            let exact = cost.cost(&facts);
+            prop_assert!(bounds.lo <= exact && exact <= bounds.hi, "{bounds:?} does not hold {exact}");
+        }
+    }
+}

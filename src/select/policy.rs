@@ -1,0 +1,51 @@
+//! The policies, and what each needs to know before it can choose.
+
+use serde::{Deserialize, Serialize};
+
+/// How a rank is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Policy {
+    /// Least [`super::KvCost`]: prefill still to do plus blocks held, less what is cached.
+    #[default]
+    Kv,
+    /// Each eligible rank in its turn.
+    RoundRobin,
+    /// Any eligible rank, evenly.
+    Random,
+    /// Of two drawn at random the one with fewer requests, then fewer blocks.
+    PowerOfTwo,
+    /// The rank with the fewest requests.
+    LeastLoaded,
+}
+
+/// What a policy must know of the ranks to place a request as if it knew everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Needs {
+    /// The board is enough.
+    Board,
+    /// Exact answers of every rank whose lower bound does not exceed the least upper bound.
+    Bounded,
+    /// Exact answers of the two ranks drawn.
+    Two,
+    /// Exact answers of every rank.
+    All,
+}
+
+impl Policy {
+    /// What this policy needs under a configuration.
+    ///
+    /// `kv` knows its blocks exactly from the board when no reuse is assumed; with reuse they lie between
+    /// active and active + request. A temperature looks at every cost, and a decaying credit at every
+    /// rank's prefill, so both ask everyone.
+    #[must_use]
+    pub fn needs(self, assume_kv_reuse: bool, temperature: f64, credit_decay: f64) -> Needs {
+        match self {
+            Self::RoundRobin | Self::Random | Self::LeastLoaded => Needs::Board,
+            Self::PowerOfTwo => Needs::Two,
+            Self::Kv if temperature > 0.0 || credit_decay > 0.0 => Needs::All,
+            Self::Kv if assume_kv_reuse => Needs::Bounded,
+            Self::Kv => Needs::Board,
+        }
+    }
+}
