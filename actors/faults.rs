@@ -1,0 +1,91 @@
+//! Drills: break one part of a running router on purpose and watch it mend.
+//!
+//! Owns nothing of the router. A fault travels as a message like any other, so it strikes where real work would be.
+
+use std::sync::mpsc;
+
+use super::radix::{RadixMsg, shard_of};
+use super::router::Router;
+use super::scheduler::SchedulerMsg;
+use super::sequence::SequenceMsg;
+use super::shared::Seat;
+use super::supervisor::SupervisorMsg;
+use crate::protocol::WorkerRank;
+
+/// Which part to break.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The supervisor: the router fails whole.
+    Supervisor,
+    /// The scheduler.
+    Scheduler,
+    /// The index shard that keeps this rank.
+    Radix(WorkerRank),
+    /// The sequence actor of this rank.
+    Sequence(WorkerRank),
+}
+
+/// Holds a wedged actor; dropping it lets the actor go on.
+#[derive(Debug)]
+#[must_use = "dropping it ends the wedge"]
+pub struct Wedge {
+    _release: mpsc::Sender<()>,
+}
+
+/// What happens when the message is handled.
+pub(crate) enum Trip {
+    Panic,
+    Wedge { stuck: mpsc::Sender<()>, until_dropped: mpsc::Receiver<()> },
+}
+
+impl Trip {
+    pub(crate) fn happen(self) {
+        match self {
+            Self::Panic => std::panic::panic_any("a drill"),
+            Self::Wedge { stuck, until_dropped } => {
+                let _ = stuck.send(());
+                let _ = until_dropped.recv();
+            }
+        }
+    }
+}
+
+impl Router {
+    /// Makes a part panic at its next message. Returns whether there is such a part.
+    ///
+    /// For drills on a router that nobody depends on.
+    pub fn inject(&self, fault: Fault) -> bool {
+        self.trip(fault, Trip::Panic)
+    }
+
+    /// Makes a part stand still, holding its turn, until the answer is dropped. `None` when there is no such part.
+    ///
+    /// Blocks until it stands still. The part stands still on a thread of its own, outside the runtime.
+    #[must_use]
+    pub fn wedge(&self, fault: Fault) -> Option<Wedge> {
+        let ((release, until_dropped), (stuck, is_stuck)) = (mpsc::channel(), mpsc::channel());
+        let router = self.clone();
+        std::thread::spawn(move || router.trip(fault, Trip::Wedge { stuck, until_dropped }));
+        is_stuck.recv().ok().map(|()| Wedge { _release: release })
+    }
+
+    fn trip(&self, fault: Fault, trip: Trip) -> bool {
+        let shared = self.shared();
+        match fault {
+            Fault::Supervisor => return self.supervisor().send_message(SupervisorMsg::Fault(trip)).is_ok(),
+            Fault::Scheduler => drop(shared.scheduler.tell(SchedulerMsg::Fault(trip))),
+            Fault::Radix(rank) => match shared.shards.get(shard_of(rank, shared.shards.len())) {
+                Some(shard) => drop(shard.turn.tell(RadixMsg::Fault(trip))),
+                None => return false,
+            },
+            Fault::Sequence(rank) => match shared.seat_of(rank) {
+                Some(seat) => {
+                    let Seat { turn, .. } = &*seat;
+                    turn.tell(SequenceMsg::Fault(trip));
+                }
+                None => return false,
+            },
+        }
+        true
+    }
+}

@@ -1,0 +1,29 @@
+//! The actors: who owns which state, who talks to whom, and the handle that embedders hold.
+//!
+//! Owns mailboxes, turns, permits, lifecycles and the way of a message. Promises that no actor awaits another,
+//! that every accepted request is answered exactly once, and that what is lost is answered as lost. Leaves
+//! every decision to the pure modules of the crate.
+//!
+//! ```text
+//!             Supervisor           lifecycles, restart budget, membership
+//!        ┌────────┼────────┐
+//!      Radix  Scheduler  Sequence  prefix index, decisions, one rank's bookings
+//! ```
+
+mod clock;
+#[cfg(feature = "faults")]
+mod faults;
+mod gather;
+mod placement;
+mod radix;
+mod router;
+mod scheduler;
+mod sequence;
+mod shared;
+mod supervisor;
+mod turn;
+
+#[cfg(feature = "faults")]
+pub use faults::{Fault, Wedge};
+pub use placement::Placement;
+pub use router::{AddRequest, BestMatch, Health, Prompt, RouteRequest, Router, RouterBuilder, WorkerEntry};

@@ -1,0 +1,105 @@
+//! What a caller holds for its booking.
+
+use std::sync::Arc;
+
+use super::router::BestMatch;
+use super::shared::{Hold, Seat};
+use crate::error::RequestError;
+use crate::hashing::HashedPrompt;
+use crate::load::Weight;
+use crate::protocol::WorkerRank;
+use crate::select::TierOverlap;
+
+/// A request's place on a rank: its booking lasts as long as this does.
+///
+/// Report what the request does, and drop it when it is over, however it ended. A placement does not keep its router
+/// alive, and may outlive it.
+#[must_use = "dropping a placement frees its booking"]
+pub struct Placement {
+    hold: Hold,
+    seat: Arc<Seat>,
+    best: BestMatch,
+}
+
+impl Placement {
+    pub(crate) fn new(hold: Hold, seat: Arc<Seat>, best: BestMatch) -> Self {
+        Self { hold, seat, best }
+    }
+
+    /// The rank to send the request to.
+    #[must_use]
+    pub fn rank(&self) -> WorkerRank {
+        self.best.rank()
+    }
+
+    /// Where that rank's worker is, as its configuration said.
+    #[must_use]
+    pub fn endpoint(&self) -> &str {
+        &self.seat.endpoint
+    }
+
+    /// The request id it was booked under.
+    #[must_use]
+    pub fn request_id(&self) -> &str {
+        self.hold.lease().request_id()
+    }
+
+    /// What the rank holds of the prompt, by tier.
+    #[must_use]
+    pub fn overlap(&self) -> TierOverlap {
+        self.best.overlap()
+    }
+
+    /// Effective overlap in blocks, rounded.
+    #[must_use]
+    pub fn overlap_blocks(&self) -> u32 {
+        self.best.overlap_blocks()
+    }
+
+    /// Effective overlap in blocks: lower tiers count for less.
+    #[must_use]
+    pub fn effective_overlap_blocks(&self) -> f64 {
+        self.best.effective_overlap_blocks()
+    }
+
+    /// Effective overlap in tokens, rounded: what the prefill is expected to skip.
+    #[must_use]
+    pub fn cached_tokens(&self) -> u32 {
+        self.best.cached_tokens()
+    }
+
+    /// The prompt's hashes, when the request asked for them.
+    #[must_use]
+    pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
+        self.best.routing_hashes()
+    }
+
+    /// The first token is out: the rank has no prefill left to do for this request. Again is harmless.
+    pub fn prefill_completed(&self) {
+        if self.hold.lease().complete_prefill() {
+            self.hold.shared().look(&self.seat, self.hold.lease());
+        }
+    }
+
+    /// One more block of output is there. `decay`, about 1 − generated / expected output, re-weighs all output of the
+    /// request and the part of its prompt that nobody shares: blocks that will be gone soon count for less.
+    ///
+    /// # Errors
+    /// A decay outside [0, 1].
+    pub fn output_block(&self, decay: Option<f64>) -> Result<(), RequestError> {
+        let decay = decay.map(Weight::new).transpose()?;
+        self.hold.lease().push_output_block(decay);
+        self.hold.shared().look(&self.seat, self.hold.lease());
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Placement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Placement")
+            .field("request_id", &self.request_id())
+            .field("best", &self.best)
+            .field("endpoint", &self.endpoint())
+            .finish()
+    }
+}

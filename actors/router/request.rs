@@ -1,0 +1,227 @@
+//! What callers ask, and what they are told.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::config::RouterConfig;
+use crate::error::RouteError;
+use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
+use crate::load::PromptBlocks;
+use crate::protocol::{BlockHash, WorkerRank};
+use crate::schedule::Decision;
+use crate::select::TierOverlap;
+
+/// A prompt, as tokens or hashed already.
+#[derive(Clone, Copy, Debug)]
+pub enum Prompt<'a> {
+    /// Token ids. They are hashed by the calling task and go no further.
+    Tokens(&'a [u32]),
+    /// Hashes that the caller computed, or got from an earlier answer. LoRA name, salt and spans are in them already.
+    Hashed(&'a HashedPrompt),
+}
+
+/// A request to be placed.
+///
+/// ```
+/// use pointsman::{Prompt, RouteRequest};
+///
+/// let tokens = [1, 2, 3];
+/// let request = RouteRequest { lora_name: Some("support-bot"), ..RouteRequest::new("req-1", Prompt::Tokens(&tokens)) };
+/// assert_eq!(request.request_id, Some("req-1"));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct RouteRequest<'a> {
+    /// Names the booking; unique among those that have not ended. Queries need none.
+    pub request_id: Option<&'a str>,
+    /// The prompt.
+    pub prompt: Prompt<'a>,
+    /// The LoRA adapter it runs under; the empty name is none.
+    pub lora_name: Option<&'a str>,
+    /// Keeps its cache apart from others': only equal salts share. The empty salt is none.
+    pub cache_salt: Option<&'a str>,
+    /// Images and the like in the prompt, where the engine's events carry their hashes too.
+    pub mm_spans: &'a [MmSpan],
+    /// Whether the answer should carry the prompt's hashes.
+    pub routing_hashes: bool,
+}
+
+impl<'a> RouteRequest<'a> {
+    /// A request with nothing but a prompt.
+    #[must_use]
+    pub fn new(request_id: &'a str, prompt: Prompt<'a>) -> Self {
+        Self { request_id: Some(request_id), ..Self::query(prompt) }
+    }
+
+    /// A question with nothing but a prompt.
+    #[must_use]
+    pub fn query(prompt: Prompt<'a>) -> Self {
+        Self { request_id: None, prompt, lora_name: None, cache_salt: None, mm_spans: &[], routing_hashes: false }
+    }
+}
+
+/// A request that the embedder has sent to a rank of its own choice.
+#[derive(Clone, Copy, Debug)]
+pub struct AddRequest<'a> {
+    /// Names the booking.
+    pub request_id: &'a str,
+    /// Where it runs.
+    pub rank: WorkerRank,
+    /// The prompt.
+    pub prompt: Prompt<'a>,
+    /// The LoRA adapter it runs under.
+    pub lora_name: Option<&'a str>,
+    /// Its cache salt.
+    pub cache_salt: Option<&'a str>,
+    /// Tokens of the prompt that the rank has cached, or `None` for what the index says.
+    pub cached_tokens: Option<u32>,
+    /// How long its prefill will take, where known: the rank's prefill load then falls with time.
+    pub expected_prefill_duration: Option<Duration>,
+}
+
+impl<'a> AddRequest<'a> {
+    /// A request with nothing but a prompt and a place.
+    #[must_use]
+    pub fn new(request_id: &'a str, rank: WorkerRank, prompt: Prompt<'a>) -> Self {
+        let (lora_name, cache_salt, cached_tokens, expected_prefill_duration) = (None, None, None, None);
+        Self { request_id, rank, prompt, lora_name, cache_salt, cached_tokens, expected_prefill_duration }
+    }
+
+    pub(super) fn as_route(&self) -> RouteRequest<'a> {
+        let Self { lora_name, cache_salt, .. } = *self;
+        RouteRequest { lora_name, cache_salt, ..RouteRequest::new(self.request_id, self.prompt) }
+    }
+}
+
+/// The rank a request would go to, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BestMatch {
+    rank: WorkerRank,
+    overlap: TierOverlap,
+    effective_overlap_blocks: f64,
+    cached_tokens: u32,
+    routing_hashes: Option<HashedPrompt>,
+}
+
+impl BestMatch {
+    pub(super) fn new(decision: &Decision, config: &RouterConfig, routing_hashes: Option<HashedPrompt>) -> Self {
+        let (overlap, weights) = (decision.overlap, config.tier_weights());
+        Self {
+            rank: decision.rank,
+            overlap,
+            effective_overlap_blocks: overlap.effective_blocks(weights),
+            cached_tokens: overlap.cached_tokens(weights, config.block_size),
+            routing_hashes,
+        }
+    }
+
+    /// The rank.
+    #[must_use]
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
+    }
+
+    /// What it holds of the prompt, by tier.
+    #[must_use]
+    pub fn overlap(&self) -> TierOverlap {
+        self.overlap
+    }
+
+    /// Effective overlap in blocks, rounded.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a rounded count of blocks, at least 0"
+    )]
+    pub fn overlap_blocks(&self) -> u32 {
+        self.effective_overlap_blocks.round() as u32
+    }
+
+    /// Effective overlap in blocks: lower tiers count for less.
+    #[must_use]
+    pub fn effective_overlap_blocks(&self) -> f64 {
+        self.effective_overlap_blocks
+    }
+
+    /// Effective overlap in tokens, rounded.
+    #[must_use]
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached_tokens
+    }
+
+    /// The prompt's hashes, when the request asked for them.
+    #[must_use]
+    pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
+        self.routing_hashes.as_ref()
+    }
+}
+
+/// A request whose prompt has been hashed, as far as anything will look at the hashes.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    hashes: Option<HashedPrompt>,
+    wants_overlap: bool,
+    /// The blocks it will be charged for.
+    prompt: PromptBlocks,
+    isl_tokens: u32,
+}
+
+impl Prepared {
+    pub(super) fn new(config: &RouterConfig, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
+        let scheme = HashScheme {
+            block_size: config.block_size_nonzero(),
+            lora_name: request.lora_name,
+            cache_salt: request.cache_salt,
+            is_eagle: config.is_eagle,
+        };
+        let isl_tokens = match request.prompt {
+            Prompt::Tokens(tokens) => tokens.len(),
+            Prompt::Hashed(hashed) => hashed.isl_tokens(),
+        };
+        let shares_blocks = config.track_active_blocks && config.assume_kv_reuse;
+        let wants_hashes = config.has_index() || shares_blocks || request.routing_hashes;
+        let hashes = match request.prompt {
+            Prompt::Hashed(hashed) => Some(hashed.clone()),
+            Prompt::Tokens(tokens) if wants_hashes => {
+                let mm = match request.mm_spans {
+                    [] => MmBlocks::NONE,
+                    spans => MmBlocks::split(spans, tokens.len(), scheme.block_size)?,
+                };
+                Some(HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &mm))
+            }
+            Prompt::Tokens(_) => None,
+        };
+        let too_long = |_| RouteError::PromptTooLong { isl_tokens };
+        let blocks = u32::try_from(scheme.block_count(isl_tokens)).map_err(too_long)?;
+        let prompt = match &hashes {
+            _ if !config.track_active_blocks => PromptBlocks::Counted(0),
+            Some(hashed) if shares_blocks => PromptBlocks::Hashed(Arc::clone(hashed.sequence_hashes())),
+            Some(_) | None => PromptBlocks::Counted(blocks),
+        };
+        let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?;
+        Ok(Self { hashes, wants_overlap: config.has_index(), prompt, isl_tokens })
+    }
+
+    /// The caller knows what is cached: nobody need be asked.
+    pub(super) fn without_overlap(mut self) -> Self {
+        self.wants_overlap = false;
+        self
+    }
+
+    pub(super) fn prompt(&self) -> PromptBlocks {
+        self.prompt.clone()
+    }
+
+    pub(super) fn isl_tokens(&self) -> u32 {
+        self.isl_tokens
+    }
+
+    /// What the index is asked for, where it is asked.
+    pub(super) fn block_hashes(&self) -> Option<&Arc<[BlockHash]>> {
+        self.hashes.as_ref().filter(|_| self.wants_overlap).map(HashedPrompt::block_hashes)
+    }
+
+    pub(super) fn hashes(&self) -> Option<HashedPrompt> {
+        self.hashes.clone()
+    }
+}

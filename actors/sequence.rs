@@ -1,0 +1,204 @@
+//! The sequence actor: one a worker/dp-rank, owner of its bookings.
+//!
+//! Owns the rank's [`ActiveSequences`] and is the single writer of its board slot. Promises that a booking counts
+//! before its caller hears of it, and that after each change the board shows it. Does no token arithmetic: what a
+//! booking weighs was decided by the scheduler and stands in its lease. Restarted, it rebuilds from the leases.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+use tokio::sync::oneshot;
+
+use super::clock::Clock;
+use super::gather::Leg;
+use super::scheduler::{Answered, LoadNext};
+use super::supervisor::RetireAck;
+use super::turn::{After, Step};
+use crate::directory::{Directory, Lease, LeaseState};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot};
+use crate::protocol::{Generation, Slot, Timestamp};
+use crate::schedule::{BookNumber, Decision, LoadAnswer};
+
+/// What a sequence actor can be told.
+pub(crate) enum SequenceMsg {
+    /// What would these prompts find here?
+    Load {
+        /// The answer, and through it the prompts.
+        leg: Leg<LoadAnswer, LoadNext>,
+        now: Timestamp,
+    },
+    /// Book this lease and tell its caller.
+    Book(Book),
+    /// This lease has changed: make the bookings agree with it.
+    Look(Arc<Lease>),
+    /// The rank is removed: end every booking. Comes behind the last Book.
+    Retire(RetireAck),
+    /// A drill: panic, or hold the turn until told to go on.
+    #[cfg(feature = "faults")]
+    Fault(super::faults::Trip),
+}
+
+/// One booking to make.
+pub(crate) struct Book {
+    pub(crate) lease: Arc<Lease>,
+    pub(crate) decision: Decision,
+    pub(crate) number: BookNumber,
+    pub(crate) answer: oneshot::Sender<Answered>,
+    pub(crate) now: Timestamp,
+}
+
+/// One rank's bookings.
+pub(crate) struct Sequence {
+    slot: Slot,
+    generation: Generation,
+    incarnation: u32,
+    /// The last Book seen, counted for this incarnation.
+    applied: u32,
+    active: ActiveSequences,
+    board: Arc<BoardSlot>,
+    directory: Arc<Directory>,
+    clock: Clock,
+}
+
+/// What a sequence actor answers once its turn is given back.
+pub(crate) enum SequenceAfter {
+    Nothing,
+    Booked { answer: oneshot::Sender<Answered>, decision: Decision },
+    Loads(#[expect(dead_code, reason = "dropping it is the answer")] Leg<LoadAnswer, LoadNext>),
+    Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
+}
+
+impl Sequence {
+    /// The bookings of one incarnation of a slot, as its leases say: none at first, all of them after a restart.
+    pub(crate) fn restore(
+        (slot, generation): (Slot, Generation),
+        incarnation: u32,
+        board: Arc<BoardSlot>,
+        directory: Arc<Directory>,
+        clock: Clock,
+    ) -> Self {
+        let mut sequence = Self {
+            slot,
+            generation,
+            incarnation,
+            applied: 0,
+            active: ActiveSequences::new(true), // whether blocks are shared is decided by the prompts it is given
+            board,
+            directory: Arc::clone(&directory),
+            clock,
+        };
+        let now = clock.now();
+        for lease in directory.booked_on(slot, generation) {
+            sequence.count_in(&lease, now);
+        }
+        sequence.publish(now);
+        sequence
+    }
+
+    fn on_load(&self, leg: Leg<LoadAnswer, LoadNext>, now: Timestamp) -> SequenceAfter {
+        let prompts = leg.next().prompts();
+        let shared_blocks: SmallVec<_> =
+            prompts.iter().map(|prompt| self.active.project(prompt).shared_blocks).collect();
+        let (slot, generation) = (self.slot, self.generation);
+        leg.push(LoadAnswer { slot, generation, load: self.active.load(now), shared_blocks });
+        SequenceAfter::Loads(leg)
+    }
+
+    fn on_book(&mut self, book: Book) -> SequenceAfter {
+        let Book { lease, decision, number, answer, now } = book;
+        if number.incarnation == self.incarnation {
+            self.applied = number.number;
+        }
+        let booked = decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint);
+        if booked {
+            self.count_in(&lease, now);
+        }
+        self.publish(now);
+        // A lease that ended first has no caller left; its answer is dropped.
+        if booked { SequenceAfter::Booked { answer, decision } } else { SequenceAfter::Nothing }
+    }
+
+    fn on_look(&mut self, lease: &Lease) {
+        let now = self.clock.now();
+        lease.clear_dirty(); // before reading: what changes from here on asks for another look
+        match lease.state() {
+            LeaseState::Booked { .. } => self.agree_with(lease, now),
+            LeaseState::Pending | LeaseState::Ended => {
+                self.active.free(lease.booking(), now);
+            }
+        }
+        self.publish(now);
+    }
+
+    fn on_retire(&mut self, ack: RetireAck) -> SequenceAfter {
+        let now = self.clock.now();
+        for lease in self.directory.booked_on(self.slot, self.generation) {
+            lease.end();
+            self.directory.leave(&lease);
+            self.active.free(lease.booking(), now);
+        }
+        self.publish(now);
+        SequenceAfter::Retired(ack)
+    }
+
+    /// Counts a booked lease in, with whatever it has reported of itself already.
+    fn count_in(&mut self, lease: &Lease, now: Timestamp) {
+        // A booking number is used once, so it cannot be a duplicate; were it one, it would be counted already.
+        let _ = self.active.book(lease.booking(), lease.prompt().clone(), lease.hint(), now);
+        self.agree_with(lease, now);
+        if lease.state() == LeaseState::Ended {
+            self.active.free(lease.booking(), now); // ended since; the look that says so may have been lost
+        }
+    }
+
+    fn agree_with(&mut self, lease: &Lease, now: Timestamp) {
+        let progress = lease.progress();
+        if progress.prefill_completed {
+            self.active.complete_prefill(lease.booking(), now);
+        }
+        self.active.set_output(lease.booking(), &progress.output);
+    }
+
+    fn publish(&self, now: Timestamp) {
+        let load = self.active.load(now);
+        self.board.publish(&BoardLoad {
+            incarnation: self.incarnation,
+            applied: self.applied,
+            active_blocks: load.active_blocks,
+            requests: load.requests,
+            prefill: self.active.prefill_curve(),
+        });
+    }
+}
+
+impl Step for Sequence {
+    type Msg = SequenceMsg;
+    type After = SequenceAfter;
+
+    fn step(&mut self, msg: SequenceMsg) -> SequenceAfter {
+        match msg {
+            SequenceMsg::Load { leg, now } => self.on_load(leg, now),
+            SequenceMsg::Book(book) => self.on_book(book),
+            SequenceMsg::Look(lease) => {
+                self.on_look(&lease);
+                SequenceAfter::Nothing
+            }
+            SequenceMsg::Retire(ack) => self.on_retire(ack),
+            #[cfg(feature = "faults")]
+            SequenceMsg::Fault(trip) => {
+                trip.happen();
+                SequenceAfter::Nothing
+            }
+        }
+    }
+}
+
+impl After for SequenceAfter {
+    fn deliver(self) {
+        match self {
+            // A caller that has gone has ended its lease, and asked for the look that frees the booking.
+            Self::Booked { answer, decision } => drop(answer.send(Answered::Placed(decision))),
+            Self::Nothing | Self::Loads(_) | Self::Retired(_) => {}
+        }
+    }
+}

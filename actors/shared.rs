@@ -1,0 +1,207 @@
+//! What the handle, the placements and the supervisor share: addresses, the request directory, gates, read views.
+//!
+//! Owns the way from a lease to the actor that must look at it. Promises that ending a lease is told to its actor
+//! exactly once, whoever ends it. Domain state stays with its owner: what is shared here are leases and views that
+//! an owner publishes.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, watch};
+
+use super::clock::Clock;
+use super::radix::Radix;
+use super::router::WorkerEntry;
+use super::scheduler::Scheduler;
+use super::sequence::{Sequence, SequenceMsg};
+use super::turn::Turn;
+use crate::config::RouterConfig;
+use crate::directory::{Directory, Ended, Lease};
+use crate::error::Down;
+use crate::protocol::{Generation, Slot, WorkerRank};
+
+/// Everything of a router but its supervisor.
+pub(crate) struct Shared {
+    pub(crate) config: RouterConfig,
+    pub(crate) clock: Clock,
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) scheduler: Arc<Turn<Scheduler>>,
+    /// None where overlap counts for nothing.
+    pub(crate) shards: Vec<Shard>,
+    /// Requests waiting for a decision.
+    pub(crate) waiting_room: Arc<Semaphore>,
+    /// By slot. Written by the supervisor.
+    seats: RwLock<Vec<Option<Arc<Seat>>>>,
+    /// Whether the router is up, and how often a part of it was restarted.
+    pub(crate) status: watch::Sender<Status>,
+    /// Read views, published by the supervisor.
+    pub(crate) workers: watch::Sender<Arc<[WorkerEntry]>>,
+    pub(crate) cold: watch::Sender<BTreeSet<WorkerRank>>,
+}
+
+/// One index shard and the gate before it.
+pub(crate) struct Shard {
+    pub(crate) turn: Arc<Turn<Radix>>,
+    /// Blocks that events waiting before it may name.
+    pub(crate) gate: Arc<Semaphore>,
+}
+
+/// A rank in its slot: one incarnation.
+pub(crate) struct Seat {
+    pub(crate) rank: WorkerRank,
+    pub(crate) slot: Slot,
+    pub(crate) generation: Generation,
+    pub(crate) endpoint: Arc<str>,
+    pub(crate) turn: Arc<Turn<Sequence>>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Status {
+    pub(crate) phase: Phase,
+    pub(crate) restarts: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Phase {
+    #[default]
+    Serving,
+    /// Finishing what is in flight; nothing new.
+    Draining,
+    Failed,
+    Stopped,
+}
+
+impl Shared {
+    pub(crate) fn new(config: RouterConfig, clock: Clock) -> Self {
+        let shards = if config.has_index() { config.index_shards } else { 0 };
+        let gate = || Arc::new(Semaphore::new(config.event_blocks_max as usize));
+        Self {
+            clock,
+            directory: Arc::default(),
+            scheduler: Turn::closed(),
+            shards: (0..shards).map(|_| Shard { turn: Turn::closed(), gate: gate() }).collect(),
+            waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
+            seats: RwLock::default(),
+            status: watch::Sender::default(),
+            workers: watch::Sender::new(Arc::new([])),
+            cold: watch::Sender::default(),
+            config,
+        }
+    }
+
+    /// Whether the router takes new work.
+    pub(crate) fn up(&self) -> Result<(), Down> {
+        match self.status.borrow().phase {
+            Phase::Serving => Ok(()),
+            Phase::Failed => Err(Down::Failed),
+            Phase::Draining | Phase::Stopped => Err(Down::Stopped),
+        }
+    }
+
+    /// Moves on to a later phase; a router that has failed or stopped stays so.
+    pub(crate) fn enter(&self, phase: Phase) {
+        self.status.send_if_modified(|status| {
+            let over = matches!(status.phase, Phase::Failed | Phase::Stopped);
+            if !over {
+                status.phase = phase;
+            }
+            !over
+        });
+    }
+
+    pub(crate) fn seat(&self, slot: Slot, generation: Generation) -> Option<Arc<Seat>> {
+        let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
+        seats.get(slot.index())?.as_ref().filter(|seat| seat.generation == generation).cloned()
+    }
+
+    /// The seat a rank has now. Visits every seat.
+    #[cfg(feature = "faults")]
+    pub(crate) fn seat_of(&self, rank: WorkerRank) -> Option<Arc<Seat>> {
+        let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
+        seats.iter().flatten().find(|seat| seat.rank == rank).cloned()
+    }
+
+    pub(crate) fn set_seat(&self, slot: Slot, seat: Option<Arc<Seat>>) {
+        let mut seats = self.seats.write().unwrap_or_else(PoisonError::into_inner);
+        if seats.len() <= slot.index() {
+            seats.resize(slot.index() + 1, None);
+        }
+        seats[slot.index()] = seat;
+    }
+
+    /// Tells the lease's actor that it has changed, unless a look is on its way that will see it.
+    pub(crate) fn look(&self, seat: &Seat, lease: &Arc<Lease>) {
+        if lease.mark_dirty() {
+            seat.turn.tell(SequenceMsg::Look(Arc::clone(lease)));
+        }
+    }
+
+    /// Ends a lease, frees what it held and gives its request id back.
+    pub(crate) fn end(&self, lease: &Arc<Lease>) {
+        let ended = lease.end();
+        self.directory.leave(lease);
+        match ended {
+            Ended::Booked(slot, generation) => {
+                if let Some(seat) = self.seat(slot, generation) {
+                    self.look(&seat, lease);
+                }
+            }
+            Ended::Pending | Ended::Already => {}
+        }
+    }
+
+    /// Returns when no lease is left. Looks again and again, so that no request pays for the end of the router.
+    pub(crate) async fn at_rest(&self) {
+        while !self.directory.is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// Closes every turn: what waits anywhere is dropped, and so answered as lost.
+    pub(crate) fn close(&self) {
+        self.scheduler.close();
+        for shard in &self.shards {
+            shard.turn.close();
+        }
+        let seats = std::mem::take(&mut *self.seats.write().unwrap_or_else(PoisonError::into_inner));
+        for seat in seats.into_iter().flatten() {
+            seat.turn.close();
+        }
+    }
+}
+
+/// A lease in its holder's hand: dropping it ends the booking.
+pub(crate) struct Hold {
+    shared: Arc<Shared>,
+    lease: Arc<Lease>,
+    /// Cleared when the booking is left to its request id.
+    ends_lease: bool,
+}
+
+impl Hold {
+    pub(crate) fn new(shared: &Arc<Shared>, lease: Arc<Lease>) -> Self {
+        Self { shared: Arc::clone(shared), lease, ends_lease: true }
+    }
+
+    pub(crate) fn lease(&self) -> &Arc<Lease> {
+        &self.lease
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// Leaves the booking to its request id: it lasts until it is freed by that.
+    pub(crate) fn leave_to_id(mut self) {
+        self.ends_lease = false;
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.ends_lease {
+            self.shared.end(&self.lease);
+        }
+    }
+}

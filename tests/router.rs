@@ -1,0 +1,290 @@
+//! The handle's promises, each by an example: the whole actor system on a runtime.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
+use pointsman::config::Fanout;
+use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
+use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use pointsman::select::Policy;
+use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig};
+use tokio::sync::watch;
+
+#[tokio::test]
+async fn a_request_goes_where_its_prefix_is() {
+    let router = router(config(), 8).await;
+    let prompt = tokens(1, 20);
+    router.apply_events(vec![stored(rank(5), &prompt[..60])]).await.expect("up");
+    let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
+    assert_eq!(placement.rank(), rank(5));
+    assert_eq!(placement.endpoint(), "http://engine-5");
+    assert_eq!((placement.overlap_blocks(), placement.cached_tokens()), (15, 60));
+    assert_eq!(loads(&router).await[5], (1, 20, 20), "20 blocks, and 80 − 60 tokens to prefill");
+    placement.prefill_completed();
+    assert_eq!(loads(&router).await[5], (1, 20, 0));
+    placement.output_block(None).expect("no decay");
+    placement.output_block(Some(0.5)).expect("a share");
+    assert_eq!(loads(&router).await[5], (1, 11, 0), "half of 20 + 2 blocks");
+    drop(placement);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn bookings_are_visible_to_the_next_decision() {
+    let router = router(config(), 4).await;
+    let mut placements = Vec::new();
+    for n in 0..8u32 {
+        let (id, prompt) = (n.to_string(), tokens(n, 10));
+        placements.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+    for worker in 0..4 {
+        assert_eq!(placements.iter().filter(|p| p.rank() == rank(worker)).count(), 2, "two each: {placements:?}");
+    }
+    drop(placements);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_query_books_nothing_and_agrees_with_the_booking() {
+    let router = router(config(), 4).await;
+    let prompt = tokens(9, 12);
+    router.apply_events(vec![stored(rank(2), &prompt)]).await.expect("up");
+    let query = RouteRequest { routing_hashes: true, ..RouteRequest::query(Prompt::Tokens(&prompt)) };
+    let best = router.find_best_match(query).await.expect("a match");
+    assert_eq!((best.rank(), best.overlap_blocks()), (rank(2), 12));
+    let hashes = best.routing_hashes().expect("asked for").clone();
+    assert_at_rest(&router).await;
+    let request = RouteRequest::new("a", Prompt::Hashed(&hashes));
+    let placement = router.route(request).await.expect("placed");
+    assert_eq!((placement.rank(), placement.overlap_blocks()), (rank(2), 12));
+    assert!(placement.routing_hashes().is_none(), "not asked for");
+}
+
+#[tokio::test]
+async fn bookings_by_id_for_embedders_that_dispatch_themselves() {
+    let router = router(config(), 2).await;
+    let prompt = tokens(3, 10);
+    let request = AddRequest { cached_tokens: Some(16), ..AddRequest::new("a", rank(1), Prompt::Tokens(&prompt)) };
+    router.add_request(request).await.expect("booked");
+    assert_eq!(loads(&router).await, [(0, 0, 0), (1, 10, 24)]);
+    let again = router.add_request(request).await.expect_err("taken");
+    assert!(matches!(again, RouteError::DuplicateRequest(_)), "{again}");
+    router.mark_prefill_completed("a").expect("known");
+    router.mark_prefill_completed("a").expect("harmless");
+    router.add_output_block("a", None).expect("known");
+    assert_eq!(loads(&router).await, [(0, 0, 0), (1, 11, 0)]);
+    let decay = router.add_output_block("a", Some(1.5)).expect_err("no share");
+    assert!(matches!(decay, RequestError::Decay(_)) && decay.to_string().contains("1.5"), "{decay}");
+    router.free("a").expect("known");
+    assert_eq!(router.free("a"), Err(RequestError::NotFound("a".into())));
+    assert_at_rest(&router).await;
+    let unknown = router.add_request(AddRequest::new("b", rank(7), Prompt::Tokens(&prompt))).await;
+    assert_eq!(unknown, Err(RouteError::UnknownRank(rank(7))));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_booking_without_a_request_id_is_an_error() {
+    let router = router(config(), 1).await;
+    let refused = router.route(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect_err("refused");
+    assert_eq!(refused, RouteError::MissingRequestId);
+}
+
+#[tokio::test]
+async fn without_ranks_a_request_is_refused_at_once() {
+    let router = router(config(), 0).await;
+    let refused = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect_err("refused");
+    assert_eq!(refused, RouteError::NoRanks);
+    assert_eq!(router.health().leases, 0);
+}
+
+#[tokio::test]
+async fn modelled_prefill_falls_with_time_and_without_a_message() {
+    tokio::time::pause();
+    let router = router(config(), 1).await;
+    let prompt = tokens(1, 250);
+    let ten_seconds = Some(Duration::from_secs(10));
+    let request = AddRequest::new("a", rank(0), Prompt::Tokens(&prompt));
+    let request = AddRequest { expected_prefill_duration: ten_seconds, ..request };
+    router.add_request(request).await.expect("booked");
+    assert_eq!(loads(&router).await, [(1, 250, 1000)]);
+    tokio::time::advance(Duration::from_secs(4)).await;
+    assert_eq!(loads(&router).await, [(1, 250, 600)]);
+    tokio::time::advance(Duration::from_secs(6)).await;
+    assert_eq!(loads(&router).await, [(1, 250, 0)]);
+}
+
+#[tokio::test]
+async fn without_reuse_common_prefixes_count_for_each_request() {
+    let config = RouterConfig { assume_kv_reuse: false, ..config() };
+    let router = router(config, 1).await;
+    let prompt = tokens(1, 10);
+    let first = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
+    let second = router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.expect("placed");
+    assert_eq!(loads(&router).await[0].1, 20);
+    drop((first, second));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn without_credit_no_index_is_kept() {
+    let config = RouterConfig { overlap_score_credit: 0.0, ..config() };
+    let router = router(config, 2).await;
+    router.apply_events(vec![stored(rank(1), &tokens(1, 5))]).await.expect("ignored");
+    router.flush().await.expect("nothing to wait for");
+    assert!(router.dump_events().await.expect("up").is_empty());
+    let prompt = tokens(1, 5);
+    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
+    assert_eq!(best.overlap_blocks(), 0);
+}
+
+#[tokio::test]
+async fn salts_and_adapters_keep_caches_apart() {
+    let router = router(config(), 4).await;
+    let prompt = tokens(1, 10);
+    router.apply_events(vec![stored(rank(3), &prompt)]).await.expect("up");
+    let plain = RouteRequest::query(Prompt::Tokens(&prompt));
+    assert_eq!(router.find_best_match(plain).await.expect("a match").overlap_blocks(), 10);
+    for other in
+        [RouteRequest { lora_name: Some("adapter"), ..plain }, RouteRequest { cache_salt: Some("tenant"), ..plain }]
+    {
+        assert_eq!(router.find_best_match(other).await.expect("a match").overlap_blocks(), 0, "{other:?}");
+    }
+}
+
+#[tokio::test]
+async fn dumps_and_flushes_reflect_what_was_accepted() {
+    let config = RouterConfig { index_shards: 3, ..config() };
+    let router = router(config.clone(), 6).await;
+    for worker in 0..6 {
+        router.apply_events(vec![stored(rank(worker), &tokens(worker as u32 / 2, 8))]).await.expect("up");
+    }
+    router.apply_events(vec![cleared(rank(4))]).await.expect("up");
+    router.flush().await.expect("applied");
+    let dump = router.dump_events().await.expect("up");
+    let ranks: std::collections::BTreeSet<WorkerRank> = dump.iter().map(|event| event.rank).collect();
+    assert_eq!(ranks.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 5].map(rank));
+
+    let rebuilt = common::router(config, 6).await;
+    rebuilt.apply_events(dump).await.expect("up");
+    let prompt = tokens(2, 8);
+    let best = rebuilt.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
+    assert_eq!((best.rank(), best.overlap_blocks()), (rank(5), 8));
+}
+
+#[tokio::test]
+async fn a_removed_worker_takes_its_bookings_along_and_returns_under_a_new_generation() {
+    let router = router(config(), 2).await;
+    let prompt = tokens(1, 10);
+    router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
+    let stale = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
+    assert_eq!(stale.rank(), rank(1));
+    router.remove_worker(WorkerId(1)).await.expect("known");
+    assert_eq!(router.remove_worker(WorkerId(1)).await, Err(MembershipError::UnknownWorker(WorkerId(1))));
+    assert_at_rest(&router).await;
+    router.upsert_worker(WorkerId(1), WorkerConfig::at("http://new")).await.expect("valid");
+    stale.prefill_completed();
+    stale.output_block(None).expect("harmless");
+    let fresh = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("the id is free");
+    assert_eq!(fresh.overlap_blocks(), 0, "the new generation holds nothing");
+    drop(stale);
+    assert_eq!(router.health().leases, 1, "the old placement cannot end the new booking");
+    drop(fresh);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_changed_rank_count_touches_only_the_ranks_that_differ() {
+    let router = router(config(), 0).await;
+    let with_ranks = |data_parallel_size| WorkerConfig { data_parallel_size, ..WorkerConfig::at("http://e") };
+    router.upsert_worker(WorkerId(1), with_ranks(2)).await.expect("valid");
+    let prompt = tokens(1, 4);
+    let second = WorkerRank::new(WorkerId(1), 1);
+    router.add_request(AddRequest::new("a", second, Prompt::Tokens(&prompt))).await.expect("booked");
+    router.upsert_worker(WorkerId(1), with_ranks(3)).await.expect("valid");
+    assert_eq!(loads(&router).await, [(0, 0, 0), (1, 4, 16), (0, 0, 0)]);
+    router.upsert_worker(WorkerId(1), with_ranks(1)).await.expect("valid");
+    while router.health().leases > 0 {
+        tokio::task::yield_now().await; // the removal of a rank is acknowledged to nobody here
+    }
+    assert_eq!(loads(&router).await, [(0, 0, 0)]);
+    assert_eq!(router.free("a"), Err(RequestError::NotFound("a".into())));
+    let refused = router.upsert_worker(WorkerId(1), with_ranks(0)).await.expect_err("no ranks");
+    assert_eq!(refused.to_string(), "worker 1: data_parallel_size is 0, must be 1 to 4096");
+    assert_eq!(router.health().ranks, 1, "what was refused changed nothing");
+}
+
+#[tokio::test]
+async fn discovery_is_followed_and_workers_added_by_hand_stay() {
+    let (source, seen) = watch::channel(WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]));
+    let config = RouterConfig { min_initial_workers: 2, ..config() };
+    let starting = Router::builder(config).worker(WorkerId(9), WorkerConfig::at("http://9")).discovery(seen).start();
+    let router = starting.await.expect("two workers come");
+    let ids = |router: &Router| router.workers().iter().map(|w| w.worker.0).collect::<Vec<_>>();
+    assert_eq!(ids(&router), [1, 9]);
+    source.send_replace(WorkerMap::from([
+        (WorkerId(2), WorkerConfig::at("http://2")),
+        (WorkerId(3), WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("http://3") }),
+    ]));
+    while ids(&router) != [2, 9] {
+        tokio::task::yield_now().await;
+    }
+    drop(source);
+    tokio::task::yield_now().await;
+    assert_eq!(ids(&router), [2, 9], "a closed source changes nothing");
+}
+
+#[tokio::test]
+async fn start_says_so_when_enough_workers_cannot_come() {
+    let wanted = |n| RouterConfig { min_initial_workers: n, ..config() };
+    let one = WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]);
+    let (source, seen) = watch::channel(one);
+    drop(source);
+    let closed = Router::builder(wanted(2)).discovery(seen).start().await.expect_err("one of two");
+    assert_eq!(closed, StartError::SourceClosed { registered: 1, wanted: 2 });
+    let none = Router::builder(wanted(1)).start().await.expect_err("no source");
+    assert_eq!(none, StartError::NoSource { registered: 0, wanted: 1 });
+    let invalid = Router::builder(RouterConfig { block_size: 0, ..config() }).start().await.expect_err("no block size");
+    assert_eq!(invalid.to_string(), "block_size is 0, must be at least 1");
+}
+
+#[tokio::test]
+async fn shutdown_waits_for_bookings_up_to_its_deadline() {
+    tokio::time::pause();
+    let first = router(config(), 1).await;
+    let placement = first.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
+    let other = first.clone();
+    assert_eq!(first.shutdown(Duration::from_secs(1)).await, 1, "one was left");
+    assert_eq!(other.health().state, Err(Down::Stopped));
+    let refused = other.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect_err("stopped");
+    assert_eq!(refused, RouteError::Down(Down::Stopped));
+    drop(placement);
+
+    let second = router(config(), 1).await;
+    let placement = second.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
+    let stopping = tokio::spawn(second.shutdown(Duration::from_secs(3600)));
+    tokio::time::advance(Duration::from_secs(1)).await;
+    drop(placement);
+    assert_eq!(stopping.await.expect("no panic"), 0);
+}
+
+#[tokio::test]
+async fn every_policy_places_and_leaves_nothing_behind() {
+    for policy in [Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded] {
+        for fanout in [Fanout::Shortlist, Fanout::All] {
+            let router = router(RouterConfig { policy, fanout, ..config() }, 5).await;
+            let mut held = Vec::new();
+            for n in 0..50u32 {
+                let (id, prompt) = (n.to_string(), tokens(n % 7, 10 + n % 5));
+                held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+                if n % 3 == 0 {
+                    drop(held.swap_remove(0));
+                }
+            }
+            drop(held);
+            assert_at_rest(&router).await;
+        }
+    }
+}
