@@ -1,1 +1,20 @@
-//! Load and replay harness of Pointsman.
+//! Load and replay harness of Pointsman: what a router costs, measured in a closed loop.
+//!
+//! A [`workload`] gives prompts, simulated [`engine`]s stand in for the fleet, and the [`closed_loop`] drives a
+//! [`target::Target`] with them: route, let the engine serve, hand its events on, complete the prefill, free. What
+//! that took is [`measure`]d and [`report`]ed. Two routers are targets today: Pointsman, and in `benches/versus` its
+//! nearest peer, so that both run exactly the same loop.
+//!
+//! The harness embeds the router through its public API only, and simulates no time: engines answer at once, and
+//! load is whatever `--inflight` requests weigh. It says what routing costs and what it finds in caches, not what a
+//! fleet's latency would be.
+
+pub mod cli;
+pub mod closed_loop;
+pub mod engine;
+pub mod fleet;
+pub mod measure;
+pub mod report;
+mod rng;
+pub mod target;
+pub mod workload;

@@ -1,0 +1,158 @@
+//! Arguments of a replay, and the steps from arguments to a report.
+
+use std::io;
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::closed_loop::{self, LoopError, Shape, Workload};
+use crate::fleet::Fleet;
+use crate::measure::rss_bytes;
+use crate::report::Report;
+use crate::target::{Refusal, Target};
+use crate::workload::mooncake::{self, TraceError};
+use crate::workload::{Prompt, generated};
+
+/// Requests that are generated when neither a trace nor a limit is given.
+const GENERATED: usize = 4_000;
+
+fn positive() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=u64::from(u32::MAX))
+}
+
+/// What every run over one workload and one kind of fleet shares.
+#[derive(Args, Clone, Debug)]
+pub struct Common {
+    /// Mooncake trace to replay (JSON lines); a multi-turn workload is generated when absent
+    #[arg(long)]
+    pub trace: Option<PathBuf>,
+    /// Data-parallel ranks of each worker
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub dp_size: u32,
+    /// Tokens of a KV block
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub block_size: u32,
+    /// KV blocks that one rank's simulated cache holds
+    #[arg(long, default_value_t = 16_384, value_parser = positive())]
+    pub kv_blocks: usize,
+    /// Requests held out, all clients together; each client holds its equal share, at least one
+    #[arg(long, default_value_t = 512, value_parser = positive())]
+    pub inflight: usize,
+    /// Index shards [default: the router's]
+    #[arg(long, value_parser = positive())]
+    pub shards: Option<usize>,
+    /// Requests to take from the workload [default: the whole trace, or 4000 generated]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
+    pub limit: Option<u32>,
+    /// Selection policy
+    #[arg(long, default_value = "kv")]
+    pub policy: String,
+    /// Seed of the router's draws and of a generated workload
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+}
+
+/// One run.
+#[derive(Args, Clone, Debug)]
+pub struct Replay {
+    /// What it shares with others.
+    #[command(flatten)]
+    pub common: Common,
+    /// Simulated workers
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub workers: u32,
+    /// Concurrent callers
+    #[arg(long, default_value_t = 1, value_parser = positive())]
+    pub clients: usize,
+    /// Threads of the runtime that callers and router share
+    #[arg(long, default_value_t = 2, value_parser = positive())]
+    pub threads: usize,
+    /// Print the report as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Why there is no report.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    /// The trace is broken.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// The system gave no threads.
+    #[error("cannot start a runtime of {threads} threads: {source}")]
+    Runtime {
+        /// How many were asked for.
+        threads: usize,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The router would not start.
+    #[error("cannot start {target}: {reason}")]
+    Start {
+        /// The router.
+        target: &'static str,
+        /// What it said.
+        reason: Refusal,
+    },
+    /// The router failed under way.
+    #[error(transparent)]
+    Loop(#[from] LoopError),
+}
+
+impl Replay {
+    /// The fleet to simulate.
+    #[must_use]
+    pub fn fleet(&self) -> Fleet {
+        Fleet { workers: self.workers, dp_size: self.common.dp_size }
+    }
+
+    /// Runs the closed loop over the target that `start` makes, on a runtime of its own.
+    ///
+    /// # Errors
+    /// The workload cannot be read, or the target fails.
+    pub fn run<T: Target>(&self, start: impl AsyncFnOnce(&Self) -> Result<T, Refusal>) -> Result<Report, ReplayError> {
+        let threads = self.threads;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(threads)
+            .enable_all()
+            .build()
+            .map_err(|source| ReplayError::Runtime { threads, source })?;
+        let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size);
+        let shape = Shape {
+            fleet: self.fleet(),
+            block_size: self.common.block_size,
+            kv_blocks: self.common.kv_blocks,
+            inflight: self.common.inflight,
+            clients: self.clients,
+        };
+        let progress = progress_bar(workload.len() as u64);
+        let rss_before_bytes = rss_bytes();
+        let outcome = runtime.block_on(async {
+            let target = start(self).await.map_err(|reason| ReplayError::Start { target: T::NAME, reason })?;
+            Ok::<_, ReplayError>(closed_loop::run(target, workload, shape, rss_before_bytes, progress).await?)
+        })?;
+        Ok(Report::new(T::NAME, self, &outcome))
+    }
+}
+
+impl Common {
+    /// The prompts to replay.
+    ///
+    /// # Errors
+    /// The trace cannot be read.
+    pub fn prompts(&self) -> Result<Vec<Prompt>, TraceError> {
+        let limit = self.limit.map(|limit| limit as usize);
+        match &self.trace {
+            Some(path) => mooncake::read(path, limit),
+            None => Ok(generated::generate(limit.unwrap_or(GENERATED), self.seed)),
+        }
+    }
+}
+
+/// A bar on standard error if that is a terminal, nothing otherwise.
+fn progress_bar(requests: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {per_sec}, {eta} left");
+    ProgressBar::new(requests).with_style(style.expect("a valid template"))
+}

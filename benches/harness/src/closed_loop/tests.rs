@@ -1,0 +1,127 @@
+use std::sync::atomic::AtomicU64;
+
+use ahash::AHashSet;
+use pointsman::protocol::{BlockHash, EngineHash, WorkerId};
+
+use super::*;
+use crate::target::Routed;
+use crate::workload::generated::generate;
+
+const SHAPE: Shape =
+    Shape { fleet: Fleet { workers: 2, dp_size: 2 }, block_size: 64, kv_blocks: 400, inflight: 16, clients: 1 };
+
+/// Takes ranks in turn, and holds the loop to its word: events come in order, and every booking ends once.
+struct Strict {
+    turn: AtomicU64,
+    held: Mutex<Vec<AHashSet<EngineHash>>>,
+    booked: Arc<Mutex<AHashSet<String>>>,
+    refuse: Option<&'static str>,
+}
+
+enum Event {
+    Stored(WorkerRank, Option<EngineHash>, Vec<EngineHash>),
+    Removed(WorkerRank, Vec<EngineHash>),
+}
+
+impl Strict {
+    fn new(refuse: Option<&'static str>) -> Self {
+        let held = Mutex::new(vec![AHashSet::new(); SHAPE.fleet.ranks()]);
+        Self { turn: AtomicU64::new(0), held, booked: Arc::default(), refuse }
+    }
+
+    fn rank_of(turn: u64) -> WorkerRank {
+        WorkerRank::new(WorkerId(1 + turn % 2), (turn / 2 % 2) as u32)
+    }
+}
+
+impl Target for Strict {
+    type Handle = String;
+    type Event = Event;
+
+    const NAME: &'static str = "strict";
+
+    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash> {
+        let content = |block: &[u32]| block.iter().fold(0, |hash, &token| crate::rng::mix(hash + u64::from(token)));
+        tokens.chunks_exact(block_size as usize).map(|block| BlockHash(content(block))).collect()
+    }
+
+    fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<Event>) {
+        if !change.removed.is_empty() {
+            events.push(Event::Removed(rank, change.removed.clone()));
+        }
+        let stored = blocks[change.stored.clone()].iter().map(|block| block.engine_hash).collect();
+        events.push(Event::Stored(rank, change.parent(blocks), stored));
+    }
+
+    async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {
+        if self.refuse == Some(call.id.as_str()) {
+            return Err("no room".into());
+        }
+        assert!(self.booked.lock().expect("alive").insert(call.id.clone()));
+        tokio::task::yield_now().await;
+        Ok(Routed { rank: Self::rank_of(self.turn.fetch_add(1, Relaxed)), handle: call.id })
+    }
+
+    async fn apply_events(&self, events: Vec<Event>) -> Result<(), Refusal> {
+        assert!(!events.is_empty());
+        tokio::task::yield_now().await;
+        let mut held = self.held.lock().expect("alive");
+        for event in events {
+            match event {
+                Event::Stored(rank, parent, blocks) => {
+                    let held = &mut held[SHAPE.fleet.index(rank).expect("known")];
+                    assert!(parent.is_none_or(|parent| held.contains(&parent)), "stored behind an unknown block");
+                    held.extend(blocks);
+                }
+                Event::Removed(rank, blocks) => {
+                    let held = &mut held[SHAPE.fleet.index(rank).expect("known")];
+                    for block in blocks {
+                        assert!(held.remove(&block), "removed an unknown block");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn prefill_completed(&self, handle: &mut String) -> Result<(), Refusal> {
+        assert!(self.booked.lock().expect("alive").contains(handle));
+        Ok(())
+    }
+
+    async fn free(&self, handle: String) -> Result<(), Refusal> {
+        assert!(self.booked.lock().expect("alive").remove(&handle));
+        Ok(())
+    }
+
+    async fn shutdown(self) {
+        let held = self.held.lock().expect("alive");
+        assert!(held.iter().all(|held| held.len() <= SHAPE.kv_blocks), "caches overflow");
+    }
+}
+
+fn run_strict(target: Strict, clients: usize) -> Result<Outcome, LoopError> {
+    let workload = Workload::prepare::<Strict>(generate(400, 1), SHAPE.block_size);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
+    runtime.block_on(run(target, workload, Shape { clients, ..SHAPE }, None, ProgressBar::hidden()))
+}
+
+#[test]
+fn every_booking_ends_and_events_stay_in_order_whatever_the_clients() {
+    for clients in [1, 7] {
+        let target = Strict::new(None);
+        let booked = Arc::clone(&target.booked);
+        let outcome = run_strict(target, clients).expect("runs");
+        assert!(booked.lock().expect("alive").is_empty());
+        assert_eq!((outcome.requests, outcome.route_ns.len()), (200, 200));
+        assert!((1..outcome.prompt_blocks).contains(&outcome.cached_blocks));
+        assert!(outcome.event_blocks >= outcome.prompt_blocks - outcome.cached_blocks);
+        assert!((1.0..2.0).contains(&outcome.load_max_over_mean), "{}", outcome.load_max_over_mean);
+    }
+}
+
+#[test]
+fn a_refusal_names_target_step_and_request() {
+    let error = run_strict(Strict::new(Some("request-250")), 1).expect_err("refused");
+    assert_eq!(error.to_string(), "strict could not route request 250: no room");
+}

@@ -1,0 +1,68 @@
+//! Clocks and meters: wall time, CPU time of the process and of one thread, resident memory.
+//!
+//! The one place of the harness that reads them.
+
+#![expect(clippy::disallowed_types, reason = "wall time is what a bench measures, and nothing here is paused")]
+
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Wall time since it was started.
+#[derive(Clone, Copy, Debug)]
+pub struct Stopwatch(Instant);
+
+impl Stopwatch {
+    /// Starts one.
+    #[must_use]
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Time since then.
+    #[must_use]
+    pub fn elapsed(self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
+/// CPU time of all threads of this process, user and system, since it began.
+#[must_use]
+pub fn process_cpu() -> Duration {
+    read(ClockId::ProcessCPUTime)
+}
+
+/// CPU time of the calling thread, user and system, since it began.
+#[must_use]
+pub fn thread_cpu() -> Duration {
+    read(ClockId::ThreadCPUTime)
+}
+
+fn read(clock: ClockId) -> Duration {
+    Duration::try_from(clock_gettime(clock)).expect("CPU time is never negative")
+}
+
+/// Resident memory of this process in bytes, where the system tells (Linux).
+#[must_use]
+pub fn rss_bytes() -> Option<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = statm.split_whitespace().nth(1)?.parse().ok()?;
+    Some(pages * rustix::param::page_size() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_shows_on_every_clock() {
+        let (wall, process, thread) = (Stopwatch::start(), process_cpu(), thread_cpu());
+        let mut sum = 0_u64;
+        while thread_cpu() - thread < Duration::from_millis(2) {
+            sum = std::hint::black_box(sum + 1);
+        }
+        assert!(wall.elapsed() >= Duration::from_millis(2));
+        assert!(process_cpu() - process >= Duration::from_millis(2));
+        assert!(rss_bytes().is_none_or(|bytes| bytes > 100_000));
+    }
+}

@@ -1,0 +1,67 @@
+//! What the closed loop drives: a router, as a caller and the engines see it.
+
+use std::error::Error;
+use std::future::Future;
+
+use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
+
+use crate::engine::Change;
+
+/// Why a target refused. Only ever shown.
+pub type Refusal = Box<dyn Error + Send + Sync>;
+
+/// One request as a gateway's task hands it to a router.
+///
+/// Its parts are made before the clock, and freshly: a tokenizer has just written the tokens, and an HTTP layer the id.
+#[derive(Debug)]
+pub struct Call {
+    /// The caller's name for the request, unique in the run.
+    pub id: String,
+    /// The prompt.
+    pub tokens: Vec<u32>,
+}
+
+/// Where a request went, and what its caller must give back.
+#[derive(Debug)]
+pub struct Routed<H> {
+    /// The rank chosen.
+    pub rank: WorkerRank,
+    /// The target's name for the booking.
+    pub handle: H,
+}
+
+/// A router under test.
+///
+/// Everything that a future here does counts as the router's work, whichever thread does it; so do all threads that
+/// the target runs. `hash` and `encode` are the simulated engines' side and do not count.
+pub trait Target: Send + Sync + Sized + 'static {
+    /// What ends a booking.
+    type Handle: Send + 'static;
+    /// A KV event in the router's own vocabulary.
+    type Event: Send + 'static;
+
+    /// The target's name in reports.
+    const NAME: &'static str;
+
+    /// Content hashes of the complete blocks of `tokens`, as the router will compute them from a request: engines put
+    /// them into their events.
+    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash>;
+
+    /// Appends the events of `change`, which serving `blocks` on `rank` made: the removal first.
+    fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<Self::Event>);
+
+    /// Picks a rank and books the request on it.
+    fn route(&self, call: Call) -> impl Future<Output = Result<Routed<Self::Handle>, Refusal>> + Send;
+
+    /// Takes one rank's events, in order.
+    fn apply_events(&self, events: Vec<Self::Event>) -> impl Future<Output = Result<(), Refusal>> + Send;
+
+    /// The request's first token is out.
+    fn prefill_completed(&self, handle: &mut Self::Handle) -> impl Future<Output = Result<(), Refusal>> + Send;
+
+    /// The request is over.
+    fn free(&self, handle: Self::Handle) -> impl Future<Output = Result<(), Refusal>> + Send;
+
+    /// Ends the router. Not measured.
+    fn shutdown(self) -> impl Future<Output = ()> + Send;
+}
