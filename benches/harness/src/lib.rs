@@ -11,6 +11,7 @@
 
 pub mod cli;
 pub mod closed_loop;
+pub mod embedded;
 pub mod engine;
 pub mod fleet;
 pub mod measure;

@@ -1,10 +1,12 @@
 //! Command line of the harness.
 
+use std::error::Error;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use pointsman_bench::cli::Replay;
+use pointsman_bench::embedded::Embedded;
 
 /// Measures Pointsman under load
 #[derive(Parser)]
@@ -22,7 +24,21 @@ enum Command {
 
 fn main() -> ExitCode {
     let Command::Replay(replay) = Arguments::parse().command;
-    let _ = replay;
-    let _ = writeln!(io::stderr(), "error: no router in this build");
-    ExitCode::FAILURE
+    match run(&replay) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
+    let report = replay.run(Embedded::start)?;
+    if replay.json {
+        report.write_json(io::stdout().lock())?;
+    } else {
+        report.write_text(io::stderr().lock())?;
+    }
+    Ok(())
 }
