@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
 /// Few ids, so that repeats, unknown ids and ids used again are common.
-const IDS: u64 = 10;
+const IDS: u64 = 8;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -154,9 +154,10 @@ impl Rank {
     /// Compares the load now, before and later, and the curve with it.
     fn check(&self, one_rate: bool) {
         self.real.check_invariants();
+        assert_eq!(self.real.weighted_blocks(), self.model.weighted_blocks());
         let curve = self.real.prefill_curve();
         assert_eq!(PrefillCurve::from_words(curve.to_words()), curve);
-        for ahead in [-700, -1, 0, 1, 37, 500, 2_000, 10_000, 100_000] {
+        for ahead in [-700, -1, 0, 1, 37, 500, 2_000, 10_000, 100_000, 3_000_000, 77_000_001, 1 << 33] {
             let now = Timestamp(self.now.0.saturating_add_signed(ahead));
             let load = self.real.load(now);
             assert_eq!(load, self.model.load(now), "{ahead} ns from now");
@@ -190,11 +191,22 @@ fn prompt() -> impl Strategy<Value = Prompt> {
 }
 
 fn hint(one_rate: bool) -> impl Strategy<Value = Option<PrefillLoadHint>> {
-    let nanos = if one_rate { Just(None).boxed() } else { prop_oneof![Just(0), 0..3_000_u64].prop_map(Some).boxed() };
-    (0..60_u32, 0..20_u32, 0..12_u32, nanos).prop_map(|(isl, cached, kind, nanos)| {
-        // Some are not tracked, and some have no duration; the others have their own, or eleven nanoseconds a token.
-        let duration = Duration::from_nanos(nanos.unwrap_or(11 * u64::from(isl.saturating_sub(cached))));
-        PrefillLoadHint::new(isl, cached, kind != 0, (kind > 1).then_some(duration))
+    // Small ones, for every rounding to matter; real ones; and nearly equal rates, for those of the curve to.
+    let size = prop_oneof![
+        (0..60_u32, 0..20_u32, 0..3_000_u64),
+        (0..200_000_u32, 0..100_000_u32, 0..2_000_000_000_u64),
+        (100_000_000..400_000_000_u32, Just(0), Just(0)),
+    ];
+    (size, 0..12_u32, 0..4_u64).prop_map(move |((isl, cached, nanos), kind, more)| {
+        let tokens = u64::from(isl.saturating_sub(cached));
+        let nanos = match nanos {
+            _ if one_rate => 11 * tokens,
+            0 if more > 0 => 11 * tokens + more,
+            _ if more == 0 => 0,
+            nanos => nanos,
+        };
+        // Some are not tracked, and some are not modelled.
+        PrefillLoadHint::new(isl, cached, kind != 0, (kind > 1).then_some(Duration::from_nanos(nanos)))
     })
 }
 
@@ -208,7 +220,7 @@ fn step(one_rate: bool) -> impl Strategy<Value = Step> {
             .prop_map(|(id, decays, look)| Step::Output { id, decays, look }),
         3 => id().prop_map(|id| Step::Free { id }),
         2 => prompt().prop_map(|prompt| Step::Project { prompt }),
-        3 => (-200..1_500_i64).prop_map(|nanos| Step::Time { nanos }),
+        3 => prop_oneof![-200..1_500_i64, 0..100_000_000_i64].prop_map(|nanos| Step::Time { nanos }),
     ]
 }
 

@@ -139,7 +139,7 @@ impl PrefillCurve {
             let exact = (u128::from(modelled) * u128::from(left)).div_ceil(u128::from(self.duration)) as u64;
             return (exact, exact);
         }
-        let low_from_start = modelled.saturating_sub(tokens_in(spent, self.fastest).ceil() as u64);
+        let low_from_start = modelled.saturating_sub(tokens_in(spent, self.fastest) as u64);
         let low_from_end = tokens_in(left, self.slowest).ceil() as u64;
         let high_from_start = modelled.saturating_sub(tokens_in(spent, self.slowest) as u64);
         let high_from_end = tokens_in(left, self.fastest).ceil() as u64;
@@ -147,8 +147,8 @@ impl PrefillCurve {
     }
 }
 
-/// Tokens at a rate in a time. Casts of the result to integers saturate. The rates' own rounding, 2^-25 and
-/// more, outweighs that of these 53 bits.
+/// Tokens at a rate in a time. Casts of the result to integers saturate. The outward rounding of rates, by a
+/// 2^-25th at the least, outweighs the rounding to 53 bits here.
 fn tokens_in(nanos: u64, rate: f32) -> f64 {
     if nanos == 0 { 0.0 } else { nanos as f64 * f64::from(rate) }
 }
@@ -214,6 +214,18 @@ mod tests {
         assert_eq!(curve.bounds(Timestamp(2100)), (0, 0));
         // The order of rates is not known, and rates are rounded outward, which costs a token.
         assert_eq!(curve.bounds(Timestamp(1100)), (10, 1001));
+    }
+
+    /// Such rates are no binary fractions, and a rounding of one billionth in the wrong direction breaks a bound.
+    #[test]
+    fn rates_are_rounded_outward() {
+        for more in (0..20).map(|n| n * 7_000_001) {
+            let (fast, slow) = ((1_000_000_000 + more, 3_000_000_000), (100_000_000 + more, 3_000_000_000));
+            for (first, then) in [(fast, slow), (slow, fast)] {
+                let (low, high) = curve(0, &[first, then]).bounds(Timestamp(100 + first.1));
+                assert!((low..=high).contains(&u64::from(then.0)), "{} is not within {low} and {high}", then.0);
+            }
+        }
     }
 
     #[test]

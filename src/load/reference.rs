@@ -142,16 +142,21 @@ impl ReferenceSequences {
     /// The load at `now`.
     #[must_use]
     pub fn load(&self, now: Timestamp) -> RankLoad {
-        let output = self.requests.values().flat_map(|request| &request.output);
-        let blocks: f64 = self.weights.values().chain(output).map(|weight| weight.fraction()).sum();
         let mut then = self.clone();
         then.advance(now);
         let left = then.requests.values().flat_map(|request| request.prefill).map(|prefill| prefill.left());
         RankLoad {
-            active_blocks: blocks.round() as u32,
+            active_blocks: self.weighted_blocks().round() as u32,
             prefill_tokens: left.sum::<u128>() as u64,
             requests: self.requests.len() as u32,
         }
+    }
+
+    /// Weights of all blocks, in blocks.
+    #[must_use]
+    pub fn weighted_blocks(&self) -> f64 {
+        let output = self.requests.values().flat_map(|request| &request.output);
+        self.weights.values().chain(output).map(|weight| weight.fraction()).sum()
     }
 
     fn blocks(&self, booking: BookingId, prompt: &PromptBlocks) -> Vec<Block> {

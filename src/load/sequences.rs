@@ -277,6 +277,12 @@ impl ActiveSequences {
         self.prefills.curve()
     }
 
+    /// Weights of all active prompt and output blocks together, in blocks, before rounding.
+    #[must_use]
+    pub fn weighted_blocks(&self) -> f64 {
+        self.weighted().fraction()
+    }
+
     /// Whether nothing is booked. All loads are exactly zero then.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -284,7 +290,11 @@ impl ActiveSequences {
     }
 
     fn active_blocks(&self) -> u32 {
-        (self.prompts.weighted() + self.private).rounded()
+        self.weighted().rounded()
+    }
+
+    fn weighted(&self) -> BlockSum {
+        self.prompts.weighted() + self.private
     }
 
     /// Counts everything again. For tests.

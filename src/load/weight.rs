@@ -83,6 +83,11 @@ impl BlockSum {
         self.0 = self.0.saturating_sub(u128::from(weighted));
     }
 
+    /// The sum in blocks. Exact below 2^37 of them.
+    pub(super) fn fraction(self) -> f64 {
+        self.0 as f64 / f64::from(Weight::ONE.0)
+    }
+
     /// The sum in whole blocks, half a block rounded up. Saturates.
     pub(super) fn rounded(self) -> u32 {
         const HALF: u128 = 1 << (FRACTION_BITS - 1);

@@ -63,6 +63,7 @@ impl Both {
         self.rank.check_invariants();
         let load = RankLoad { active_blocks, prefill_tokens, requests };
         assert_eq!((self.rank.load(self.now), self.model.load(self.now)), (load, load));
+        assert_eq!(self.rank.weighted_blocks(), self.model.weighted_blocks());
     }
 
     #[track_caller]
@@ -172,6 +173,21 @@ fn a_joining_request_keeps_the_weights_it_finds() {
     both.assert_load(1, 0, 1);
     both.output(B, Some(1.0));
     both.assert_load(5, 0, 1);
+}
+
+/// What the prompt weighs changes with reports that carry a decay, the same one again included, and with no other.
+#[test]
+fn only_a_decay_reweighs_the_prompt() {
+    let mut both = Both::new(true);
+    both.book(A, &prompt(&[1, 2]), 0, None);
+    both.book(B, &prompt(&[1, 2]), 0, None);
+    both.output(A, Some(0.0));
+    both.free(B);
+    both.assert_load(2, 0, 1);
+    both.output(A, None);
+    both.assert_load(3, 0, 1);
+    both.output(A, Some(0.0));
+    both.assert_load(0, 0, 1);
 }
 
 #[test]
