@@ -167,6 +167,7 @@ impl Sequence {
             active_blocks: load.active_blocks,
             requests: load.requests,
             prefill: self.active.prefill_curve(),
+            prompts: self.active.sketch(),
         });
     }
 }

@@ -1,13 +1,13 @@
 //! The load board: each rank's latest load, readable by anyone without a message.
 //!
-//! Owns one cache line a rank. Its single writer is the rank's sequence actor, under its turn; readers are
+//! Owns two cache lines a rank. Its single writer is the rank's sequence actor, under its turn; readers are
 //! the scheduler and the handle. Promises that a read is one consistent snapshot, never half of two. Leaves
 //! to the scheduler what it booked since (the overlay). What may be stale, and why that is harmless, is in
 //! the README beside this file.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use super::PrefillCurve;
+use super::{PrefillCurve, PromptSketch};
 
 /// One rank's load as its sequence actor last published it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -22,9 +22,11 @@ pub struct BoardLoad {
     pub requests: u32,
     /// Prefill tokens still to compute, as parameters: the load falls without a message.
     pub prefill: PrefillCurve,
+    /// What a newcomer can share with the active prompts, at most.
+    pub prompts: PromptSketch,
 }
 
-/// One rank's place on the board: a seqlock of plain atomics on one cache line.
+/// One rank's place on the board: a seqlock of plain atomics on two cache lines.
 ///
 /// ```
 /// use pointsman::load::{BoardLoad, BoardSlot};
@@ -43,9 +45,10 @@ pub struct BoardSlot {
     /// Active blocks (high half), requests (low half).
     active: AtomicU64,
     prefill: [AtomicU64; PrefillCurve::WORDS],
+    prompts: [AtomicU64; PromptSketch::WORDS],
 }
 
-const _: () = assert!(size_of::<BoardSlot>() == 64, "a slot is one cache line");
+const _: () = assert!(size_of::<BoardSlot>() == 128, "a slot is two cache lines");
 
 /// Reads tried before the reader keeps what it had: a writer that died mid-publish must hang nobody.
 const READS_MAX: usize = 2;
@@ -60,33 +63,61 @@ impl BoardSlot {
         fence(Ordering::Release);
         self.applied.store(halves(load.incarnation, load.applied), Ordering::Relaxed);
         self.active.store(halves(load.active_blocks, load.requests), Ordering::Relaxed);
-        for (published, word) in self.prefill.iter().zip(load.prefill.to_words()) {
-            published.store(word, Ordering::Relaxed);
-        }
+        store(&self.prefill, load.prefill.to_words());
+        store(&self.prompts, load.prompts.to_words());
         self.version.store(writing.wrapping_add(1), Ordering::Release);
     }
 
     /// The latest snapshot, or `None` when a write was under way at every try: keep the last good copy.
     #[must_use]
     pub fn read(&self) -> Option<BoardLoad> {
-        (0..READS_MAX).find_map(|_| self.try_read())
+        self.read_since(&mut BoardVersion::default())
     }
 
-    fn try_read(&self) -> Option<BoardLoad> {
-        let before = self.version.load(Ordering::Acquire);
-        if before & 1 == 1 {
-            return None;
+    /// The latest snapshot if there is a newer one than `seen`, which moves on to it. Also `None` when a write was
+    /// under way at every try. Where nothing has changed it costs one load.
+    #[must_use]
+    pub fn read_since(&self, seen: &mut BoardVersion) -> Option<BoardLoad> {
+        for _ in 0..READS_MAX {
+            let before = self.version.load(Ordering::Acquire);
+            if seen.0 == Some(before) {
+                return None;
+            }
+            if before & 1 == 1 {
+                continue;
+            }
+            let load = self.read_fields();
+            fence(Ordering::Acquire);
+            if self.version.load(Ordering::Relaxed) == before {
+                seen.0 = Some(before);
+                return Some(load);
+            }
         }
+        None
+    }
+
+    /// Fields that belong together only if no write was under way.
+    fn read_fields(&self) -> BoardLoad {
         let (incarnation, applied) = split(self.applied.load(Ordering::Relaxed));
         let (active_blocks, requests) = split(self.active.load(Ordering::Relaxed));
-        let prefill = self.prefill.each_ref().map(|word| word.load(Ordering::Relaxed));
-        fence(Ordering::Acquire);
-        if self.version.load(Ordering::Relaxed) != before {
-            return None;
-        }
-        let prefill = PrefillCurve::from_words(prefill);
-        Some(BoardLoad { incarnation, applied, active_blocks, requests, prefill })
+        let prefill = PrefillCurve::from_words(load(&self.prefill));
+        let prompts = PromptSketch::from_words(load(&self.prompts));
+        BoardLoad { incarnation, applied, active_blocks, requests, prefill, prompts }
     }
+}
+
+/// Which snapshot a reader has seen last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BoardVersion(Option<u64>);
+
+fn store<const WORDS: usize>(published: &[AtomicU64; WORDS], words: [u64; WORDS]) {
+    for (published, word) in published.iter().zip(words) {
+        published.store(word, Ordering::Relaxed);
+    }
+}
+
+fn load<const WORDS: usize>(published: &[AtomicU64; WORDS]) -> [u64; WORDS] {
+    published.each_ref().map(|word| word.load(Ordering::Relaxed))
 }
 
 fn halves(high: u32, low: u32) -> u64 {
@@ -116,6 +147,16 @@ mod tests {
     }
 
     #[test]
+    fn a_reader_that_has_seen_the_latest_reads_nothing() {
+        let (slot, mut seen) = (BoardSlot::default(), BoardVersion::default());
+        assert!(slot.read_since(&mut seen).is_some(), "even an empty board is news once");
+        assert_eq!(slot.read_since(&mut seen), None);
+        slot.publish(&BoardLoad { requests: 3, ..BoardLoad::default() });
+        assert_eq!(slot.read_since(&mut seen).map(|load| load.requests), Some(3));
+        assert_eq!(slot.read_since(&mut seen), None);
+    }
+
+    #[test]
     fn readers_never_see_half_of_two_snapshots() {
         let slot = BoardSlot::default();
         let done = AtomicBool::new(false);
@@ -123,7 +164,9 @@ mod tests {
             scope.spawn(|| {
                 for n in 0..200_000u32 {
                     let prefill = PrefillCurve::from_words([u64::from(n); PrefillCurve::WORDS]);
-                    slot.publish(&BoardLoad { applied: n, active_blocks: n, requests: n, incarnation: 0, prefill });
+                    let prompts = PromptSketch::from_words([u64::from(n); PromptSketch::WORDS]);
+                    let (applied, active_blocks, requests) = (n, n, n);
+                    slot.publish(&BoardLoad { incarnation: 0, applied, active_blocks, requests, prefill, prompts });
                 }
                 done.store(true, Ordering::Release);
             });
@@ -132,6 +175,7 @@ mod tests {
                 if let Some(load) = slot.read() {
                     assert_eq!((load.active_blocks, load.requests), (load.applied, load.applied));
                     assert_eq!(load.prefill.to_words(), [u64::from(load.applied); PrefillCurve::WORDS]);
+                    assert_eq!(load.prompts.to_words(), [u64::from(load.applied); PromptSketch::WORDS]);
                     assert!(load.applied >= last, "time does not run backwards");
                     last = load.applied;
                 }

@@ -102,6 +102,12 @@ impl PrefillCurve {
         (still + low, still + high)
     }
 
+    /// Whether any of it falls with time.
+    #[must_use]
+    pub fn decays(&self) -> bool {
+        self.modelled > 0
+    }
+
     /// The last change of the rank's line, from which on the curve holds.
     #[must_use]
     pub fn at(&self) -> Timestamp {

@@ -20,13 +20,15 @@ mod prompts;
 #[doc(hidden)]
 pub mod reference;
 mod sequences;
+mod sketch;
 mod weight;
 
-pub use board::{BoardLoad, BoardSlot};
+pub use board::{BoardLoad, BoardSlot, BoardVersion};
 pub use curve::PrefillCurve;
 pub use hint::PrefillLoadHint;
 pub use output::OutputBlocks;
 pub use sequences::{ActiveSequences, BookError, Booked, Change, Projection, PromptBlocks, RankLoad};
+pub use sketch::{PromptMark, PromptSketch};
 pub use weight::{Weight, WeightError};
 
 use weight::BlockSum;

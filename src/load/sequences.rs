@@ -13,6 +13,7 @@ use ahash::AHashMap;
 
 use super::prefill::{PrefillQueue, Ticket};
 use super::prompts::{PromptEnd, PromptTree, block_count, shared_blocks};
+use super::sketch::{PromptMark, PromptSketch, SketchCounts};
 use super::{BlockSum, OutputBlocks, PrefillCurve, PrefillLoadHint, Weight};
 use crate::protocol::{BookingId, SequenceHash, Timestamp};
 
@@ -43,6 +44,8 @@ pub struct ActiveSequences {
     assume_kv_reuse: bool,
     bookings: AHashMap<BookingId, Booking>,
     prompts: PromptTree,
+    /// The same prompts, for publication.
+    sketch: SketchCounts,
     /// Weights of the blocks that belong to one booking only by nature: output, and prompts not in the tree.
     private: BlockSum,
     prefills: PrefillQueue,
@@ -117,7 +120,7 @@ struct Booking {
 /// Where the blocks of a prompt are accounted for.
 #[derive(Clone, Copy, Debug)]
 enum Charge {
-    Shared(PromptEnd),
+    Shared { end: PromptEnd, mark: PromptMark },
     Private { blocks: u32, weight: Weight },
 }
 
@@ -133,6 +136,7 @@ impl ActiveSequences {
             assume_kv_reuse,
             bookings: AHashMap::new(),
             prompts: PromptTree::new(),
+            sketch: SketchCounts::new(),
             private: BlockSum::default(),
             prefills: PrefillQueue::default(),
         }
@@ -163,8 +167,10 @@ impl ActiveSequences {
         let blocks = prompt.block_count();
         let (prompt, shared_blocks) = match prompt {
             PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => {
+                let mark = PromptMark::of(&hashes);
+                self.sketch.add(&mark);
                 let (end, shared_blocks) = self.prompts.insert(hashes);
-                (Charge::Shared(end), shared_blocks)
+                (Charge::Shared { end, mark }, shared_blocks)
             }
             PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => {
                 self.private.add(Weight::ONE.times(blocks));
@@ -201,7 +207,7 @@ impl ActiveSequences {
         self.private.add(output.weighted());
         if output.reweighed_since(&seen) {
             match &mut known.prompt {
-                Charge::Shared(end) => self.prompts.reweigh(*end, output.decay()),
+                Charge::Shared { end, .. } => self.prompts.reweigh(*end, output.decay()),
                 Charge::Private { blocks, weight } => {
                     self.private.sub(weight.times(*blocks));
                     *weight = output.decay();
@@ -223,7 +229,10 @@ impl ActiveSequences {
         }
         self.private.sub(output.weighted());
         match prompt {
-            Charge::Shared(end) => self.prompts.remove(end),
+            Charge::Shared { end, mark } => {
+                self.sketch.remove(&mark);
+                self.prompts.remove(end);
+            }
             Charge::Private { blocks, weight } => self.private.sub(weight.times(blocks)),
         }
         debug_assert!(!self.is_empty() || self.load(now) == RankLoad::default(), "a residue at rest");
@@ -283,6 +292,12 @@ impl ActiveSequences {
         self.weighted().fraction()
     }
 
+    /// What a newcomer can share with the active prompts at most, for publication.
+    #[must_use]
+    pub fn sketch(&self) -> PromptSketch {
+        self.sketch.sketch()
+    }
+
     /// Whether nothing is booked. All loads are exactly zero then.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -310,7 +325,7 @@ impl ActiveSequences {
         for (_, booking) in std::collections::BTreeMap::from_iter(&self.bookings) {
             private.add(booking.output.weighted());
             match booking.prompt {
-                Charge::Shared(_) => ends += 1,
+                Charge::Shared { .. } => ends += 1,
                 Charge::Private { blocks, weight } => private.add(weight.times(blocks)),
             }
         }
@@ -320,6 +335,7 @@ impl ActiveSequences {
         assert!(self.prefills.len() <= waiting, "a prefill without a booking");
         if self.is_empty() {
             assert_eq!(self.private, BlockSum::default(), "a residue at rest");
+            assert_eq!(self.sketch(), PromptSketch::default(), "a residue at rest");
             assert_eq!(self.prompts.weighted(), BlockSum::default(), "a residue at rest");
             assert_eq!(self.prefills.tokens(Timestamp::default()), 0, "a residue at rest");
         }
@@ -336,10 +352,13 @@ impl PromptBlocks {
         }
     }
 
-    /// Whether blocks of it may be active already where another prompt runs.
+    /// Where it stands in ranks' sketches of their active prompts.
     #[must_use]
-    pub fn shares_blocks(&self) -> bool {
-        matches!(self, Self::Hashed(hashes) if !hashes.is_empty())
+    pub fn mark(&self) -> PromptMark {
+        match self {
+            Self::Hashed(hashes) => PromptMark::of(hashes),
+            Self::Counted(_) => PromptMark::unshared(),
+        }
     }
 
     /// Leading blocks that both prompts have. O(log blocks).

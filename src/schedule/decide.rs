@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
-use super::rank::{Projected, Rank};
+use super::rank::{Candidate, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Request, Schedule, Target};
 use crate::load::PrefillLoadHint;
 use crate::protocol::Slot;
@@ -16,8 +16,20 @@ pub(super) struct Scratch {
     overlaps: Vec<TierOverlap>,
     /// The current request's bounds on each rank, by position.
     bounds: Vec<Bounds>,
-    /// Whether a slot is on the shortlist.
-    listed: Vec<bool>,
+    /// Slots on the shortlist.
+    listed: Vec<Slot>,
+}
+
+impl Scratch {
+    fn list<'a>(&mut self, ranks: impl Iterator<Item = (usize, &'a Rank)>) {
+        self.listed.extend(ranks.map(|(_, rank)| rank.slot));
+    }
+}
+
+impl<T> Numbered<T> {
+    fn candidate(&self, in_batch: usize) -> Candidate<'_> {
+        Candidate { prompt: &self.request.prompt, mark: &self.mark, in_batch }
+    }
 }
 
 /// How the choice for one request went.
@@ -29,52 +41,48 @@ enum Choice {
 }
 
 impl<T> Schedule<T> {
-    /// Ranks whose exact load these requests need, in slot order.
+    /// Ranks whose exact load these requests need, in slot order. Whoever is known exactly need not be asked.
     pub(super) fn shortlist(&mut self, requests: &VecDeque<Numbered<T>>) -> Vec<Slot> {
+        if self.all_suspect() {
+            return Vec::new(); // nobody answers: the board must do
+        }
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.listed.clear();
-        scratch.listed.resize(self.ranks.slots(), false);
         for (in_batch, numbered) in requests.iter().enumerate() {
-            let listed = &mut scratch.listed;
             let needs = match (numbered.request.purpose, numbered.request.target) {
                 (Purpose::Survey, _) => Needs::All,
                 (_, Target::Exactly { .. }) => Needs::Board,
                 (_, Target::Any) => self.config.needs(),
             };
+            let candidate = numbered.candidate(in_batch);
             match needs {
                 Needs::Board => {}
-                Needs::All => self.ranks.as_slice().iter().for_each(|rank| listed[rank.slot.index()] = true),
-                Needs::Two => {
-                    for position in self.two_drawn(self.draw(numbered)).into_iter().flatten() {
-                        listed[self.ranks.as_slice()[position].slot.index()] = true;
-                    }
+                Needs::All => {
+                    scratch.list(self.eligible().filter(|(_, rank)| !rank.project(candidate).is_exact()));
                 }
-                Needs::Bounded => self.list_bounded(in_batch, &numbered.request, &mut scratch),
+                Needs::Two => {
+                    let two = self.two_drawn(self.draw(numbered)).into_iter().flatten();
+                    let two = two.map(|position| (position, &self.ranks.as_slice()[position]));
+                    scratch.list(two.filter(|(_, rank)| !rank.project(candidate).is_exact()));
+                }
+                Needs::Bounded => self.list_bounded(candidate, numbered, &mut scratch),
             }
         }
-        let all_suspect = self.all_suspect();
-        let worth_asking =
-            |rank: &&Rank| scratch.listed[rank.slot.index()] && !rank.is_answered() && (all_suspect || !rank.suspect);
-        let mut slots: Vec<Slot> = match all_suspect {
-            true => Vec::new(), // nobody answers: the board must do
-            false => self.ranks.as_slice().iter().filter(worth_asking).map(|rank| rank.slot).collect(),
-        };
-        slots.sort_unstable();
+        scratch.listed.sort_unstable();
+        scratch.listed.dedup();
+        let slots = scratch.listed.clone();
         self.scratch = scratch;
         slots
     }
 
     /// Lists every rank whose least cost does not exceed the least of the highest costs.
-    fn list_bounded(&self, in_batch: usize, request: &Request<T>, scratch: &mut Scratch) {
-        self.fill_overlaps(&request.overlaps, scratch);
-        self.fill_bounds(in_batch, request, scratch);
-        let ranks = self.ranks.as_slice();
+    fn list_bounded(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+        self.fill_bounds(candidate, numbered, scratch);
         let least_hi = scratch.bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, f64::min);
-        for (rank, bounds) in ranks.iter().zip(&scratch.bounds) {
-            if bounds.lo <= least_hi && bounds.lo < bounds.hi {
-                scratch.listed[rank.slot.index()] = true;
-            }
-        }
+        let bounds = std::mem::take(&mut scratch.bounds);
+        let ranks = self.ranks.as_slice().iter().enumerate().zip(&bounds);
+        scratch.list(ranks.filter(|(_, bounds)| bounds.lo <= least_hi && bounds.lo < bounds.hi).map(|(rank, _)| rank));
+        scratch.bounds = bounds;
     }
 
     /// Decides a batch in order, each decision visible to the next.
@@ -82,10 +90,10 @@ impl<T> Schedule<T> {
         let mut in_batch = 0;
         while let Some(numbered) = requests.pop_front() {
             if numbered.request.purpose == Purpose::Survey {
-                effects.push_back(self.survey(in_batch, numbered.request));
+                effects.push_back(self.survey(in_batch, numbered));
             } else {
                 match self.choose(in_batch, &numbered) {
-                    Choice::Rank(position) => effects.push_back(self.place(in_batch, position, numbered.request)),
+                    Choice::Rank(position) => effects.push_back(self.place(in_batch, position, numbered)),
                     Choice::None => effects.push_back(rejected(numbered.request)),
                     Choice::AskAgain => {
                         requests.push_front(numbered);
@@ -115,7 +123,7 @@ impl<T> Schedule<T> {
             Policy::PowerOfTwo => {
                 let two = self.two_drawn(draw).into_iter().flatten();
                 self.least(draw, two, |rank| {
-                    let projected = rank.project(in_batch, &numbered.request.prompt);
+                    let projected = rank.project(numbered.candidate(in_batch));
                     (projected.requests, projected.potential_blocks.1)
                 })
             }
@@ -128,12 +136,12 @@ impl<T> Schedule<T> {
     }
 
     fn choose_by_cost(&mut self, in_batch: usize, numbered: &Numbered<T>, draw: Draw) -> Choice {
+        let candidate = numbered.candidate(in_batch);
         let mut scratch = std::mem::take(&mut self.scratch);
-        self.fill_overlaps(&numbered.request.overlaps, &mut scratch);
         let choice = if self.config.needs() == Needs::All {
-            self.cheapest_of_all(in_batch, &numbered.request, draw, &scratch)
+            self.cheapest_of_all(candidate, &numbered.request, draw, &mut scratch)
         } else {
-            self.fill_bounds(in_batch, &numbered.request, &mut scratch);
+            self.fill_bounds(candidate, numbered, &mut scratch);
             self.cheapest_within_bounds(draw, &scratch.bounds)
         };
         self.scratch = scratch;
@@ -141,9 +149,16 @@ impl<T> Schedule<T> {
     }
 
     /// The least cost, with every rank's cost taken as exact: they were all asked.
-    fn cheapest_of_all(&self, in_batch: usize, request: &Request<T>, draw: Draw, scratch: &Scratch) -> Choice {
+    fn cheapest_of_all(
+        &self,
+        candidate: Candidate<'_>,
+        request: &Request<T>,
+        draw: Draw,
+        scratch: &mut Scratch,
+    ) -> Choice {
+        self.fill_overlaps(&request.overlaps, scratch);
         let eligible: Vec<(usize, &Rank, Projected)> =
-            self.eligible().map(|(position, rank)| (position, rank, rank.project(in_batch, &request.prompt))).collect();
+            self.eligible().map(|(position, rank)| (position, rank, rank.project(candidate))).collect();
         let least = eligible.iter().map(|(_, _, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
         let cost = self.config.kv_cost();
         let costs: Vec<f64> = eligible
@@ -223,8 +238,9 @@ impl<T> Schedule<T> {
     }
 
     /// Books, or reports, the request on the rank at `position`.
-    fn place(&mut self, in_batch: usize, position: usize, request: Request<T>) -> Effect<T> {
+    fn place(&mut self, in_batch: usize, position: usize, numbered: Numbered<T>) -> Effect<T> {
         let rank = self.ranks.at_mut(position);
+        let request = &numbered.request;
         let overlap = overlap_on(&request.overlaps, rank);
         let (cached_tokens, expected_duration) = match request.target {
             Target::Exactly { cached_tokens: Some(tokens), expected_duration, .. } => (tokens, expected_duration),
@@ -239,18 +255,19 @@ impl<T> Schedule<T> {
         match request.purpose {
             Purpose::Book => {
                 let prefill_tokens = hint.map_or(0, |hint| u64::from(hint.effective_tokens()));
-                let number = rank.book(in_batch, &request.prompt, prefill_tokens);
+                let number = rank.book(numbered.candidate(in_batch), prefill_tokens);
                 self.turns += 1;
-                Effect::Book { ticket: request.ticket, decision, number }
+                Effect::Book { ticket: numbered.request.ticket, decision, number }
             }
-            Purpose::Report | Purpose::Survey => Effect::Report { ticket: request.ticket, decision },
+            Purpose::Report | Purpose::Survey => Effect::Report { ticket: numbered.request.ticket, decision },
         }
     }
 
-    fn survey(&self, in_batch: usize, request: Request<T>) -> Effect<T> {
+    fn survey(&self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
+        let request = &numbered.request;
         let weights = self.config.tier_weights();
         let loads = self.ranks.as_slice().iter().map(|rank| {
-            let projected = rank.project(in_batch, &request.prompt);
+            let projected = rank.project(numbered.candidate(in_batch));
             let cached_tokens = overlap_on(&request.overlaps, rank).cached_tokens(weights, self.config.block_size);
             let track = self.config.track_prefill_tokens;
             let new = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, None);
@@ -263,7 +280,7 @@ impl<T> Schedule<T> {
             }
         });
         let loads = loads.collect();
-        Effect::Survey { ticket: request.ticket, loads }
+        Effect::Survey { ticket: numbered.request.ticket, loads }
     }
 
     fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
@@ -277,7 +294,9 @@ impl<T> Schedule<T> {
     }
 
     /// Bounds of every rank's cost; a rank that may not be chosen costs infinitely much.
-    fn fill_bounds(&self, in_batch: usize, request: &Request<T>, scratch: &mut Scratch) {
+    fn fill_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+        let request = &numbered.request;
+        self.fill_overlaps(&request.overlaps, scratch);
         let cost = self.config.kv_cost();
         let all_suspect = self.all_suspect();
         scratch.bounds.clear();
@@ -285,13 +304,12 @@ impl<T> Schedule<T> {
             let bounds = if rank.suspect && !all_suspect {
                 Bounds { lo: f64::INFINITY, hi: f64::INFINITY }
             } else {
-                let projected = rank.project(in_batch, &request.prompt);
-                let facts = facts(request, *overlap, &projected);
-                let (blocks, tokens) = (projected.potential_blocks, projected.prefill_tokens);
-                match all_suspect {
-                    true => cost.bounds(&facts, (blocks.1, blocks.1), (tokens.1, tokens.1)),
-                    false => cost.bounds(&facts, blocks, tokens),
+                let mut projected = rank.project(candidate);
+                if all_suspect {
+                    projected.take_worst();
                 }
+                let facts = facts(request, *overlap, &projected);
+                cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
             };
             scratch.bounds.push(bounds);
         }

@@ -21,7 +21,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::config::RouterConfig;
-use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad};
+use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, PromptMark, RankLoad};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankOverlap, TierOverlap};
 
@@ -232,6 +232,8 @@ pub struct Schedule<T> {
 #[derive(Debug)]
 struct Numbered<T> {
     number: u64,
+    /// Where the prompt stands in ranks' sketches.
+    mark: PromptMark,
     request: Request<T>,
 }
 
@@ -264,7 +266,8 @@ impl<T> Schedule<T> {
             Input::Request(request) => {
                 let number = self.requests;
                 self.requests += 1;
-                self.waiting.push_back(Numbered { number, request });
+                let mark = request.prompt.mark();
+                self.waiting.push_back(Numbered { number, mark, request });
             }
             Input::Loads { batch, answers } => self.on_loads(batch, answers, effects),
             Input::Admit { rank, slot, generation, board } => self.ranks.admit(rank, slot, generation, board),
@@ -293,9 +296,9 @@ impl<T> Schedule<T> {
             return;
         }
         for answer in answers {
-            self.ranks.answered(batch, answer);
+            self.ranks.answered(answer);
         }
-        self.ranks.close(batch);
+        self.ranks.close();
         if let Some(batch) = self.in_flight.take() {
             self.decide(batch.requests, effects);
         }
@@ -314,7 +317,7 @@ impl<T> Schedule<T> {
                 self.decide(requests, effects);
                 continue;
             }
-            self.ranks.asked(number, &slots);
+            self.ranks.asked(&slots);
             let prompts = requests.iter().map(|numbered| numbered.request.prompt.clone()).collect();
             effects.push_back(Effect::Query(LoadQuery { batch: number, slots, prompts }));
             self.in_flight = Some(Batch { number, requests });

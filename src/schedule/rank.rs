@@ -7,7 +7,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::{BookNumber, LoadAnswer};
-use crate::load::{BoardLoad, BoardSlot, PromptBlocks, RankLoad};
+use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 
 /// The ranks that may be chosen, in [`WorkerRank`] order.
@@ -26,9 +26,10 @@ pub(super) struct Rank {
     /// It let a load query time out and has given no sign since: chosen only when nobody else is left.
     pub(super) suspect: bool,
     board: Arc<BoardSlot>,
-    /// The last good copy of the board.
+    /// The last good copy of the board, and which one that is.
     seen: BoardLoad,
-    /// The seen load with the overlay on top, as of the batch's start and with its Books since.
+    version: BoardVersion,
+    /// The seen load with the overlay on top, as of the batch's start.
     view: View,
     /// Books numbered above what the board has applied.
     overlay: VecDeque<Ahead>,
@@ -40,28 +41,23 @@ pub(super) struct Rank {
 
 /// A rank's load between bounds (each lowest, highest).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct View {
-    pub(super) active_blocks: (u64, u64),
-    pub(super) prefill_tokens: (u64, u64),
-    pub(super) requests: u32,
+struct View {
+    active_blocks: (u64, u64),
+    prefill_tokens: (u64, u64),
+    requests: u32,
 }
 
 /// A Book that the board has not shown yet.
 #[derive(Clone, Copy, Debug)]
 struct Ahead {
     number: u32,
-    added_blocks: (u32, u32),
+    added_blocks: (u64, u64),
     prefill_tokens: u64,
 }
 
+/// What became of the question that the current batch asked a rank.
 #[derive(Debug)]
-struct Answer {
-    batch: u64,
-    state: AnswerState,
-}
-
-#[derive(Debug)]
-enum AnswerState {
+enum Answer {
     Awaited,
     Given {
         load: RankLoad,
@@ -74,8 +70,17 @@ enum AnswerState {
 #[derive(Debug)]
 struct Booked {
     prompt: PromptBlocks,
-    added_blocks: u64,
+    added_blocks: (u64, u64),
     prefill_tokens: u64,
+}
+
+/// A request's prompt, and where it stands in its batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate<'a> {
+    pub(super) prompt: &'a PromptBlocks,
+    pub(super) mark: &'a PromptMark,
+    /// Position of its answer among those of the batch.
+    pub(super) in_batch: usize,
 }
 
 /// What a rank's load would be, with a request on it. Each lowest, highest.
@@ -89,11 +94,6 @@ pub(super) struct Projected {
 impl Ranks {
     pub(super) fn as_slice(&self) -> &[Rank] {
         &self.all
-    }
-
-    /// Slots in use lie below this.
-    pub(super) fn slots(&self) -> usize {
-        self.positions.len()
     }
 
     pub(super) fn position(&self, rank: WorkerRank) -> Option<usize> {
@@ -147,31 +147,27 @@ impl Ranks {
         }
     }
 
-    pub(super) fn asked(&mut self, batch: u64, slots: &[Slot]) {
+    pub(super) fn asked(&mut self, slots: &[Slot]) {
         for slot in slots {
             if let Some(Some(position)) = self.positions.get(slot.index()) {
-                self.all[*position].answer = Some(Answer { batch, state: AnswerState::Awaited });
+                self.all[*position].answer = Some(Answer::Awaited);
             }
         }
     }
 
-    pub(super) fn answered(&mut self, batch: u64, answer: LoadAnswer) {
+    /// Takes an answer to the current batch's question in.
+    pub(super) fn answered(&mut self, answer: LoadAnswer) {
         if let Some(rank) = self.find(answer.slot, answer.generation) {
             rank.suspect = false;
-            let state = AnswerState::Given { load: answer.load, shared_blocks: answer.shared_blocks };
-            rank.answer = Some(Answer { batch, state });
+            rank.answer = Some(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
         }
     }
 
     /// Whoever was asked and has not answered is missed, and suspect from now on.
-    pub(super) fn close(&mut self, batch: u64) {
-        for rank in &mut self.all {
-            if let Some(answer) = rank.answer.as_mut().filter(|answer| answer.batch == batch)
-                && matches!(answer.state, AnswerState::Awaited)
-            {
-                answer.state = AnswerState::Missed;
-                rank.suspect = true;
-            }
+    pub(super) fn close(&mut self) {
+        for rank in self.all.iter_mut().filter(|rank| matches!(rank.answer, Some(Answer::Awaited))) {
+            rank.answer = Some(Answer::Missed);
+            rank.suspect = true;
         }
     }
 
@@ -184,7 +180,8 @@ impl Ranks {
 
 impl Rank {
     fn new(rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) -> Self {
-        let seen = board.read().unwrap_or_default();
+        let mut version = BoardVersion::default();
+        let seen = board.read_since(&mut version).unwrap_or_default();
         Self {
             rank,
             slot,
@@ -192,23 +189,22 @@ impl Rank {
             suspect: false,
             board,
             issued: seen.applied,
+            view: View::of(&seen, seen.prefill.at()),
             seen,
-            view: View::default(),
+            version,
             overlay: VecDeque::new(),
             answer: None,
             booked: SmallVec::new(),
         }
-        .refreshed()
-    }
-
-    fn refreshed(mut self) -> Self {
-        self.refresh(self.seen.prefill.at());
-        self
     }
 
     fn refresh(&mut self, now: Timestamp) {
-        self.booked.clear();
-        if let Some(load) = self.board.read() {
+        self.answer = None;
+        let news = self.board.read_since(&mut self.version);
+        if news.is_none() && self.booked.is_empty() && self.overlay.is_empty() && !self.seen.prefill.decays() {
+            return; // the view stands
+        }
+        if let Some(load) = news {
             if load.incarnation != self.seen.incarnation {
                 self.overlay.clear();
                 self.issued = load.applied;
@@ -216,121 +212,113 @@ impl Rank {
             }
             self.seen = load;
         }
-        let applied = self.seen.applied;
-        while self.overlay.front().is_some_and(|ahead| !is_after(ahead.number, applied)) {
+        self.booked.clear();
+        while self.overlay.front().is_some_and(|ahead| !is_after(ahead.number, self.seen.applied)) {
             self.overlay.pop_front();
         }
-        let active_blocks = u64::from(self.seen.active_blocks);
-        self.view = View {
-            active_blocks: (active_blocks, active_blocks),
-            prefill_tokens: self.seen.prefill.bounds(now),
-            requests: self.seen.requests,
-        };
+        self.view = View::of(&self.seen, now);
         for ahead in &self.overlay {
             self.view.add(ahead.added_blocks, ahead.prefill_tokens);
         }
-        self.answer = self.view.answer_of_an_idle_rank();
     }
 
     /// Requests active or booked.
     pub(super) fn requests(&self) -> u32 {
-        self.view.requests
+        self.view.requests + u32::try_from(self.booked.len()).unwrap_or(u32::MAX)
     }
 
-    /// Whether the exact load is known without asking.
-    pub(super) fn is_answered(&self) -> bool {
-        matches!(&self.answer, Some(Answer { state: AnswerState::Given { .. }, .. }))
-    }
-
-    /// What a request of the current batch would make of this rank.
-    pub(super) fn project(&self, in_batch: usize, prompt: &PromptBlocks) -> Projected {
-        let request_blocks = u64::from(prompt.block_count());
-        if let Some(Answer { state: AnswerState::Given { load, shared_blocks }, .. }) = &self.answer {
-            let shared = u64::from(shared_blocks.get(in_batch).copied().unwrap_or(0));
-            return self.project_exactly(load, shared, prompt, request_blocks);
-        }
-        let (lo, hi) = self.view.active_blocks;
-        let missed = matches!(&self.answer, Some(Answer { state: AnswerState::Missed, .. }));
-        let least = match (missed, prompt.shares_blocks()) {
-            (true, _) => hi + request_blocks,
-            (false, true) => lo,
-            (false, false) => lo + request_blocks,
+    /// What a request of the current batch would make of this rank: bounds, which meet where its share in the active
+    /// prompts is known. What the batch booked before it counts.
+    pub(super) fn project(&self, candidate: Candidate<'_>) -> Projected {
+        let request_blocks = u64::from(candidate.prompt.block_count());
+        let (mut view, mut shared) = match &self.answer {
+            Some(Answer::Given { load, shared_blocks }) => {
+                let shared = u64::from(shared_blocks.get(candidate.in_batch).copied().unwrap_or(0));
+                (View::exactly(load), (shared, shared))
+            }
+            Some(Answer::Awaited | Answer::Missed) | None => (self.view, (0, self.shared_blocks_max(candidate))),
         };
-        Projected {
-            potential_blocks: (least, hi + request_blocks),
-            prefill_tokens: if missed {
-                (self.view.prefill_tokens.1, self.view.prefill_tokens.1)
-            } else {
-                self.view.prefill_tokens
-            },
-            requests: self.view.requests,
+        for booked in &self.booked {
+            view.add(booked.added_blocks, booked.prefill_tokens);
+            let with_it = u64::from(candidate.prompt.shared_blocks(&booked.prompt));
+            shared = (shared.0.max(with_it), shared.1.max(with_it));
         }
+        let lo = view.active_blocks.0 + request_blocks - shared.1.min(request_blocks);
+        let hi = view.active_blocks.1 + request_blocks - shared.0.min(request_blocks);
+        let mut projected =
+            Projected { potential_blocks: (lo, hi), prefill_tokens: view.prefill_tokens, requests: view.requests };
+        if matches!(self.answer, Some(Answer::Missed)) {
+            projected.take_worst(); // it had its chance to say better
+        }
+        projected
     }
 
-    /// The answer, with what the batch booked here since on top of it.
-    fn project_exactly(&self, load: &RankLoad, shared: u64, prompt: &PromptBlocks, request_blocks: u64) -> Projected {
-        let mut projected = (u64::from(load.active_blocks), load.prefill_tokens, load.requests);
-        let mut shared = shared;
-        for booked in &self.booked {
-            projected.0 += booked.added_blocks;
-            projected.1 += booked.prefill_tokens;
-            projected.2 += 1;
-            shared = shared.max(u64::from(prompt.shared_blocks(&booked.prompt)));
-        }
-        let potential = projected.0 + request_blocks - shared.min(request_blocks);
-        Projected {
-            potential_blocks: (potential, potential),
-            prefill_tokens: (projected.1, projected.1),
-            requests: projected.2,
-        }
+    /// Blocks of the request that may be active here already, before anything the batch booked.
+    fn shared_blocks_max(&self, candidate: Candidate<'_>) -> u64 {
+        // The board does not show the prompts in the overlay.
+        let known = self.overlay.len() == self.booked.len();
+        let most =
+            if known { self.seen.prompts.shared_blocks_max(candidate.mark) } else { candidate.mark.block_count() };
+        u64::from(most)
     }
 
     /// Counts a Book in, and numbers it.
-    pub(super) fn book(&mut self, in_batch: usize, prompt: &PromptBlocks, prefill_tokens: u64) -> BookNumber {
-        let projected = self.project(in_batch, prompt);
-        let (lo, hi) = match &self.answer {
-            Some(Answer { state: AnswerState::Given { load, .. }, .. }) => {
-                let before = u64::from(load.active_blocks) + self.booked.iter().map(|b| b.added_blocks).sum::<u64>();
-                let added = projected.potential_blocks.0 - before;
-                self.booked.push(Booked { prompt: prompt.clone(), added_blocks: added, prefill_tokens });
-                (added, added)
-            }
-            _ => {
-                let (lo, hi) = self.view.active_blocks;
-                (projected.potential_blocks.0.saturating_sub(lo), projected.potential_blocks.1 - hi)
-            }
-        };
+    pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill_tokens: u64) -> BookNumber {
+        let with = self.project(candidate).potential_blocks;
+        let without =
+            self.project(Candidate { prompt: &NOTHING, mark: &PromptMark::unshared(), ..candidate }).potential_blocks;
+        let added_blocks = (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1));
+        let prompt = candidate.prompt.clone();
+        self.booked.push(Booked { prompt, added_blocks, prefill_tokens });
         self.issued = self.issued.wrapping_add(1);
-        let added_blocks = (narrow(lo), narrow(hi));
         self.overlay.push_back(Ahead { number: self.issued, added_blocks, prefill_tokens });
-        self.view.add(added_blocks, prefill_tokens);
         BookNumber { incarnation: self.seen.incarnation, number: self.issued }
     }
 }
 
+const NOTHING: PromptBlocks = PromptBlocks::Counted(0);
+
+impl Projected {
+    /// Takes the upper ends for the truth.
+    pub(super) fn take_worst(&mut self) {
+        self.potential_blocks.0 = self.potential_blocks.1;
+        self.prefill_tokens.0 = self.prefill_tokens.1;
+    }
+
+    pub(super) fn is_exact(&self) -> bool {
+        self.potential_blocks.0 == self.potential_blocks.1 && self.prefill_tokens.0 == self.prefill_tokens.1
+    }
+}
+
 impl View {
-    fn add(&mut self, added_blocks: (u32, u32), prefill_tokens: u64) {
-        self.active_blocks.0 += u64::from(added_blocks.0);
-        self.active_blocks.1 += u64::from(added_blocks.1);
+    fn of(load: &BoardLoad, now: Timestamp) -> Self {
+        let active_blocks = u64::from(load.active_blocks);
+        Self {
+            active_blocks: (active_blocks, active_blocks),
+            prefill_tokens: load.prefill.bounds(now),
+            requests: load.requests,
+        }
+    }
+
+    fn exactly(load: &RankLoad) -> Self {
+        let active_blocks = u64::from(load.active_blocks);
+        Self {
+            active_blocks: (active_blocks, active_blocks),
+            prefill_tokens: (load.prefill_tokens, load.prefill_tokens),
+            requests: load.requests,
+        }
+    }
+
+    fn add(&mut self, added_blocks: (u64, u64), prefill_tokens: u64) {
+        self.active_blocks.0 += added_blocks.0;
+        self.active_blocks.1 += added_blocks.1;
         self.prefill_tokens.0 += prefill_tokens;
         self.prefill_tokens.1 += prefill_tokens;
         self.requests += 1;
-    }
-
-    /// Where nothing runs, no block of a newcomer can be active already: nobody need be asked.
-    fn answer_of_an_idle_rank(&self) -> Option<Answer> {
-        let load = RankLoad { active_blocks: narrow(self.active_blocks.0), prefill_tokens: 0, requests: 0 };
-        let idle = self.requests == 0 && self.prefill_tokens.1 == 0;
-        let state = AnswerState::Given { load, shared_blocks: SmallVec::new() };
-        idle.then_some(Answer { batch: 0, state })
     }
 }
 
 /// Whether `number` was counted after `other`, across the wrap.
 fn is_after(number: u32, other: u32) -> bool {
     number != other && number.wrapping_sub(other) < u32::MAX / 2
-}
-
-fn narrow(blocks: u64) -> u32 {
-    u32::try_from(blocks).unwrap_or(u32::MAX)
 }

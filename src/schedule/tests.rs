@@ -141,6 +141,7 @@ impl Node {
             active_blocks: load.active_blocks,
             requests: load.requests,
             prefill: self.active.prefill_curve(),
+            prompts: self.active.sketch(),
         });
     }
 }
@@ -257,21 +258,21 @@ fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
     let mut fleet = Fleet::new(config.clone(), 2);
     let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
     for ticket in 0..2 {
-        fleet.request(ticket, &asked(ticket * 10), &config);
+        fleet.request(ticket, &asked(7), &config);
         fleet.settle();
     }
-    fleet.request(2, &asked(20), &config);
+    fleet.request(2, &asked(7), &config);
     let late = fleet.asked.front().cloned().expect("both are busy and asked");
     assert_eq!(late.slots, [Slot(0), Slot(1)]);
     fleet.answer(&[0]); // the timer closes the batch without rank 0
     for ticket in 3..7 {
-        fleet.request(ticket, &asked(ticket * 10), &config);
+        fleet.request(ticket, &asked(7), &config);
         fleet.settle();
     }
     assert!(fleet.placed[2..].iter().all(|(_, rank)| rank.worker == WorkerId(1)), "{:?}", fleet.placed);
     fleet.asked.push_back(late);
     fleet.answer(&[]); // rank 0 answers at last
-    fleet.request(7, &asked(70), &config);
+    fleet.request(7, &asked(7), &config);
     fleet.settle();
     assert_eq!(fleet.placed.last(), Some(&(7, WorkerRank::new(WorkerId(0), 0))));
 }
