@@ -77,6 +77,7 @@ impl BoardSlot {
     /// The latest snapshot if there is a newer one than `seen`, which moves on to it. Also `None` when a write was
     /// under way at every try. Where nothing has changed it costs one load.
     #[must_use]
+    #[inline]
     pub fn read_since(&self, seen: &mut BoardVersion) -> Option<BoardLoad> {
         for _ in 0..READS_MAX {
             let before = self.version.load(Ordering::Acquire);

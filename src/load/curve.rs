@@ -92,6 +92,7 @@ impl PrefillCurve {
     /// The fewest and the most tokens that can be left at `now`, if nothing has changed since publication.
     /// The two are equal when all modelled prefills have the same rate, and when nothing is modelled.
     #[must_use]
+    #[inline]
     pub fn bounds(&self, now: Timestamp) -> (u64, u64) {
         let spent = self.elapsed.saturating_add(nanos(now.since(self.at)));
         let (low, high) = self.modelled_bounds(spent);
@@ -104,6 +105,7 @@ impl PrefillCurve {
 
     /// Whether any of it falls with time.
     #[must_use]
+    #[inline]
     pub fn decays(&self) -> bool {
         self.modelled > 0
     }

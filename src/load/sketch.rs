@@ -75,6 +75,7 @@ impl PromptSketch {
 
     /// No active prompt shares more leading blocks than this with the prompt of `mark`.
     #[must_use]
+    #[inline]
     pub fn shared_blocks_max(&self, mark: &PromptMark) -> u32 {
         let matched = mark.positions().take_while(|&(level, bit)| self.levels[level] & (1 << bit) != 0).count();
         if matched == usize::from(mark.levels) {

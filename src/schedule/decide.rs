@@ -7,7 +7,7 @@ use super::rank::{Candidate, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Request, Schedule, Target};
 use crate::load::PrefillLoadHint;
 use crate::protocol::Slot;
-use crate::select::{Bounds, CostFacts, Draw, Needs, Policy, RankOverlap, TierOverlap};
+use crate::select::{Bounds, CostFacts, Draw, KvCost, Needs, Policy, RankOverlap, TierOverlap};
 
 /// Buffers kept between decisions.
 #[derive(Debug, Default)]
@@ -16,11 +16,18 @@ pub(super) struct Scratch {
     overlaps: Vec<TierOverlap>,
     /// The current request's bounds on each rank, by position.
     bounds: Vec<Bounds>,
+    /// The one request whose bounds these still are but for the answers since, if its batch has no other.
+    bounds_of: Option<u64>,
     /// Slots on the shortlist.
     listed: Vec<Slot>,
 }
 
 impl Scratch {
+    /// The ranks have changed: positions mean others now.
+    pub(super) fn forget(&mut self) {
+        self.bounds_of = None;
+    }
+
     fn list<'a>(&mut self, ranks: impl Iterator<Item = (usize, &'a Rank)>) {
         self.listed.extend(ranks.map(|(_, rank)| rank.slot));
     }
@@ -68,6 +75,8 @@ impl<T> Schedule<T> {
                 Needs::Bounded => self.list_bounded(candidate, numbered, &mut scratch),
             }
         }
+        let alone = requests.len() == 1 && self.config.needs() == Needs::Bounded;
+        scratch.bounds_of = requests.front().filter(|_| alone).map(|numbered| numbered.number);
         scratch.listed.sort_unstable();
         scratch.listed.dedup();
         let slots = scratch.listed.clone();
@@ -141,7 +150,11 @@ impl<T> Schedule<T> {
         let choice = if self.config.needs() == Needs::All {
             self.cheapest_of_all(candidate, &numbered.request, draw, &mut scratch)
         } else {
-            self.fill_bounds(candidate, numbered, &mut scratch);
+            if scratch.bounds_of.take() == Some(numbered.number) {
+                self.update_bounds(candidate, numbered, &mut scratch);
+            } else {
+                self.fill_bounds(candidate, numbered, &mut scratch);
+            }
             self.cheapest_within_bounds(draw, &scratch.bounds)
         };
         self.scratch = scratch;
@@ -293,27 +306,46 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Bounds of every rank's cost; a rank that may not be chosen costs infinitely much.
+    /// Bounds of every rank's cost.
     fn fill_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
-        let request = &numbered.request;
-        self.fill_overlaps(&request.overlaps, scratch);
-        let cost = self.config.kv_cost();
-        let all_suspect = self.all_suspect();
+        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        let (cost, all_suspect) = (self.config.kv_cost(), self.all_suspect());
+        let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
+        let bounds = ranks.map(|(rank, overlap)| bounds(&cost, rank, all_suspect, candidate, numbered, *overlap));
         scratch.bounds.clear();
-        for (rank, overlap) in self.ranks.as_slice().iter().zip(&scratch.overlaps) {
-            let bounds = if rank.suspect && !all_suspect {
-                Bounds { lo: f64::INFINITY, hi: f64::INFINITY }
-            } else {
-                let mut projected = rank.project(candidate);
-                if all_suspect {
-                    projected.take_worst();
-                }
-                let facts = facts(request, *overlap, &projected);
-                cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
-            };
-            scratch.bounds.push(bounds);
+        scratch.bounds.extend(bounds);
+    }
+
+    /// Brings bounds that were filled before the queries up to date: only who was asked can have changed.
+    fn update_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+        let (cost, all_suspect) = (self.config.kv_cost(), self.all_suspect());
+        for slot in &scratch.listed {
+            if let Some(position) = self.ranks.position_in(*slot) {
+                let (rank, overlap) = (&self.ranks.as_slice()[position], scratch.overlaps[position]);
+                scratch.bounds[position] = bounds(&cost, rank, all_suspect, candidate, numbered, overlap);
+            }
         }
     }
+}
+
+/// Bounds of a rank's cost. One that may not be chosen costs infinitely much.
+fn bounds<T>(
+    cost: &KvCost,
+    rank: &Rank,
+    all_suspect: bool,
+    candidate: Candidate<'_>,
+    numbered: &Numbered<T>,
+    overlap: TierOverlap,
+) -> Bounds {
+    if rank.suspect && !all_suspect {
+        return Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
+    }
+    let mut projected = rank.project(candidate);
+    if all_suspect {
+        projected.take_worst();
+    }
+    let facts = facts(&numbered.request, overlap, &projected);
+    cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
 }
 
 /// The facts of a rank taken at their upper ends, which for exact ones are the only ends.

@@ -270,8 +270,14 @@ impl<T> Schedule<T> {
                 self.waiting.push_back(Numbered { number, mark, request });
             }
             Input::Loads { batch, answers } => self.on_loads(batch, answers, effects),
-            Input::Admit { rank, slot, generation, board } => self.ranks.admit(rank, slot, generation, board),
-            Input::Retire { slot, generation } => self.ranks.retire(slot, generation),
+            Input::Admit { rank, slot, generation, board } => {
+                self.ranks.admit(rank, slot, generation, board);
+                self.scratch.forget();
+            }
+            Input::Retire { slot, generation } => {
+                self.ranks.retire(slot, generation);
+                self.scratch.forget();
+            }
         }
         self.start_batches(now, effects);
     }
@@ -312,6 +318,7 @@ impl<T> Schedule<T> {
             let size = self.waiting.len().min(BATCH_MAX);
             let requests: VecDeque<_> = self.waiting.drain(..size).collect();
             self.ranks.refresh(now);
+            self.scratch.forget();
             let slots = self.shortlist(&requests);
             if slots.is_empty() {
                 self.decide(requests, effects);

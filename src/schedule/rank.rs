@@ -130,10 +130,14 @@ impl Ranks {
         }
     }
 
+    /// Position of whoever sits in a slot.
+    pub(super) fn position_in(&self, slot: Slot) -> Option<usize> {
+        self.positions.get(slot.index()).copied().flatten()
+    }
+
     /// Position of an incarnation of a slot; `None` when it is gone.
     pub(super) fn position_of(&self, slot: Slot, generation: Generation) -> Option<usize> {
-        let position = (*self.positions.get(slot.index())?)?;
-        (self.all[position].generation == generation).then_some(position)
+        self.position_in(slot).filter(|position| self.all[*position].generation == generation)
     }
 
     fn find(&mut self, slot: Slot, generation: Generation) -> Option<&mut Rank> {
@@ -149,8 +153,8 @@ impl Ranks {
 
     pub(super) fn asked(&mut self, slots: &[Slot]) {
         for slot in slots {
-            if let Some(Some(position)) = self.positions.get(slot.index()) {
-                self.all[*position].answer = Some(Answer::Awaited);
+            if let Some(position) = self.position_in(*slot) {
+                self.all[position].answer = Some(Answer::Awaited);
             }
         }
     }
@@ -229,6 +233,7 @@ impl Rank {
 
     /// What a request of the current batch would make of this rank: bounds, which meet where its share in the active
     /// prompts is known. What the batch booked before it counts.
+    #[inline]
     pub(super) fn project(&self, candidate: Candidate<'_>) -> Projected {
         let request_blocks = u64::from(candidate.prompt.block_count());
         let (mut view, mut shared) = match &self.answer {
@@ -254,6 +259,7 @@ impl Rank {
     }
 
     /// Blocks of the request that may be active here already, before anything the batch booked.
+    #[inline]
     fn shared_blocks_max(&self, candidate: Candidate<'_>) -> u64 {
         // The board does not show the prompts in the overlay.
         let known = self.overlay.len() == self.booked.len();

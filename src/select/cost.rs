@@ -73,6 +73,7 @@ impl KvCost {
     /// assert_eq!(cost.cost(&facts), 128.0);
     /// ```
     #[must_use]
+    #[inline]
     pub fn cost(&self, facts: &CostFacts) -> f64 {
         let credit = self.credit_blocks(facts);
         let requests = self.active_request_weight * f64::from(facts.active_requests);
@@ -91,6 +92,7 @@ impl KvCost {
     /// The cost grows with both, so the ends are the costs of the ends. That holds only while the credit
     /// does not decay; a decaying credit is not bounded here (see [`super::Policy::needs`]).
     #[must_use]
+    #[inline]
     pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {
         debug_assert!(self.overlap_score_credit_decay == 0.0, "bounds hold only while the credit does not decay");
         let at =
