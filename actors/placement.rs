@@ -26,6 +26,12 @@ impl Placement {
         Self { hold, seat, best }
     }
 
+    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed.
+    #[must_use]
+    pub fn decision(&self) -> u64 {
+        self.best.decision()
+    }
+
     /// The rank to send the request to.
     #[must_use]
     pub fn rank(&self) -> WorkerRank {

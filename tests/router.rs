@@ -288,3 +288,80 @@ async fn every_policy_places_and_leaves_nothing_behind() {
         }
     }
 }
+
+/// 1,000 requests of a few families, so that prefixes are shared, with events and frees between them.
+async fn place_a_thousand(config: RouterConfig) -> Vec<WorkerRank> {
+    let router = router(config, 12).await;
+    let (mut placed, mut held) = (Vec::new(), std::collections::VecDeque::new());
+    for n in 0..1000u32 {
+        let (id, prompt) = (n.to_string(), tokens(n * n % 23, 5 + n % 17));
+        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+        placed.push(placement.rank());
+        router.apply_events(vec![stored(placement.rank(), &prompt)]).await.expect("up");
+        if n % 3 > 0 {
+            placement.prefill_completed();
+        }
+        if n % 5 == 0 {
+            placement.output_block(Some(0.5)).expect("a share");
+        }
+        held.push_back(placement);
+        if held.len() > 40 {
+            held.pop_front();
+        }
+    }
+    drop(held);
+    assert_at_rest(&router).await;
+    placed
+}
+
+#[tokio::test]
+async fn a_thousand_requests_go_the_same_way_whoever_is_asked() {
+    for policy in [Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded] {
+        for assume_kv_reuse in [true, false] {
+            let config = RouterConfig { policy, assume_kv_reuse, ..config() };
+            let shortlist = place_a_thousand(RouterConfig { fanout: Fanout::Shortlist, ..config.clone() }).await;
+            let all = place_a_thousand(RouterConfig { fanout: Fanout::All, ..config.clone() }).await;
+            assert_eq!(shortlist, all, "{policy:?}, reuse {assume_kv_reuse}");
+            assert_eq!(shortlist, place_a_thousand(config).await, "same seed, same inputs, same decisions");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_concurrent_bookings_equal_a_serial_replay_of_their_order() {
+    let config = config();
+    let concurrent = router(config.clone(), 9).await;
+    let prompt = |n: u32| tokens(n % 31, 3 + n % 13);
+    let start = std::sync::Arc::new(tokio::sync::Barrier::new(20));
+    let callers = (0..20u32).map(|caller| {
+        let (router, start) = (concurrent.clone(), std::sync::Arc::clone(&start));
+        tokio::spawn(async move {
+            start.wait().await;
+            let mut placed = Vec::new();
+            for n in (0..50).map(|n| caller * 50 + n) {
+                let (id, prompt) = (n.to_string(), prompt(n));
+                let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+                placed.push((placement.decision(), n, placement));
+            }
+            placed
+        })
+    });
+    let mut placed = Vec::new();
+    for caller in callers.collect::<Vec<_>>() {
+        placed.extend(caller.await.expect("no panic"));
+    }
+    placed.sort_by_key(|(decision, ..)| *decision);
+    assert!(placed.iter().map(|(decision, ..)| *decision).eq(0..1000), "one decision each");
+
+    let serial = router(config, 9).await;
+    let mut held = Vec::new();
+    for (decision, n, placement) in &placed {
+        let (id, prompt) = (n.to_string(), prompt(*n));
+        let again = serial.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+        assert_eq!(again.rank(), placement.rank(), "decision {decision}");
+        held.push(again);
+    }
+    assert_eq!(loads(&concurrent).await, loads(&serial).await);
+    drop(placed);
+    assert_at_rest(&concurrent).await;
+}

@@ -95,6 +95,7 @@ impl<'a> AddRequest<'a> {
 /// The rank a request would go to, and why.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BestMatch {
+    decision: u64,
     rank: WorkerRank,
     overlap: TierOverlap,
     effective_overlap_blocks: f64,
@@ -106,12 +107,19 @@ impl BestMatch {
     pub(super) fn new(decision: &Decision, config: &RouterConfig, routing_hashes: Option<HashedPrompt>) -> Self {
         let (overlap, weights) = (decision.overlap, config.tier_weights());
         Self {
+            decision: decision.request,
             rank: decision.rank,
             overlap,
             effective_overlap_blocks: overlap.effective_blocks(weights),
             cached_tokens: overlap.cached_tokens(weights, config.block_size),
             routing_hashes,
         }
+    }
+
+    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed.
+    #[must_use]
+    pub fn decision(&self) -> u64 {
+        self.decision
     }
 
     /// The rank.

@@ -264,7 +264,8 @@ impl<T> Schedule<T> {
         };
         let track = self.config.track_prefill_tokens;
         let hint = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration);
-        let decision = Decision { rank: rank.rank, slot: rank.slot, generation: rank.generation, overlap, hint };
+        let Rank { rank: name, slot, generation, .. } = *rank;
+        let decision = Decision { request: numbered.number, rank: name, slot, generation, overlap, hint };
         match request.purpose {
             Purpose::Book => {
                 let prefill_tokens = hint.map_or(0, |hint| u64::from(hint.effective_tokens()));

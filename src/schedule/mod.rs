@@ -179,6 +179,8 @@ pub struct BookNumber {
 /// Where a request goes, and what was known when that was decided.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
+    /// The request's number: how many the scheduler had taken in before it. Decisions fall in this order.
+    pub request: u64,
     /// The rank.
     pub rank: WorkerRank,
     /// Its slot.
