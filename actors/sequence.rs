@@ -89,6 +89,7 @@ impl Sequence {
         };
         let now = clock.now();
         for lease in directory.booked_on(slot, generation) {
+            lease.clear_dirty(); // a look on its way to the dead actor is lost
             sequence.count_in(&lease, now);
         }
         sequence.publish(now);

@@ -14,6 +14,7 @@ use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::time::Duration;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 
@@ -55,6 +56,12 @@ impl<A: After> Sent<A> {
         false
     }
 }
+
+/// How often a handler whose turn is lent lets other tasks run before it sleeps. A turn takes microseconds.
+const YIELDS_MAX: u32 = 1_000;
+
+/// How long it sleeps between tries then.
+const RETRY: Duration = Duration::from_millis(1);
 
 /// An actor's state and its address, the same across restarts.
 pub(crate) struct Turn<S: Step> {
@@ -121,11 +128,26 @@ impl<S: Step> Turn<S> {
     }
 
     /// What the actor's own handler does with a message from its mailbox.
-    fn handle(&self, msg: S::Msg) -> Result<(), ActorProcessingErr> {
-        let mut state = self.state.lock().map_err(|_| ActorProcessingErr::from("a lent turn panicked"))?;
-        self.queued.fetch_sub(1, Ordering::AcqRel);
-        let after = state.as_mut().map(|state| state.step(msg));
-        drop(state);
+    ///
+    /// Waits for its turn without blocking the thread: whoever has lent it may be slow, or stuck for good.
+    async fn handle(&self, msg: S::Msg) -> Result<(), ActorProcessingErr> {
+        let mut msg = Some(msg);
+        let mut tries = 0;
+        let after = loop {
+            match self.state.try_lock() {
+                Ok(mut state) => {
+                    self.queued.fetch_sub(1, Ordering::AcqRel);
+                    break state.as_mut().zip(msg.take()).map(|(state, msg)| state.step(msg));
+                }
+                Err(TryLockError::Poisoned(_)) => return Err("a lent turn panicked".into()),
+                Err(TryLockError::WouldBlock) => tries += 1,
+            }
+            if tries < YIELDS_MAX {
+                tokio::task::yield_now().await;
+            } else {
+                tokio::time::sleep(RETRY).await;
+            }
+        };
         if let Some(after) = after {
             after.deliver();
         }
@@ -192,6 +214,6 @@ impl<S: Step> Actor for TurnActor<S> {
         msg: S::Msg,
         turn: &mut Arc<Turn<S>>,
     ) -> Result<(), ActorProcessingErr> {
-        turn.handle(msg)
+        turn.handle(msg).await
     }
 }

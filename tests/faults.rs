@@ -1,0 +1,317 @@
+//! Kill tests: every kind of actor dies under load, and what was promised still holds.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
+use pointsman::error::{Down, MembershipError, RouteError};
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::{AddRequest, Fault, Prompt, RouteRequest, Router, RouterConfig};
+
+const WORKERS: u64 = 6;
+
+/// What callers saw. Each call ends in exactly one of these.
+#[derive(Default)]
+struct Ledger {
+    asked: AtomicU64,
+    placed: AtomicU64,
+    failed: AtomicU64,
+}
+
+/// Callers that route, report and free until told to stop.
+async fn under_load(router: &Router, callers: u32, kill: impl AsyncFnOnce()) -> Ledger {
+    let (ledger, stop) = (Arc::new(Ledger::default()), Arc::new(AtomicBool::new(false)));
+    let callers: Vec<_> = (0..callers)
+        .map(|caller| {
+            let (router, ledger, stop) = (router.clone(), Arc::clone(&ledger), Arc::clone(&stop));
+            tokio::spawn(call_until(router, caller, ledger, stop))
+        })
+        .collect();
+    kill().await;
+    stop.store(true, Ordering::Relaxed);
+    for caller in callers {
+        caller.await.expect("a caller does not panic, whatever dies");
+    }
+    Arc::into_inner(ledger).expect("all callers are done")
+}
+
+async fn call_until(router: Router, caller: u32, ledger: Arc<Ledger>, stop: Arc<AtomicBool>) {
+    let mut held = std::collections::VecDeque::new();
+    for n in 0.. {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 19, 4 + n % 9));
+        ledger.asked.fetch_add(1, Ordering::Relaxed);
+        match router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await {
+            Ok(placement) => {
+                ledger.placed.fetch_add(1, Ordering::Relaxed);
+                let _ = router.apply_events(vec![stored(placement.rank(), &prompt)]).await;
+                placement.prefill_completed();
+                placement.output_block(Some(0.7)).expect("a share");
+                held.push_back(placement);
+            }
+            Err(_) => {
+                ledger.failed.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        if held.len() > 8 {
+            held.pop_front();
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Waits until something has been restarted `restarts` times in all.
+async fn restarted(router: &Router, restarts: u64) {
+    while router.health().restarts < restarts {
+        assert_eq!(router.health().state, Ok(()), "the router is up");
+        tokio::task::yield_now().await;
+    }
+}
+
+async fn kill_again_and_again(fault: Fault) {
+    let router = router(RouterConfig { index_shards: 2, ..config() }, WORKERS).await;
+    let ledger = under_load(&router, 8, async || {
+        for restarts in 1..=20 {
+            assert!(router.inject(fault));
+            restarted(&router, restarts).await;
+        }
+    })
+    .await;
+    assert_eq!(ledger.asked.into_inner(), ledger.placed.into_inner() + ledger.failed.into_inner());
+    // A call is tried again when it is lost; none gave up here.
+    assert_at_rest(&router).await;
+    let prompt = tokens(99, 5);
+    drop(router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("routing goes on"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_scheduler_dies_under_load() {
+    kill_again_and_again(Fault::Scheduler).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_index_shard_dies_under_load() {
+    kill_again_and_again(Fault::Radix(rank(1))).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sequence_actor_dies_under_load() {
+    kill_again_and_again(Fault::Sequence(rank(2))).await;
+}
+
+#[tokio::test]
+async fn bookings_of_a_killed_sequence_actor_are_restored() {
+    let router = router(config(), 3).await;
+    let (kept, freed) = (tokens(1, 10), tokens(2, 7));
+    for (id, prompt) in [("kept", &kept), ("freed", &freed), ("reported", &kept)] {
+        let request = AddRequest { cached_tokens: Some(8), ..AddRequest::new(id, rank(1), Prompt::Tokens(prompt)) };
+        router.add_request(request).await.expect("booked");
+    }
+    router.mark_prefill_completed("reported").expect("known");
+    router.add_output_block("reported", None).expect("known");
+    router.add_output_block("reported", Some(0.5)).expect("known");
+    let before = loads(&router).await;
+    assert!(router.inject(Fault::Sequence(rank(1))));
+    // Nobody is there to look; and a look that was lost must not keep later ones from being sent.
+    router.mark_prefill_completed("kept").expect("known, though its actor is dead");
+    router.free("freed").expect("known, though its actor is dead");
+    restarted(&router, 1).await;
+    let after = loads(&router).await;
+    assert_eq!(after[1], (before[1].0 - 1, before[1].1 - 7, 0), "{before:?}");
+    assert_eq!((after[0], after[2]), (before[0], before[2]), "others are untouched");
+    for id in ["kept", "reported"] {
+        router.free(id).expect("restored");
+    }
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
+    let router = router(RouterConfig { index_shards: 2, ..config() }, 4).await;
+    let prompt = tokens(1, 10);
+    for worker in 0..4 {
+        router.apply_events(vec![stored(rank(worker), &prompt)]).await.expect("up");
+    }
+    let mut resyncs = router.resyncs();
+    assert!(resyncs.borrow_and_update().is_empty());
+    assert!(router.inject(Fault::Radix(rank(1))));
+    let cold = resyncs.wait_for(|cold| !cold.is_empty()).await.expect("the router lives").clone();
+    assert_eq!(cold, BTreeSet::from([rank(1), rank(3)]), "the ranks of that shard");
+    assert_eq!(router.health().cold, cold);
+    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
+    assert_eq!(best.overlap_blocks(), 10, "the other shard still knows");
+
+    // Events that go on where the old index ended do not make the rank known.
+    router.apply_events(vec![stored(rank(1), &tokens(5, 3))]).await.expect("up");
+    assert!(router.health().cold.contains(&rank(1)));
+    for worker in [1, 3] {
+        router.apply_events(vec![cleared(rank(worker)), stored(rank(worker), &prompt)]).await.expect("up");
+    }
+    resyncs.wait_for(BTreeSet::is_empty).await.expect("the router lives");
+    let held: BTreeSet<_> = router.dump_events().await.expect("up").iter().map(|event| event.rank).collect();
+    assert_eq!(held.len(), 4);
+}
+
+#[tokio::test]
+async fn when_the_restart_budget_is_spent_the_router_fails_whole_and_says_so() {
+    let router = router(RouterConfig { restarts_max: 2, ..config() }, 2).await;
+    for restarts in 1..=2 {
+        assert!(router.inject(Fault::Scheduler));
+        restarted(&router, restarts).await;
+    }
+    assert!(router.inject(Fault::Scheduler));
+    while router.health().state.is_ok() {
+        tokio::task::yield_now().await;
+    }
+    assert_down(&router, Down::Failed).await;
+}
+
+#[tokio::test]
+async fn when_the_supervisor_dies_the_router_fails_whole_and_says_so() {
+    let router = router(config(), 2).await;
+    let placement = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("placed");
+    assert!(router.inject(Fault::Supervisor));
+    while router.health().state.is_ok() {
+        tokio::task::yield_now().await;
+    }
+    assert_down(&router, Down::Failed).await;
+    placement.prefill_completed(); // harmless
+}
+
+async fn assert_down(router: &Router, down: Down) {
+    assert_eq!(router.health().state, Err(down));
+    let refused = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect_err("down");
+    assert_eq!(refused, RouteError::Down(down));
+    assert_eq!(router.apply_events(vec![]).await, Err(down));
+    assert_eq!(router.flush().await, Err(down));
+    let upsert = router.upsert_worker(WorkerId(9), WorkerConfig::at("x")).await;
+    assert_eq!(upsert, Err(MembershipError::Down(down)));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn callers_that_wait_when_the_router_fails_are_answered() {
+    let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
+    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let waiting: Vec<_> = (0..10u32)
+        .map(|n| {
+            let router = router.clone();
+            tokio::spawn(async move {
+                let id = n.to_string();
+                router.route(RouteRequest::new(&id, Prompt::Tokens(&[n]))).await.map(|placement| placement.rank())
+            })
+        })
+        .collect();
+    while router.health().leases < 10 {
+        tokio::task::yield_now().await;
+    }
+    assert!(router.inject(Fault::Scheduler), "queued behind the ten");
+    assert!(router.inject(Fault::Supervisor));
+    drop(wedge);
+    for caller in waiting {
+        match caller.await.expect("no panic") {
+            Ok(_) | Err(RouteError::Down(Down::Failed)) => {} // decided before the end, or told of it
+            Err(other) => unreachable!("{other}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_deaths_under_flood_strand_nobody() {
+    let router = router(config(), 4).await;
+    let deaths = Arc::new(AtomicU64::new(0));
+    let ledger = under_load(&router, 16, {
+        let (router, deaths) = (router.clone(), Arc::clone(&deaths));
+        async move || {
+            let faults = [Fault::Scheduler, Fault::Sequence(rank(0)), Fault::Radix(rank(0)), Fault::Sequence(rank(3))];
+            for death in 1..=10_000u64 {
+                router.inject(faults[death as usize % faults.len()]);
+                restarted(&router, death).await;
+                deaths.store(death, Ordering::Relaxed);
+            }
+        }
+    })
+    .await;
+    // `under_load` returned, so every call was answered.
+    assert_eq!(deaths.load(Ordering::Relaxed), 10_000);
+    assert_eq!(ledger.asked.into_inner(), ledger.placed.into_inner() + ledger.failed.into_inner());
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_wedged_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
+    tokio::time::pause();
+    let router = router(config(), 3).await;
+    let prompt = tokens(1, 50);
+    let mut held = Vec::new();
+    for n in 0..3 {
+        // One on each rank, so that each must be asked.
+        let id = format!("warm-{n}");
+        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+    let wedge = router.wedge(Fault::Sequence(rank(1))).expect("registered");
+    for n in 0..20 {
+        let before = tokio::time::Instant::now();
+        let id = format!("wedged-{n}");
+        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+        let took = before.elapsed();
+        let most = Duration::from_millis(if n == 0 { 5 + 1 } else { 0 });
+        assert!(took <= most, "request {n} took {took:?}"); // a tick of the paused clock is a millisecond
+        assert_ne!(placement.rank(), rank(1), "the wedged rank is avoided");
+        held.push(placement);
+    }
+    drop(wedge);
+    drop(held);
+    // What was queued for the wedged rank is handled when its actor tries again: a millisecond of the paused clock.
+    tokio::time::sleep(Duration::from_millis(2)).await;
+    assert_at_rest(&router).await;
+    let placement = router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("placed");
+    let next = router.route(RouteRequest::new("next", Prompt::Tokens(&tokens(2, 50)))).await.expect("placed");
+    let last = router.route(RouteRequest::new("last", Prompt::Tokens(&tokens(3, 50)))).await.expect("placed");
+    let chosen = BTreeSet::from([placement.rank(), next.rank(), last.rank()]);
+    assert_eq!(chosen.len(), 3, "the rank is chosen again: {chosen:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn workers_come_and_go_under_load() {
+    let router = router(config(), WORKERS).await;
+    let ledger = under_load(&router, 8, async || {
+        for n in 0..200 {
+            let worker = WorkerId(n % WORKERS);
+            router.remove_worker(worker).await.expect("registered");
+            router.upsert_worker(worker, WorkerConfig::at(format!("http://{n}"))).await.expect("valid");
+        }
+    })
+    .await;
+    assert_eq!(ledger.asked.into_inner(), ledger.placed.into_inner() + ledger.failed.into_inner());
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn callers_that_leave_early_leave_nothing_behind() {
+    let router = router(config(), 2).await;
+    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let callers: Vec<_> = (0..50u32)
+        .map(|n| {
+            let (router, id) = (router.clone(), n.to_string());
+            tokio::spawn(async move {
+                router.route(RouteRequest::new(&id, Prompt::Tokens(&[n]))).await.map(|placement| placement.rank())
+            })
+        })
+        .collect();
+    while router.health().leases < 50 {
+        tokio::task::yield_now().await;
+    }
+    for caller in callers {
+        caller.abort();
+        assert!(caller.await.expect_err("aborted while it waited").is_cancelled());
+    }
+    assert_eq!(router.health().leases, 0, "their ids are free at once");
+    drop(wedge);
+    assert_at_rest(&router).await; // answered behind the fifty, which booked nothing
+}
