@@ -4,7 +4,7 @@
 //! stretches of a run: what is appended or taken off in one piece touches the tree once.
 
 use super::Applied;
-use super::residence::{Named, Residence, Spot, Taken};
+use super::residence::{CHUNK, Named, Residence, Spot, Taken};
 use super::tree::{Holder, Point, Tree};
 use crate::protocol::{EngineHash, Slot, StoredBlock};
 
@@ -31,14 +31,21 @@ pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, nam
     let mut known = names.len();
     // Neighbours tend to leave together, so the tree hears of a span only when the next block is of another.
     let mut open = None;
-    for &name in names {
-        match residence.take(name) {
-            Taken::Unknown => known -= 1,
-            Taken::StillNamed => {}
-            Taken::LastName(spot) => {
-                residence.release(spot);
-                if let Some(left) = open.replace(spot.span).filter(|left| *left != spot.span) {
-                    publish(tree, residence, slot, left);
+    for chunk in names.chunks(CHUNK) {
+        for (&name, bucket) in chunk.iter().zip(residence.locate(chunk)) {
+            // A name that was not listed may be by now: an alias takes the place of the name before it.
+            let taken = match bucket {
+                Some(bucket) => residence.take_listed(name, bucket),
+                None => residence.take(name),
+            };
+            match taken {
+                Taken::Unknown => known -= 1,
+                Taken::StillNamed => {}
+                Taken::LastName(spot) => {
+                    residence.release(spot);
+                    if let Some(left) = open.replace(spot.span).filter(|left| *left != spot.span) {
+                        publish(tree, residence, slot, left);
+                    }
                 }
             }
         }

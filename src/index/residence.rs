@@ -16,6 +16,10 @@ use super::arena::Arena;
 use super::span::Span;
 use crate::protocol::{EngineHash, StoredBlock};
 
+/// How many names are looked up before the first is acted upon. A lookup is two or three cache misses in a row;
+/// lookups that do not wait for each other's outcome overlap theirs.
+pub(super) const CHUNK: usize = 16;
+
 /// One block: the one at `offset` of the run that `span` lies on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Spot {
@@ -134,13 +138,31 @@ impl Residence {
         }
     }
 
+    /// Where the table lists each of up to [`CHUNK`] names. To be handed to [`Residence::take_listed`].
+    pub(super) fn locate(&self, names: &[EngineHash]) -> [Option<usize>; CHUNK] {
+        let mut buckets = [None; CHUNK];
+        for (bucket, &name) in buckets.iter_mut().zip(names) {
+            let hash = self.hasher.hash_one(name);
+            *bucket = self.names.find_bucket_index(hash, |spot| name_at(&self.spans, *spot) == name);
+        }
+        buckets
+    }
+
     /// Takes a name away. The block of its last name counts as held until it is released.
     pub(super) fn take(&mut self, name: EngineHash) -> Taken {
+        let [bucket, ..] = self.locate(&[name]);
+        match bucket {
+            Some(bucket) => self.take_listed(name, bucket),
+            None if self.remove_alias(name) => Taken::StillNamed,
+            None => Taken::Unknown,
+        }
+    }
+
+    /// [`Residence::take`], for a name that was in `bucket` before other names were taken.
+    pub(super) fn take_listed(&mut self, name: EngineHash, bucket: usize) -> Taken {
         let spans = &self.spans;
-        let hash = self.hasher.hash_one(name);
-        let Ok(entry) = self.names.find_entry(hash, |spot| name_at(spans, *spot) == name) else {
-            return if self.remove_alias(name) { Taken::StillNamed } else { Taken::Unknown };
-        };
+        let entry = self.names.get_bucket_entry(bucket).ok().filter(|entry| name_at(spans, *entry.get()) == name);
+        let Some(entry) = entry else { return self.take(name) };
         let (spot, _) = entry.remove();
         let Some(heir) = self.first_alias(spot) else { return Taken::LastName(spot) };
         self.remove_alias(heir);

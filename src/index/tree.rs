@@ -248,6 +248,9 @@ impl Tree {
             }
             id = parent;
         }
+        if self.len() == 0 {
+            *self = Self::new(self.hasher.clone()); // room for many nodes is not kept for none
+        }
     }
 
     fn unlink(&mut self, id: u32) {
