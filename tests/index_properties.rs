@@ -368,3 +368,263 @@ proptest! {
         }
     }
 }
+
+/// Examples: what engines are known to do, and what the tree looks like afterwards.
+mod examples {
+    use super::*;
+
+    /// Ranks of the examples: `0`, `1`, ... are workers of one rank each, in slots of the same number.
+    struct Fleet(Index);
+
+    impl Fleet {
+        fn of(ranks: u64) -> Self {
+            let mut index = Index::new();
+            for rank in 0..ranks {
+                assert!(index.register(WorkerRank::new(WorkerId(rank), 0), Slot(rank as u32), Generation(1)));
+            }
+            Self(index)
+        }
+
+        fn apply(&mut self, rank: u64, tier: StorageTier, data: KvEvent) -> pointsman::index::Applied {
+            let applied = self.0.apply(&RouterEvent { rank: WorkerRank::new(WorkerId(rank), 0), tier, data });
+            self.0.check_invariants();
+            applied
+        }
+
+        /// Stores blocks given as (name, hash) on the device.
+        fn store(&mut self, rank: u64, parent: Option<u64>, blocks: &[(u64, u64)]) -> pointsman::index::Applied {
+            self.store_in(StorageTier::Device, rank, parent, blocks)
+        }
+
+        fn store_in(
+            &mut self,
+            tier: StorageTier,
+            rank: u64,
+            parent: Option<u64>,
+            blocks: &[(u64, u64)],
+        ) -> pointsman::index::Applied {
+            let block =
+                |&(name, hash): &(u64, u64)| StoredBlock { engine_hash: EngineHash(name), block_hash: BlockHash(hash) };
+            let blocks = blocks.iter().map(block).collect();
+            self.apply(rank, tier, KvEvent::Stored { parent: parent.map(EngineHash), blocks })
+        }
+
+        fn remove(&mut self, rank: u64, names: &[u64]) -> pointsman::index::Applied {
+            let blocks = names.iter().copied().map(EngineHash).collect();
+            self.apply(rank, StorageTier::Device, KvEvent::Removed { blocks })
+        }
+
+        /// (slot, device blocks, blocks of lower tiers) of every hit.
+        fn ask(&self, hashes: &[u64]) -> Vec<(u32, u32, u32)> {
+            let hashes: Vec<_> = hashes.iter().copied().map(BlockHash).collect();
+            let mut overlaps = Overlaps::default();
+            self.0.overlaps(&hashes, &mut overlaps);
+            overlaps.iter().map(|(hit, more)| (hit.slot.0, hit.device_blocks, more.blocks())).collect()
+        }
+    }
+
+    /// Blocks named as their hashes plus ten.
+    fn named(hashes: &[u64]) -> Vec<(u64, u64)> {
+        hashes.iter().map(|hash| (hash + 10, *hash)).collect()
+    }
+
+    #[test]
+    fn unknown_parent_on_the_device_stores_nothing_and_is_reported() {
+        let mut fleet = Fleet::of(1);
+        let applied = fleet.store(0, Some(99), &named(&[1, 2]));
+        assert_eq!((applied.stored, applied.unknown_parents), (0, 1));
+        assert_eq!(fleet.ask(&[1, 2]), []);
+    }
+
+    #[test]
+    fn storing_again_changes_nothing_and_an_empty_list_is_no_fault() {
+        let mut fleet = Fleet::of(1);
+        fleet.store(0, None, &named(&[1, 2, 3]));
+        let applied = fleet.store(0, None, &named(&[1, 2, 3]));
+        assert_eq!((applied.stored, applied.duplicates), (0, 3));
+        assert_eq!(fleet.store(0, Some(13), &[]), pointsman::index::Applied::default());
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 3, 0)]);
+    }
+
+    #[test]
+    fn a_name_repeated_in_one_list_moves_and_leaves_a_hole() {
+        let mut fleet = Fleet::of(1);
+        fleet.store(0, None, &[(11, 1), (12, 2), (11, 3), (14, 4)]);
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), []);
+        fleet.store(0, None, &[(15, 1)]);
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 4, 0)]);
+    }
+
+    #[test]
+    fn a_list_may_contain_its_own_parent() {
+        let mut fleet = Fleet::of(1);
+        fleet.store(0, None, &named(&[1, 2]));
+        fleet.store(0, Some(12), &[(13, 3), (12, 4)]);
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 1, 0)], "the parent's name has moved to the end");
+        fleet.store(0, Some(11), &[(22, 2)]);
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 4, 0)]);
+    }
+
+    #[test]
+    fn equal_blocks_in_one_prompt_are_different_prefixes() {
+        let mut fleet = Fleet::of(1);
+        fleet.store(0, None, &[(11, 5), (12, 5)]);
+        assert_eq!(fleet.ask(&[5, 5, 5]), [(0, 2, 0)]);
+    }
+
+    #[test]
+    fn unknown_removals_are_reported_and_the_rest_of_the_list_is_removed() {
+        let mut fleet = Fleet::of(2);
+        fleet.store(0, None, &named(&[1, 2, 3]));
+        let applied = fleet.remove(0, &[99, 13, 98, 12]);
+        assert_eq!((applied.removed, applied.unknown_removals), (2, 2));
+        assert_eq!(fleet.ask(&[1, 2, 3]), [(0, 1, 0)]);
+        assert_eq!(fleet.remove(1, &[11]).unknown_removals, 1, "names are each rank's own");
+        assert_eq!(fleet.remove(7, &[11]).unknown_ranks, 1);
+    }
+
+    #[test]
+    fn a_hole_hides_what_lies_behind_it_and_healing_brings_it_back_whatever_the_tree() {
+        for branch_elsewhere in [false, true] {
+            let mut fleet = Fleet::of(2);
+            fleet.store(0, None, &named(&[1, 2]));
+            if branch_elsewhere {
+                fleet.store(1, None, &named(&[1, 2, 7]));
+            }
+            fleet.store(0, Some(12), &named(&[3]));
+            fleet.remove(0, &[12]);
+            assert_eq!(fleet.ask(&[1, 2, 3])[0], (0, 1, 0));
+            fleet.store(0, Some(11), &named(&[2]));
+            assert_eq!(fleet.ask(&[1, 2, 3])[0], (0, 3, 0));
+            assert_eq!(fleet.remove(0, &[13]).removed, 1, "what was hidden can be removed");
+        }
+    }
+
+    #[test]
+    fn a_chain_removed_in_any_order_leaves_nothing() {
+        for names in [[11, 12, 13], [13, 12, 11], [12, 11, 13], [12, 13, 11]] {
+            let mut fleet = Fleet::of(1);
+            fleet.store(0, None, &named(&[1, 2, 3]));
+            assert_eq!(fleet.remove(0, &names).removed, 3);
+            assert_eq!(fleet.0.shape(StorageTier::Device).runs, 0);
+            assert_eq!(fleet.store(0, Some(13), &named(&[4])).unknown_parents, 1, "no name outlives its block");
+        }
+    }
+
+    /// Once, the second name was looked up before the first one's removal had put it into the table.
+    #[test]
+    fn both_names_of_a_block_leave_in_one_list() {
+        for names in [[11, 21], [21, 11]] {
+            let mut fleet = Fleet::of(1);
+            fleet.store(0, None, &[(11, 1)]);
+            fleet.store(0, None, &[(21, 1)]);
+            assert_eq!(fleet.remove(0, &names[..1]).removed, 1);
+            assert_eq!(fleet.ask(&[1]), [(0, 1, 0)]);
+            fleet.store(0, None, &[(names[0], 1)]);
+            assert_eq!(fleet.remove(0, &[names[1], names[0]]).removed, 2);
+            assert_eq!(fleet.ask(&[1]), []);
+        }
+    }
+
+    #[test]
+    fn a_clear_is_of_one_rank_and_all_its_tiers() {
+        let mut fleet = Fleet::of(2);
+        fleet.store(0, None, &named(&[1]));
+        fleet.store_in(StorageTier::Disk, 0, Some(11), &named(&[2]));
+        fleet.store(1, None, &named(&[1]));
+        assert_eq!(fleet.ask(&[1, 2]), [(0, 1, 1), (1, 1, 0)]);
+        assert_eq!(fleet.apply(0, StorageTier::Device, KvEvent::Cleared).removed, 2);
+        assert_eq!(fleet.ask(&[1, 2]), [(1, 1, 0)]);
+        assert_eq!(fleet.store(0, None, &named(&[1])).stored, 1, "the rank is still registered");
+    }
+
+    #[test]
+    fn lower_tiers_carry_a_hit_on_and_may_start_one() {
+        let mut fleet = Fleet::of(2);
+        fleet.store(0, None, &named(&[1, 2]));
+        fleet.store_in(StorageTier::HostPinned, 0, Some(12), &named(&[3]));
+        fleet.store_in(StorageTier::External, 0, Some(13), &named(&[4]));
+        fleet.store_in(StorageTier::HostPinned, 1, None, &named(&[1]));
+        assert_eq!(fleet.ask(&[1, 2, 3, 4, 5]), [(0, 2, 2), (1, 0, 1)]);
+        // The tiers are asked nearest first and only once: disk blocks before external ones, not between.
+        fleet.store_in(StorageTier::HostPinned, 0, Some(14), &named(&[5]));
+        assert_eq!(fleet.ask(&[1, 2, 3, 4, 5]), [(0, 2, 2), (1, 0, 1)]);
+    }
+
+    #[test]
+    fn lower_tier_blocks_wait_for_their_parent_in_any_tier() {
+        let mut fleet = Fleet::of(1);
+        let applied = fleet.store_in(StorageTier::HostPinned, 0, Some(12), &named(&[3, 4]));
+        assert_eq!((applied.stored, applied.waiting), (0, 2));
+        assert_eq!(fleet.0.held_blocks(), 0);
+        assert_eq!(fleet.store(0, None, &named(&[1, 2])).adopted, 2);
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 2, 2)]);
+    }
+
+    #[test]
+    fn a_new_generation_starts_empty_and_an_old_one_is_refused() {
+        let mut fleet = Fleet::of(2);
+        let rank = WorkerRank::new(WorkerId(0), 0);
+        fleet.store(0, None, &named(&[1]));
+        assert!(fleet.0.register(rank, Slot(0), Generation(1)), "saying it again");
+        assert_eq!(fleet.ask(&[1]).len(), 1);
+        assert!(!fleet.0.register(rank, Slot(0), Generation(0)));
+        assert_eq!(fleet.ask(&[1]).len(), 1);
+        assert!(fleet.0.register(rank, Slot(0), Generation(2)));
+        assert_eq!(fleet.ask(&[1]).len(), 0);
+        assert_eq!(fleet.0.generation(Slot(0)), Generation(2));
+    }
+
+    #[test]
+    fn a_popular_prefix_is_one_run_whatever_length_each_rank_holds() {
+        let mut fleet = Fleet::of(64);
+        let prompt: Vec<_> = (100..200).collect();
+        for rank in 0..64 {
+            fleet.store(rank, None, &named(&prompt[..1 + rank as usize]));
+        }
+        let shape = fleet.0.shape(StorageTier::Device);
+        assert_eq!((shape.runs, shape.run_blocks, shape.holders), (1, 64, 64));
+        assert!(fleet.ask(&prompt).iter().all(|(slot, blocks, _)| *blocks == slot + 1));
+        // Only as much of it stays as somebody holds.
+        fleet.0.remove_rank(WorkerRank::new(WorkerId(63), 0));
+        fleet.remove(62, &[110]);
+        assert_eq!(fleet.0.shape(StorageTier::Device).run_blocks, 63);
+        fleet.0.remove_rank(WorkerRank::new(WorkerId(62), 0));
+        assert_eq!(fleet.0.shape(StorageTier::Device).run_blocks, 62);
+    }
+
+    #[test]
+    fn divergence_inside_a_run_hangs_a_child_and_splits_nothing() {
+        let mut fleet = Fleet::of(21);
+        let system: Vec<_> = (100..120).collect();
+        fleet.store(20, None, &named(&system));
+        for rank in 0..20 {
+            // Each rank leaves the system prompt one block later than the one before.
+            let mut prompt = system[..=rank as usize].to_vec();
+            prompt.extend([1_000 + rank, 2_000 + rank]);
+            fleet.store(rank, None, &named(&prompt));
+        }
+        let shape = fleet.0.shape(StorageTier::Device);
+        // The last one continues the run at its end; the other nineteen hang inside.
+        assert_eq!((shape.runs, shape.run_blocks), (20, 22 + 19 * 2));
+        assert_eq!(shape.holders, 21 + 19, "who shares the run has one entry there, who left it one more");
+        assert_eq!(fleet.ask(&system).len(), 21);
+    }
+
+    #[test]
+    fn churn_leaves_no_trace() {
+        let mut fleet = Fleet::of(1);
+        let mut high = 0;
+        for round in 0..50_u64 {
+            for prompt in 0..20 {
+                let hashes: Vec<_> = (0..30).map(|at| round * 7 % 5 + prompt * 100 + at).collect();
+                fleet.store(0, None, &hashes.iter().map(|hash| (hash + 10, *hash)).collect::<Vec<_>>());
+            }
+            high = if round < 5 { fleet.0.bytes().max(high) } else { high };
+            assert!(fleet.0.bytes() <= high, "round {round}: {} bytes", fleet.0.bytes());
+            let names: Vec<_> = (0..3_000).collect();
+            fleet.remove(0, &names);
+            assert_eq!((fleet.0.held_blocks(), fleet.0.shape(StorageTier::Device).runs), (0, 0));
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! `Index::bytes` against an allocator that counts.
+//!
+//! Alone in its file: the counts are of the whole process.
+
+use std::alloc::System;
+
+use pointsman::index::Index;
+use pointsman::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+const RANKS: u64 = 8;
+
+fn mix(n: u64) -> u64 {
+    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    n ^ (n >> 27)
+}
+
+/// Stores a prompt of the given length, which shares its first `shared` blocks with every prompt of `family`.
+fn stored(family: u64, shared: u64, own: u64, len: u64) -> Vec<StoredBlock> {
+    let mut name = 0;
+    let hash = |at| if at < shared { mix(family * 1_000 + at) } else { mix(own * 100_000 + at) };
+    let block = |at| {
+        let block_hash = hash(at);
+        name = mix(name ^ block_hash);
+        StoredBlock { engine_hash: EngineHash(name), block_hash: BlockHash(block_hash) }
+    };
+    (0..len).map(block).collect()
+}
+
+fn agrees(index: &Index, region: &Region<'_, System>, when: &str) {
+    let change = region.change();
+    let counted = change.bytes_allocated as isize - change.bytes_deallocated as isize;
+    let told = index.bytes() as isize;
+    let off = (told - counted).unsigned_abs() as f64 / counted as f64;
+    assert!(off <= 0.10, "{when}: told {told} bytes, counted {counted}");
+}
+
+#[test]
+fn bytes_are_what_a_counting_allocator_saw() {
+    let region = Region::new(ALLOCATOR);
+    let mut index = Index::new();
+    for slot in 0..RANKS {
+        assert!(index.register(WorkerRank::new(WorkerId(slot), 0), Slot(slot as u32), Generation(1)));
+    }
+    agrees(&index, &region, "without blocks");
+    for n in 0..6_000 {
+        let draw = mix(n);
+        let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
+        let tier = StorageTier::ALL[(draw >> 8) as usize % 8 / 2];
+        let old = mix(n.saturating_sub(400));
+        let parent = draw.is_multiple_of(11).then_some(EngineHash(draw)); // unknown: waits in lower tiers
+        let blocks = stored(draw % 7, 20, n, 25 + draw % 90);
+        index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks } });
+        // Leaves what it removes in different states: drained from the end, holed, gone.
+        let from = n.saturating_sub(400);
+        let gone = stored(old % 7, 20, from, 25 + old % 90);
+        let gone: Vec<_> = gone.iter().rev().map(|block| block.engine_hash).collect();
+        let gone = match n % 4 {
+            0 => gone[..gone.len() / 2].to_vec(),
+            1 => gone.iter().copied().step_by(2).collect(),
+            _ => gone,
+        };
+        let rank = WorkerRank::new(WorkerId(old % RANKS), 0);
+        let tier = StorageTier::ALL[(old >> 8) as usize % 8 / 2];
+        index.apply(&RouterEvent { rank, tier, data: KvEvent::Removed { blocks: gone } });
+        if n % 1_000 == 999 {
+            agrees(&index, &region, "while churning");
+        }
+    }
+    assert!(index.held_blocks() > 10_000, "there is something to measure: {}", index.held_blocks());
+    for worker in 0..RANKS {
+        index.remove_worker(WorkerId(worker));
+    }
+    index.check_invariants();
+    assert_eq!(index.held_blocks(), 0);
+    let left = region.change();
+    let left = left.bytes_allocated as isize - left.bytes_deallocated as isize;
+    assert!(left < 20_000, "an empty index is small: {left} bytes");
+}
