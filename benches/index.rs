@@ -1,0 +1,273 @@
+//! The prefix index under a steady load: what a stored block, a removed block and a question cost.
+//!
+//! Sixteen ranks, each a cache of 16,384 blocks that evicts least recently used leaves. `POINTSMAN_TRACE` names
+//! a trace in Mooncake's format (`{"hash_ids": [...], ...}` a line, 512 tokens an id, here eight blocks of 64);
+//! without it a generated load of conversations over shared system prompts stands in. Each request goes to the
+//! rank that a draw picks, so that prefixes spread. Caches are filled and churned before anything is timed.
+//!
+//! Criterion times stores, removals and questions per element. Beside it, once and on stderr: the distribution
+//! of single questions, and bytes a held block.
+
+#![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use pointsman::index::{Index, Overlaps};
+use pointsman::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
+
+const RANKS: u64 = 16;
+const BLOCKS_PER_RANK: usize = 16_384;
+const BLOCKS_PER_ID: u64 = 8;
+
+/// The events of one request: evictions first, for they make room.
+struct Step {
+    removed: Option<RouterEvent>,
+    stored: Option<RouterEvent>,
+}
+
+/// A load: what fills the caches, what is timed, and the prompts asked for.
+struct Load {
+    warm: Vec<Step>,
+    timed: Vec<Step>,
+    prompts: Vec<Vec<BlockHash>>,
+}
+
+/// splitmix64: spreads ids over all 64 bits, and draws.
+fn mix(n: u64) -> u64 {
+    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
+}
+
+/// Requests as lists of ids, each id `BLOCKS_PER_ID` blocks.
+fn requests() -> Vec<Vec<u64>> {
+    #[expect(clippy::disallowed_methods, reason = "the trace is not shipped, its place is the caller's to name")]
+    let Ok(path) = std::env::var("POINTSMAN_TRACE") else { return generated() };
+    let trace = std::fs::read_to_string(&path).expect("POINTSMAN_TRACE names a readable file");
+    let ids = |line: &str| {
+        let record: serde_json::Value = serde_json::from_str(line).expect("each line is a JSON object");
+        let ids = record["hash_ids"].as_array().expect("each record has hash_ids");
+        ids.iter().map(|id| id.as_u64().expect("hash_ids are numbers")).collect()
+    };
+    trace.lines().map(ids).collect()
+}
+
+/// Conversations of up to eight turns, each turn longer than the one before, over twelve system prompts.
+fn generated() -> Vec<Vec<u64>> {
+    let mut open: Vec<Vec<u64>> = Vec::new();
+    let mut next_id = 1_000;
+    let mut requests = Vec::new();
+    for draw in (0..12_000_u64).map(|n| mix(n ^ 0x0005_eed5)) {
+        let conversation = if open.len() < 256 || draw % 5 < 2 {
+            let system = draw >> 8 & 0xff;
+            let prompt = (0..2 + system % 7).map(|at| system % 12 * 16 + at).collect();
+            if open.len() < 256 {
+                open.push(prompt);
+                open.len() - 1
+            } else {
+                let replaced = (draw >> 16) as usize % open.len();
+                open[replaced] = prompt;
+                replaced
+            }
+        } else {
+            (draw >> 16) as usize % open.len()
+        };
+        let turn = 2 + (draw >> 40) % 24;
+        open[conversation].extend(next_id..next_id + turn);
+        next_id += turn;
+        requests.push(open[conversation].clone());
+    }
+    requests
+}
+
+/// One rank's cache: which blocks it holds, and when each was last used.
+#[derive(Default)]
+struct Cache {
+    used_at: BTreeMap<u64, (u64, u32)>,
+    /// Oldest first, and of one prompt the deepest first: a parent is never older than its child.
+    oldest: BTreeSet<(u64, Reverse<u32>, u64)>,
+}
+
+impl Cache {
+    /// Uses a prompt given by its blocks' names. Returns the names evicted and the number of leading blocks
+    /// that were held.
+    fn request(&mut self, now: u64, names: &[u64]) -> (Vec<u64>, usize) {
+        let held = names.iter().take_while(|name| self.used_at.contains_key(name)).count();
+        for (depth, &name) in (0..).zip(names) {
+            if let Some((then, depth)) = self.used_at.insert(name, (now, depth)) {
+                self.oldest.remove(&(then, Reverse(depth), name));
+            }
+            self.oldest.insert((now, Reverse(depth), name));
+        }
+        let mut evicted = Vec::new();
+        while self.used_at.len() > BLOCKS_PER_RANK {
+            let Some((_, _, name)) = self.oldest.pop_first() else { break };
+            self.used_at.remove(&name);
+            evicted.push(name);
+        }
+        (evicted, held)
+    }
+}
+
+fn rank_of(slot: u64) -> WorkerRank {
+    WorkerRank::new(WorkerId(slot), 0)
+}
+
+fn load() -> Load {
+    let mut caches: Vec<Cache> = (0..RANKS).map(|_| Cache::default()).collect();
+    let (mut steps, mut prompts) = (Vec::new(), Vec::new());
+    let requests = requests();
+    for (now, ids) in (0_u64..).zip(&requests) {
+        let hashes: Vec<u64> = ids.iter().flat_map(|id| (0..BLOCKS_PER_ID).map(move |n| mix(id * 8 + n))).collect();
+        let hashes = &hashes[..hashes.len().min(BLOCKS_PER_RANK)];
+        // An engine names a block by its whole prefix.
+        let names: Vec<u64> =
+            hashes.iter().scan(7, |name, hash| Some(*name = mix(*name ^ hash)).map(|()| *name)).collect();
+        let slot = mix(now) % RANKS;
+        let (evicted, held) = caches[slot as usize].request(now, &names);
+        let event = |data| RouterEvent { rank: rank_of(slot), tier: StorageTier::Device, data };
+        let parent = held.checked_sub(1).map(|last| EngineHash(names[last]));
+        let blocks: Vec<_> = (names[held..].iter().zip(&hashes[held..]))
+            .map(|(name, hash)| StoredBlock { engine_hash: EngineHash(*name), block_hash: BlockHash(*hash) })
+            .collect();
+        let removed = evicted.into_iter().map(EngineHash).collect::<Vec<_>>();
+        steps.push(Step {
+            removed: (!removed.is_empty()).then(|| event(KvEvent::Removed { blocks: removed })),
+            stored: (!blocks.is_empty()).then(|| event(KvEvent::Stored { parent, blocks })),
+        });
+        prompts.push(hashes.iter().copied().map(BlockHash).collect());
+    }
+    let timed = steps.split_off(steps.len() / 2);
+    let prompts = prompts.split_off(steps.len());
+    Load { warm: steps, timed, prompts }
+}
+
+fn warmed(load: &Load) -> Index {
+    let mut index = Index::new();
+    for slot in 0..RANKS {
+        index.register(rank_of(slot), Slot(slot as u32), Generation(1));
+    }
+    for step in &load.warm {
+        for event in step.removed.iter().chain(&step.stored) {
+            index.apply(event);
+        }
+    }
+    index
+}
+
+/// Time spent on removals and on stores, per block.
+#[derive(Default)]
+struct Spent {
+    removing: Duration,
+    storing: Duration,
+    removed: u64,
+    stored: u64,
+    /// Nanoseconds a block of each step: a median does not feel what else the machine does.
+    remove_steps: Vec<f64>,
+    store_steps: Vec<f64>,
+}
+
+/// Applies all timed steps. A step has a hundred blocks or so, which hide what reading the clock costs.
+fn churn(index: &mut Index, load: &Load) -> Spent {
+    let mut spent = Spent::default();
+    for step in &load.timed {
+        if let Some(event) = &step.removed {
+            let start = Instant::now();
+            let blocks = index.apply(event).removed;
+            let time = start.elapsed();
+            spent.remove_steps.push(time.as_nanos() as f64 / blocks as f64);
+            spent.removing += time;
+            spent.removed += blocks;
+        }
+        if let Some(event) = &step.stored {
+            let start = Instant::now();
+            let blocks = index.apply(event).stored;
+            let time = start.elapsed();
+            spent.store_steps.push(time.as_nanos() as f64 / blocks as f64);
+            spent.storing += time;
+            spent.stored += blocks;
+        }
+    }
+    spent
+}
+
+/// Repeats the churn until `blocks` blocks are through, and scales what `of` reads to just as many.
+fn repeat(load: &Load, blocks: u64, of: impl Fn(&Spent) -> (Duration, u64)) -> Duration {
+    let (mut time, mut done) = (Duration::ZERO, 0);
+    while done < blocks {
+        let spent = churn(&mut warmed(load), load);
+        let (more_time, more_done) = of(&spent);
+        time += more_time;
+        done += more_done;
+    }
+    Duration::from_secs_f64(time.as_secs_f64() * blocks as f64 / done as f64)
+}
+
+fn report(load: &Load) {
+    let mut index = warmed(load);
+    let (bytes, held) = (index.bytes(), index.held_blocks());
+    let mut overlaps = Overlaps::default();
+    let mut times: Vec<_> = (load.prompts.iter())
+        .map(|prompt| {
+            let start = Instant::now();
+            index.overlaps(black_box(prompt), &mut overlaps);
+            black_box(&overlaps);
+            start.elapsed().as_nanos()
+        })
+        .collect();
+    times.sort_unstable();
+    let at = |percent: usize| times[(times.len() - 1) * percent / 100];
+    let mut spent = churn(&mut index, load);
+    eprintln!("device tier: {:?}", index.shape(StorageTier::Device));
+    eprintln!("{held} held blocks, {:.1} bytes each", bytes as f64 / held as f64);
+    eprintln!("after churn {:.1} bytes each", index.bytes() as f64 / index.held_blocks() as f64);
+    eprintln!("question ns: p10 {} p50 {} p90 {} p99 {}", at(10), at(50), at(90), at(99));
+    let per = |time: Duration, blocks| time.as_nanos() as f64 / blocks as f64;
+    let (stored, removed) = (per(spent.storing, spent.stored), per(spent.removing, spent.removed));
+    let median = |steps: &mut Vec<f64>| {
+        steps.sort_unstable_by(f64::total_cmp);
+        steps[steps.len() / 2]
+    };
+    let (store, remove) = (median(&mut spent.store_steps), median(&mut spent.remove_steps));
+    eprintln!("one pass, ns a block: store {stored:.1}, median event {store:.1} ({} blocks)", spent.stored);
+    eprintln!("one pass, ns a block: remove {removed:.1}, median event {remove:.1} ({} blocks)", spent.removed);
+}
+
+fn bench(criterion: &mut Criterion) {
+    let load = load();
+    report(&load);
+    let mut group = criterion.benchmark_group("index");
+    group.sample_size(10).throughput(Throughput::Elements(1));
+    group.bench_function("store, per block", |bencher| {
+        bencher.iter_custom(|blocks| repeat(&load, blocks, |spent| (spent.storing, spent.stored)));
+    });
+    group.bench_function("remove, per block", |bencher| {
+        bencher.iter_custom(|blocks| repeat(&load, blocks, |spent| (spent.removing, spent.removed)));
+    });
+    let index = warmed(&load);
+    let mut overlaps = Overlaps::default();
+    let mut prompts = load.prompts.iter().cycle();
+    group.bench_function("question", |bencher| {
+        bencher.iter(|| {
+            index.overlaps(prompts.next().expect("cycles"), &mut overlaps);
+            black_box(overlaps.hits().len())
+        });
+    });
+    group.bench_function("question, detailed", |bencher| {
+        bencher.iter(|| {
+            index.overlaps_detailed(prompts.next().expect("cycles"), &mut overlaps);
+            black_box(overlaps.last_matched().len())
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, bench);
+criterion_main!(benches);
