@@ -128,8 +128,11 @@ fn load() -> Load {
         let hashes: Vec<u64> = ids.iter().flat_map(|id| (0..BLOCKS_PER_ID).map(move |n| mix(id * 8 + n))).collect();
         let hashes = &hashes[..hashes.len().min(BLOCKS_PER_RANK)];
         // An engine names a block by its whole prefix.
-        let names: Vec<u64> =
-            hashes.iter().scan(7, |name, hash| Some(*name = mix(*name ^ hash)).map(|()| *name)).collect();
+        let names = hashes.iter().scan(7, |name, hash| {
+            *name = mix(*name ^ hash);
+            Some(*name)
+        });
+        let names: Vec<u64> = names.collect();
         let slot = mix(now) % RANKS;
         let (evicted, held) = caches[slot as usize].request(now, &names);
         let event = |data| RouterEvent { rank: rank_of(slot), tier: StorageTier::Device, data };

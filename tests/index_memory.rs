@@ -56,6 +56,11 @@ fn bytes_are_what_a_counting_allocator_saw() {
         let old = mix(n.saturating_sub(400));
         let parent = draw.is_multiple_of(11).then_some(EngineHash(draw)); // unknown: waits in lower tiers
         let blocks = stored(draw % 7, 20, n, 25 + draw % 90);
+        if n.is_multiple_of(50) {
+            let mut aliases = blocks.clone();
+            aliases.iter_mut().for_each(|block| block.engine_hash.0 ^= n + 1);
+            index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks: aliases } });
+        }
         index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks } });
         // Leaves what it removes in different states: drained from the end, holed, gone.
         let from = n.saturating_sub(400);

@@ -612,6 +612,18 @@ mod examples {
     }
 
     #[test]
+    fn a_prompt_of_more_than_a_million_blocks_goes_on_in_a_second_run() {
+        let mut fleet = Fleet::of(1);
+        let prompt: Vec<_> = (0..(1 << 20) + 5).collect();
+        fleet.store(0, None, &named(&prompt[..1_000_000]));
+        fleet.store(0, Some(1_000_009), &named(&prompt[1_000_000..]));
+        assert_eq!(fleet.0.shape(StorageTier::Device).runs, 2);
+        assert_eq!(fleet.ask(&prompt), [(0, (1 << 20) + 5, 0)]);
+        fleet.remove(0, &[(1 << 20) + 12]);
+        assert_eq!(fleet.ask(&prompt), [(0, (1 << 20) + 2, 0)]);
+    }
+
+    #[test]
     fn churn_leaves_no_trace() {
         let mut fleet = Fleet::of(1);
         let mut high = 0;

@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 
 use super::arena::Arena;
 use super::span::Span;
+use super::tree::RUN_BLOCKS_MAX;
 use crate::protocol::{EngineHash, StoredBlock};
 
 /// How many names are looked up before the first is acted upon. A lookup is two or three cache misses in a row;
@@ -25,6 +26,39 @@ pub(super) const CHUNK: usize = 16;
 pub(super) struct Spot {
     pub(super) span: u32,
     pub(super) offset: u32,
+}
+
+/// A block as the table lists it: its spot, and twelve bits of its name's hash in the bits that no offset uses.
+/// The table itself compares seven bits, and each false match would cost the two cache misses of reading a name.
+#[derive(Clone, Copy, Debug)]
+struct Listed {
+    span: u32,
+    offset_and_check: u32,
+}
+
+const _: () = assert!(RUN_BLOCKS_MAX <= 1 << Listed::OFFSET_BITS);
+
+impl Listed {
+    const OFFSET_BITS: u32 = 20;
+
+    fn new(spot: Spot, hash: u64) -> Self {
+        debug_assert!(spot.offset < RUN_BLOCKS_MAX, "no run is longer");
+        Self { span: spot.span, offset_and_check: Self::check(hash) | spot.offset }
+    }
+
+    fn spot(self) -> Spot {
+        Spot { span: self.span, offset: self.offset_and_check & !(u32::MAX << Self::OFFSET_BITS) }
+    }
+
+    /// Whether this may be the block of a name with that hash.
+    fn may_be(self, hash: u64) -> bool {
+        (self.offset_and_check ^ Self::check(hash)) >> Self::OFFSET_BITS == 0
+    }
+
+    /// Bits from the middle of the hash: the table goes by both ends.
+    fn check(hash: u64) -> u32 {
+        ((hash >> 32) as u32) << Self::OFFSET_BITS
+    }
 }
 
 /// What naming a block came to.
@@ -56,7 +90,7 @@ pub(super) enum Taken {
 pub(super) struct Residence {
     spans: Arena<Span>,
     /// Every held block by its first name, which is read through its span.
-    names: HashTable<Spot>,
+    names: HashTable<Listed>,
     /// Further names. Engines that give a block two names are rare.
     aliases: Option<Box<Aliases>>,
     hasher: RandomState,
@@ -76,9 +110,10 @@ impl Residence {
 
     /// The block of that name.
     pub(super) fn find(&self, name: EngineHash) -> Option<Spot> {
-        let spans = &self.spans;
-        let first = self.names.find(self.hasher.hash_one(name), |spot| name_at(spans, *spot) == name);
-        first.or_else(|| self.aliases.as_ref()?.spots.get(&name)).copied()
+        let (spans, hash) = (&self.spans, self.hasher.hash_one(name));
+        let first = self.names.find(hash, |listed| is_named(spans, *listed, name, hash));
+        let first = first.map(|listed| listed.spot());
+        first.or_else(|| self.aliases.as_ref()?.spots.get(&name).copied())
     }
 
     pub(super) fn span(&self, id: u32) -> &Span {
@@ -105,13 +140,16 @@ impl Residence {
         self.spans[span].make_room(blocks.len());
         for (done, block) in blocks.iter().enumerate() {
             let (spans, hasher, name) = (&self.spans, &self.hasher, block.engine_hash);
+            let hash = hasher.hash_one(name);
             match self.names.entry(
-                hasher.hash_one(name),
-                |spot| name_at(spans, *spot) == name,
-                |spot| hasher.hash_one(name_at(spans, *spot)),
+                hash,
+                |listed| is_named(spans, *listed, name, hash),
+                |listed| hasher.hash_one(name_of(spans, *listed)),
             ) {
                 Entry::Occupied(_) => return done,
-                Entry::Vacant(entry) => drop(entry.insert(Spot { span, offset: offset + done as u32 })),
+                Entry::Vacant(entry) => {
+                    entry.insert(Listed::new(Spot { span, offset: offset + done as u32 }, hash));
+                }
             }
             self.spans[span].append(name);
         }
@@ -143,7 +181,7 @@ impl Residence {
         let mut buckets = [None; CHUNK];
         for (bucket, &name) in buckets.iter_mut().zip(names) {
             let hash = self.hasher.hash_one(name);
-            *bucket = self.names.find_bucket_index(hash, |spot| name_at(&self.spans, *spot) == name);
+            *bucket = self.names.find_bucket_index(hash, |listed| is_named(&self.spans, *listed, name, hash));
         }
         buckets
     }
@@ -161,9 +199,9 @@ impl Residence {
     /// [`Residence::take`], for a name that was in `bucket` before other names were taken.
     pub(super) fn take_listed(&mut self, name: EngineHash, bucket: usize) -> Taken {
         let spans = &self.spans;
-        let entry = self.names.get_bucket_entry(bucket).ok().filter(|entry| name_at(spans, *entry.get()) == name);
+        let entry = self.names.get_bucket_entry(bucket).ok().filter(|entry| name_of(spans, *entry.get()) == name);
         let Some(entry) = entry else { return self.take(name) };
-        let (spot, _) = entry.remove();
+        let spot = entry.remove().0.spot();
         let Some(heir) = self.first_alias(spot) else { return Taken::LastName(spot) };
         self.remove_alias(heir);
         self.spans[spot.span].rename(spot.offset, heir);
@@ -180,7 +218,7 @@ impl Residence {
     pub(super) fn settle(&mut self) {
         if self.names.capacity() > 64 && self.names.len() < self.names.capacity() / 4 {
             let (spans, hasher) = (&self.spans, &self.hasher);
-            self.names.shrink_to(self.names.len() * 2, |spot| hasher.hash_one(name_at(spans, *spot)));
+            self.names.shrink_to(self.names.len() * 2, |listed| hasher.hash_one(name_of(spans, *listed)));
         }
     }
 
@@ -222,8 +260,8 @@ impl Residence {
 
     fn list(&mut self, spot: Spot) {
         let (spans, hasher) = (&self.spans, &self.hasher);
-        let hash = |spot: &Spot| hasher.hash_one(name_at(spans, *spot));
-        self.names.insert_unique(hash(&spot), spot, hash);
+        let hash = hasher.hash_one(spans[spot.span].name(spot.offset));
+        self.names.insert_unique(hash, Listed::new(spot, hash), |listed| hasher.hash_one(name_of(spans, *listed)));
     }
 
     fn first_alias(&self, spot: Spot) -> Option<EngineHash> {
@@ -281,6 +319,11 @@ impl Residence {
     }
 }
 
-fn name_at(spans: &Arena<Span>, spot: Spot) -> EngineHash {
-    spans[spot.span].name(spot.offset)
+fn name_of(spans: &Arena<Span>, listed: Listed) -> EngineHash {
+    let Spot { span, offset } = listed.spot();
+    spans[span].name(offset)
+}
+
+fn is_named(spans: &Arena<Span>, listed: Listed, name: EngineHash, hash: u64) -> bool {
+    listed.may_be(hash) && name_of(spans, listed) == name
 }

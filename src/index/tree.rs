@@ -19,6 +19,9 @@ use crate::protocol::{BlockHash, Slot};
 
 /// The node of the empty prefix: no run, no holders, never freed.
 pub(super) const ROOT: u32 = 0;
+/// Most blocks of one run; a longer prompt goes on in a child. A million, so that an offset leaves room for other
+/// bits beside it.
+pub(super) const RUN_BLOCKS_MAX: u32 = 1 << 20;
 /// No node.
 const NONE: u32 = u32::MAX;
 
@@ -138,14 +141,15 @@ impl Tree {
         if let Some(child) = self.child(at, first) {
             return (Point { node: child, offset: 0 }, agreeing(&self.nodes[child].run, next));
         }
-        let len = next.len() as u32;
-        if at.node != ROOT && at.offset as usize == run.len() {
+        if at.node != ROOT && at.offset as usize == run.len() && at.offset < RUN_BLOCKS_MAX {
+            let len = next.len().min((RUN_BLOCKS_MAX - at.offset) as usize);
             let run = &mut self.nodes[at.node].run;
-            make_room(run, next.len());
-            run.extend(next);
-            return (at, len);
+            make_room(run, len);
+            run.extend(next.take(len));
+            return (at, len as u32);
         }
-        (Point { node: self.hang(at, next.collect()), offset: 0 }, len)
+        let len = next.len().min(RUN_BLOCKS_MAX as usize);
+        (Point { node: self.hang(at, next.take(len).collect()), offset: 0 }, len as u32)
     }
 
     /// Records a rank's reach into a run; an `extent` of zero removes it. Gives back what nobody needs now.
@@ -313,6 +317,7 @@ impl Tree {
             assert_eq!(node.depth, above.depth + node.attach, "depth adds up");
             assert_eq!(self.child(at, node.run[0]), Some(id), "a child is found by its first block");
             assert_ne!(above.run.get(node.attach as usize), Some(&node.run[0]), "each prefix has one place");
+            assert!(node.run.len() <= RUN_BLOCKS_MAX as usize, "no run is too long");
             assert!(node.holders.is_sorted_by(|a, b| a.slot < b.slot), "one holder a slot, in order");
             assert!(node.holders.iter().all(|holder| holder.cut <= holder.extent && holder.extent > 0));
             let held = node.holders.iter().map(|holder| holder.extent).max().unwrap_or(0);
