@@ -108,5 +108,7 @@ fn publish(tree: &mut Tree, residence: &mut Residence, slot: Slot, id: u32) {
     tree.publish(span.node, holder);
     if holder.extent == 0 {
         residence.close(id);
+    } else {
+        residence.settle_span(id);
     }
 }

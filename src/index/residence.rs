@@ -214,6 +214,11 @@ impl Residence {
         self.spans[spot.span].release(spot.offset);
     }
 
+    /// Gives back memory that what is left of a span does not need.
+    pub(super) fn settle_span(&mut self, id: u32) {
+        self.spans[id].settle();
+    }
+
     /// Gives back memory that few names do not need.
     pub(super) fn settle(&mut self) {
         if self.names.capacity() > 64 && self.names.len() < self.names.capacity() / 4 {

@@ -91,7 +91,6 @@ impl Span {
         } else {
             self.beyond.insert(next, Stretch { start: offset, end });
         }
-        give_back(&mut self.beyond);
     }
 
     /// Gives up the block at `offset`, which was held.
@@ -114,10 +113,15 @@ impl Span {
                     self.beyond.insert(at + 1, Stretch { start: offset + 1, end });
                 }
             }
-            give_back(&mut self.beyond);
         }
         self.names.truncate(self.extent() as usize);
+    }
+
+    /// Gives back memory that blocks given up do not need any more. Apart from [`Span::release`], for most spans
+    /// that shrink are gone a moment later.
+    pub(super) fn settle(&mut self) {
         give_back(&mut self.names);
+        give_back(&mut self.beyond);
     }
 
     /// Whether the block at `offset` is held.
