@@ -1,8 +1,9 @@
 //! `Index::bytes` against an allocator that counts.
 //!
-//! Alone in its file: the counts are of the whole process.
+//! The counts are of the whole process, so the tests take turns.
 
 use std::alloc::System;
+use std::sync::Mutex;
 
 use pointsman::index::Index;
 use pointsman::protocol::{
@@ -12,6 +13,9 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Held by the test that runs.
+static TURN: Mutex<()> = Mutex::new(());
 
 const RANKS: u64 = 8;
 
@@ -43,12 +47,12 @@ fn agrees(index: &Index, region: &Region<'_, System>, when: &str) {
 
 #[test]
 fn bytes_are_what_a_counting_allocator_saw() {
+    let _turn = TURN.lock();
     let region = Region::new(ALLOCATOR);
     let mut index = Index::new();
     for slot in 0..RANKS {
         assert!(index.register(WorkerRank::new(WorkerId(slot), 0), Slot(slot as u32), Generation(1)));
     }
-    agrees(&index, &region, "without blocks");
     for n in 0..6_000 {
         let draw = mix(n);
         let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
@@ -87,4 +91,25 @@ fn bytes_are_what_a_counting_allocator_saw() {
     let left = region.change();
     let left = left.bytes_allocated as isize - left.bytes_deallocated as isize;
     assert!(left < 20_000, "an empty index is small: {left} bytes");
+}
+
+/// A table of names that doubles because of what was removed from it, not because of what it holds, is the
+/// difference between 35 and 50 bytes a block.
+#[test]
+fn long_churn_does_not_grow_a_full_cache() {
+    let _turn = TURN.lock();
+    let mut index = Index::new();
+    let rank = WorkerRank::new(WorkerId(0), 0);
+    assert!(index.register(rank, Slot(0), Generation(1)));
+    let event = |data| RouterEvent { rank, tier: StorageTier::Device, data };
+    let (prompts, len) = (160, 100);
+    for n in 0..8_000 {
+        if let Some(old) = u64::checked_sub(n, prompts) {
+            let blocks = stored(old, 0, old, len).iter().rev().map(|block| block.engine_hash).collect();
+            assert_eq!(index.apply(&event(KvEvent::Removed { blocks })).removed, len);
+        }
+        index.apply(&event(KvEvent::Stored { parent: None, blocks: stored(n, 0, n, len) }));
+    }
+    let bytes = index.bytes() / index.held_blocks();
+    assert!(bytes <= 40, "{bytes} bytes a block");
 }

@@ -138,6 +138,7 @@ impl Residence {
             return 0;
         }
         self.spans[span].make_room(blocks.len());
+        self.sweep(blocks.len());
         for (done, block) in blocks.iter().enumerate() {
             let (spans, hasher, name) = (&self.spans, &self.hasher, block.engine_hash);
             let hash = hasher.hash_one(name);
@@ -263,7 +264,24 @@ impl Residence {
         self.spans.bytes() + spans + self.names.allocation_size() + aliases
     }
 
+    /// Builds the table anew at its size when marks of removed entries, not entries, leave no room for `more`.
+    /// Left to itself it would double. At least a quarter of it is won, so this is rare.
+    fn sweep(&mut self, more: usize) {
+        let (len, room) = (self.names.len(), self.names.num_buckets() / 8 * 7);
+        if self.names.capacity() - len >= more || len + more > room / 4 * 3 {
+            return;
+        }
+        let (spans, hasher) = (&self.spans, &self.hasher);
+        let hash = |listed: &Listed| hasher.hash_one(name_of(spans, *listed));
+        let mut swept = HashTable::with_capacity(room);
+        for listed in &self.names {
+            swept.insert_unique(hash(listed), *listed, hash);
+        }
+        self.names = swept;
+    }
+
     fn list(&mut self, spot: Spot) {
+        self.sweep(1);
         let (spans, hasher) = (&self.spans, &self.hasher);
         let hash = hasher.hash_one(spans[spot.span].name(spot.offset));
         self.names.insert_unique(hash, Listed::new(spot, hash), |listed| hasher.hash_one(name_of(spans, *listed)));
