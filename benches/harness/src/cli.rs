@@ -1,5 +1,6 @@
 //! Arguments of a replay, and the steps from arguments to a report.
 
+use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
 
@@ -23,7 +24,7 @@ fn positive() -> RangedU64ValueParser<usize> {
 }
 
 /// What every run over one workload and one kind of fleet shares.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Common {
     /// Mooncake trace to replay (JSON lines); a multi-turn workload is generated when absent
     #[arg(long)]
@@ -138,6 +139,24 @@ impl Replay {
 }
 
 impl Common {
+    /// These arguments as a command line has them, for a run in a process of its own.
+    #[must_use]
+    pub fn to_arguments(&self) -> Vec<OsString> {
+        let Self { trace, dp_size, block_size, kv_blocks, inflight, shards, limit, policy, seed } = self;
+        let given = [
+            ("--trace", trace.as_ref().map(OsString::from)),
+            ("--dp-size", Some(dp_size.to_string().into())),
+            ("--block-size", Some(block_size.to_string().into())),
+            ("--kv-blocks", Some(kv_blocks.to_string().into())),
+            ("--inflight", Some(inflight.to_string().into())),
+            ("--shards", shards.map(|shards| shards.to_string().into())),
+            ("--limit", limit.map(|limit| limit.to_string().into())),
+            ("--policy", Some(policy.into())),
+            ("--seed", Some(seed.to_string().into())),
+        ];
+        given.into_iter().filter_map(|(flag, value)| Some([flag.into(), value?])).flatten().collect()
+    }
+
     /// The prompts to replay.
     ///
     /// # Errors
@@ -155,4 +174,38 @@ impl Common {
 fn progress_bar(requests: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {per_sec}, {eta} left");
     ProgressBar::new(requests).with_style(style.expect("a valid template"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        replay: Replay,
+    }
+
+    #[test]
+    fn arguments_read_back_as_they_were_written() {
+        let all = "test --trace t.jsonl --dp-size 2 --block-size 16 --kv-blocks 9 --inflight 3 --shards 4 --limit 7 \
+                   --policy random --seed 5";
+        for line in [all, "test"] {
+            let common = Arguments::parse_from(line.split_whitespace()).replay.common;
+            let written = std::iter::once("test".into()).chain(common.to_arguments());
+            assert_eq!(Arguments::parse_from(written).replay.common, common);
+        }
+    }
+
+    #[test]
+    fn impossible_values_are_refused_by_name() {
+        for (flag, value) in
+            [("--workers", "0"), ("--clients", "0"), ("--limit", "1"), ("--block-size", "0"), ("--dp-size", "4097")]
+        {
+            let error = Arguments::try_parse_from(["test", flag, value]).err().expect("refused").to_string();
+            assert!(error.contains(flag) && error.contains(value), "{error}");
+        }
+    }
 }

@@ -7,8 +7,9 @@
 //!
 //! **What counts as the router's CPU**: the process' CPU time over the measured half, all threads, less what the
 //! simulated side took by its thread's CPU clock (engines, building events, copying the next call's tokens, keeping
-//! counts), so hashing of requests, index and booking all count, and so does the loop's own remainder: two readings of
-//! a CPU clock, two of a wall clock and some bookkeeping, under 1 µs a request and the same for every target.
+//! counts). So hashing of requests, index and booking all count, and so does the loop's own remainder, two readings of a
+//! CPU clock, two of a wall clock and some bookkeeping: 0.9 to 1.0 µs a request, measured over a target that does
+//! nothing at 8 and 512 ranks with 1 and 16 clients, and the same for every target.
 //!
 //! **Order of events.** A rank's events are delivered in the order in which its engine made them, by one client at a
 //! time: a client that finds a delivery under way leaves its events to it and goes on. Nobody waits for a lock.

@@ -1,0 +1,112 @@
+//! Runs both routers in turn, each run in a process of its own, so that neither finds the other's memory, threads or
+//! clocks.
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::process::{Command, Stdio};
+
+use clap::Args;
+use pointsman_bench::cli::Common;
+use pointsman_bench::report::Report;
+
+use crate::table::{Cell, Table};
+use crate::{PeerOptions, Subject};
+
+/// A comparison: every combination of threads, workers and clients, `pairs` times on both routers.
+#[derive(Args, Debug)]
+pub(crate) struct Compare {
+    #[command(flatten)]
+    common: Common,
+    /// Simulated workers, one or several values
+    #[arg(long, value_delimiter = ',', default_values_t = [8, 64, 512])]
+    workers: Vec<u32>,
+    /// Concurrent callers, one or several values
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 16])]
+    clients: Vec<usize>,
+    /// Runtime threads, one or several values
+    #[arg(long, value_delimiter = ',', default_values_t = [2])]
+    threads: Vec<usize>,
+    /// Runs of each router in each combination
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pairs: u32,
+    /// Run only this router
+    #[arg(long, value_enum)]
+    only: Option<Subject>,
+    #[command(flatten)]
+    peer: PeerOptions,
+    /// Print every run and the medians as one JSON object; the table goes to standard error
+    #[arg(long)]
+    json: bool,
+}
+
+impl Compare {
+    /// Makes all runs and prints the table.
+    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+        let mut cells = Vec::new();
+        for &threads in &self.threads {
+            for &workers in &self.workers {
+                for &clients in &self.clients {
+                    cells.push(self.cell(threads, workers, clients)?);
+                }
+            }
+        }
+        let table = Table { cells };
+        if self.json {
+            write!(io::stderr(), "{}", table.markdown())?;
+            let mut out = io::stdout().lock();
+            serde_json::to_writer(&mut out, &table.json())?;
+            writeln!(out)?;
+        } else {
+            write!(io::stdout(), "{}", table.markdown())?;
+        }
+        Ok(())
+    }
+
+    /// All runs of one combination. Who goes first changes from pair to pair, so that a slow spell of the machine hits
+    /// both.
+    fn cell(&self, threads: usize, workers: u32, clients: usize) -> Result<Cell, Box<dyn Error>> {
+        let mut cell = Cell { threads, workers, clients, ours: Vec::new(), theirs: Vec::new() };
+        for pair in 0..self.pairs {
+            let order =
+                if pair % 2 == 0 { [Subject::Pointsman, Subject::Peer] } else { [Subject::Peer, Subject::Pointsman] };
+            for subject in order.into_iter().filter(|&subject| self.only.is_none_or(|only| only == subject)) {
+                let report = self.child(subject, threads, workers, clients)?;
+                writeln!(
+                    io::stderr(),
+                    "{threads} threads, {workers} workers, {clients} clients, pair {} of {}: {} {:.1} µs CPU, p50 {:.1} µs, hit rate {:.4}",
+                    pair + 1,
+                    self.pairs,
+                    report.target,
+                    report.router_cpu_us_per_request,
+                    report.route_us.p50,
+                    report.hit_rate,
+                )?;
+                match subject {
+                    Subject::Pointsman => cell.ours.push(report),
+                    Subject::Peer => cell.theirs.push(report),
+                }
+            }
+        }
+        Ok(cell)
+    }
+
+    fn child(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> Result<Report, Box<dyn Error>> {
+        let target = match subject {
+            Subject::Pointsman => "pointsman",
+            Subject::Peer => "peer",
+        };
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["run", "--json", "--target", target]);
+        for (flag, value) in [("--threads", threads), ("--workers", workers as usize), ("--clients", clients)] {
+            command.args([flag, &value.to_string()]);
+        }
+        if let Some(event_threads) = self.peer.peer_event_threads {
+            command.args(["--peer-event-threads", &event_threads.to_string()]);
+        }
+        let output = command.args(self.common.to_arguments()).stderr(Stdio::inherit()).output()?;
+        if !output.status.success() {
+            return Err(format!("{command:?} failed: {}", output.status).into());
+        }
+        Ok(serde_json::from_slice(&output.stdout).map_err(|error| format!("{command:?} printed no report: {error}"))?)
+    }
+}

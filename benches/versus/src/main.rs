@@ -1,0 +1,90 @@
+//! The same closed loop over Pointsman and its nearest peer, `dynamo-kv-router`, run by run in alternation.
+
+mod compare;
+mod peer;
+mod table;
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use pointsman_bench::cli::Replay;
+
+/// Compares Pointsman with its nearest peer under the same load
+#[derive(Parser)]
+#[command(version, args_conflicts_with_subcommands = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    compare: compare::Compare,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Makes a single run in this process
+    Run(Run),
+}
+
+#[derive(Args)]
+struct Run {
+    /// The router to run
+    #[arg(long, value_enum)]
+    target: Subject,
+    #[command(flatten)]
+    peer: PeerOptions,
+    #[command(flatten)]
+    replay: Replay,
+}
+
+/// What only the peer knows.
+#[derive(Args, Clone, Copy, Debug)]
+struct PeerOptions {
+    /// Threads of the peer's that apply events [default: the peer's]
+    #[arg(long)]
+    peer_event_threads: Option<usize>,
+}
+
+/// A router to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Subject {
+    /// Ours
+    Pointsman,
+    /// dynamo-kv-router
+    Peer,
+}
+
+impl Run {
+    fn run(&self) -> Result<(), Box<dyn Error>> {
+        let report = match self.target {
+            Subject::Pointsman => return Err("no router in this build".into()),
+            Subject::Peer => {
+                self.replay.run(async |options| peer::Peer::start(options, self.peer.peer_event_threads).await)?
+            }
+        };
+        let out = io::stdout().lock();
+        if self.replay.json {
+            report.write_json(out)?
+        } else {
+            report.write_text(out)?
+        }
+        Ok(())
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let result = match &arguments.command {
+        Some(Command::Run(run)) => run.run(),
+        None => arguments.compare.run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nothing is left to tell if standard error is gone.
+            let _ = writeln!(io::stderr(), "error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

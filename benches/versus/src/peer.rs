@@ -1,0 +1,193 @@
+//! The peer as a target of the closed loop: the selection core of `dynamo-kv-router`, embedded as its documentation
+//! lets a host do.
+//!
+//! Everything is at the peer's defaults but what the loop fixes (block size, fleet). A host that has its own event
+//! transport feeds the index itself; so does this one, for the default transport would keep a socket per rank busy
+//! reconnecting to engines that do not exist, and that would be charged to the peer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dynamo_kv_router::identity::RoutingPartitionId;
+use dynamo_kv_router::plugins::RouterPluginRegistry;
+use dynamo_kv_router::protocols::{
+    BlockHashOptions, ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData, KvCacheStoreData,
+    KvCacheStoredBlockData, LocalBlockHash, RouterEvent, RoutingConstraints, StorageTier, compute_block_hash_for_seq,
+};
+use dynamo_kv_router::services::indexer::backend::Indexer;
+use dynamo_kv_router::services::indexer::registry::WorkerRegistry;
+use dynamo_kv_router::services::selection::{
+    DEFAULT_MODEL_NAME, KvEventIngress, KvIndexSource, PromptRequest, SelectAndReserveRequest, SelectionService,
+    SelectionServiceBuilder, WorkerRequest,
+};
+use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
+use pointsman::protocol::{BlockHash, StoredBlock, WorkerId, WorkerRank};
+use pointsman_bench::cli::Replay;
+use pointsman_bench::engine::Change;
+use pointsman_bench::target::{Call, Refusal, Routed, Target};
+
+/// How long the peer may take until it would schedule on every worker.
+const READY_MAX: Duration = Duration::from_secs(30);
+
+/// The running peer.
+pub struct Peer {
+    service: SelectionService,
+    indexer: Indexer,
+    /// Numbers the events, as an engine would.
+    next_event: AtomicU64,
+}
+
+impl Peer {
+    /// Starts the peer over the fleet of `options`. `event_threads` apply events; the peer's default when absent.
+    ///
+    /// # Errors
+    /// It refuses its configuration or a worker, or is not ready in time.
+    pub async fn start(options: &Replay, event_threads: Option<usize>) -> Result<Self, Refusal> {
+        if options.common.policy != "kv" {
+            return Err(format!("policy {} is not one of the peer's, only kv is", options.common.policy).into());
+        }
+        let config = KvRouterConfig::default();
+        let event_threads = event_threads.unwrap_or(config.router_event_threads as usize);
+        let service = SelectionServiceBuilder::new(config, WorkerType::Aggregated, RouterPluginRegistry::default())
+            .worker_selection_policy_factory(Arc::new(|config, role, _| {
+                WorkerSelectionPolicy::reference(config.clone(), role.default_selector_label())
+            }))
+            .indexer_threads(event_threads)
+            .kv_index(KvIndexSource::Owned(Arc::new(HostFed)))
+            .build()
+            .await?;
+
+        let core = service.core();
+        let requests = options.fleet().worker_ids().map(|worker| worker_request(worker, options)).collect();
+        for upserted in core.upsert_workers(requests).await {
+            upserted?;
+        }
+        let key = RoutingPartitionId::new(DEFAULT_MODEL_NAME, DEFAULT_ROUTING_GROUP);
+        let indexer = core.partition(&key).ok_or("no partition for the workers")?.indexer().clone();
+        let peer = Self { service, indexer, next_event: AtomicU64::new(1) };
+        peer.wait_until_schedulable(options.workers as usize).await?;
+        Ok(peer)
+    }
+
+    /// Workers reach the scheduler on a task of the peer's own; until then it refuses requests.
+    async fn wait_until_schedulable(&self, workers: usize) -> Result<(), Refusal> {
+        let routable = async {
+            let mut attempt = 0;
+            loop {
+                let ready = self.service.ready().schedulable_workers;
+                let call = Call { id: format!("probe-{attempt}"), tokens: vec![0; 64] };
+                if ready == workers
+                    && let Ok(routed) = self.route(call).await
+                {
+                    return self.free(routed.handle).await;
+                }
+                attempt += 1;
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(READY_MAX, routable)
+            .await
+            .map_err(|_| format!("not all of {workers} workers schedulable after {READY_MAX:?}"))?
+    }
+}
+
+fn worker_request(worker: WorkerId, options: &Replay) -> WorkerRequest {
+    WorkerRequest {
+        worker_id: worker.0,
+        endpoint: Some(format!("http://worker-{worker}:8000")),
+        block_size: Some(options.common.block_size),
+        data_parallel_size: Some(options.common.dp_size),
+        max_num_batched_tokens: Some(8_192),
+        ..WorkerRequest::default()
+    }
+}
+
+/// An event transport that is this process: the index is fed by `apply_events`.
+struct HostFed;
+
+#[async_trait]
+impl KvEventIngress for HostFed {
+    fn open(&self, registry: &WorkerRegistry, key: &RoutingPartitionId, block_size: u32) -> Indexer {
+        registry.get_or_create_indexer(key.clone(), block_size)
+    }
+}
+
+impl Target for Peer {
+    type Handle = String;
+    type Event = RouterEvent;
+
+    const NAME: &'static str = "dynamo-kv-router";
+
+    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash> {
+        let hashes = compute_block_hash_for_seq(tokens, block_size, BlockHashOptions::default());
+        hashes.into_iter().map(|LocalBlockHash(hash)| BlockHash(hash)).collect()
+    }
+
+    fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<RouterEvent>) {
+        let mut push = |data| {
+            let event = KvCacheEvent { event_id: self.next_event.fetch_add(1, Relaxed), data, dp_rank: rank.rank };
+            events.push(RouterEvent::with_storage_tier(rank.worker.0, event, StorageTier::Device));
+        };
+        if !change.removed.is_empty() {
+            let block_hashes = change.removed.iter().map(|hash| ExternalSequenceBlockHash(hash.0)).collect();
+            push(KvCacheEventData::Removed(KvCacheRemoveData { block_hashes }));
+        }
+        if !change.stored.is_empty() {
+            let stored = |block: &StoredBlock| KvCacheStoredBlockData {
+                block_hash: ExternalSequenceBlockHash(block.engine_hash.0),
+                tokens_hash: LocalBlockHash(block.block_hash.0),
+                mm_extra_info: None,
+            };
+            push(KvCacheEventData::Stored(KvCacheStoreData {
+                parent_hash: change.parent(blocks).map(|hash| ExternalSequenceBlockHash(hash.0)),
+                start_position: None,
+                blocks: blocks[change.stored.clone()].iter().map(stored).collect(),
+            }));
+        }
+    }
+
+    async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {
+        let request = SelectAndReserveRequest {
+            model_name: DEFAULT_MODEL_NAME.to_owned(),
+            routing_group: DEFAULT_ROUTING_GROUP.to_owned(),
+            selection_id: Some(call.id),
+            prompt: PromptRequest { token_ids: Some(call.tokens), ..PromptRequest::default() },
+            router_config_override: None,
+            expected_output_tokens: None,
+            priority_jump: None,
+            strict_priority: None,
+            session_id: None,
+            session_context: None,
+            affinity_target: None,
+            pinned_worker: None,
+            allowed_worker_ids: None,
+            routing_constraints: RoutingConstraints::default(),
+        };
+        let response = self.service.core().select_and_reserve(request).await?;
+        Ok(Routed {
+            rank: WorkerRank::new(WorkerId(response.worker_id), response.dp_rank),
+            handle: response.selection_id.ok_or("a reservation without its id")?,
+        })
+    }
+
+    async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Refusal> {
+        for event in events {
+            self.indexer.apply_event_routed(event).await?;
+        }
+        Ok(())
+    }
+
+    async fn prefill_completed(&self, handle: &mut String) -> Result<(), Refusal> {
+        Ok(self.service.core().prefill_complete(handle).await?)
+    }
+
+    async fn free(&self, handle: String) -> Result<(), Refusal> {
+        Ok(self.service.core().free_reservation(&handle).await?)
+    }
+
+    async fn shutdown(self) {
+        self.service.shutdown().await;
+    }
+}

@@ -1,0 +1,165 @@
+//! Medians of the runs, side by side.
+
+use std::fmt::Write;
+
+use pointsman_bench::report::Report;
+use serde_json::{Value, json};
+
+/// The runs of one combination of threads, workers and clients. Runs at the same place in both lists are a pair.
+#[derive(Debug)]
+pub(crate) struct Cell {
+    pub(crate) threads: usize,
+    pub(crate) workers: u32,
+    pub(crate) clients: usize,
+    pub(crate) ours: Vec<Report>,
+    pub(crate) theirs: Vec<Report>,
+}
+
+/// All combinations.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) cells: Vec<Cell>,
+}
+
+type Figure = fn(&Report) -> f64;
+
+/// One figure of a report, shown as ours / theirs.
+struct Column {
+    title: &'static str,
+    key: &'static str,
+    figure: Figure,
+    decimals: usize,
+}
+
+const CPU: Figure = |report| report.router_cpu_us_per_request;
+/// What the run adds to memory: the router, and the simulated caches, which are the same on both sides.
+const RSS_GROWN_MIB: Figure = |report| {
+    let grown = report.rss_bytes.unwrap_or(0).saturating_sub(report.rss_before_bytes.unwrap_or(0));
+    grown as f64 / f64::from(1 << 20)
+};
+
+const COLUMNS: [Column; 6] = [
+    Column { title: "CPU µs", key: "router_cpu_us_per_request", figure: CPU, decimals: 1 },
+    Column { title: "p50 µs", key: "route_us_p50", figure: |report| report.route_us.p50, decimals: 1 },
+    Column { title: "p99 µs", key: "route_us_p99", figure: |report| report.route_us.p99, decimals: 0 },
+    Column { title: "hit rate", key: "hit_rate", figure: |report| report.hit_rate, decimals: 4 },
+    Column { title: "load", key: "load_max_over_mean", figure: |report| report.load_max_over_mean, decimals: 2 },
+    Column { title: "RSS MiB", key: "rss_grown_mib", figure: RSS_GROWN_MIB, decimals: 0 },
+];
+
+impl Cell {
+    /// Ratio of the median CPU, ours over theirs.
+    fn cpu_ratio(&self) -> Option<f64> {
+        Some(median(&self.ours, CPU)? / median(&self.theirs, CPU)?)
+    }
+
+    /// The same, pair by pair.
+    fn cpu_ratios(&self) -> Vec<f64> {
+        self.ours.iter().zip(&self.theirs).map(|(ours, theirs)| CPU(ours) / CPU(theirs)).collect()
+    }
+
+    fn json(&self) -> Value {
+        let medians = |runs: &[Report]| {
+            let medians = COLUMNS.iter().map(|column| (column.key.to_owned(), json!(median(runs, column.figure))));
+            medians.collect::<Value>()
+        };
+        json!({
+            "threads": self.threads,
+            "workers": self.workers,
+            "clients": self.clients,
+            "cpu_ratio": self.cpu_ratio(),
+            "cpu_ratios": self.cpu_ratios(),
+            "ours_median": medians(&self.ours),
+            "theirs_median": medians(&self.theirs),
+            "ours": self.ours,
+            "theirs": self.theirs,
+        })
+    }
+
+    fn write_row(&self, out: &mut String) -> std::fmt::Result {
+        write!(out, "| {} | {} | {} ", self.threads, self.workers, self.clients)?;
+        for Column { figure, decimals, .. } in COLUMNS {
+            let show = |runs| median(runs, figure).map_or("-".to_owned(), |median| format!("{median:.decimals$}"));
+            write!(out, "| {} / {} ", show(&self.ours), show(&self.theirs))?;
+        }
+        let ratio = self.cpu_ratio().map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
+        let pairs: Vec<String> = self.cpu_ratios().iter().map(|ratio| format!("{ratio:.2}")).collect();
+        writeln!(out, "| {ratio} | {} |", pairs.join(" "))
+    }
+}
+
+impl Table {
+    /// The medians as a Markdown table; each figure ours / theirs.
+    pub(crate) fn markdown(&self) -> String {
+        let mut out = String::from("| threads | workers | clients ");
+        for Column { title, .. } in COLUMNS {
+            out += &format!("| {title} ");
+        }
+        out += "| CPU ratio | by pair |\n";
+        out += &"|---".repeat(COLUMNS.len() + 5);
+        out += "|\n";
+        for cell in &self.cells {
+            cell.write_row(&mut out).expect("writing to a string cannot fail");
+        }
+        out
+    }
+
+    /// Every run, with the medians.
+    pub(crate) fn json(&self) -> Value {
+        json!({ "cells": self.cells.iter().map(Cell::json).collect::<Vec<_>>() })
+    }
+}
+
+/// Median of `figure` over `runs`; of an even number of runs the mean of the middle two.
+fn median(runs: &[Report], figure: Figure) -> Option<f64> {
+    let mut values: Vec<f64> = runs.iter().map(figure).collect();
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() % 2 {
+        1 => Some(values[middle]),
+        _ => Some(f64::midpoint(*values.get(middle.checked_sub(1)?)?, values[middle])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(cpu: f64) -> Report {
+        serde_json::from_value(json!({
+            "target": "test", "requests_per_second": 1.0, "router_cpu_us_per_request": cpu,
+            "engine_cpu_us_per_request": 1.0, "route_us": { "p50": 2.0, "p99": 3.0, "p999": 4.0 },
+            "event_blocks_per_request": 1.0, "hit_rate": 0.25, "load_max_over_mean": 1.5,
+            "rss_bytes": 5 << 20, "rss_before_bytes": 2 << 20, "requests": 1, "policy": "kv", "workers": 8,
+            "dp_size": 1, "clients": 1, "threads": 2, "inflight": 1, "block_size": 64, "kv_blocks": 1,
+            "shards": null, "seed": 1,
+        }))
+        .expect("a report")
+    }
+
+    fn cell(ours: &[f64], theirs: &[f64]) -> Cell {
+        let reports = |cpu: &[f64]| cpu.iter().copied().map(report).collect();
+        Cell { threads: 2, workers: 8, clients: 1, ours: reports(ours), theirs: reports(theirs) }
+    }
+
+    #[test]
+    fn medians_and_ratios_are_those_of_the_runs() {
+        let cell = cell(&[30.0, 50.0, 40.0], &[100.0, 80.0, 120.0]);
+        assert_eq!(cell.cpu_ratio(), Some(0.4));
+        assert_eq!(cell.cpu_ratios(), [0.3, 0.625, 1.0 / 3.0]);
+        assert_eq!(median(&[report(1.0), report(4.0)], CPU), Some(2.5));
+        assert_eq!(median(&[], CPU), None);
+    }
+
+    #[test]
+    fn a_table_has_as_many_cells_in_each_line() {
+        let table = Table { cells: vec![cell(&[30.0], &[60.0]), cell(&[], &[60.0])] };
+        let markdown = table.markdown();
+        let lines: Vec<&str> = markdown.lines().collect();
+        assert_eq!(lines.len(), 4);
+        assert!(lines.iter().all(|line| line.matches('|').count() == 12), "{markdown}");
+        assert!(lines[2].contains("| 30.0 / 60.0 |") && lines[2].contains("| 0.50 | 0.50 |"), "{markdown}");
+        assert!(lines[3].contains("| - / 60.0 |"), "{markdown}");
+        assert_eq!(table.json()["cells"][0]["theirs_median"]["rss_grown_mib"], 3.0);
+    }
+}
