@@ -2,11 +2,15 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
+use pointsman::select::Policy;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
 
 use crate::closed_loop::{self, LoopError, Shape, Workload};
 use crate::fleet::Fleet;
@@ -23,6 +27,15 @@ fn positive() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(u32::MAX))
 }
 
+fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error> {
+    Policy::deserialize(name.into_deserializer())
+}
+
+/// The policy's name, as the router's configuration spells it.
+pub(crate) fn policy_name(policy: Policy) -> String {
+    serde_json::to_value(policy).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
 /// What every run over one workload and one kind of fleet shares.
 #[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Common {
@@ -33,8 +46,8 @@ pub struct Common {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub dp_size: u32,
     /// Tokens of a KV block
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
-    pub block_size: u32,
+    #[arg(long, default_value = "64")]
+    pub block_size: NonZeroU32,
     /// KV blocks that one rank's simulated cache holds
     #[arg(long, default_value_t = 16_384, value_parser = positive())]
     pub kv_blocks: usize,
@@ -42,14 +55,14 @@ pub struct Common {
     #[arg(long, default_value_t = 512, value_parser = positive())]
     pub inflight: usize,
     /// Index shards [default: the router's]
-    #[arg(long, value_parser = positive())]
-    pub shards: Option<usize>,
+    #[arg(long)]
+    pub shards: Option<u32>,
     /// Requests to take from the workload [default: the whole trace, or 4000 generated]
     #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
     pub limit: Option<u32>,
     /// Selection policy
-    #[arg(long, default_value = "kv")]
-    pub policy: String,
+    #[arg(long, default_value = "kv", value_parser = policy_named)]
+    pub policy: Policy,
     /// Seed of the router's draws and of a generated workload
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -123,7 +136,6 @@ impl Replay {
         let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size);
         let shape = Shape {
             fleet: self.fleet(),
-            block_size: self.common.block_size,
             kv_blocks: self.common.kv_blocks,
             inflight: self.common.inflight,
             clients: self.clients,
@@ -151,7 +163,7 @@ impl Common {
             ("--inflight", Some(inflight.to_string().into())),
             ("--shards", shards.map(|shards| shards.to_string().into())),
             ("--limit", limit.map(|limit| limit.to_string().into())),
-            ("--policy", Some(policy.into())),
+            ("--policy", Some(policy_name(*policy).into())),
             ("--seed", Some(seed.to_string().into())),
         ];
         given.into_iter().filter_map(|(flag, value)| Some([flag.into(), value?])).flatten().collect()
@@ -201,9 +213,14 @@ mod tests {
 
     #[test]
     fn impossible_values_are_refused_by_name() {
-        for (flag, value) in
-            [("--workers", "0"), ("--clients", "0"), ("--limit", "1"), ("--block-size", "0"), ("--dp-size", "4097")]
-        {
+        for (flag, value) in [
+            ("--workers", "0"),
+            ("--clients", "0"),
+            ("--limit", "1"),
+            ("--block-size", "0"),
+            ("--dp-size", "4097"),
+            ("--policy", "best"),
+        ] {
             let error = Arguments::try_parse_from(["test", flag, value]).err().expect("refused").to_string();
             assert!(error.contains(flag) && error.contains(value), "{error}");
         }

@@ -15,6 +15,7 @@
 //! time: a client that finds a delivery under way leaves its events to it and goes on. Nobody waits for a lock.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -39,8 +40,6 @@ const SAMPLE_STRIDE: usize = 64;
 pub struct Shape {
     /// The simulated fleet.
     pub fleet: Fleet,
-    /// Tokens of a block.
-    pub block_size: u32,
     /// Blocks that one rank's cache holds.
     pub kv_blocks: usize,
     /// Requests held out, all clients together.
@@ -120,7 +119,7 @@ pub struct Workload(Vec<Request>);
 impl Workload {
     /// Makes `prompts` ready for `T`.
     #[must_use]
-    pub fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: u32) -> Self {
+    pub fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: NonZeroU32) -> Self {
         let ready = |tokens: Prompt| Request { blocks: engine::name_blocks(&T::hash(&tokens, block_size)), tokens };
         Self(prompts.into_iter().map(ready).collect())
     }

@@ -1,4 +1,7 @@
-//! Pointsman's own router as a target, through its public API.
+//! Pointsman's own [`Router`] as a target, through the public API that any gateway uses.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerRank};
@@ -8,34 +11,34 @@ use crate::cli::Replay;
 use crate::engine::Change;
 use crate::target::{Call, Refusal, Routed, Target};
 
-/// An embedded router.
+/// How long a router may take to come to rest; every booking has been freed by then.
+const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
+
+/// The running router.
 #[derive(Debug)]
 pub struct Embedded(Router);
 
 impl Embedded {
-    /// Starts a router with the fleet of `options` registered.
+    /// Starts a router over the fleet of `options`, at its defaults but for what they name.
     ///
     /// # Errors
-    /// An option that the router's configuration refuses.
+    /// The router refuses its configuration.
     pub async fn start(options: &Replay) -> Result<Self, Refusal> {
         let common = &options.common;
-        let policy = serde_json::from_value(serde_json::Value::String(common.policy.clone()))?;
-        let index_shards = common.shards.map(u32::try_from).transpose()?;
         let defaults = RouterConfig::default();
         let config = RouterConfig {
-            block_size: common.block_size,
-            policy,
+            block_size: common.block_size.get(),
+            policy: common.policy,
+            index_shards: common.shards.unwrap_or(defaults.index_shards),
             seed: common.seed,
-            index_shards: index_shards.unwrap_or(defaults.index_shards),
             ..defaults
         };
-        let router = Router::builder(config).start().await?;
-        for worker in options.fleet().worker_ids() {
-            let endpoint = format!("engine-{worker}");
-            let config = WorkerConfig { data_parallel_size: common.dp_size, ..WorkerConfig::at(endpoint) };
-            router.upsert_worker(worker, config).await?;
-        }
-        Ok(Self(router))
+        let workers = options.fleet().worker_ids().map(|worker| {
+            let at = WorkerConfig::at(format!("http://worker-{worker}:8000"));
+            (worker, WorkerConfig { data_parallel_size: common.dp_size, max_num_batched_tokens: Some(8_192), ..at })
+        });
+        let builder = workers.fold(Router::builder(config), |builder, (worker, config)| builder.worker(worker, config));
+        Ok(Self(builder.start().await?))
     }
 }
 
@@ -45,44 +48,75 @@ impl Target for Embedded {
 
     const NAME: &'static str = "pointsman";
 
-    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash> {
-        let Ok(block_size) = block_size.try_into() else { return Vec::new() };
+    fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
         BlockHasher::new(HashScheme::new(block_size)).hashes(tokens, &MmBlocks::NONE).collect()
     }
 
     fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<RouterEvent>) {
-        let tier = StorageTier::Device;
+        let mut push = |data| events.push(RouterEvent { rank, tier: StorageTier::Device, data });
         if !change.removed.is_empty() {
-            events.push(RouterEvent { rank, tier, data: KvEvent::Removed { blocks: change.removed.clone() } });
+            push(KvEvent::Removed { blocks: change.removed.clone() });
         }
-        let stored = &blocks[change.stored.clone()];
-        if !stored.is_empty() {
-            let parent = change.stored.start.checked_sub(1).map(|last| blocks[last].engine_hash);
-            events.push(RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks: stored.to_vec() } });
+        if !change.stored.is_empty() {
+            push(KvEvent::Stored { parent: change.parent(blocks), blocks: blocks[change.stored.clone()].to_vec() });
         }
     }
 
     async fn route(&self, call: Call) -> Result<Routed<Placement>, Refusal> {
-        let placement = self.0.route(RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens))).await?;
-        Ok(Routed { rank: placement.rank(), handle: placement })
+        let handle = self.0.route(RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens))).await?;
+        Ok(Routed { rank: handle.rank(), handle })
     }
 
     async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Refusal> {
         Ok(self.0.apply_events(events).await?)
     }
 
-    async fn prefill_completed(&self, placement: &mut Placement) -> Result<(), Refusal> {
-        placement.prefill_completed();
+    async fn prefill_completed(&self, handle: &mut Placement) -> Result<(), Refusal> {
+        handle.prefill_completed();
         Ok(())
     }
 
-    async fn free(&self, placement: Placement) -> Result<(), Refusal> {
-        drop(placement);
+    async fn free(&self, handle: Placement) -> Result<(), Refusal> {
+        drop(handle);
         Ok(())
     }
 
     async fn shutdown(self) {
-        let left = self.0.shutdown(std::time::Duration::from_secs(1)).await;
-        debug_assert_eq!(left, 0, "the loop frees what it books");
+        self.0.shutdown(SHUTDOWN_MAX).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::report::Report;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        replay: Replay,
+    }
+
+    fn replay(arguments: &str) -> Report {
+        let arguments = Arguments::parse_from(["test"].into_iter().chain(arguments.split_whitespace()));
+        arguments.replay.run(Embedded::start).expect("runs")
+    }
+
+    #[test]
+    fn kv_finds_what_random_misses() {
+        let fleet = "--limit 300 --inflight 16 --workers 4 --dp-size 2";
+        let kv = replay(&format!("{fleet} --clients 3 --shards 2"));
+        let random = replay(&format!("{fleet} --policy random"));
+        assert_eq!((kv.requests, kv.policy), (150, pointsman::select::Policy::Kv));
+        assert!(kv.hit_rate > random.hit_rate + 0.1, "{} against {}", kv.hit_rate, random.hit_rate);
+    }
+
+    #[test]
+    fn a_refused_configuration_names_the_field() {
+        let arguments = Arguments::parse_from(["test", "--shards", "65"]);
+        let error = arguments.replay.run(Embedded::start).expect_err("refused").to_string();
+        assert_eq!(error, "cannot start pointsman: index_shards is 65, must be 1 to 64");
     }
 }

@@ -27,6 +27,7 @@ fn main() -> ExitCode {
     match run(&replay) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
+            // Nothing is left to tell if standard error is gone.
             let _ = writeln!(io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }
@@ -35,10 +36,5 @@ fn main() -> ExitCode {
 
 fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
     let report = replay.run(Embedded::start)?;
-    if replay.json {
-        report.write_json(io::stdout().lock())?;
-    } else {
-        report.write_text(io::stderr().lock())?;
-    }
-    Ok(())
+    Ok(report.write(io::stdout().lock(), replay.json)?)
 }

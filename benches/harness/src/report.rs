@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cli::Replay;
+use pointsman::select::Policy;
+
+use crate::cli::{Replay, policy_name};
 use crate::closed_loop::Outcome;
 
 /// Figures of the measured half of one run, with the arguments that shaped it.
@@ -34,7 +36,7 @@ pub struct Report {
     /// Requests measured; as many had warmed.
     pub requests: usize,
     /// The selection policy.
-    pub policy: String,
+    pub policy: Policy,
     /// Workers of the fleet.
     pub workers: u32,
     /// Ranks of each worker.
@@ -50,7 +52,7 @@ pub struct Report {
     /// Blocks of one rank's cache.
     pub kv_blocks: usize,
     /// Index shards asked for; the router's default when absent.
-    pub shards: Option<usize>,
+    pub shards: Option<u32>,
     /// Seed of the router, and of the workload when that is generated.
     pub seed: u64,
 }
@@ -86,17 +88,25 @@ impl Report {
             rss_bytes: outcome.rss_bytes,
             rss_before_bytes: outcome.rss_before_bytes,
             requests: outcome.requests,
-            policy: common.policy.clone(),
+            policy: common.policy,
             workers: options.workers,
             dp_size: common.dp_size,
             clients: options.clients,
             threads: options.threads,
             inflight: common.inflight,
-            block_size: common.block_size,
+            block_size: common.block_size.get(),
             kv_blocks: common.kv_blocks,
             shards: common.shards,
             seed: common.seed,
         }
+    }
+
+    /// Writes the report, as one line of JSON or for a reader.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
+        if json { self.write_json(out) } else { self.write_text(out) }
     }
 
     /// Writes the report as one line of JSON.
@@ -119,7 +129,7 @@ impl Report {
             out,
             "{}, policy {}: {} workers of {} ranks, {} clients, {} threads, {} in flight, {} requests measured",
             self.target,
-            self.policy,
+            policy_name(self.policy),
             self.workers,
             self.dp_size,
             self.clients,

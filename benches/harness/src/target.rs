@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::future::Future;
+use std::num::NonZeroU32;
 
 use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
 
@@ -45,7 +46,7 @@ pub trait Target: Send + Sync + Sized + 'static {
 
     /// Content hashes of the complete blocks of `tokens`, as the router will compute them from a request: engines put
     /// them into their events.
-    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash>;
+    fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash>;
 
     /// Appends the events of `change`, which serving `blocks` on `rank` made: the removal first.
     fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<Self::Event>);

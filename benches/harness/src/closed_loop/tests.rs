@@ -1,3 +1,4 @@
+use std::num::NonZeroU32;
 use std::sync::atomic::AtomicU64;
 
 use ahash::AHashSet;
@@ -7,8 +8,8 @@ use super::*;
 use crate::target::Routed;
 use crate::workload::generated::generate;
 
-const SHAPE: Shape =
-    Shape { fleet: Fleet { workers: 2, dp_size: 2 }, block_size: 64, kv_blocks: 400, inflight: 16, clients: 1 };
+const SHAPE: Shape = Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1 };
+const BLOCK_SIZE: NonZeroU32 = NonZeroU32::new(64).expect("not zero");
 
 /// Takes ranks in turn, and holds the loop to its word: events come in order, and every booking ends once.
 struct Strict {
@@ -40,9 +41,9 @@ impl Target for Strict {
 
     const NAME: &'static str = "strict";
 
-    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash> {
+    fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
         let content = |block: &[u32]| block.iter().fold(0, |hash, &token| crate::rng::mix(hash + u64::from(token)));
-        tokens.chunks_exact(block_size as usize).map(|block| BlockHash(content(block))).collect()
+        tokens.chunks_exact(block_size.get() as usize).map(|block| BlockHash(content(block))).collect()
     }
 
     fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<Event>) {
@@ -101,7 +102,7 @@ impl Target for Strict {
 }
 
 fn run_strict(target: Strict, clients: usize) -> Result<Outcome, LoopError> {
-    let workload = Workload::prepare::<Strict>(generate(400, 1), SHAPE.block_size);
+    let workload = Workload::prepare::<Strict>(generate(400, 1), BLOCK_SIZE);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
     runtime.block_on(run(target, workload, Shape { clients, ..SHAPE }, None, ProgressBar::hidden()))
 }
