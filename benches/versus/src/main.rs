@@ -10,6 +10,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_bench::cli::Replay;
+use pointsman_bench::embedded::Embedded;
 
 /// Compares Pointsman with its nearest peer under the same load
 #[derive(Parser)]
@@ -58,18 +59,12 @@ enum Subject {
 impl Run {
     fn run(&self) -> Result<(), Box<dyn Error>> {
         let report = match self.target {
-            Subject::Pointsman => return Err("no router in this build".into()),
+            Subject::Pointsman => self.replay.run(Embedded::start)?,
             Subject::Peer => {
                 self.replay.run(async |options| peer::Peer::start(options, self.peer.peer_event_threads).await)?
             }
         };
-        let out = io::stdout().lock();
-        if self.replay.json {
-            report.write_json(out)?
-        } else {
-            report.write_text(out)?
-        }
-        Ok(())
+        Ok(report.write(io::stdout().lock(), self.replay.json)?)
     }
 }
 

@@ -5,6 +5,7 @@
 //! transport feeds the index itself; so does this one, for the default transport would keep a socket per rank busy
 //! reconnecting to engines that do not exist, and that would be charged to the peer.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -24,6 +25,7 @@ use dynamo_kv_router::services::selection::{
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
 use pointsman::protocol::{BlockHash, StoredBlock, WorkerId, WorkerRank};
+use pointsman::select::Policy;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::engine::Change;
 use pointsman_bench::target::{Call, Refusal, Routed, Target};
@@ -45,8 +47,8 @@ impl Peer {
     /// # Errors
     /// It refuses its configuration or a worker, or is not ready in time.
     pub async fn start(options: &Replay, event_threads: Option<usize>) -> Result<Self, Refusal> {
-        if options.common.policy != "kv" {
-            return Err(format!("policy {} is not one of the peer's, only kv is", options.common.policy).into());
+        if options.common.policy != Policy::Kv {
+            return Err(format!("the peer has no policy {:?}, only Kv", options.common.policy).into());
         }
         let config = KvRouterConfig::default();
         let event_threads = event_threads.unwrap_or(config.router_event_threads as usize);
@@ -97,7 +99,7 @@ fn worker_request(worker: WorkerId, options: &Replay) -> WorkerRequest {
     WorkerRequest {
         worker_id: worker.0,
         endpoint: Some(format!("http://worker-{worker}:8000")),
-        block_size: Some(options.common.block_size),
+        block_size: Some(options.common.block_size.get()),
         data_parallel_size: Some(options.common.dp_size),
         max_num_batched_tokens: Some(8_192),
         ..WorkerRequest::default()
@@ -120,8 +122,8 @@ impl Target for Peer {
 
     const NAME: &'static str = "dynamo-kv-router";
 
-    fn hash(tokens: &[u32], block_size: u32) -> Vec<BlockHash> {
-        let hashes = compute_block_hash_for_seq(tokens, block_size, BlockHashOptions::default());
+    fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
+        let hashes = compute_block_hash_for_seq(tokens, block_size.get(), BlockHashOptions::default());
         hashes.into_iter().map(|LocalBlockHash(hash)| BlockHash(hash)).collect()
     }
 
