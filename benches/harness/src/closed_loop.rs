@@ -12,10 +12,10 @@
 //!
 //! **What counts as the router's CPU**: the process' CPU time over the measured half, all threads, less what the
 //! simulated side took by its thread's CPU clock (engines, building events, copying the next call's tokens, keeping
-//! counts). So hashing of requests, index and booking all count, and so does the loop's own remainder, two readings of a
-//! CPU clock, two of a wall clock, some bookkeeping and several clients' turns: measured over a target that does
-//! nothing, at 8 and 512 ranks, 0.9 to 1.0 µs a request with one client and 1.4 to 2.0 µs with 16. It is the same for every
-//! target.
+//! counts). So hashing of requests, index and booking all count. So does the loop's own remainder, the same for
+//! every target: two readings of a CPU clock, two of a wall clock, bookkeeping, and several clients' turns. Over a
+//! target that does nothing that was 0.9 to 1.0 µs a request with one client and 1.4 to 2.0 µs with 16, at 8 and at
+//! 512 ranks.
 //!
 //! **Order of events.** A rank's events are delivered in the order in which its engine made them, by one client at a
 //! time: a client that finds a delivery under way leaves its events to it and goes on. Nobody waits for a lock.

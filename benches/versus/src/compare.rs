@@ -73,7 +73,8 @@ impl Compare {
                 let report = self.child(subject, threads, workers, clients)?;
                 writeln!(
                     io::stderr(),
-                    "{threads} threads, {workers} workers, {clients} clients, pair {} of {}: {} {:.1} µs CPU, p50 {:.1} µs, hit rate {:.4}",
+                    "{threads} threads, {workers} workers, {clients} clients, pair {} of {}: \
+                     {} {:.1} µs CPU, p50 {:.1} µs, hit rate {:.4}",
                     pair + 1,
                     self.pairs,
                     report.target,

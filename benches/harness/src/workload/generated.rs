@@ -1,6 +1,6 @@
 //! Invents a workload: conversations of several turns behind shared system prompts.
 //!
-//! At any time [`LIVE`] conversations go on. Each request belongs to one drawn among them: it says all that was said
+//! At any time 256 conversations go on. Each request belongs to one drawn among them: it says all that was said
 //! in that conversation so far, and a new user turn; the reply then joins what was said. Few system prompts serve most
 //! conversations. So there is both kinds of reuse that a router must find: within a conversation, and across them.
 
