@@ -77,7 +77,6 @@ pub(crate) struct Radix {
 
 /// What a shard answers once its turn is given back.
 pub(crate) enum RadixAfter {
-    Nothing,
     Overlap(#[expect(dead_code, reason = "dropping it is the answer")] Leg<RankOverlap, OverlapNext>),
     Flushed(oneshot::Sender<()>),
     Dumped(oneshot::Sender<Vec<RouterEvent>>, Vec<RouterEvent>),
@@ -137,21 +136,21 @@ impl Step for Radix {
     type Msg = RadixMsg;
     type After = RadixAfter;
 
-    fn step(&mut self, msg: RadixMsg) -> RadixAfter {
+    fn step(&mut self, msg: RadixMsg) -> Option<RadixAfter> {
         match msg {
-            RadixMsg::Overlap(leg) => return self.on_overlap(leg),
+            RadixMsg::Overlap(leg) => return Some(self.on_overlap(leg)),
             RadixMsg::Apply { events, permit } => {
                 self.on_apply(&events);
                 drop(permit);
             }
             RadixMsg::Register { rank, slot, generation } => drop(self.index.register(rank, slot, generation)),
             RadixMsg::Remove { rank } => self.on_remove(rank),
-            RadixMsg::Flush(answer) => return RadixAfter::Flushed(answer),
-            RadixMsg::Dump(answer) => return RadixAfter::Dumped(answer, self.index.dump()),
+            RadixMsg::Flush(answer) => return Some(RadixAfter::Flushed(answer)),
+            RadixMsg::Dump(answer) => return Some(RadixAfter::Dumped(answer, self.index.dump())),
             #[cfg(feature = "faults")]
             RadixMsg::Fault(trip) => trip.happen(),
         }
-        RadixAfter::Nothing
+        None
     }
 }
 
@@ -160,7 +159,7 @@ impl After for RadixAfter {
         match self {
             Self::Flushed(answer) => drop(answer.send(())),
             Self::Dumped(answer, events) => drop(answer.send(events)),
-            Self::Nothing | Self::Overlap(_) => {}
+            Self::Overlap(_) => {}
         }
     }
 }

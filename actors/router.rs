@@ -328,9 +328,7 @@ impl Router {
         let shard = &self.shared().shards[shard];
         let gate: Arc<Semaphore> = Arc::clone(&shard.gate);
         let permit = gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)?;
-        if shard.turn.tell(RadixMsg::Apply { events, permit }) {
-            tokio::task::yield_now().await; // the woken shard may sit in this thread's own slot
-        }
+        shard.turn.tell(RadixMsg::Apply { events, permit });
         Ok(())
     }
 

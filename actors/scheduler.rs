@@ -9,7 +9,6 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use smallvec::SmallVec;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::Instant;
@@ -18,7 +17,7 @@ use super::clock::Clock;
 use super::gather::{Leg, Onward, Watch};
 use super::sequence::{Book, Sequence, SequenceAfter, SequenceMsg};
 use super::supervisor::RetireAck;
-use super::turn::{After, Sent, Step, Turn};
+use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
 use crate::directory::Lease;
 use crate::load::{BoardSlot, PromptBlocks};
@@ -95,6 +94,7 @@ pub(crate) struct Scheduler {
     /// By slot.
     peers: Vec<Option<Peer>>,
     effects: VecDeque<Effect<Ticket>>,
+    after: SchedulerAfter,
     /// The batch in flight: since when, and its answers so far.
     in_flight: Option<(Instant, Watch<LoadAnswer, LoadNext>)>,
     /// One timer at a time; when it fires it goes on for the batch then in flight.
@@ -108,7 +108,7 @@ pub(crate) struct Scheduler {
 /// What callers hear once the scheduler's turn is given back.
 #[derive(Default)]
 pub(crate) struct SchedulerAfter {
-    booked: SmallVec<[SequenceAfter; 1]>,
+    sequences: Vec<Afters<SequenceAfter>>,
     answers: Vec<(Ticket, Answered)>,
 }
 
@@ -119,6 +119,7 @@ impl Scheduler {
             schedule: Schedule::new(config),
             peers: Vec::new(),
             effects: VecDeque::new(),
+            after: SchedulerAfter::default(),
             in_flight: None,
             timer_armed: false,
             clock,
@@ -143,7 +144,7 @@ impl Scheduler {
         let here = |peer: &&mut Option<Peer>| peer.as_ref().is_some_and(|peer| peer.generation == generation);
         if let Some(peer) = self.peers.get_mut(slot.index()).filter(here).and_then(Option::take) {
             // The ack goes with the message: whatever becomes of it, the supervisor hears.
-            drop(peer.turn.send(SequenceMsg::Retire(ack)));
+            peer.turn.send(SequenceMsg::Retire(ack)).keep_in(&mut self.after.sequences);
         }
     }
 
@@ -164,7 +165,6 @@ impl Scheduler {
 
     /// Performs effects until none are left, those that follow from answers that came at once included.
     fn perform(&mut self) -> SchedulerAfter {
-        let mut after = SchedulerAfter::default();
         let now = self.clock.now();
         while let Some(effect) = self.effects.pop_front() {
             match effect {
@@ -178,19 +178,17 @@ impl Scheduler {
                     let Ticket { lease: Some(lease), answer, .. } = ticket else { continue };
                     let Some(Some(peer)) = self.peers.get(decision.slot.index()) else { continue };
                     let book = Book { lease, decision, number, answer, now };
-                    if let Sent::Ran(booked) = peer.turn.send(SequenceMsg::Book(book)) {
-                        after.booked.push(booked);
-                    }
+                    peer.turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
                 }
-                Effect::Report { ticket, decision } => after.answers.push((ticket, Answered::Placed(decision))),
-                Effect::Survey { ticket, loads } => after.answers.push((ticket, Answered::Surveyed(loads))),
-                Effect::Reject { ticket, reason } => after.answers.push((ticket, Answered::Rejected(reason))),
+                Effect::Report { ticket, decision } => self.after.answers.push((ticket, Answered::Placed(decision))),
+                Effect::Survey { ticket, loads } => self.after.answers.push((ticket, Answered::Surveyed(loads))),
+                Effect::Reject { ticket, reason } => self.after.answers.push((ticket, Answered::Rejected(reason))),
             }
         }
         if self.schedule.batch_in_flight().is_none() {
             self.in_flight = None;
         }
-        after
+        std::mem::take(&mut self.after)
     }
 
     /// Asks the shortlisted ranks. The answers, if all of them came while asking.
@@ -200,7 +198,7 @@ impl Scheduler {
         let first = Leg::first(query.slots.len(), next);
         for slot in query.slots {
             if let Some(Some(peer)) = self.peers.get(slot.index()) {
-                drop(peer.turn.send(SequenceMsg::Load { leg: first.fork(), now }));
+                peer.turn.send(SequenceMsg::Load { leg: first.fork(), now }).keep_in(&mut self.after.sequences);
             }
         }
         let answers = first.watch();
@@ -231,7 +229,7 @@ impl Step for Scheduler {
     type Msg = SchedulerMsg;
     type After = SchedulerAfter;
 
-    fn step(&mut self, msg: SchedulerMsg) -> SchedulerAfter {
+    fn step(&mut self, msg: SchedulerMsg) -> Option<SchedulerAfter> {
         match msg {
             SchedulerMsg::Decide(request) => self.step_schedule(Input::Request(request)),
             SchedulerMsg::Loads { batch, answers } => self.step_schedule(Input::Loads { batch, answers }),
@@ -241,13 +239,13 @@ impl Step for Scheduler {
             #[cfg(feature = "faults")]
             SchedulerMsg::Fault(trip) => trip.happen(),
         }
-        self.perform()
+        Some(self.perform())
     }
 }
 
 impl After for SchedulerAfter {
     fn deliver(self) {
-        self.booked.into_iter().for_each(After::deliver);
+        self.sequences.into_iter().for_each(Afters::deliver);
         for (ticket, answer) in self.answers {
             let Ticket { answer: caller, permit, .. } = ticket;
             drop(permit);

@@ -62,9 +62,7 @@ pub(crate) struct Sequence {
 
 /// What a sequence actor answers once its turn is given back.
 pub(crate) enum SequenceAfter {
-    Nothing,
     Booked { answer: oneshot::Sender<Answered>, decision: Decision },
-    Loads(#[expect(dead_code, reason = "dropping it is the answer")] Leg<LoadAnswer, LoadNext>),
     Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
 }
 
@@ -96,16 +94,15 @@ impl Sequence {
         sequence
     }
 
-    fn on_load(&self, leg: Leg<LoadAnswer, LoadNext>, now: Timestamp) -> SequenceAfter {
+    fn on_load(&self, leg: &Leg<LoadAnswer, LoadNext>, now: Timestamp) {
         let prompts = leg.next().prompts();
         let shared_blocks: SmallVec<_> =
             prompts.iter().map(|prompt| self.active.project(prompt).shared_blocks).collect();
         let (slot, generation) = (self.slot, self.generation);
         leg.push(LoadAnswer { slot, generation, load: self.active.load(now), shared_blocks });
-        SequenceAfter::Loads(leg)
     }
 
-    fn on_book(&mut self, book: Book) -> SequenceAfter {
+    fn on_book(&mut self, book: Book) -> Option<SequenceAfter> {
         let Book { lease, decision, number, answer, now } = book;
         if number.incarnation == self.incarnation {
             self.applied = number.number;
@@ -116,7 +113,7 @@ impl Sequence {
         }
         self.publish(now);
         // A lease that ended first has no caller left; its answer is dropped.
-        if booked { SequenceAfter::Booked { answer, decision } } else { SequenceAfter::Nothing }
+        booked.then_some(SequenceAfter::Booked { answer, decision })
     }
 
     fn on_look(&mut self, lease: &Lease) {
@@ -177,21 +174,16 @@ impl Step for Sequence {
     type Msg = SequenceMsg;
     type After = SequenceAfter;
 
-    fn step(&mut self, msg: SequenceMsg) -> SequenceAfter {
+    fn step(&mut self, msg: SequenceMsg) -> Option<SequenceAfter> {
         match msg {
-            SequenceMsg::Load { leg, now } => self.on_load(leg, now),
-            SequenceMsg::Book(book) => self.on_book(book),
-            SequenceMsg::Look(lease) => {
-                self.on_look(&lease);
-                SequenceAfter::Nothing
-            }
-            SequenceMsg::Retire(ack) => self.on_retire(ack),
+            SequenceMsg::Load { leg, now } => self.on_load(&leg, now),
+            SequenceMsg::Book(book) => return self.on_book(book),
+            SequenceMsg::Look(lease) => self.on_look(&lease),
+            SequenceMsg::Retire(ack) => return Some(self.on_retire(ack)),
             #[cfg(feature = "faults")]
-            SequenceMsg::Fault(trip) => {
-                trip.happen();
-                SequenceAfter::Nothing
-            }
+            SequenceMsg::Fault(trip) => trip.happen(),
         }
+        None
     }
 }
 
@@ -200,7 +192,7 @@ impl After for SequenceAfter {
         match self {
             // A caller that has gone has ended its lease, and asked for the look that frees the booking.
             Self::Booked { answer, decision } => drop(answer.send(Answered::Placed(decision))),
-            Self::Nothing | Self::Loads(_) | Self::Retired(_) => {}
+            Self::Retired(_) => {}
         }
     }
 }

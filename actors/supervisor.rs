@@ -19,7 +19,7 @@ use super::router::WorkerEntry;
 use super::scheduler::{Peer, Scheduler, SchedulerMsg};
 use super::sequence::Sequence;
 use super::shared::{Phase, Seat, Shared, Status};
-use super::turn::{Step, Turn, TurnActor};
+use super::turn::{Step, Turn, TurnActor, Wake};
 use crate::error::MembershipError;
 use crate::load::BoardSlot;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
@@ -393,7 +393,7 @@ impl State {
         &mut self,
         turn: &Arc<Turn<S>>,
         role: Role,
-    ) -> Result<ActorRef<S::Msg>, ActorProcessingErr> {
+    ) -> Result<ActorRef<Wake<S>>, ActorProcessingErr> {
         let (actor, _) = Actor::spawn_linked(None, TurnActor::new(), Arc::clone(turn), self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), role);
         Ok(actor)

@@ -1,22 +1,31 @@
 //! Turns: how a message reaches an actor without waking a thread for it.
 //!
-//! A cast wakes the actor's task, and that, not the work, is most of what it costs. So an actor's state lives in
-//! a [`Turn`], and a message to an *idle* actor runs on its sender's thread: nothing queued, the lock free. In
-//! every other case it goes through the actor's mailbox as any cast does.
+//! A cast wakes the actor's task, and that, not the work, is most of what it costs. So an actor's state and inbox
+//! live in a [`Turn`], and whoever brings a message takes the turn if it is free: it handles what waits in the inbox,
+//! then its own message, on its own thread. Where the turn is taken, the message goes into the inbox, and whoever
+//! has the turn handles it before leaving, for a while; then it wakes the actor, which goes on.
 //!
-//! Owns the state's lock and the count of messages in the mailbox. Promises one step at a time, first-in
-//! first-out order for each sender, that nobody blocks while holding a turn, and that a step that panicked makes
-//! its actor a dead one: its messages are dropped, and what is dropped is answered as lost. Leaves to the
-//! supervisor the opening of a turn with fresh state, and knows nothing of what the states are.
+//! Owns the state's lock and the inbox. Promises one step at a time, first-in first-out order, that no message is left
+//! behind while the turn is free, that nobody blocks or spins for a turn, and that a step that panicked makes its actor
+//! a dead one: its messages are dropped, and what is dropped is answered as lost. Leaves to the supervisor the opening
+//! of a turn with fresh state, to gates how much may wait, and knows nothing of what the states are.
+//!
+//! Why nothing is left behind: a sender puts its message into the inbox before it tries for the turn once more, and
+//! whoever gives a turn back looks into the inbox afterwards, each with a full fence between: one of the two sees the
+//! other. Nested turns are the same: a message to an actor whose turn this very thread has waits until it is given back.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
+use smallvec::SmallVec;
+
+/// Messages of others that a sender handles before it leaves the rest to the actor.
+const FAVOURS_MAX: usize = 16;
 
 /// The state of an actor: one message at a time.
 pub(crate) trait Step: Send + Sized + 'static {
@@ -26,7 +35,7 @@ pub(crate) trait Step: Send + Sized + 'static {
     type After: After;
 
     /// Handles one message. Messages to other actors leave from in here.
-    fn step(&mut self, msg: Self::Msg) -> Self::After;
+    fn step(&mut self, msg: Self::Msg) -> Option<Self::After>;
 }
 
 /// Answers that wait until a turn is given back, so that whoever they wake finds the actor free.
@@ -34,163 +43,175 @@ pub(crate) trait After: Send {
     fn deliver(self);
 }
 
-/// How a message went.
+/// The answers that a sender has to deliver once it holds no turn: its own message's, and those of others that it
+/// handled on the way.
 #[must_use = "answers in it are undelivered"]
-pub(crate) enum Sent<A> {
-    /// It was handled on this thread.
-    Ran(A),
-    /// It is in the mailbox.
-    Queued,
-    /// The actor is dead: the message was dropped.
-    Lost,
-}
+pub(crate) struct Afters<A>(SmallVec<[A; 1]>);
 
-impl<A: After> Sent<A> {
-    /// Delivers the answers; whether the message went into the mailbox, so that its actor must run.
-    pub(crate) fn deliver(self) -> bool {
-        match self {
-            Self::Ran(after) => after.deliver(),
-            Self::Queued => return true,
-            Self::Lost => {}
+impl<A: After> Afters<A> {
+    /// Keeps the answers for later, if there are any.
+    pub(crate) fn keep_in(self, later: &mut Vec<Self>) {
+        if !self.0.is_empty() {
+            later.push(self);
         }
-        false
+    }
+
+    pub(crate) fn deliver(self) {
+        self.0.into_iter().for_each(After::deliver);
     }
 }
-
-/// How often a handler whose turn is lent lets other tasks run before it sleeps. A turn takes microseconds.
-const YIELDS_MAX: u32 = 1_000;
-
-/// How long it sleeps between tries then.
-const RETRY: Duration = Duration::from_millis(1);
 
 /// An actor's state and its address, the same across restarts.
 pub(crate) struct Turn<S: Step> {
     /// Absent before the first start and after the last stop; poisoned when a step panicked.
     state: Mutex<Option<S>>,
-    /// Messages in the mailbox.
-    queued: AtomicUsize,
-    /// The only lasting holder of the actor's reference. Casts hold it for reading, a change for writing, so that
-    /// the count above always belongs to this mailbox.
-    mailbox: RwLock<Option<ActorRef<S::Msg>>>,
+    inbox: Mutex<VecDeque<S::Msg>>,
+    /// Messages in the inbox, to be seen without its lock.
+    waiting: AtomicUsize,
+    /// The only lasting holder of the actor's reference.
+    actor: Mutex<Option<ActorRef<Wake<S>>>>,
 }
+
+/// Tells an actor that its inbox wants it.
+pub(crate) struct Wake<S>(PhantomData<fn() -> S>);
+
+type State<'a, S> = MutexGuard<'a, Option<S>>;
 
 impl<S: Step> Turn<S> {
     /// A turn that nobody can take yet.
     pub(crate) fn closed() -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(None), queued: AtomicUsize::new(0), mailbox: RwLock::new(None) })
+        Arc::new(Self {
+            state: Mutex::new(None),
+            inbox: Mutex::default(),
+            waiting: AtomicUsize::new(0),
+            actor: Mutex::new(None),
+        })
     }
 
-    /// Handles `msg` here if the actor is idle, else puts it in its mailbox.
-    pub(crate) fn send(&self, msg: S::Msg) -> Sent<S::After> {
-        if self.queued.load(Ordering::Acquire) == 0 {
+    /// Handles `msg` here if the turn is free, else leaves it to whoever has the turn. Never blocks.
+    pub(crate) fn send(&self, msg: S::Msg) -> Afters<S::After> {
+        let mut afters = Afters(SmallVec::new());
+        if self.waiting.load(Ordering::Relaxed) == 0 {
             match self.state.try_lock() {
-                Ok(state) if state.is_none() => return Sent::Lost,
-                Ok(state) if self.queued.load(Ordering::Acquire) == 0 => return self.lend(state, msg),
-                Ok(_) | Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Poisoned(_)) => return Sent::Lost,
+                Ok(state) => self.handle_one(state, msg, &mut afters),
+                Err(TryLockError::WouldBlock) => self.push(msg),
+                Err(TryLockError::Poisoned(_)) => return afters, // dead: dropping the message answers it
             }
+        } else {
+            self.push(msg);
         }
-        self.cast(msg)
+        self.handle_waiting(&mut afters);
+        afters
     }
 
     /// Sends, and delivers the answers. Not from inside another turn.
-    pub(crate) fn tell(&self, msg: S::Msg) -> bool {
-        self.send(msg).deliver()
+    pub(crate) fn tell(&self, msg: S::Msg) {
+        self.send(msg).deliver();
     }
 
-    /// Runs the step on this thread. A panic is the actor's, not the sender's.
-    fn lend(&self, state: MutexGuard<'_, Option<S>>, msg: S::Msg) -> Sent<S::After> {
+    /// Handles what waits, for a while, unless somebody has the turn: they will.
+    fn handle_waiting(&self, afters: &mut Afters<S::After>) {
+        let mut favours = 0;
+        loop {
+            fence(Ordering::SeqCst); // after the turn was given back, before looking: see the module's head
+            if self.waiting.load(Ordering::Relaxed) == 0 {
+                return;
+            }
+            if favours == FAVOURS_MAX {
+                return self.wake();
+            }
+            match self.state.try_lock() {
+                Ok(state) => match self.pop() {
+                    Some(msg) => self.handle_one(state, msg, afters),
+                    None => drop(state),
+                },
+                Err(TryLockError::WouldBlock) => return,
+                Err(TryLockError::Poisoned(_)) => return self.drop_waiting(),
+            }
+            favours += 1;
+        }
+    }
+
+    /// One step. A panic is the actor's, not the sender's.
+    fn handle_one(&self, state: State<'_, S>, msg: S::Msg, afters: &mut Afters<S::After>) {
         let step = move || {
             let mut state = state; // dropped by the panic, which poisons the turn
-            state.as_mut().map(|state| state.step(msg))
+            state.as_mut().and_then(|state| state.step(msg))
         };
         match catch_unwind(AssertUnwindSafe(step)) {
-            Ok(Some(after)) => Sent::Ran(after),
-            Ok(None) => Sent::Lost,
-            Err(panic) => {
-                self.die(&panic);
-                Sent::Lost
-            }
+            Ok(after) => afters.0.extend(after),
+            Err(panic) => self.die(&panic),
         }
     }
 
-    fn cast(&self, msg: S::Msg) -> Sent<S::After> {
-        let mailbox = self.mailbox.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(actor) = mailbox.as_ref() else { return Sent::Lost };
-        self.queued.fetch_add(1, Ordering::AcqRel);
-        match actor.send_message(msg) {
-            Ok(()) => Sent::Queued,
-            Err(_dead) => {
-                self.queued.fetch_sub(1, Ordering::AcqRel);
-                Sent::Lost
-            }
+    fn push(&self, msg: S::Msg) {
+        let mut inbox = self.inbox();
+        inbox.push_back(msg);
+        self.waiting.store(inbox.len(), Ordering::Relaxed);
+    }
+
+    fn pop(&self) -> Option<S::Msg> {
+        let mut inbox = self.inbox();
+        let msg = inbox.pop_front();
+        self.waiting.store(inbox.len(), Ordering::Relaxed);
+        msg
+    }
+
+    fn drop_waiting(&self) {
+        let mut inbox = self.inbox();
+        self.waiting.store(0, Ordering::Relaxed);
+        let dropped = std::mem::take(&mut *inbox);
+        drop(inbox);
+        drop(dropped); // outside the lock: what is dropped is answered
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, VecDeque<S::Msg>> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner) // no step runs under it
+    }
+
+    fn actor(&self) -> MutexGuard<'_, Option<ActorRef<Wake<S>>>> {
+        self.actor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        if let Some(actor) = self.actor().as_ref() {
+            drop(actor.send_message(Wake(PhantomData))); // a dead actor's inbox is dropped when its death is heard of
         }
     }
 
-    /// What the actor's own handler does with a message from its mailbox.
-    ///
-    /// Waits for its turn without blocking the thread: whoever has lent it may be slow, or stuck for good.
-    async fn handle(&self, msg: S::Msg) -> Result<(), ActorProcessingErr> {
-        let mut msg = Some(msg);
-        let mut tries = 0;
-        let after = loop {
-            match self.state.try_lock() {
-                Ok(mut state) => {
-                    self.queued.fetch_sub(1, Ordering::AcqRel);
-                    break state.as_mut().zip(msg.take()).map(|(state, msg)| state.step(msg));
-                }
-                Err(TryLockError::Poisoned(_)) => return Err("a lent turn panicked".into()),
-                Err(TryLockError::WouldBlock) => tries += 1,
-            }
-            if tries < YIELDS_MAX {
-                tokio::task::yield_now().await;
-            } else {
-                tokio::time::sleep(RETRY).await;
-            }
-        };
-        if let Some(after) = after {
-            after.deliver();
-        }
-        Ok(())
-    }
-
-    /// A lent step panicked: the actor follows, so that its supervisor hears of it.
+    /// A step panicked: the actor follows, so that its supervisor hears of it.
     fn die(&self, panic: &Box<dyn Any + Send>) {
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        if let Some(actor) = self.mailbox.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if let Some(actor) = self.actor().as_ref() {
             actor.stop(Some(format!("panicked: {text}")));
         }
+        self.drop_waiting();
     }
 
-    /// Opens the turn for `actor` with fresh state. Messages sent while `state` is being built wait in the mailbox.
-    pub(crate) fn open(&self, actor: ActorRef<S::Msg>, state: impl FnOnce() -> S) {
+    /// Opens the turn for `actor` with fresh state. Messages sent while `state` is being built wait.
+    pub(crate) fn open(&self, actor: ActorRef<Wake<S>>, state: impl FnOnce() -> S) {
         let mut turn = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let old_mailbox = self.set_mailbox(Some(actor));
+        let old_actor = self.actor().replace(actor);
         let old = turn.replace(state());
         self.state.clear_poison();
         drop(turn);
-        drop((old, old_mailbox)); // outside: what they hold may be answered by being dropped
+        drop((old, old_actor)); // outside: what they hold may be answered by being dropped
+        self.wake();
     }
 
-    /// Closes the turn for good; what the state holds is dropped, and messages from here on are lost.
+    /// Closes the turn for good; what it holds is dropped, and messages from here on are lost.
     pub(crate) fn close(&self) {
-        let old_mailbox = self.set_mailbox(None);
         let old = self.state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(actor) = &old_mailbox {
+        if let Some(actor) = self.actor().take() {
             actor.stop(None);
         }
-        drop((old, old_mailbox));
-    }
-
-    fn set_mailbox(&self, actor: Option<ActorRef<S::Msg>>) -> Option<ActorRef<S::Msg>> {
-        let mut mailbox = self.mailbox.write().unwrap_or_else(PoisonError::into_inner);
-        self.queued.store(0, Ordering::Release);
-        std::mem::replace(&mut *mailbox, actor)
+        drop(old);
+        self.handle_waiting(&mut Afters(SmallVec::new())); // without a state to handle them, they are dropped
     }
 }
 
-/// The ractor actor around a turn: its mailbox and its place in the supervision tree.
+/// The ractor actor around a turn: its place in the supervision tree, and its own thread of work.
 pub(crate) struct TurnActor<S>(PhantomData<fn() -> S>);
 
 impl<S> TurnActor<S> {
@@ -200,20 +221,23 @@ impl<S> TurnActor<S> {
 }
 
 impl<S: Step> Actor for TurnActor<S> {
-    type Msg = S::Msg;
+    type Msg = Wake<S>;
     type State = Arc<Turn<S>>;
     type Arguments = Arc<Turn<S>>;
 
-    async fn pre_start(&self, _: ActorRef<S::Msg>, turn: Arc<Turn<S>>) -> Result<Arc<Turn<S>>, ActorProcessingErr> {
+    async fn pre_start(&self, _: ActorRef<Wake<S>>, turn: Arc<Turn<S>>) -> Result<Arc<Turn<S>>, ActorProcessingErr> {
         Ok(turn)
     }
 
     async fn handle(
         &self,
-        _: ActorRef<S::Msg>,
-        msg: S::Msg,
+        _: ActorRef<Wake<S>>,
+        _: Wake<S>,
         turn: &mut Arc<Turn<S>>,
     ) -> Result<(), ActorProcessingErr> {
-        turn.handle(msg).await
+        let mut afters = Afters(SmallVec::new());
+        turn.handle_waiting(&mut afters);
+        afters.deliver();
+        Ok(())
     }
 }
