@@ -3,6 +3,7 @@
 //! Owns nothing of the router. A fault travels as a message like any other, so it strikes where real work would be.
 
 use std::sync::mpsc;
+use std::thread::JoinHandle;
 
 use super::radix::{RadixMsg, shard_of};
 use super::router::Router;
@@ -25,11 +26,21 @@ pub enum Fault {
     Sequence(WorkerRank),
 }
 
-/// Holds a wedged actor; dropping it lets the actor go on.
+/// Holds a wedged actor; dropping it lets the actor go on, and waits until it has caught up.
 #[derive(Debug)]
 #[must_use = "dropping it ends the wedge"]
 pub struct Wedge {
-    _release: mpsc::Sender<()>,
+    release: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<bool>>,
+}
+
+impl Drop for Wedge {
+    fn drop(&mut self) {
+        drop(self.release.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // a panic there is the drill's own business
+        }
+    }
 }
 
 /// What happens when the message is handled.
@@ -65,8 +76,8 @@ impl Router {
     pub fn wedge(&self, fault: Fault) -> Option<Wedge> {
         let ((release, until_dropped), (stuck, is_stuck)) = (mpsc::channel(), mpsc::channel());
         let router = self.clone();
-        std::thread::spawn(move || router.trip(fault, Trip::Wedge { stuck, until_dropped }));
-        is_stuck.recv().ok().map(|()| Wedge { _release: release })
+        let thread = std::thread::spawn(move || router.trip(fault, Trip::Wedge { stuck, until_dropped }));
+        is_stuck.recv().ok().map(|()| Wedge { release: Some(release), thread: Some(thread) })
     }
 
     fn trip(&self, fault: Fault, trip: Trip) -> bool {
