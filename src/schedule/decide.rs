@@ -184,25 +184,26 @@ impl<T> Schedule<T> {
         let picked = if self.config.temperature > 0.0 {
             draw.sampled(&costs, self.config.temperature)
         } else {
-            draw.cheapest(eligible.iter().zip(&costs).map(|((_, rank, _), cost)| (rank.rank, *cost)))
+            draw.cheapest(
+                eligible.iter().zip(&costs).enumerate().map(|(n, ((_, rank, _), cost))| (n, rank.rank, *cost)),
+            )
         };
         picked.map_or(Choice::None, |picked| Choice::Rank(eligible[picked].0))
     }
 
     /// The least exact cost, if no rank that is known only by its bounds could be as cheap.
     fn cheapest_within_bounds(&self, draw: Draw, bounds: &[Bounds]) -> Choice {
-        let ranks = self.ranks.as_slice();
-        let exact = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == bounds.hi && bounds.hi.is_finite());
-        let positions = || exact.clone().map(|(position, _)| position);
-        let costs = exact.clone().map(|(position, bounds)| (ranks[position].rank, bounds.lo));
-        let Some(position) = draw.cheapest(costs).and_then(|picked| positions().nth(picked)) else {
-            return Choice::AskAgain;
-        };
-        let least = bounds[position].lo;
-        if bounds.iter().any(|bounds| bounds.lo < bounds.hi && bounds.lo <= least) {
-            return Choice::AskAgain;
+        let mut least_unproven = f64::INFINITY;
+        let exact = self.ranks.as_slice().iter().zip(bounds).enumerate().filter_map(|(position, (rank, bounds))| {
+            if bounds.lo < bounds.hi {
+                least_unproven = least_unproven.min(bounds.lo);
+            }
+            (bounds.lo == bounds.hi && bounds.lo.is_finite()).then_some((position, rank.rank, bounds.lo))
+        });
+        match draw.cheapest(exact) {
+            Some(position) if bounds[position].lo < least_unproven => Choice::Rank(position),
+            Some(_) | None => Choice::AskAgain,
         }
-        Choice::Rank(position)
     }
 
     /// The position with the least load; ties go to the highest lot.
@@ -330,6 +331,7 @@ impl<T> Schedule<T> {
 }
 
 /// Bounds of a rank's cost. One that may not be chosen costs infinitely much.
+#[inline]
 fn bounds<T>(
     cost: &KvCost,
     rank: &Rank,

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
+use super::rank::Candidate;
 use super::*;
 use crate::config::Fanout;
 use crate::hashing::sequence_hashes;
 use crate::load::{ActiveSequences, BoardLoad};
 use crate::protocol::{BlockHash, BookingId, WorkerId};
-use crate::select::Policy;
+use crate::select::{CostFacts, Policy};
 
 const NOW: Timestamp = Timestamp(0);
 
@@ -194,6 +195,33 @@ proptest! {
         let shortlist = serially(&config(policy, reuse, Fanout::Shortlist), ranks, &requests);
         prop_assert_eq!(&all.placed, &shortlist.placed);
         prop_assert!(shortlist.asked_ranks <= all.asked_ranks);
+    }
+
+    /// What the board says of a rank holds the truth, whatever was booked, freed or is still under way.
+    #[test]
+    fn every_ranks_bounds_hold_the_exact_load(
+        reuse: bool, ranks in 1usize..6, requests in prop::collection::vec(asked(), 1..40), newcomer in asked(),
+    ) {
+        let config = config(Policy::RoundRobin, reuse, Fanout::Shortlist);
+        let mut fleet = serially(&config, ranks, &requests);
+        fleet.schedule.ranks.refresh(NOW);
+        fleet.request(u64::MAX, &newcomer, &config); // for its prompt; round robin books it somewhere
+        let prompt = fleet.prompts[&u64::MAX].clone();
+        let mark = prompt.mark();
+        fleet.free(u64::MAX);
+        fleet.schedule.ranks.refresh(NOW);
+        let cost = config.kv_cost();
+        for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.nodes) {
+            let projected = rank.project(Candidate { prompt: &prompt, mark: &mark, in_batch: 0 });
+            let exact = u64::from(node.active.project(&prompt).potential_blocks);
+            let (lo, hi) = projected.potential_blocks;
+            prop_assert!(lo <= exact && exact <= hi, "{exact} is not in {lo}..={hi}");
+            let tokens = node.active.load(NOW).prefill_tokens;
+            prop_assert!(projected.prefill_tokens.0 <= tokens && tokens <= projected.prefill_tokens.1);
+            let facts = CostFacts { isl_tokens: 400, potential_blocks: exact, prefill_tokens: tokens, ..CostFacts::default() };
+            let bounds = cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens);
+            prop_assert!(bounds.lo <= cost.cost(&facts) && cost.cost(&facts) <= bounds.hi);
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use crate::protocol::WorkerRank;
 /// let draw = Draw { seed: 7, request: 3 };
 /// assert_eq!(draw.key(a), draw.key(a));
 /// assert_ne!(draw.key(a), draw.key(b));
-/// assert_eq!(draw.cheapest([(a, 2.0), (b, 1.0)]), Some(1));
+/// assert_eq!(draw.cheapest([("dear", a, 2.0), ("cheap", b, 1.0)]), Some("cheap"));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Draw {
@@ -45,19 +45,22 @@ impl Draw {
         (xxh3_64_with_seed(&self.request.to_le_bytes(), self.seed) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Position of the lowest cost; exact ties go to the highest lot, so each is equally likely.
-    pub fn cheapest(&self, candidates: impl IntoIterator<Item = (WorkerRank, f64)>) -> Option<usize> {
-        let mut best: Option<(usize, WorkerRank, f64)> = None;
-        for (position, (rank, cost)) in candidates.into_iter().enumerate() {
-            let wins = match best {
+    /// Whoever has the lowest cost; exact ties go to the highest lot, so each is equally likely.
+    pub fn cheapest<T>(&self, candidates: impl IntoIterator<Item = (T, WorkerRank, f64)>) -> Option<T> {
+        let mut best: Option<(T, WorkerRank, f64)> = None;
+        for candidate in candidates {
+            let wins = match &best {
                 None => true,
-                Some((_, champion, least)) => cost < least || cost == least && self.key(rank) > self.key(champion),
+                Some((_, champion, least)) => {
+                    let (_, rank, cost) = &candidate;
+                    cost < least || cost == least && self.key(*rank) > self.key(*champion)
+                }
             };
             if wins {
-                best = Some((position, rank, cost));
+                best = Some(candidate);
             }
         }
-        best.map(|(position, ..)| position)
+        best.map(|(chosen, ..)| chosen)
     }
 
     /// Position drawn with the [`softmax`] probabilities of the costs at `temperature` > 0.
@@ -128,7 +131,7 @@ mod tests {
         let mut won = [0u32; 4];
         for request in 0..4000 {
             let draw = Draw { seed: 1, request };
-            let pick = || draw.cheapest(ranks.iter().map(|&r| (r, 5.0)));
+            let pick = || draw.cheapest(ranks.iter().enumerate().map(|(n, &r)| (n, r, 5.0)));
             assert_eq!(pick(), pick());
             won[pick().expect("four candidates")] += 1;
         }
