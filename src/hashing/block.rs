@@ -7,7 +7,8 @@
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::const_xxh3::const_custom_default_secret;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_secret, xxh3_64_with_seed};
 
 use super::BASE_SEED;
 use super::mm::{MmBlock, MmBlocks};
@@ -143,49 +144,50 @@ impl<'a> BlockHasher<'a> {
     }
 }
 
-/// Longest input that xxh3 hashes straight from its seed. For longer ones it first derives a secret from the
-/// seed, every time; the streaming state derives it once per prompt.
+/// Longest input that xxh3 hashes straight from its seed. Longer ones are hashed with a secret derived from it.
 const SECRETLESS_BYTES_MAX: usize = 240;
-
-/// What xxh3 consumes at a time. The streaming state is slow to finish an input that is no multiple of it.
-const STRIPE_BYTES: usize = 64;
 
 /// Size of the buffer through which tokens reach the hash; a multiple of a token's four bytes.
 const BUFFER_BYTES: usize = 1024;
 
-/// Hashes block after block of one prompt through the same buffer.
+/// Hashes block after block of one prompt through the same buffer, with a secret derived once.
 ///
 /// Tokens are copied because safe code cannot view `&[u32]` as bytes; the copy is one `memcpy` on little-endian
-/// machines. Both ways of hashing give the same value, and each is kept for where it is faster. 12,000 tokens,
-/// microseconds, best of 40 runs on a shared 2-core AMD EPYC without `target-cpu`:
-///
-/// | tokens per window | 16 | 64 | 65 | 128 | 512 |
-/// |---|---|---|---|---|---|
-/// | one shot | 5.3 | 5.2 | 6.4 | 3.7 | 2.6 |
-/// | streaming | 8.3 | 4.6 | 8.3 | 3.1 | 2.6 |
-/// | one shot, a fresh zeroed buffer per block | 25 | 10 | | 6.4 | 3.3 |
-/// | one shot without any copy, were it possible | 2.2 | 4.5 | 4.8 | 3.1 | 1.9 |
+/// machines. What was tried, for 12,000 tokens in microseconds, best of 40 runs on a shared 2-core AMD EPYC without
+/// `target-cpu`: deriving the secret for every window 5.2 at 64 tokens a window, the streaming state 4.6, a secret
+/// derived once 3.1; a fresh zeroed buffer for every block doubled any of them.
 struct Content {
     seed: u64,
+    secret: [u8; 192],
+    /// For what does not fit the buffer.
     stream: Xxh3,
     buffer: [u8; BUFFER_BYTES],
 }
 
 impl Content {
     fn new(seed: u64) -> Self {
-        Self { seed, stream: Xxh3::with_seed(seed), buffer: [0; BUFFER_BYTES] }
+        let secret = const_custom_default_secret(seed);
+        Self { seed, secret, stream: Xxh3::with_seed(seed), buffer: [0; BUFFER_BYTES] }
     }
 
     fn hash(&mut self, tokens: &[u32], mm: &[MmBlock]) -> BlockHash {
         let token_bytes = size_of_val(tokens);
         let bytes = token_bytes + size_of::<u64>() * mm.len();
-        if bytes <= SECRETLESS_BYTES_MAX || bytes <= BUFFER_BYTES && !bytes.is_multiple_of(STRIPE_BYTES) {
-            self.fill(tokens);
-            for (to, object) in self.buffer[token_bytes..bytes].chunks_exact_mut(size_of::<u64>()).zip(mm) {
-                to.copy_from_slice(&object.mm_hash.to_le_bytes());
-            }
-            return BlockHash(xxh3_64_with_seed(&self.buffer[..bytes], self.seed));
+        if bytes > BUFFER_BYTES {
+            return self.hash_in_parts(tokens, mm);
         }
+        self.fill(tokens);
+        for (to, object) in self.buffer[token_bytes..bytes].chunks_exact_mut(size_of::<u64>()).zip(mm) {
+            to.copy_from_slice(&object.mm_hash.to_le_bytes());
+        }
+        let content = &self.buffer[..bytes];
+        BlockHash(match bytes {
+            ..=SECRETLESS_BYTES_MAX => xxh3_64_with_seed(content, self.seed),
+            _ => xxh3_64_with_secret(content, &self.secret),
+        })
+    }
+
+    fn hash_in_parts(&mut self, tokens: &[u32], mm: &[MmBlock]) -> BlockHash {
         self.stream.reset();
         for tokens in tokens.chunks(BUFFER_BYTES / size_of::<u32>()) {
             let filled = self.fill(tokens);
