@@ -175,9 +175,9 @@ impl Scheduler {
                     }
                 }
                 Effect::Book { ticket, decision, number } => {
-                    let Ticket { lease: Some(lease), answer, .. } = ticket else { continue };
+                    let Ticket { lease: Some(lease), answer, permit } = ticket else { continue };
                     let Some(Some(peer)) = self.peers.get(decision.slot.index()) else { continue };
-                    let book = Book { lease, decision, number, answer, now };
+                    let book = Book { lease, decision, number, answer, permit, now };
                     peer.turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
                 }
                 Effect::Report { ticket, decision } => self.after.answers.push((ticket, Answered::Placed(decision))),

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use smallvec::SmallVec;
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::clock::Clock;
 use super::gather::Leg;
@@ -44,6 +44,8 @@ pub(crate) struct Book {
     pub(crate) decision: Decision,
     pub(crate) number: BookNumber,
     pub(crate) answer: oneshot::Sender<Answered>,
+    /// The request's place in the waiting room.
+    pub(crate) permit: OwnedSemaphorePermit,
     pub(crate) now: Timestamp,
 }
 
@@ -62,7 +64,7 @@ pub(crate) struct Sequence {
 
 /// What a sequence actor answers once its turn is given back.
 pub(crate) enum SequenceAfter {
-    Booked { answer: oneshot::Sender<Answered>, decision: Decision },
+    Booked { answer: oneshot::Sender<Answered>, decision: Decision, permit: OwnedSemaphorePermit },
     Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
 }
 
@@ -103,7 +105,7 @@ impl Sequence {
     }
 
     fn on_book(&mut self, book: Book) -> Option<SequenceAfter> {
-        let Book { lease, decision, number, answer, now } = book;
+        let Book { lease, decision, number, answer, permit, now } = book;
         if number.incarnation == self.incarnation {
             self.applied = number.number;
         }
@@ -113,7 +115,7 @@ impl Sequence {
         }
         self.publish(now);
         // A lease that ended first has no caller left; its answer is dropped.
-        booked.then_some(SequenceAfter::Booked { answer, decision })
+        booked.then_some(SequenceAfter::Booked { answer, decision, permit })
     }
 
     fn on_look(&mut self, lease: &Lease) {
@@ -190,8 +192,11 @@ impl Step for Sequence {
 impl After for SequenceAfter {
     fn deliver(self) {
         match self {
-            // A caller that has gone has ended its lease, and asked for the look that frees the booking.
-            Self::Booked { answer, decision } => drop(answer.send(Answered::Placed(decision))),
+            Self::Booked { answer, decision, permit } => {
+                drop(permit);
+                // A caller that has gone has ended its lease, and asked for the look that frees the booking.
+                drop(answer.send(Answered::Placed(decision)));
+            }
             Self::Retired(_) => {}
         }
     }

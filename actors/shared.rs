@@ -29,7 +29,7 @@ pub(crate) struct Shared {
     pub(crate) scheduler: Arc<Turn<Scheduler>>,
     /// None where overlap counts for nothing.
     pub(crate) shards: Vec<Shard>,
-    /// Requests waiting for a decision.
+    /// Requests waiting for an answer.
     pub(crate) waiting_room: Arc<Semaphore>,
     /// By slot. Written by the supervisor.
     seats: RwLock<Vec<Option<Arc<Seat>>>>,

@@ -83,7 +83,7 @@ pub struct RouterConfig {
     pub fanout: Fanout,
     /// How long a load query may take before the board's values stand in, in milliseconds. Default 5, at least 1.
     pub load_query_timeout_ms: u64,
-    /// Requests waiting for a decision at once; one more is refused. Default 65,536, at least 1.
+    /// Requests waiting for an answer at once; one more is refused. Default 65,536, at least 1.
     pub requests_max: u32,
     /// Blocks named by KV events that one shard may have waiting; senders wait beyond. Default 1,048,576, at least 1.
     pub event_blocks_max: u32,

@@ -313,3 +313,44 @@ async fn callers_that_leave_early_leave_nothing_behind() {
     drop(wedge);
     assert_at_rest(&router).await; // answered behind the fifty, which booked nothing
 }
+
+#[tokio::test]
+async fn requests_beyond_the_waiting_room_are_refused_by_name() {
+    let router = router(RouterConfig { requests_max: 1, ..config() }, 1).await;
+    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let waiting = tokio::spawn({
+        let router = router.clone();
+        async move { router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.map(|p| p.rank()) }
+    });
+    while router.health().leases == 0 {
+        tokio::task::yield_now().await;
+    }
+    let refused = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect_err("one waits");
+    assert_eq!(refused, RouteError::Overloaded { requests_max: 1 });
+    drop(wedge);
+    assert_eq!(waiting.await.expect("no panic"), Ok(rank(0)));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
+    let router = router(RouterConfig { event_blocks_max: 15, index_shards: 2, ..config() }, 2).await;
+    let wedge = router.wedge(Fault::Radix(rank(0))).expect("there is one");
+    let prompt = tokens(1, 10);
+    router.apply_events(vec![stored(rank(0), &prompt)]).await.expect("room for ten blocks of fifteen");
+    let beyond = tokio::spawn({
+        let (router, event) = (router.clone(), stored(rank(0), &tokens(2, 10)));
+        async move { router.apply_events(vec![event]).await }
+    });
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert!(!beyond.is_finished(), "ten more blocks must wait");
+    router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("another shard, another gate");
+    drop(wedge);
+    beyond.await.expect("no panic").expect("up");
+    router.flush().await.expect("up");
+    assert_eq!(router.dump_events().await.expect("up").len(), 3);
+    // More blocks than the gate ever lets wait take all of it, one batch at a time.
+    router.apply_events(vec![stored(rank(0), &tokens(3, 40))]).await.expect("up");
+}
