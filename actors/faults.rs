@@ -84,9 +84,9 @@ impl Router {
         let shared = self.shared();
         match fault {
             Fault::Supervisor => return self.supervisor().send_message(SupervisorMsg::Fault(trip)).is_ok(),
-            Fault::Scheduler => drop(shared.scheduler.tell(SchedulerMsg::Fault(trip))),
+            Fault::Scheduler => shared.scheduler.tell(SchedulerMsg::Fault(trip)),
             Fault::Radix(rank) => match shared.shards.get(shard_of(rank, shared.shards.len())) {
-                Some(shard) => drop(shard.turn.tell(RadixMsg::Fault(trip))),
+                Some(shard) => shard.turn.tell(RadixMsg::Fault(trip)),
                 None => return false,
             },
             Fault::Sequence(rank) => match shared.seat_of(rank) {

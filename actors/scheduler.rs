@@ -113,10 +113,16 @@ pub(crate) struct SchedulerAfter {
 }
 
 impl Scheduler {
-    pub(crate) fn new(config: RouterConfig, clock: Clock, runtime: Handle, myself: &Arc<Turn<Self>>) -> Self {
+    pub(crate) fn new(
+        config: RouterConfig,
+        incarnation: u32,
+        clock: Clock,
+        runtime: Handle,
+        myself: &Arc<Turn<Self>>,
+    ) -> Self {
         Self {
             load_query_timeout: config.load_query_timeout(),
-            schedule: Schedule::new(config),
+            schedule: Schedule::new(config, incarnation),
             peers: Vec::new(),
             effects: VecDeque::new(),
             after: SchedulerAfter::default(),

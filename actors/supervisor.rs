@@ -70,6 +70,8 @@ pub(crate) struct State {
     free_slots: BTreeSet<Slot>,
     children: AHashMap<ActorId, Role>,
     removals: Vec<Removal>,
+    /// Restarts of the scheduler.
+    scheduler_incarnation: u32,
     budget: RestartBudget,
     /// Dropped with the state, however that happens.
     _guard: FailGuard,
@@ -146,6 +148,7 @@ impl Actor for Supervisor {
             free_slots: BTreeSet::new(),
             children: AHashMap::new(),
             removals: Vec::new(),
+            scheduler_incarnation: 0,
         };
         state.start_scheduler().await?;
         for shard in 0..state.shared.shards.len() {
@@ -376,9 +379,9 @@ impl State {
     async fn start_scheduler(&mut self) -> Result<(), ActorProcessingErr> {
         let turn = Arc::clone(&self.shared.scheduler);
         let actor = self.spawn(&turn, Role::Scheduler).await?;
-        let (config, clock) = (self.shared.config.clone(), self.shared.clock);
+        let (config, clock, incarnation) = (self.shared.config.clone(), self.shared.clock, self.scheduler_incarnation);
         turn.open(actor, || {
-            let mut scheduler = Scheduler::new(config, clock, Handle::current(), &turn);
+            let mut scheduler = Scheduler::new(config, incarnation, clock, Handle::current(), &turn);
             for running in self.seats.iter().flatten().filter(|running| !running.retiring) {
                 let Seat { rank, slot, generation, turn, .. } = &*running.seat;
                 let (board, turn) = (Arc::clone(&running.board), Arc::clone(turn));
@@ -416,7 +419,10 @@ impl State {
         }
         tracing::warn!(role = role.name(), reason, "an actor died and is restarted");
         match role {
-            Role::Scheduler => self.start_scheduler().await?,
+            Role::Scheduler => {
+                self.scheduler_incarnation += 1;
+                self.start_scheduler().await?;
+            }
             Role::Radix(shard) => self.restart_radix(shard).await?,
             Role::Sequence(slot) => self.restart_sequence(slot).await?,
         }

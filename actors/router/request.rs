@@ -116,7 +116,8 @@ impl BestMatch {
         }
     }
 
-    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed.
+    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed. Counted from 0;
+    /// after the n-th loss of the scheduler, from n × 2^32.
     #[must_use]
     pub fn decision(&self) -> u64 {
         self.decision

@@ -248,15 +248,19 @@ struct Batch<T> {
 
 impl<T> Schedule<T> {
     /// An empty scheduler under a validated configuration.
+    ///
+    /// `incarnation` counts its restarts: requests and batches are numbered from a base of its own, so that an answer to
+    /// an earlier incarnation's question is nobody's.
     #[must_use]
-    pub fn new(config: RouterConfig) -> Self {
+    pub fn new(config: RouterConfig, incarnation: u32) -> Self {
+        let base = u64::from(incarnation) << 32;
         Self {
             config,
             ranks: Ranks::default(),
             waiting: VecDeque::new(),
             in_flight: None,
-            requests: 0,
-            batches: 0,
+            requests: base,
+            batches: base,
             turns: 0,
             scratch: decide::Scratch::default(),
         }

@@ -37,7 +37,7 @@ struct Fleet {
 impl Fleet {
     fn new(config: RouterConfig, ranks: usize) -> Self {
         let mut fleet = Self {
-            schedule: Schedule::new(config),
+            schedule: Schedule::new(config, 0),
             nodes: Vec::new(),
             effects: VecDeque::new(),
             prompts: BTreeMap::new(),
@@ -341,7 +341,7 @@ fn round_robin_takes_turns_in_rank_order() {
 #[test]
 fn a_dead_incarnations_books_leave_the_overlay() {
     let config = config(Policy::LeastLoaded, true, Fanout::Shortlist);
-    let mut schedule = Schedule::<u64>::new(config);
+    let mut schedule = Schedule::<u64>::new(config, 0);
     let mut effects = VecDeque::new();
     let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
     for (slot, board) in boards.iter().enumerate() {
@@ -370,4 +370,25 @@ fn a_dead_incarnations_books_leave_the_overlay() {
     let (slot, number) = book(&mut schedule);
     assert_eq!((slot, number), (Slot(0), BookNumber { incarnation: 1, number: 1 }));
     assert_eq!(book(&mut schedule).0, Slot(0), "one there, two here");
+}
+
+#[test]
+fn an_answer_to_an_earlier_incarnation_is_nobodys() {
+    let config = config(Policy::Kv, true, Fanout::All);
+    let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
+    let first_question = |incarnation| {
+        let mut fleet = Fleet::new(config.clone(), 2);
+        fleet.schedule = Schedule::new(config.clone(), incarnation);
+        for (slot, node) in fleet.nodes.iter().enumerate() {
+            let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
+            let (generation, board) = (Generation(1), Arc::clone(&node.board));
+            let admit = Input::Admit { rank, slot, generation, board };
+            fleet.schedule.step(admit, NOW, &mut fleet.effects);
+        }
+        fleet.request(0, &asked, &config);
+        fleet.request(1, &asked, &config);
+        fleet.request(2, &asked, &config);
+        fleet.asked.front().expect("a twin of what runs must be asked about").batch
+    };
+    assert_ne!(first_question(0), first_question(1));
 }
