@@ -90,7 +90,7 @@ impl Sequence {
         let now = clock.now();
         for lease in directory.booked_on(slot, generation) {
             lease.clear_dirty(); // a look on its way to the dead actor is lost
-            sequence.count_in(&lease, now);
+            sequence.count_in(&lease, lease.arrival(), now); // its prefill has been under way since about then
         }
         sequence.publish(now);
         sequence
@@ -111,7 +111,7 @@ impl Sequence {
         }
         let booked = decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint);
         if booked {
-            self.count_in(&lease, now);
+            self.count_in(&lease, now, now);
         }
         self.publish(now);
         // A lease that ended first has no caller left; its answer is dropped.
@@ -141,10 +141,10 @@ impl Sequence {
         SequenceAfter::Retired(ack)
     }
 
-    /// Counts a booked lease in, with whatever it has reported of itself already.
-    fn count_in(&mut self, lease: &Lease, now: Timestamp) {
+    /// Counts a lease in that was booked `at` some time, with whatever it has reported of itself already.
+    fn count_in(&mut self, lease: &Lease, at: Timestamp, now: Timestamp) {
         // A booking number is used once, so it cannot be a duplicate; were it one, it would be counted already.
-        let _ = self.active.book(lease.booking(), lease.prompt().clone(), lease.hint(), now);
+        let _ = self.active.book(lease.booking(), lease.prompt().clone(), lease.hint(), at);
         self.agree_with(lease, now);
         if lease.state() == LeaseState::Ended {
             self.active.free(lease.booking(), now); // ended since; the look that says so may have been lost

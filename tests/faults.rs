@@ -132,6 +132,20 @@ async fn bookings_of_a_killed_sequence_actor_are_restored() {
 }
 
 #[tokio::test]
+async fn a_restored_prefill_has_not_lost_its_progress() {
+    tokio::time::pause();
+    let router = router(config(), 1).await;
+    let prompt = tokens(1, 250);
+    let request = AddRequest::new("a", rank(0), Prompt::Tokens(&prompt));
+    let request = AddRequest { expected_prefill_duration: Some(Duration::from_secs(10)), ..request };
+    router.add_request(request).await.expect("booked");
+    tokio::time::advance(Duration::from_secs(4)).await;
+    assert!(router.inject(Fault::Sequence(rank(0))));
+    restarted(&router, 1).await;
+    assert_eq!(loads(&router).await, [(1, 250, 600)]);
+}
+
+#[tokio::test]
 async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
     let router = router(RouterConfig { index_shards: 2, ..config() }, 4).await;
     let prompt = tokens(1, 10);
