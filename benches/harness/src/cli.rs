@@ -63,6 +63,13 @@ pub struct Common {
     /// Selection policy
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
+    /// Let the other clients run after each request, as callers that wait for an engine would
+    ///
+    /// Without it clients go on at once: those of a router that suspends them queue behind each other inside its route,
+    /// and route times have that queue in them, while a router that answers at once serves few of them at a time. With
+    /// it they queue between requests, untimed, and all are concurrent over either router.
+    #[arg(long)]
+    pub take_turns: bool,
     /// Seed of the router's draws and of a generated workload
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -139,6 +146,7 @@ impl Replay {
             kv_blocks: self.common.kv_blocks,
             inflight: self.common.inflight,
             clients: self.clients,
+            take_turns: self.common.take_turns,
         };
         let progress = progress_bar(workload.len() as u64);
         let rss_before_bytes = rss_bytes();
@@ -154,7 +162,7 @@ impl Common {
     /// These arguments as a command line has them, for a run in a process of its own.
     #[must_use]
     pub fn to_arguments(&self) -> Vec<OsString> {
-        let Self { trace, dp_size, block_size, kv_blocks, inflight, shards, limit, policy, seed } = self;
+        let Self { trace, dp_size, block_size, kv_blocks, inflight, shards, limit, policy, take_turns, seed } = self;
         let given = [
             ("--trace", trace.as_ref().map(OsString::from)),
             ("--dp-size", Some(dp_size.to_string().into())),
@@ -166,7 +174,8 @@ impl Common {
             ("--policy", Some(policy_name(*policy).into())),
             ("--seed", Some(seed.to_string().into())),
         ];
-        given.into_iter().filter_map(|(flag, value)| Some([flag.into(), value?])).flatten().collect()
+        let given = given.into_iter().filter_map(|(flag, value)| Some([flag.into(), value?])).flatten();
+        given.chain(take_turns.then(|| "--take-turns".into())).collect()
     }
 
     /// The prompts to replay.
@@ -203,7 +212,7 @@ mod tests {
     #[test]
     fn arguments_read_back_as_they_were_written() {
         let all = "test --trace t.jsonl --dp-size 2 --block-size 16 --kv-blocks 9 --inflight 3 --shards 4 --limit 7 \
-                   --policy random --seed 5";
+                   --policy random --take-turns --seed 5";
         for line in [all, "test"] {
             let common = Arguments::parse_from(line.split_whitespace()).replay.common;
             let written = std::iter::once("test".into()).chain(common.to_arguments());

@@ -5,17 +5,23 @@
 //! `inflight`. Half the requests warm caches and fill the in-flight set; the other half is measured. Between the two
 //! every client has stopped, so each clock reading falls on a whole number of requests.
 //!
-//! Of several clients, each gives way to the others after each request, as a caller that waits for its engine does.
-//! A router whose answer is ready at once never suspends its caller, and the first clients on the runtime's threads
-//! would otherwise run the whole half alone, beside the requests that the others hold and never free: 16 clients over 8
-//! ranks then hit 0.150 where they hit 0.179 in turn.
+//! **Turns.** A client goes from one request to the next without a pause, unless it takes turns
+//! ([`Shape::take_turns`]): then it lets the others run after each request, as a caller that waits for its engine does.
+//! That shows two things that one run cannot:
+//!
+//! - Without turns, several clients of a router that suspends its callers queue behind each other inside `route`, and
+//!   that queue is most of its p99. One whose answer is ready at once suspends nobody: as many clients as the runtime
+//!   has threads run most of a half alone, beside what the others hold and do not free. 16 clients over 8 ranks then
+//!   hit 0.150 where they hit 0.179 in turn.
+//! - With turns they queue between requests, where nobody's `route` is timed: all clients are concurrent, whatever the
+//!   router does, and `route` is what a call takes that does not wait for a thread first.
 //!
 //! **What counts as the router's CPU**: the process' CPU time over the measured half, all threads, less what the
 //! simulated side took by its thread's CPU clock (engines, building events, copying the next call's tokens, keeping
 //! counts). So hashing of requests, index and booking all count. So does the loop's own remainder, the same for
-//! every target: two readings of a CPU clock, two of a wall clock, bookkeeping, and several clients' turns. Over a
-//! target that does nothing that was 0.9 to 1.0 µs a request with one client and 1.4 to 2.0 µs with 16, at 8 and at
-//! 512 ranks.
+//! every target: two readings of a CPU clock, two of a wall clock, bookkeeping, and turns where clients take them.
+//! Over a target that does nothing that was 0.9 to 1.0 µs a request with one client and 1.4 to 2.0 µs with 16 that
+//! take turns, at 8 and at 512 ranks.
 //!
 //! **Order of events.** A rank's events are delivered in the order in which its engine made them, by one client at a
 //! time: a client that finds a delivery under way leaves its events to it and goes on. Nobody waits for a lock.
@@ -52,6 +58,8 @@ pub struct Shape {
     pub inflight: usize,
     /// Concurrent callers.
     pub clients: usize,
+    /// Whether they let each other run after each request. One client has nobody to let.
+    pub take_turns: bool,
 }
 
 /// What the measured half cost and found.
@@ -167,7 +175,7 @@ pub async fn run<T: Target>(
         fleet: shape.fleet,
         ranks,
         cursor: AtomicUsize::new(0),
-        gives_way: shape.clients > 1,
+        takes_turns: shape.take_turns && shape.clients > 1,
         progress,
     });
 
@@ -238,8 +246,8 @@ struct Shared<T: Target> {
     ranks: Vec<Rank<T>>,
     /// The next request to take.
     cursor: AtomicUsize,
-    /// Whether clients give way to each other after each request.
-    gives_way: bool,
+    /// Whether clients let each other run after each request.
+    takes_turns: bool,
     progress: ProgressBar,
 }
 
@@ -341,7 +349,7 @@ impl<T: Target> Client<T> {
                 shared.ranks[index].inflight.fetch_sub(1, Relaxed);
             }
             // A caller would now wait for its engine, and others would have their turn.
-            if shared.gives_way {
+            if shared.takes_turns {
                 tokio::task::yield_now().await;
             }
         }

@@ -43,6 +43,8 @@ pub struct Report {
     pub dp_size: u32,
     /// Concurrent callers.
     pub clients: usize,
+    /// Whether they let each other run after each request.
+    pub take_turns: bool,
     /// Runtime threads; a router's own come on top and count too.
     pub threads: usize,
     /// Requests held out.
@@ -92,6 +94,7 @@ impl Report {
             workers: options.workers,
             dp_size: common.dp_size,
             clients: options.clients,
+            take_turns: common.take_turns,
             threads: options.threads,
             inflight: common.inflight,
             block_size: common.block_size.get(),
@@ -127,12 +130,13 @@ impl Report {
         let mib = |bytes: Option<u64>| bytes.map_or("unknown".to_owned(), |bytes| format!("{} MiB", bytes >> 20));
         writeln!(
             out,
-            "{}, policy {}: {} workers of {} ranks, {} clients, {} threads, {} in flight, {} requests measured",
+            "{}, policy {}: {} workers of {} ranks, {} clients{}, {} threads, {} in flight, {} requests measured",
             self.target,
             policy_name(self.policy),
             self.workers,
             self.dp_size,
             self.clients,
+            if self.take_turns { " in turn" } else { "" },
             self.threads,
             self.inflight,
             self.requests
@@ -222,6 +226,7 @@ mod tests {
             assert!(json[key].is_number(), "{key}: {line}");
         }
         assert_eq!(json["policy"], "kv");
+        assert_eq!(json["take_turns"], false);
         for key in ["p50", "p99", "p999"] {
             assert!(json["route_us"][key].is_f64(), "{key}: {line}");
         }

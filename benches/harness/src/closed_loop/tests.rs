@@ -8,7 +8,8 @@ use super::*;
 use crate::target::Routed;
 use crate::workload::generated::generate;
 
-const SHAPE: Shape = Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1 };
+const SHAPE: Shape =
+    Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1, take_turns: false };
 const BLOCK_SIZE: NonZeroU32 = NonZeroU32::new(64).expect("not zero");
 
 /// Takes ranks in turn, and holds the loop to its word: events come in order, and every booking ends once.
@@ -101,18 +102,18 @@ impl Target for Strict {
     }
 }
 
-fn run_strict(target: Strict, clients: usize) -> Result<Outcome, LoopError> {
+fn run_strict(target: Strict, clients: usize, take_turns: bool) -> Result<Outcome, LoopError> {
     let workload = Workload::prepare::<Strict>(generate(400, 1), BLOCK_SIZE);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
-    runtime.block_on(run(target, workload, Shape { clients, ..SHAPE }, None, ProgressBar::hidden()))
+    runtime.block_on(run(target, workload, Shape { clients, take_turns, ..SHAPE }, None, ProgressBar::hidden()))
 }
 
 #[test]
 fn every_booking_ends_and_events_stay_in_order_whatever_the_clients() {
-    for clients in [1, 7] {
+    for (clients, take_turns) in [(1, false), (7, false), (7, true)] {
         let target = Strict::new(None);
         let booked = Arc::clone(&target.booked);
-        let outcome = run_strict(target, clients).expect("runs");
+        let outcome = run_strict(target, clients, take_turns).expect("runs");
         assert!(booked.lock().expect("alive").is_empty());
         assert_eq!((outcome.requests, outcome.route_ns.len()), (200, 200));
         assert!((1..outcome.prompt_blocks).contains(&outcome.cached_blocks));
@@ -123,6 +124,6 @@ fn every_booking_ends_and_events_stay_in_order_whatever_the_clients() {
 
 #[test]
 fn a_refusal_names_target_step_and_request() {
-    let error = run_strict(Strict::new(Some("request-250")), 1).expect_err("refused");
+    let error = run_strict(Strict::new(Some("request-250")), 1, false).expect_err("refused");
     assert_eq!(error.to_string(), "strict could not route request 250: no room");
 }
