@@ -90,6 +90,13 @@ pub struct Replay {
     /// Threads of the runtime that callers and router share
     #[arg(long, default_value_t = 2, value_parser = positive())]
     pub threads: usize,
+    /// Drill: crash an actor every so many requests, each kind in turn [default: none]
+    ///
+    /// The scheduler, the index shard of the rank just chosen, then that rank's sequence actor. Standard error says at
+    /// the end how many were restarted. What a lost shard knew is not sent again, and the dying is on the router's
+    /// account, so figures of a drill compare with no others.
+    #[arg(long, value_name = "REQUESTS")]
+    pub kill_every: Option<NonZeroU32>,
     /// Print the report as one JSON object
     #[arg(long)]
     pub json: bool,
@@ -228,6 +235,7 @@ mod tests {
             ("--limit", "1"),
             ("--block-size", "0"),
             ("--dp-size", "4097"),
+            ("--kill-every", "0"),
             ("--policy", "best"),
         ] {
             let error = Arguments::try_parse_from(["test", flag, value]).err().expect("refused").to_string();

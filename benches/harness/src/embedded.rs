@@ -1,11 +1,17 @@
-//! Pointsman's own [`Router`] as a target, through the public API that any gateway uses.
+//! Pointsman's own [`Router`] as a target, through the public API that any gateway uses; in a drill, with actors
+//! crashed under way.
 
+use std::io::{self, Write};
 use std::num::NonZeroU32;
+use std::panic;
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
+use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerRank};
-use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::cli::Replay;
 use crate::engine::Change;
@@ -16,7 +22,19 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
 
 /// The running router.
 #[derive(Debug)]
-pub struct Embedded(Router);
+pub struct Embedded {
+    router: Router,
+    drill: Option<Drill>,
+}
+
+/// Kills an actor every so many requests.
+#[derive(Debug)]
+struct Drill {
+    every: NonZeroU32,
+    requests: AtomicU32,
+    /// Requests that the router gave up, having lost them again and again; their callers asked again.
+    given_up: AtomicU32,
+}
 
 impl Embedded {
     /// Starts a router over the fleet of `options`, at its defaults but for what they name.
@@ -31,6 +49,7 @@ impl Embedded {
             policy: common.policy,
             index_shards: common.shards.unwrap_or(defaults.index_shards),
             seed: common.seed,
+            restarts_max: if options.kill_every.is_some() { u32::MAX } else { defaults.restarts_max },
             ..defaults
         };
         let workers = options.fleet().worker_ids().map(|worker| {
@@ -38,8 +57,52 @@ impl Embedded {
             (worker, WorkerConfig { data_parallel_size: common.dp_size, max_num_batched_tokens: Some(8_192), ..at })
         });
         let builder = workers.fold(Router::builder(config), |builder, (worker, config)| builder.worker(worker, config));
-        Ok(Self(builder.start().await?))
+        let drill = options.kill_every.map(Drill::new);
+        Ok(Self { router: builder.start().await?, drill })
     }
+}
+
+impl Drill {
+    fn new(every: NonZeroU32) -> Self {
+        keep_quiet_about_drills();
+        Self { every, requests: AtomicU32::new(0), given_up: AtomicU32::new(0) }
+    }
+
+    /// One more request has been placed, on `rank`.
+    fn count(&self, router: &Router, rank: WorkerRank) {
+        let requests = self.requests.fetch_add(1, Relaxed) + 1;
+        if requests.is_multiple_of(self.every.get()) {
+            let faults = [Fault::Scheduler, Fault::Radix(rank), Fault::Sequence(rank)];
+            let turn = (requests / self.every - 1) as usize % faults.len();
+            router.inject(faults[turn]); // in vain where the policy keeps no index
+        }
+    }
+
+    /// What came of it. An actor that was dead already is not restarted twice.
+    fn write(&self, router: &Router, mut out: impl Write) -> io::Result<()> {
+        let (health, blows) = (router.health(), self.requests.load(Relaxed) / self.every);
+        let (restarts, cold) = (health.restarts, health.cold.len());
+        let given_up = self.given_up.load(Relaxed);
+        writeln!(
+            out,
+            "drill: {blows} blows, {restarts} actors restarted, {given_up} requests given up and asked again, \
+             {cold} of {} ranks cold at the end",
+            health.ranks
+        )
+    }
+}
+
+/// Leaves out the message, and the backtrace that the environment may ask for, of each panic that a drill has made.
+fn keep_quiet_about_drills() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let others = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if info.payload().downcast_ref::<&str>() != Some(&"a drill") {
+                others(info);
+            }
+        }));
+    });
 }
 
 impl Target for Embedded {
@@ -63,16 +126,25 @@ impl Target for Embedded {
     }
 
     async fn route(&self, call: Call) -> Result<Routed<Placement>, Refusal> {
-        let handle = self.0.route(RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens))).await?;
-        Ok(Routed { rank: handle.rank(), handle })
+        let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
+        loop {
+            match (self.router.route(request).await, &self.drill) {
+                (Ok(handle), _) => return Ok(Routed { rank: handle.rank(), handle }),
+                (Err(RouteError::Lost { .. }), Some(drill)) => drill.given_up.fetch_add(1, Relaxed),
+                (Err(error), _) => return Err(error.into()),
+            };
+        }
     }
 
     async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Refusal> {
-        Ok(self.0.apply_events(events).await?)
+        Ok(self.router.apply_events(events).await?)
     }
 
     async fn prefill_completed(&self, handle: &mut Placement) -> Result<(), Refusal> {
         handle.prefill_completed();
+        if let Some(drill) = &self.drill {
+            drill.count(&self.router, handle.rank());
+        }
         Ok(())
     }
 
@@ -82,7 +154,11 @@ impl Target for Embedded {
     }
 
     async fn shutdown(self) {
-        self.0.shutdown(SHUTDOWN_MAX).await;
+        if let Some(drill) = &self.drill {
+            // Nothing is left to tell if standard error is gone.
+            let _ = drill.write(&self.router, io::stderr());
+        }
+        self.router.shutdown(SHUTDOWN_MAX).await;
     }
 }
 
@@ -111,6 +187,33 @@ mod tests {
         let random = replay(&format!("{fleet} --policy random"));
         assert_eq!((kv.requests, kv.policy), (300, pointsman::select::Policy::Kv));
         assert!(kv.hit_rate > random.hit_rate + 0.05, "{} against {}", kv.hit_rate, random.hit_rate);
+    }
+
+    #[test]
+    fn every_kind_of_actor_dies_and_routing_goes_on() {
+        let fleet = "--limit 600 --inflight 32 --workers 4 --dp-size 2 --clients 5 --shards 2";
+        let drilled = replay(&format!("{fleet} --kill-every 7"));
+        assert_eq!((drilled.requests, drilled.kill_every), (300, NonZeroU32::new(7)));
+    }
+
+    #[tokio::test]
+    async fn a_drill_strikes_every_so_many_requests() {
+        let options = Arguments::parse_from(["test", "--workers", "2", "--kill-every", "2"]).replay;
+        let target = Embedded::start(&options).await.expect("starts");
+        for request in 1..=12_u32 {
+            let call = Call { id: request.to_string(), tokens: vec![request; 200] };
+            let mut handle = target.route(call).await.expect("placed").handle;
+            target.prefill_completed(&mut handle).await.expect("counted");
+            while target.router.health().restarts < u64::from(request / 2) {
+                tokio::task::yield_now().await;
+            }
+        }
+        let mut said = Vec::new();
+        target.drill.as_ref().expect("a drill").write(&target.router, &mut said).expect("written");
+        let said = String::from_utf8(said).expect("text");
+        assert!(said.starts_with("drill: 6 blows, 6 actors restarted, 0 requests given up"), "{said}");
+        assert!(said.ends_with("2 of 2 ranks cold at the end\n"), "{said}");
+        target.shutdown().await;
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What a run reports: one flat object.
 
 use std::io::{self, Write};
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -57,6 +58,8 @@ pub struct Report {
     pub shards: Option<u32>,
     /// Seed of the router, and of the workload when that is generated.
     pub seed: u64,
+    /// Every how many requests an actor was crashed; absent when none was.
+    pub kill_every: Option<NonZeroU32>,
 }
 
 /// Three points of a latency distribution, in µs, within 0.1 %.
@@ -101,6 +104,7 @@ impl Report {
             kv_blocks: common.kv_blocks,
             shards: common.shards,
             seed: common.seed,
+            kill_every: options.kill_every,
         }
     }
 

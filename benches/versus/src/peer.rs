@@ -50,6 +50,9 @@ impl Peer {
         if options.common.policy != Policy::Kv {
             return Err(format!("the peer has no policy {:?}, only Kv", options.common.policy).into());
         }
+        if options.kill_every.is_some() {
+            return Err("the peer has no actors to kill".into());
+        }
         let config = KvRouterConfig::default();
         let event_threads = event_threads.unwrap_or(config.router_event_threads as usize);
         let service = SelectionServiceBuilder::new(config, WorkerType::Aggregated, RouterPluginRegistry::default())

@@ -132,7 +132,7 @@ mod tests {
             "event_blocks_per_request": 1.0, "hit_rate": 0.25, "load_max_over_mean": 1.5,
             "rss_bytes": 5 << 20, "rss_before_bytes": 2 << 20, "requests": 1, "policy": "kv", "workers": 8,
             "dp_size": 1, "clients": 1, "threads": 2, "inflight": 1, "block_size": 64, "kv_blocks": 1,
-            "shards": null, "seed": 1, "take_turns": false,
+            "shards": null, "seed": 1, "take_turns": false, "kill_every": null,
         }))
         .expect("a report")
     }
