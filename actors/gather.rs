@@ -12,9 +12,15 @@ pub(crate) trait Onward<A>: Send + Sync {
 }
 
 struct Gather<A, N> {
-    answers: Mutex<Vec<A>>,
+    answers: Mutex<Answers<A>>,
     left: AtomicUsize,
     next: N,
+}
+
+struct Answers<A> {
+    given: Vec<A>,
+    /// The asker has gone on without the rest: each answer now goes on by itself.
+    taken: bool,
 }
 
 /// The right to answer once.
@@ -24,10 +30,16 @@ pub(crate) struct Leg<A, N: Onward<A>> {
     counts: bool,
 }
 
+impl<A, N> Gather<A, N> {
+    fn lock<T>(&self, change: impl FnOnce(&mut Answers<A>) -> T) -> T {
+        change(&mut self.answers.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
 impl<A, N: Onward<A>> Leg<A, N> {
     /// The asker's own leg. While it is out, nothing goes on; [`Leg::fork`] makes the others.
     pub(crate) fn first(answers_expected: usize, next: N) -> Self {
-        let answers = Mutex::new(Vec::with_capacity(answers_expected));
+        let answers = Mutex::new(Answers { given: Vec::with_capacity(answers_expected), taken: false });
         Self { gather: Arc::new(Gather { answers, left: AtomicUsize::new(1), next }), counts: true }
     }
 
@@ -49,18 +61,29 @@ impl<A, N: Onward<A>> Leg<A, N> {
 
     /// Adds one answer.
     pub(crate) fn push(&self, answer: A) {
-        self.lock(|answers| answers.push(answer));
+        self.extend(std::iter::once(answer));
     }
 
-    /// Adds answers by writing them straight into the gathered ones.
-    pub(crate) fn lock<T>(&self, add: impl FnOnce(&mut Vec<A>) -> T) -> T {
-        add(&mut self.gather.answers.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Adds answers.
+    pub(crate) fn extend(&self, answers: impl Iterator<Item = A>) {
+        let late = self.gather.lock(|known| {
+            let mut late = Vec::new();
+            if known.taken {
+                late.extend(answers)
+            } else {
+                known.given.extend(answers)
+            }
+            late
+        });
+        if !late.is_empty() {
+            self.gather.next.onward(late);
+        }
     }
 
     /// Gives the leg back. The answers, if it was the last one out: then they do not go on by themselves.
     pub(crate) fn finish(mut self) -> Option<Vec<A>> {
         self.counts = false;
-        self.is_last().then(|| self.lock(std::mem::take))
+        self.is_last().then(|| self.gather.lock(|answers| std::mem::take(&mut answers.given)))
     }
 
     fn is_last(&self) -> bool {
@@ -71,7 +94,7 @@ impl<A, N: Onward<A>> Leg<A, N> {
 impl<A, N: Onward<A>> Drop for Leg<A, N> {
     fn drop(&mut self) {
         if self.counts && self.is_last() {
-            let answers = self.lock(std::mem::take);
+            let answers = self.gather.lock(|answers| std::mem::take(&mut answers.given));
             self.gather.next.onward(answers);
         }
     }
@@ -83,9 +106,12 @@ pub(crate) struct Watch<A, N> {
 }
 
 impl<A, N> Watch<A, N> {
-    /// The answers so far; those that come later go on without them.
+    /// The answers so far; those that come later go on one by one.
     pub(crate) fn take(&self) -> Vec<A> {
-        std::mem::take(&mut self.gather.answers.lock().unwrap_or_else(PoisonError::into_inner))
+        self.gather.lock(|answers| {
+            answers.taken = true;
+            std::mem::take(&mut answers.given)
+        })
     }
 }
 
@@ -113,6 +139,18 @@ mod tests {
         assert!(sink.0.lock().expect("no panic").is_empty(), "b is still out");
         drop(b); // lost: it answers by being dropped
         assert_eq!(*sink.0.lock().expect("no panic"), vec![vec![1]]);
+    }
+
+    #[test]
+    fn answers_that_come_after_the_asker_went_on_follow_one_by_one() {
+        let sink = Sink::default();
+        let first = Leg::first(2, sink.clone());
+        let (a, b, watch) = (first.fork(), first.fork(), first.watch());
+        assert_eq!(first.finish(), None);
+        a.push(1);
+        assert_eq!(watch.take(), vec![1]);
+        b.push(2);
+        assert_eq!(*sink.0.lock().expect("no panic"), vec![vec![2]], "without waiting for a");
     }
 
     #[test]

@@ -69,6 +69,8 @@ impl Onward<RankOverlap> for OverlapNext {
 pub(crate) struct Radix {
     index: Index,
     found: Overlaps,
+    /// Restarts of this shard.
+    incarnation: u32,
     /// Ranks that must be sent again.
     cold: BTreeSet<WorkerRank>,
     supervisor: ActorRef<SupervisorMsg>,
@@ -86,6 +88,7 @@ impl Radix {
     /// A shard that knows its ranks and not what they hold. After a loss, all of them are cold.
     pub(crate) fn new(
         ranks: impl IntoIterator<Item = (WorkerRank, Slot, Generation)>,
+        incarnation: u32,
         cold: BTreeSet<WorkerRank>,
         supervisor: ActorRef<SupervisorMsg>,
     ) -> Self {
@@ -93,13 +96,13 @@ impl Radix {
         for (rank, slot, generation) in ranks {
             index.register(rank, slot, generation);
         }
-        Self { index, found: Overlaps::default(), cold, supervisor, counters: Counters::new() }
+        Self { index, found: Overlaps::default(), incarnation, cold, supervisor, counters: Counters::new() }
     }
 
     fn on_overlap(&mut self, leg: Leg<RankOverlap, OverlapNext>) -> RadixAfter {
         self.index.overlaps(&leg.next().hashes, &mut self.found);
         if !self.found.hits().is_empty() {
-            leg.lock(|answers| answers.extend(self.found.iter().map(rank_overlap)));
+            leg.extend(self.found.iter().map(rank_overlap));
         }
         RadixAfter::Overlap(leg)
     }
@@ -110,7 +113,10 @@ impl Radix {
             applied += self.index.apply(event);
             if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&event.rank) {
                 // What follows a clear is everything the rank holds: it is known again.
-                drop(self.supervisor.send_message(SupervisorMsg::Warmed(event.rank)));
+                drop(
+                    self.supervisor
+                        .send_message(SupervisorMsg::Warmed { rank: event.rank, incarnation: self.incarnation }),
+                );
             }
         }
         self.counters.count(&applied);

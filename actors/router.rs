@@ -25,7 +25,7 @@ use super::shared::{Hold, Phase, Shared};
 use super::supervisor::SupervisorMsg;
 use crate::config::RouterConfig;
 use crate::directory::Lease;
-use crate::error::{Down, MembershipError, RequestError, RouteError};
+use crate::error::{Down, FlushError, MembershipError, RequestError, RouteError};
 use crate::load::Weight;
 use crate::protocol::{RouterEvent, WorkerConfig, WorkerId, WorkerRank};
 use crate::schedule::{Decision, PotentialLoad, Purpose, Request, Target};
@@ -36,6 +36,9 @@ const ATTEMPTS_MAX: u32 = 6;
 
 /// How long one try waits for the lost actor's restart.
 const RESTART_WAIT: Duration = Duration::from_millis(200);
+
+/// How long a shutdown waits for the actors themselves.
+const STOP_WAIT: Duration = Duration::from_millis(200);
 
 /// One registered worker.
 #[derive(Clone, Debug, PartialEq)]
@@ -191,6 +194,7 @@ impl Router {
     /// When no booking has the id.
     pub fn free(&self, request_id: &str) -> Result<(), RequestError> {
         let lease = self.lease(request_id)?;
+        lease.mark_freed();
         self.shared().end(&lease);
         Ok(())
     }
@@ -224,6 +228,7 @@ impl Router {
                 Ok(Answered::Placed(decision)) => return Ok((hold, decision)),
                 Ok(Answered::Rejected(reason)) => return Err(reason.into()),
                 Ok(Answered::Surveyed(_)) => {}
+                Err(_lost) if hold.lease().is_freed() => return Err(RouteError::Freed),
                 Err(_lost) => {
                     drop(hold); // the id is free again for the next try
                     self.wait_for_restart(restarts).await?;
@@ -342,21 +347,21 @@ impl Router {
     /// Returns when every event accepted before this call has been applied.
     ///
     /// # Errors
-    /// When the router is down, or a shard was lost meanwhile (see [`Router::resyncs`]): then those events are lost too.
-    pub async fn flush(&self) -> Result<(), Down> {
+    /// When the router is down, or a shard was lost with events that had been accepted.
+    pub async fn flush(&self) -> Result<(), FlushError> {
         self.each_shard(RadixMsg::Flush).await.map(drop)
     }
 
     /// Everything the index holds, as events that rebuild it, parents first. Reflects every event accepted before this
-    /// call. A shard that was lost meanwhile answers with nothing.
+    /// call.
     ///
     /// # Errors
-    /// When the router is down.
-    pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, Down> {
-        Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().flatten().collect())
+    /// When the router is down, or a shard was lost before it answered.
+    pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, FlushError> {
+        Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().collect())
     }
 
-    async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<Option<T>>, Down> {
+    async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
         self.shared().up()?;
         let mut asked = Vec::new();
         for shard in &self.shared().shards {
@@ -366,9 +371,11 @@ impl Router {
         }
         let mut answers = Vec::new();
         for answer in asked {
-            answers.push(answer.await.ok());
+            match answer.await {
+                Ok(answer) => answers.push(answer),
+                Err(_lost) => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
+            }
         }
-        self.shared().up()?;
         Ok(answers)
     }
 }
@@ -439,7 +446,9 @@ impl Router {
         shared.enter(Phase::Draining);
         drop(tokio::time::timeout(deadline, shared.at_rest()).await);
         let left = shared.directory.len();
-        drop(self.supervisor().get_cell().stop_and_wait(None, None).await);
+        // Stopping takes no time of its own, unless an actor is stuck; nobody waits for that one.
+        drop(self.supervisor().get_cell().stop_and_wait(None, Some(STOP_WAIT)).await);
+        shared.enter(Phase::Stopped);
         left
     }
 
@@ -450,8 +459,12 @@ impl Router {
         self.shared().up()?;
         let (sender, answer) = oneshot::channel();
         self.supervisor().send_message(change(sender)).map_err(|_| Down::Failed)?;
-        let down = || MembershipError::Down(self.shared().up().err().unwrap_or(Down::Failed));
-        answer.await.map_err(|_| down())?
+        // A supervisor that dies may take the question with it unanswered.
+        tokio::select! {
+            biased;
+            Ok(result) = answer => result,
+            down = self.shared().down() => Err(down.into()),
+        }
     }
 
     pub(super) fn shared(&self) -> &Arc<Shared> {

@@ -88,9 +88,13 @@ impl Sequence {
             clock,
         };
         let now = clock.now();
-        for lease in directory.booked_on(slot, generation) {
+        let leases = directory.booked_on(slot, generation);
+        for lease in &leases {
             lease.clear_dirty(); // a look on its way to the dead actor is lost
-            sequence.count_in(&lease, lease.arrival(), now); // its prefill has been under way since about then
+            sequence.book(lease, lease.arrival()); // its prefill has been under way since about then
+        }
+        for lease in &leases {
+            sequence.agree_with(lease, now);
         }
         sequence.publish(now);
         sequence
@@ -111,7 +115,8 @@ impl Sequence {
         }
         let booked = decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint);
         if booked {
-            self.count_in(&lease, now, now);
+            self.book(&lease, now);
+            self.agree_with(&lease, now);
         }
         self.publish(now);
         // A lease that ended first has no caller left; its answer is dropped.
@@ -121,12 +126,7 @@ impl Sequence {
     fn on_look(&mut self, lease: &Lease) {
         let now = self.clock.now();
         lease.clear_dirty(); // before reading: what changes from here on asks for another look
-        match lease.state() {
-            LeaseState::Booked { .. } => self.agree_with(lease, now),
-            LeaseState::Pending | LeaseState::Ended => {
-                self.active.free(lease.booking(), now);
-            }
-        }
+        self.agree_with(lease, now);
         self.publish(now);
     }
 
@@ -141,22 +141,23 @@ impl Sequence {
         SequenceAfter::Retired(ack)
     }
 
-    /// Counts a lease in that was booked `at` some time, with whatever it has reported of itself already.
-    fn count_in(&mut self, lease: &Lease, at: Timestamp, now: Timestamp) {
+    /// Counts a booked lease in.
+    fn book(&mut self, lease: &Lease, at: Timestamp) {
         // A booking number is used once, so it cannot be a duplicate; were it one, it would be counted already.
         let _ = self.active.book(lease.booking(), lease.prompt().clone(), lease.hint(), at);
-        self.agree_with(lease, now);
-        if lease.state() == LeaseState::Ended {
-            self.active.free(lease.booking(), now); // ended since; the look that says so may have been lost
-        }
     }
 
+    /// Brings the bookings up to what the lease says by now.
     fn agree_with(&mut self, lease: &Lease, now: Timestamp) {
         let progress = lease.progress();
         if progress.prefill_completed {
             self.active.complete_prefill(lease.booking(), now);
         }
         self.active.set_output(lease.booking(), &progress.output);
+        match lease.state() {
+            LeaseState::Booked { .. } => {}
+            LeaseState::Pending | LeaseState::Ended => drop(self.active.free(lease.booking(), now)),
+        }
     }
 
     fn publish(&self, now: Timestamp) {

@@ -99,6 +99,16 @@ impl Shared {
         }
     }
 
+    /// Returns when the router is down for good, and how.
+    pub(crate) async fn down(&self) -> Down {
+        let mut status = self.status.subscribe();
+        let over = status.wait_for(|status| matches!(status.phase, Phase::Failed | Phase::Stopped)).await;
+        match over.map(|status| status.phase) {
+            Ok(Phase::Stopped) => Down::Stopped,
+            Ok(Phase::Failed | Phase::Serving | Phase::Draining) | Err(_) => Down::Failed,
+        }
+    }
+
     /// Moves on to a later phase; a router that has failed or stopped stays so.
     pub(crate) fn enter(&self, phase: Phase) {
         self.status.send_if_modified(|status| {

@@ -35,8 +35,8 @@ pub(crate) enum SupervisorMsg {
     Reconcile { desired: WorkerMap, done: Option<oneshot::Sender<()>> },
     /// A rank's bookings have ended and no more will come.
     Retired { slot: Slot, generation: Generation },
-    /// A cold rank is being sent again.
-    Warmed(WorkerRank),
+    /// A cold rank is being sent again, to this incarnation of its shard.
+    Warmed { rank: WorkerRank, incarnation: u32 },
     /// A drill: panic.
     #[cfg(feature = "faults")]
     Fault(super::faults::Trip),
@@ -72,6 +72,8 @@ pub(crate) struct State {
     removals: Vec<Removal>,
     /// Restarts of the scheduler.
     scheduler_incarnation: u32,
+    /// Restarts of each index shard.
+    radix_incarnations: Vec<u32>,
     budget: RestartBudget,
     /// Dropped with the state, however that happens.
     _guard: FailGuard,
@@ -139,6 +141,7 @@ impl Actor for Supervisor {
         let window = Duration::from_millis(shared.config.restart_window_ms);
         let mut state = State {
             budget: RestartBudget::new(shared.config.restarts_max, window),
+            radix_incarnations: vec![0; shared.shards.len()],
             _guard: FailGuard(Arc::clone(&shared)),
             shared,
             myself,
@@ -175,7 +178,7 @@ impl Actor for Supervisor {
                 drop(done);
             }
             SupervisorMsg::Retired { slot, generation } => state.on_retired(slot, generation),
-            SupervisorMsg::Warmed(rank) => state.warm(rank),
+            SupervisorMsg::Warmed { rank, incarnation } => state.on_warmed(rank, incarnation),
             #[cfg(feature = "faults")]
             SupervisorMsg::Fault(trip) => trip.happen(),
         }
@@ -267,9 +270,9 @@ impl State {
             self.retire_worker(worker);
         }
         for (worker, config) in desired {
-            let same = |known: &Worker| known.config == config && known.from_discovery;
-            if self.workers.get(&worker).is_some_and(same) {
-                continue;
+            let stays = |known: &Worker| known.config == config || !known.from_discovery;
+            if self.workers.get(&worker).is_some_and(stays) {
+                continue; // as it is, or added by hand
             }
             if let Err(error) = self.on_upsert(worker, config, true).await? {
                 tracing::warn!(%error, "discovery names a worker that cannot be used; it is left as it was");
@@ -281,13 +284,16 @@ impl State {
 
     /// Starts to remove a worker; what must end before it is gone.
     fn retire_worker(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
-        let Some(known) = self.workers.remove(&worker) else { return BTreeSet::new() };
-        known.slots.into_iter().filter_map(|(rank, slot)| Some((slot, self.retire(rank, slot)?))).collect()
+        for (rank, slot) in self.workers.remove(&worker).map(|known| known.slots).unwrap_or_default() {
+            self.retire(rank, slot);
+        }
+        let seats = self.seats.iter().flatten().map(|running| &running.seat);
+        seats.filter(|seat| seat.rank.worker == worker).map(|seat| (seat.slot, seat.generation)).collect()
     }
 
     /// The index forgets the rank at once; the scheduler passes the word on behind its last Book.
-    fn retire(&mut self, rank: WorkerRank, slot: Slot) -> Option<Generation> {
-        let running = self.seats.get_mut(slot.index())?.as_mut()?;
+    fn retire(&mut self, rank: WorkerRank, slot: Slot) {
+        let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return };
         running.retiring = true;
         let generation = running.seat.generation;
         if let Some(shard) = self.shard(rank) {
@@ -296,7 +302,6 @@ impl State {
         self.warm(rank);
         let ack = RetireAck { supervisor: self.myself.clone(), slot, generation };
         self.shared.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });
-        Some(generation)
     }
 
     fn on_retired(&mut self, slot: Slot, generation: Generation) {
@@ -325,6 +330,14 @@ impl State {
             ranks: known.slots.keys().copied().collect(),
         };
         self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
+    }
+
+    /// News of a shard that has died since would un-name a rank that is cold again.
+    fn on_warmed(&self, rank: WorkerRank, incarnation: u32) {
+        let shard = shard_of(rank, self.shared.shards.len());
+        if self.radix_incarnations.get(shard) == Some(&incarnation) {
+            self.warm(rank);
+        }
     }
 
     fn warm(&self, rank: WorkerRank) {
@@ -372,7 +385,8 @@ impl State {
         let turn = Arc::clone(&self.shared.shards[shard].turn);
         let actor = self.spawn(&turn, Role::Radix(shard)).await?;
         let ranks = self.ranks_of(shard).map(|seat| (seat.rank, seat.slot, seat.generation));
-        turn.open(actor, || Radix::new(ranks, cold, self.myself.clone()));
+        let incarnation = self.radix_incarnations[shard];
+        turn.open(actor, || Radix::new(ranks, incarnation, cold, self.myself.clone()));
         Ok(())
     }
 
@@ -432,6 +446,7 @@ impl State {
 
     /// A fresh shard knows its ranks and not what they hold: their embedder must send again.
     async fn restart_radix(&mut self, shard: usize) -> Result<(), ActorProcessingErr> {
+        self.radix_incarnations[shard] += 1;
         let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).map(|seat| seat.rank).collect();
         self.start_radix(shard, lost.clone()).await?;
         self.shared.cold.send_modify(|cold| cold.extend(lost));

@@ -18,7 +18,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -70,6 +70,8 @@ pub(crate) struct Turn<S: Step> {
     waiting: AtomicUsize,
     /// The only lasting holder of the actor's reference.
     actor: Mutex<Option<ActorRef<Wake<S>>>>,
+    /// For good: whoever has the turn drops the state on giving it back.
+    closed: AtomicBool,
 }
 
 /// Tells an actor that its inbox wants it.
@@ -85,18 +87,17 @@ impl<S: Step> Turn<S> {
             inbox: Mutex::default(),
             waiting: AtomicUsize::new(0),
             actor: Mutex::new(None),
+            closed: AtomicBool::new(false),
         })
     }
 
     /// Handles `msg` here if the turn is free, else leaves it to whoever has the turn. Never blocks.
     pub(crate) fn send(&self, msg: S::Msg) -> Afters<S::After> {
         let mut afters = Afters(SmallVec::new());
-        if self.waiting.load(Ordering::Relaxed) == 0 {
-            match self.state.try_lock() {
-                Ok(state) => self.handle_one(state, msg, &mut afters),
-                Err(TryLockError::WouldBlock) => self.push(msg),
-                Err(TryLockError::Poisoned(_)) => return afters, // dead: dropping the message answers it
-            }
+        if self.waiting.load(Ordering::Relaxed) == 0
+            && let Ok(state) = self.state.try_lock()
+        {
+            self.handle_one(state, msg, &mut afters);
         } else {
             self.push(msg);
         }
@@ -109,24 +110,30 @@ impl<S: Step> Turn<S> {
         self.send(msg).deliver();
     }
 
-    /// Handles what waits, for a while, unless somebody has the turn: they will.
+    /// Handles what waits, for a while, unless somebody has the turn: they will. Where nobody can handle it, because the
+    /// actor is dead or closed, it is dropped, and so answered.
     fn handle_waiting(&self, afters: &mut Afters<S::After>) {
         let mut favours = 0;
         loop {
             fence(Ordering::SeqCst); // after the turn was given back, before looking: see the module's head
-            if self.waiting.load(Ordering::Relaxed) == 0 {
+            let closed = self.closed.load(Ordering::Relaxed);
+            if self.waiting.load(Ordering::Relaxed) == 0 && !closed {
                 return;
             }
-            if favours == FAVOURS_MAX {
-                return self.wake();
-            }
             match self.state.try_lock() {
-                Ok(state) => match self.pop() {
+                Err(TryLockError::WouldBlock) => return,
+                Err(TryLockError::Poisoned(dead)) if closed => return self.empty(dead.into_inner()),
+                Err(TryLockError::Poisoned(dead)) => self.drop_waiting(dead.into_inner()),
+                Ok(state) if closed => return self.empty(state),
+                Ok(state) if state.is_none() => self.drop_waiting(state),
+                Ok(state) if favours < FAVOURS_MAX => match self.pop() {
                     Some(msg) => self.handle_one(state, msg, afters),
                     None => drop(state),
                 },
-                Err(TryLockError::WouldBlock) => return,
-                Err(TryLockError::Poisoned(_)) => return self.drop_waiting(),
+                Ok(state) => {
+                    drop(state);
+                    return self.wake();
+                }
             }
             favours += 1;
         }
@@ -157,12 +164,20 @@ impl<S: Step> Turn<S> {
         msg
     }
 
-    fn drop_waiting(&self) {
+    /// Drops the state of a closed turn, and what waits.
+    fn empty(&self, mut turn: State<'_, S>) {
+        let old = turn.take();
+        self.drop_waiting(turn);
+        drop(old);
+    }
+
+    /// Drops what waits: taken under the turn, so that it is nobody else's, and dropped after it, for a drop may send.
+    fn drop_waiting(&self, turn: State<'_, S>) {
         let mut inbox = self.inbox();
         self.waiting.store(0, Ordering::Relaxed);
         let dropped = std::mem::take(&mut *inbox);
-        drop(inbox);
-        drop(dropped); // outside the lock: what is dropped is answered
+        drop((inbox, turn));
+        drop(dropped);
     }
 
     fn inbox(&self) -> MutexGuard<'_, VecDeque<S::Msg>> {
@@ -181,33 +196,46 @@ impl<S: Step> Turn<S> {
 
     /// A step panicked: the actor follows, so that its supervisor hears of it.
     fn die(&self, panic: &Box<dyn Any + Send>) {
+        if let Err(TryLockError::Poisoned(dead)) = self.state.try_lock() {
+            self.drop_waiting(dead.into_inner()); // before a successor can be there
+        }
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         if let Some(actor) = self.actor().as_ref() {
             actor.stop(Some(format!("panicked: {text}")));
         }
-        self.drop_waiting();
     }
 
-    /// Opens the turn for `actor` with fresh state. Messages sent while `state` is being built wait.
+    /// Opens the turn for `actor` with fresh state. Messages sent while `state` is being built wait. If building it
+    /// panics, the turn stays dead and so is the actor.
     pub(crate) fn open(&self, actor: ActorRef<Wake<S>>, state: impl FnOnce() -> S) {
         let mut turn = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let old_actor = self.actor().replace(actor);
-        let old = turn.replace(state());
-        self.state.clear_poison();
-        drop(turn);
+        let old = turn.take();
+        match catch_unwind(AssertUnwindSafe(state)) {
+            Ok(state) => {
+                *turn = Some(state);
+                self.state.clear_poison();
+                drop(turn);
+                self.wake();
+            }
+            Err(panic) => {
+                drop(turn);
+                self.die(&panic);
+                self.handle_waiting(&mut Afters(SmallVec::new()));
+            }
+        }
         drop((old, old_actor)); // outside: what they hold may be answered by being dropped
-        self.wake();
     }
 
-    /// Closes the turn for good; what it holds is dropped, and messages from here on are lost.
+    /// Closes the turn for good, without waiting for whoever has it: what it holds is dropped, and messages from here on
+    /// are lost.
     pub(crate) fn close(&self) {
-        let old = self.state.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.closed.store(true, Ordering::Relaxed);
         if let Some(actor) = self.actor().take() {
             actor.stop(None);
         }
-        drop(old);
-        self.handle_waiting(&mut Afters(SmallVec::new())); // without a state to handle them, they are dropped
+        self.handle_waiting(&mut Afters(SmallVec::new()));
     }
 }
 

@@ -55,19 +55,19 @@ pub struct RouterConfig {
     pub is_eagle: bool,
     /// How a rank is chosen. Default `kv`.
     pub policy: Policy,
-    /// Credit of a device block against computing it. 0 builds no index at all. Default 1, finite, at least 0.
+    /// Credit of a device block against computing it. 0 builds no index at all. Default 1, 0 to 1e9.
     pub overlap_score_credit: f64,
-    /// How fast that credit shrinks on ranks busy with prefill. Default 0 (not at all), finite, at least 0.
+    /// How fast that credit shrinks on ranks busy with prefill. Default 0 (not at all), 0 to 1e9.
     pub overlap_score_credit_decay: f64,
-    /// Weight of a block of prefill against a block held. Default 1, finite, at least 0.
+    /// Weight of a block of prefill against a block held. Default 1, 0 to 1e9.
     pub prefill_load_scale: f64,
-    /// Cost of each active request, in blocks. Default 0, finite, at least 0.
+    /// Cost of each active request, in blocks. Default 0, 0 to 1e9.
     pub decode_active_request_weight: f64,
     /// Worth of a host-pinned block as a share of a device block. Default 0.75, in [0, 1].
     pub host_cache_hit_weight: f64,
     /// Worth of a block on disk or in an external store. Default 0.25, in [0, 1].
     pub disk_cache_hit_weight: f64,
-    /// Randomness of the `kv` policy; 0 takes the least cost. Default 0, finite, at least 0.
+    /// Randomness of the `kv` policy; 0 takes the least cost. Default 0, 0 to 1e9.
     pub temperature: f64,
     /// Whether active requests with a common prefix share its blocks on a rank. An engine without cascade
     /// attention wants false. Default true.
@@ -140,6 +140,9 @@ pub struct ConfigError {
 }
 
 impl RouterConfig {
+    /// Largest weight, scale, credit, decay or temperature: costs stay finite whatever the load.
+    pub const WEIGHT_MAX: f64 = 1e9;
+
     /// Most index shards.
     pub const INDEX_SHARDS_MAX: u32 = 64;
 
@@ -156,7 +159,7 @@ impl RouterConfig {
             ("temperature", self.temperature),
         ];
         for (field, value) in not_negative {
-            check(field, value, value.is_finite() && value >= 0.0, "finite and at least 0")?;
+            check(field, value, (0.0..=Self::WEIGHT_MAX).contains(&value), "between 0 and 1e9")?;
         }
         let shares = [
             ("host_cache_hit_weight", self.host_cache_hit_weight),
@@ -215,8 +218,7 @@ impl RouterConfig {
     /// What the scheduler must know before it decides.
     #[must_use]
     pub fn needs(&self) -> Needs {
-        let shares_blocks = self.assume_kv_reuse && self.track_active_blocks;
-        let needs = self.policy.needs(shares_blocks, self.temperature, self.overlap_score_credit_decay);
+        let needs = self.policy.needs(self.temperature, self.overlap_score_credit_decay);
         if self.fanout == Fanout::All { Needs::All } else { needs }
     }
 
@@ -247,12 +249,17 @@ mod tests {
             config.validate().expect_err("must be refused").to_string()
         };
         assert_eq!(refused(r#"{"block_size":0}"#), "block_size is 0, must be at least 1");
-        assert_eq!(refused(r#"{"temperature":-0.5}"#), "temperature is -0.5, must be finite and at least 0");
+        assert_eq!(refused(r#"{"temperature":-0.5}"#), "temperature is -0.5, must be between 0 and 1e9");
         assert_eq!(
             refused(r#"{"host_cache_hit_weight":1.5}"#),
             "host_cache_hit_weight is 1.5, must be between 0 and 1"
         );
         assert_eq!(refused(r#"{"index_shards":65}"#), "index_shards is 65, must be 1 to 64");
+        assert_eq!(
+            refused(r#"{"prefill_load_scale":1e300}"#).split(" is ").next(),
+            Some("prefill_load_scale"),
+            "costs must stay finite"
+        );
         let nan = RouterConfig { overlap_score_credit: f64::NAN, ..RouterConfig::default() };
         assert!(nan.validate().expect_err("refused").to_string().contains("NaN"));
     }

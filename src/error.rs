@@ -51,6 +51,9 @@ pub enum RouteError {
         /// Its length.
         isl_tokens: usize,
     },
+    /// It was freed by its id before it was booked.
+    #[error("the request was freed before it was booked")]
+    Freed,
     /// The request was lost with an actor, again and again.
     #[error("the request was lost {attempts} times with the actor that had it")]
     Lost {
@@ -69,6 +72,17 @@ impl From<Rejection> for RouteError {
             Rejection::UnknownRank(rank) => Self::UnknownRank(rank),
         }
     }
+}
+
+/// Why not every event that was accepted is known to be in the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FlushError {
+    /// An index shard died with events that had been accepted. Its ranks are cold: `Router::resyncs` names them.
+    #[error("an index shard was lost with events that had been accepted")]
+    Lost,
+    /// The router is down.
+    #[error(transparent)]
+    Down(#[from] Down),
 }
 
 /// Why a report about a booking, by request id, came to nothing.
@@ -126,6 +140,9 @@ pub enum StartError {
         /// Workers wanted.
         wanted: u32,
     },
+    /// The router went down while it waited for workers.
+    #[error(transparent)]
+    Down(#[from] Down),
     /// An actor did not start.
     #[error("an actor did not start: {0}")]
     Spawn(String),

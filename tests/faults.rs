@@ -8,11 +8,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
-use pointsman::error::{Down, MembershipError, RouteError};
+use pointsman::error::{Down, FlushError, MembershipError, RouteError};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{AddRequest, Fault, Prompt, RouteRequest, Router, RouterConfig};
 
 const WORKERS: u64 = 6;
+
+/// Ten thousand drills would print ten thousand backtraces.
+fn without_reports_of_drills() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        let report = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if panic.payload().downcast_ref::<&str>() != Some(&"a drill") {
+                report(panic);
+            }
+        }));
+    });
+}
 
 /// What callers saw. Each call ends in exactly one of these.
 #[derive(Default)]
@@ -24,6 +37,7 @@ struct Ledger {
 
 /// Callers that route, report and free until told to stop.
 async fn under_load(router: &Router, callers: u32, kill: impl AsyncFnOnce()) -> Ledger {
+    without_reports_of_drills();
     let (ledger, stop) = (Arc::new(Ledger::default()), Arc::new(AtomicBool::new(false)));
     let callers: Vec<_> = (0..callers)
         .map(|caller| {
@@ -203,16 +217,15 @@ async fn assert_down(router: &Router, down: Down) {
     let refused = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect_err("down");
     assert_eq!(refused, RouteError::Down(down));
     assert_eq!(router.apply_events(vec![]).await, Err(down));
-    assert_eq!(router.flush().await, Err(down));
+    assert_eq!(router.flush().await, Err(FlushError::Down(down)));
     let upsert = router.upsert_worker(WorkerId(9), WorkerConfig::at("x")).await;
     assert_eq!(upsert, Err(MembershipError::Down(down)));
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn callers_that_wait_when_the_router_fails_are_answered() {
-    let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
+/// Callers that wait at a wedged scheduler, and those of them who were answered.
+async fn with_callers_waiting(router: &Router, callers: usize, fail: impl AsyncFnOnce()) {
     let wedge = router.wedge(Fault::Scheduler).expect("there is one");
-    let waiting: Vec<_> = (0..10u32)
+    let waiting: Vec<_> = (0..callers as u32)
         .map(|n| {
             let router = router.clone();
             tokio::spawn(async move {
@@ -221,18 +234,84 @@ async fn callers_that_wait_when_the_router_fails_are_answered() {
             })
         })
         .collect();
-    while router.health().leases < 10 {
+    while router.health().leases < callers {
         tokio::task::yield_now().await;
     }
-    assert!(router.inject(Fault::Scheduler), "queued behind the ten");
-    assert!(router.inject(Fault::Supervisor));
+    fail().await;
     drop(wedge);
     for caller in waiting {
         match caller.await.expect("no panic") {
-            Ok(_) | Err(RouteError::Down(Down::Failed)) => {} // decided before the end, or told of it
+            Ok(_) | Err(RouteError::Down(_)) => {} // decided before the end, or told of it
             Err(other) => unreachable!("{other}"),
         }
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn callers_that_wait_when_the_router_fails_are_answered() {
+    let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
+    with_callers_waiting(&router, 200, async || {
+        assert!(router.inject(Fault::Supervisor));
+        while router.health().state.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    assert_eq!(router.health().leases, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_waits_for_no_actor_that_is_stuck() {
+    let router = router(config(), 2).await;
+    with_callers_waiting(&router, 200, async || {
+        assert_eq!(router.clone().shutdown(Duration::from_millis(1)).await, 200, "none could end");
+        assert_eq!(router.health().state, Err(Down::Stopped));
+    })
+    .await;
+    assert_eq!(router.health().leases, 0);
+}
+
+#[tokio::test]
+async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
+    let router = router(config(), 1).await;
+    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let booking = tokio::spawn({
+        let router = router.clone();
+        async move { router.add_request(AddRequest::new("a", rank(0), Prompt::Tokens(&[1, 2, 3, 4]))).await }
+    });
+    while router.health().leases == 0 {
+        tokio::task::yield_now().await;
+    }
+    router.free("a").expect("entered");
+    drop(wedge);
+    assert_eq!(booking.await.expect("no panic"), Err(RouteError::Freed));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_rank_that_recovers_is_chosen_again_though_another_stays_stuck() {
+    tokio::time::pause();
+    let router = router(config(), 3).await;
+    let prompt = tokens(1, 50);
+    let mut held = Vec::new();
+    for n in 0..3 {
+        let id = format!("warm-{n}");
+        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+    let recovers = router.wedge(Fault::Sequence(rank(0))).expect("registered");
+    let stays = router.wedge(Fault::Sequence(rank(1))).expect("registered");
+    held.push(router.route(RouteRequest::new("both", Prompt::Tokens(&prompt))).await.expect("placed"));
+    assert_eq!(held[3].rank(), rank(2));
+    drop(recovers);
+    for n in 0..10 {
+        let (id, prompt) = (format!("after-{n}"), tokens(100 + n, 20));
+        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+    assert!(held[4..].iter().any(|placement| placement.rank() == rank(0)), "{held:?}");
+    assert!(held[4..].iter().all(|placement| placement.rank() != rank(1)), "{held:?}");
+    drop(stays);
+    drop(held);
+    assert_at_rest(&router).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

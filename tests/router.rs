@@ -117,6 +117,23 @@ async fn modelled_prefill_falls_with_time_and_without_a_message() {
 }
 
 #[tokio::test]
+async fn prefills_of_different_rates_hold_up_no_decision() {
+    tokio::time::pause();
+    for (assume_kv_reuse, track_active_blocks) in [(false, true), (true, false), (true, true)] {
+        let router = router(RouterConfig { assume_kv_reuse, track_active_blocks, ..config() }, 1).await;
+        for (id, blocks, seconds) in [("a", 250, 10), ("b", 125, 1)] {
+            let prompt = tokens(1, blocks);
+            let request = AddRequest::new(id, rank(0), Prompt::Tokens(&prompt));
+            let expected_prefill_duration = Some(Duration::from_secs(seconds));
+            router.add_request(AddRequest { expected_prefill_duration, ..request }).await.expect("booked");
+        }
+        tokio::time::advance(Duration::from_millis(300)).await;
+        let prompt = tokens(2, 3);
+        drop(router.route(RouteRequest::new("c", Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+}
+
+#[tokio::test]
 async fn without_reuse_common_prefixes_count_for_each_request() {
     let config = RouterConfig { assume_kv_reuse: false, ..config() };
     let router = router(config, 1).await;
@@ -227,13 +244,19 @@ async fn discovery_is_followed_and_workers_added_by_hand_stay() {
     source.send_replace(WorkerMap::from([
         (WorkerId(2), WorkerConfig::at("http://2")),
         (WorkerId(3), WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("http://3") }),
+        (WorkerId(9), WorkerConfig::at("http://elsewhere")),
     ]));
     while ids(&router) != [2, 9] {
         tokio::task::yield_now().await;
     }
+    assert_eq!(router.workers()[1].config.endpoint, "http://9", "the hand-given configuration stands");
+    source.send_replace(WorkerMap::new());
+    while ids(&router) != [9] {
+        tokio::task::yield_now().await;
+    }
     drop(source);
     tokio::task::yield_now().await;
-    assert_eq!(ids(&router), [2, 9], "a closed source changes nothing");
+    assert_eq!(ids(&router), [9], "a closed source changes nothing");
 }
 
 #[tokio::test]

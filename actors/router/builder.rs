@@ -75,7 +75,7 @@ impl RouterBuilder {
 /// value has been taken in.
 fn follow(mut source: watch::Receiver<WorkerMap>, router: &Router) -> oneshot::Receiver<()> {
     let (open, closed) = oneshot::channel();
-    let supervisor = router.supervisor().clone();
+    let (supervisor, shared) = (router.supervisor().clone(), Arc::clone(router.shared()));
     tokio::spawn(async move {
         loop {
             let desired = source.borrow_and_update().clone();
@@ -84,8 +84,13 @@ fn follow(mut source: watch::Receiver<WorkerMap>, router: &Router) -> oneshot::R
                 break; // the router is down
             }
             drop(taken_in.await);
-            if source.changed().await.is_err() {
-                break; // the source has closed: the workers stay as they are
+            tokio::select! {
+                biased;
+                _ = shared.down() => break,
+                changed = source.changed() => match changed {
+                    Ok(()) => {}
+                    Err(_) => break, // the source has closed: the workers stay as they are
+                },
             }
         }
         drop(open);
@@ -99,6 +104,7 @@ async fn wait_for_workers(router: &Router, wanted: u32, closed: oneshot::Receive
     tokio::select! {
         biased;
         _ = enough => Ok(()),
+        down = router.shared().down() => Err(down.into()),
         _ = closed => {
             let registered = router.workers().len();
             if registered >= wanted as usize { Ok(()) } else { Err(StartError::SourceClosed { registered, wanted }) }

@@ -55,6 +55,8 @@ pub struct Lease {
     /// Packed [`LeaseState`]: booking is one compare-and-swap, ending one swap.
     state: AtomicU64,
     hint: OnceLock<Option<PrefillLoadHint>>,
+    /// Its embedder has freed it, by id.
+    freed: AtomicBool,
     prefill_completed: AtomicBool,
     output: Mutex<OutputBlocks>,
     /// Set while a look is on its way, so that at most one is.
@@ -73,6 +75,7 @@ impl Lease {
             arrival,
             state: AtomicU64::new(PENDING),
             hint: OnceLock::new(),
+            freed: AtomicBool::new(false),
             prefill_completed: AtomicBool::new(false),
             output: Mutex::default(),
             dirty: AtomicBool::new(false),
@@ -129,6 +132,17 @@ impl Lease {
             LeaseState::Booked { slot, generation } => Ended::Booked(slot, generation),
             LeaseState::Ended => Ended::Already,
         }
+    }
+
+    /// Notes that its embedder wants it ended, booked or not. Ending it is another step.
+    pub fn mark_freed(&self) {
+        self.freed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether its embedder has freed it: a booking that is under way must not be tried again.
+    #[must_use]
+    pub fn is_freed(&self) -> bool {
+        self.freed.load(Ordering::SeqCst)
     }
 
     /// Notes that the first token is out; `false` when that was known.

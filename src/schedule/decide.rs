@@ -86,7 +86,7 @@ impl<T> Schedule<T> {
 
     /// Lists every rank whose least cost does not exceed the least of the highest costs.
     fn list_bounded(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
-        self.fill_bounds(candidate, numbered, scratch);
+        self.fill_bounds(candidate, numbered, false, scratch);
         let least_hi = scratch.bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, f64::min);
         let bounds = std::mem::take(&mut scratch.bounds);
         let ranks = self.ranks.as_slice().iter().enumerate().zip(&bounds);
@@ -95,13 +95,21 @@ impl<T> Schedule<T> {
     }
 
     /// Decides a batch in order, each decision visible to the next.
-    pub(super) fn decide(&mut self, mut requests: VecDeque<Numbered<T>>, effects: &mut VecDeque<Effect<T>>) {
+    ///
+    /// Where nobody was `asked`, asking again would find nothing new: bounds that do not meet are taken at their worst.
+    pub(super) fn decide(
+        &mut self,
+        mut requests: VecDeque<Numbered<T>>,
+        asked: bool,
+        effects: &mut VecDeque<Effect<T>>,
+    ) {
         let mut in_batch = 0;
         while let Some(numbered) = requests.pop_front() {
             if numbered.request.purpose == Purpose::Survey {
                 effects.push_back(self.survey(in_batch, numbered));
             } else {
-                match self.choose(in_batch, &numbered) {
+                let settle = !asked && in_batch == 0;
+                match self.choose(in_batch, settle, &numbered) {
                     Choice::Rank(position) => effects.push_back(self.place(in_batch, position, numbered)),
                     Choice::None => effects.push_back(rejected(numbered.request)),
                     Choice::AskAgain => {
@@ -117,7 +125,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    fn choose(&mut self, in_batch: usize, numbered: &Numbered<T>) -> Choice {
+    fn choose(&mut self, in_batch: usize, settle: bool, numbered: &Numbered<T>) -> Choice {
         if let Target::Exactly { rank, .. } = numbered.request.target {
             return self.ranks.position(rank).map_or(Choice::None, Choice::Rank);
         }
@@ -126,7 +134,7 @@ impl<T> Schedule<T> {
         }
         let draw = self.draw(numbered);
         let position = match self.config.policy {
-            Policy::Kv => return self.choose_by_cost(in_batch, numbered, draw),
+            Policy::Kv => return self.choose_by_cost(in_batch, settle, numbered, draw),
             Policy::RoundRobin => self.in_turn(),
             Policy::Random => self.eligible().max_by_key(|(_, rank)| draw.key(rank.rank)).map(|(position, _)| position),
             Policy::PowerOfTwo => {
@@ -144,7 +152,7 @@ impl<T> Schedule<T> {
         position.map_or(Choice::None, Choice::Rank)
     }
 
-    fn choose_by_cost(&mut self, in_batch: usize, numbered: &Numbered<T>, draw: Draw) -> Choice {
+    fn choose_by_cost(&mut self, in_batch: usize, settle: bool, numbered: &Numbered<T>, draw: Draw) -> Choice {
         let candidate = numbered.candidate(in_batch);
         let mut scratch = std::mem::take(&mut self.scratch);
         let choice = if self.config.needs() == Needs::All {
@@ -153,9 +161,15 @@ impl<T> Schedule<T> {
             if scratch.bounds_of.take() == Some(numbered.number) {
                 self.update_bounds(candidate, numbered, &mut scratch);
             } else {
-                self.fill_bounds(candidate, numbered, &mut scratch);
+                self.fill_bounds(candidate, numbered, false, &mut scratch);
             }
-            self.cheapest_within_bounds(draw, &scratch.bounds)
+            match self.cheapest_within_bounds(draw, &scratch.bounds) {
+                Choice::AskAgain if settle => {
+                    self.fill_bounds(candidate, numbered, true, &mut scratch);
+                    self.cheapest_within_bounds(draw, &scratch.bounds)
+                }
+                choice => choice,
+            }
         };
         self.scratch = scratch;
         choice
@@ -308,12 +322,17 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Bounds of every rank's cost.
-    fn fill_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+    /// Bounds of every rank's cost; `settle` takes each at its worst.
+    fn fill_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, settle: bool, scratch: &mut Scratch) {
         self.fill_overlaps(&numbered.request.overlaps, scratch);
         let (cost, all_suspect) = (self.config.kv_cost(), self.all_suspect());
         let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
-        let bounds = ranks.map(|(rank, overlap)| bounds(&cost, rank, all_suspect, candidate, numbered, *overlap));
+        let bounds = ranks.map(|(rank, overlap)| {
+            if rank.suspect && !all_suspect {
+                return NOT_ELIGIBLE;
+            }
+            bounds(&cost, rank, settle || all_suspect, candidate, numbered, *overlap)
+        });
         scratch.bounds.clear();
         scratch.bounds.extend(bounds);
     }
@@ -324,27 +343,30 @@ impl<T> Schedule<T> {
         for slot in &scratch.listed {
             if let Some(position) = self.ranks.position_in(*slot) {
                 let (rank, overlap) = (&self.ranks.as_slice()[position], scratch.overlaps[position]);
-                scratch.bounds[position] = bounds(&cost, rank, all_suspect, candidate, numbered, overlap);
+                scratch.bounds[position] = match rank.suspect && !all_suspect {
+                    true => NOT_ELIGIBLE,
+                    false => bounds(&cost, rank, all_suspect, candidate, numbered, overlap),
+                };
             }
         }
     }
 }
 
-/// Bounds of a rank's cost. One that may not be chosen costs infinitely much.
+/// The cost of a rank that may not be chosen. Every other cost is finite.
+const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
+
+/// Bounds of an eligible rank's cost, or its worst.
 #[inline]
 fn bounds<T>(
     cost: &KvCost,
     rank: &Rank,
-    all_suspect: bool,
+    settle: bool,
     candidate: Candidate<'_>,
     numbered: &Numbered<T>,
     overlap: TierOverlap,
 ) -> Bounds {
-    if rank.suspect && !all_suspect {
-        return Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
-    }
     let mut projected = rank.project(candidate);
-    if all_suspect {
+    if settle {
         projected.take_worst();
     }
     let facts = facts(&numbered.request, overlap, &projected);

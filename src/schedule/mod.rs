@@ -312,7 +312,7 @@ impl<T> Schedule<T> {
         }
         self.ranks.close();
         if let Some(batch) = self.in_flight.take() {
-            self.decide(batch.requests, effects);
+            self.decide(batch.requests, true, effects);
         }
     }
 
@@ -327,7 +327,7 @@ impl<T> Schedule<T> {
             self.scratch.forget();
             let slots = self.shortlist(&requests);
             if slots.is_empty() {
-                self.decide(requests, effects);
+                self.decide(requests, false, effects);
                 continue;
             }
             self.ranks.asked(&slots);

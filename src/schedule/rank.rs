@@ -316,10 +316,11 @@ impl View {
     }
 
     fn add(&mut self, added_blocks: (u64, u64), prefill_tokens: u64) {
-        self.active_blocks.0 += added_blocks.0;
-        self.active_blocks.1 += added_blocks.1;
-        self.prefill_tokens.0 += prefill_tokens;
-        self.prefill_tokens.1 += prefill_tokens;
+        let add = |sum: &mut u64, more| *sum = sum.saturating_add(more); // a bound may be "at least u64::MAX"
+        add(&mut self.active_blocks.0, added_blocks.0);
+        add(&mut self.active_blocks.1, added_blocks.1);
+        add(&mut self.prefill_tokens.0, prefill_tokens);
+        add(&mut self.prefill_tokens.1, prefill_tokens);
         self.requests += 1;
     }
 }

@@ -81,7 +81,8 @@ impl KvCost {
         if self.decode_only {
             return (potential - credit).max(0.0) + requests;
         }
-        let raw_tokens = if self.track_prefill_tokens { facts.prefill_tokens + facts.isl_tokens } else { 0 };
+        let raw_tokens =
+            if self.track_prefill_tokens { facts.prefill_tokens.saturating_add(facts.isl_tokens) } else { 0 };
         let adjusted = (blocks(raw_tokens) / f64::from(self.block_size) - credit).max(0.0);
         self.prefill_load_scale * adjusted + potential + requests
     }

@@ -35,17 +35,16 @@ pub enum Needs {
 impl Policy {
     /// What this policy needs under a configuration.
     ///
-    /// `kv` knows its blocks exactly from the board when no reuse is assumed; with reuse they lie between
-    /// active and active + request. A temperature looks at every cost, and a decaying credit at every
-    /// rank's prefill, so both ask everyone.
+    /// With reuse assumed, the blocks of `kv` lie between active and active + request; without it the bounds meet,
+    /// and nobody is asked. A temperature looks at every cost, and a decaying credit at every rank's prefill, so both
+    /// ask everyone.
     #[must_use]
-    pub fn needs(self, assume_kv_reuse: bool, temperature: f64, credit_decay: f64) -> Needs {
+    pub fn needs(self, temperature: f64, credit_decay: f64) -> Needs {
         match self {
             Self::RoundRobin | Self::Random | Self::LeastLoaded => Needs::Board,
             Self::PowerOfTwo => Needs::Two,
             Self::Kv if temperature > 0.0 || credit_decay > 0.0 => Needs::All,
-            Self::Kv if assume_kv_reuse => Needs::Bounded,
-            Self::Kv => Needs::Board,
+            Self::Kv => Needs::Bounded,
         }
     }
 }
