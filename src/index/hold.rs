@@ -4,7 +4,8 @@
 //! stretches of a run: what is appended or taken off in one piece touches the tree once.
 
 use super::Applied;
-use super::residence::{CHUNK, Named, Residence, Spot, Taken};
+use super::residence::{CHUNK, Named, Residence, Taken};
+use super::table::Spot;
 use super::tree::{Holder, Point, Tree};
 use crate::protocol::{EngineHash, Slot, StoredBlock};
 
@@ -32,10 +33,10 @@ pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, nam
     // Neighbours tend to leave together, so the tree hears of a span only when the next block is of another.
     let mut open = None;
     for chunk in names.chunks(CHUNK) {
-        for (&name, bucket) in chunk.iter().zip(residence.locate(chunk)) {
+        for (&name, listed) in chunk.iter().zip(residence.locate(chunk)) {
             // A name that was not listed may be by now: an alias takes the place of the name before it.
-            let taken = match bucket {
-                Some(bucket) => residence.take_listed(name, bucket),
+            let taken = match listed {
+                Some(listed) => residence.take_listed(name, listed),
                 None => residence.take(name),
             };
             match taken {

@@ -37,6 +37,7 @@ mod rank;
 pub mod reference;
 mod residence;
 mod span;
+mod table;
 mod tree;
 mod waiting;
 

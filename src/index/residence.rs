@@ -2,64 +2,23 @@
 //!
 //! Owns the rank's spans and the finding of a block by its engine hash. Promises that each name stands for one
 //! block, that a block is held exactly while it has a name, and that the name a block has had longest is the
-//! one it is reported by. Costs about 26 bytes a held block: 8 for its name, the rest for an entry of the table
+//! one it is reported by. Costs about 30 bytes a held block: 8 for its name, the rest for an entry of the table
 //! that names are found through, which keeps no keys of its own. Leaves the tree to [`super::hold`].
 
 use std::mem::size_of;
 
 use ahash::RandomState;
-use hashbrown::hash_table::Entry;
-use hashbrown::{HashMap, HashTable};
+use hashbrown::HashMap;
 use smallvec::SmallVec;
 
 use super::arena::Arena;
 use super::span::Span;
-use super::tree::RUN_BLOCKS_MAX;
+use super::table::{Spot, Table};
 use crate::protocol::{EngineHash, StoredBlock};
 
 /// How many names are looked up before the first is acted upon. A lookup is two or three cache misses in a row;
 /// lookups that do not wait for each other's outcome overlap theirs.
 pub(super) const CHUNK: usize = 16;
-
-/// One block: the one at `offset` of the run that `span` lies on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Spot {
-    pub(super) span: u32,
-    pub(super) offset: u32,
-}
-
-/// A block as the table lists it: its spot, and twelve bits of its name's hash in the bits that no offset uses.
-/// The table itself compares seven bits, and each false match would cost the two cache misses of reading a name.
-#[derive(Clone, Copy, Debug)]
-struct Listed {
-    span: u32,
-    offset_and_check: u32,
-}
-
-const _: () = assert!(RUN_BLOCKS_MAX <= 1 << Listed::OFFSET_BITS);
-
-impl Listed {
-    const OFFSET_BITS: u32 = 20;
-
-    fn new(spot: Spot, hash: u64) -> Self {
-        debug_assert!(spot.offset < RUN_BLOCKS_MAX, "no run is longer");
-        Self { span: spot.span, offset_and_check: Self::check(hash) | spot.offset }
-    }
-
-    fn spot(self) -> Spot {
-        Spot { span: self.span, offset: self.offset_and_check & !(u32::MAX << Self::OFFSET_BITS) }
-    }
-
-    /// Whether this may be the block of a name with that hash.
-    fn may_be(self, hash: u64) -> bool {
-        (self.offset_and_check ^ Self::check(hash)) >> Self::OFFSET_BITS == 0
-    }
-
-    /// Bits from the middle of the hash: the table goes by both ends.
-    fn check(hash: u64) -> u32 {
-        ((hash >> 32) as u32) << Self::OFFSET_BITS
-    }
-}
 
 /// What naming a block came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +49,7 @@ pub(super) enum Taken {
 pub(super) struct Residence {
     spans: Arena<Span>,
     /// Every held block by its first name, which is read through its span.
-    names: HashTable<Listed>,
+    names: Table,
     /// Further names. Engines that give a block two names are rare.
     aliases: Option<Box<Aliases>>,
     hasher: RandomState,
@@ -105,14 +64,12 @@ struct Aliases {
 
 impl Residence {
     pub(super) fn new(hasher: RandomState) -> Self {
-        Self { spans: Arena::new(), names: HashTable::new(), aliases: None, hasher }
+        Self { spans: Arena::new(), names: Table::default(), aliases: None, hasher }
     }
 
     /// The block of that name.
     pub(super) fn find(&self, name: EngineHash) -> Option<Spot> {
-        let (spans, hash) = (&self.spans, self.hasher.hash_one(name));
-        let first = self.names.find(hash, |listed| is_named(spans, *listed, name, hash));
-        let first = first.map(|listed| listed.spot());
+        let first = self.slot(name, self.hasher.hash_one(name)).and_then(|slot| self.names.get(slot));
         first.or_else(|| self.aliases.as_ref()?.spots.get(&name).copied())
     }
 
@@ -137,24 +94,24 @@ impl Residence {
         if self.aliases.is_some() || !self.spans[span].ends_at(offset) {
             return 0;
         }
-        self.spans[span].make_room(blocks.len());
-        self.sweep(blocks.len());
-        for (done, block) in blocks.iter().enumerate() {
-            let (spans, hasher, name) = (&self.spans, &self.hasher, block.engine_hash);
-            let hash = hasher.hash_one(name);
-            match self.names.entry(
-                hash,
-                |listed| is_named(spans, *listed, name, hash),
-                |listed| hasher.hash_one(name_of(spans, *listed)),
-            ) {
-                Entry::Occupied(_) => return done,
-                Entry::Vacant(entry) => {
-                    entry.insert(Listed::new(Spot { span, offset: offset + done as u32 }, hash));
-                }
+        self.make_room(blocks.len());
+        // The names are in place before they are listed: any of them may be asked for by a later one.
+        self.spans[span].extend(blocks.iter().map(|block| block.engine_hash));
+        let mut listed = 0;
+        for chunk in blocks.chunks(CHUNK) {
+            let hashes = self.hashes(chunk.iter().map(|block| block.engine_hash));
+            let new = chunk.iter().zip(hashes).zip(offset + listed..).take_while(|((block, hash), offset)| {
+                let spot = Spot { span, offset: *offset };
+                self.names.insert_new(*hash, spot, |other| name_of(&self.spans, other) == block.engine_hash)
+            });
+            let new = new.count();
+            listed += new as u32;
+            if new < chunk.len() {
+                break;
             }
-            self.spans[span].append(name);
         }
-        blocks.len()
+        self.spans[span].keep(offset + listed);
+        listed as usize
     }
 
     /// Gives the block at `spot` a name, and holds it if it was not held. The name leaves whatever block had it.
@@ -163,6 +120,7 @@ impl Residence {
         if before == Some(spot) {
             return Named::Already;
         }
+        self.make_room(1);
         let taken = if before.is_some() { self.take(name) } else { Taken::Unknown };
         if self.spans[spot.span].holds(spot.offset) {
             self.add_alias(spot, name);
@@ -179,30 +137,28 @@ impl Residence {
 
     /// Where the table lists each of up to [`CHUNK`] names. To be handed to [`Residence::take_listed`].
     pub(super) fn locate(&self, names: &[EngineHash]) -> [Option<usize>; CHUNK] {
-        let mut buckets = [None; CHUNK];
-        for (bucket, &name) in buckets.iter_mut().zip(names) {
-            let hash = self.hasher.hash_one(name);
-            *bucket = self.names.find_bucket_index(hash, |listed| is_named(&self.spans, *listed, name, hash));
+        let (mut slots, hashes) = ([None; CHUNK], self.hashes(names.iter().copied()));
+        for ((slot, &name), hash) in slots.iter_mut().zip(names).zip(hashes) {
+            *slot = self.slot(name, hash);
         }
-        buckets
+        slots
     }
 
     /// Takes a name away. The block of its last name counts as held until it is released.
     pub(super) fn take(&mut self, name: EngineHash) -> Taken {
-        let [bucket, ..] = self.locate(&[name]);
-        match bucket {
-            Some(bucket) => self.take_listed(name, bucket),
+        let [slot, ..] = self.locate(&[name]);
+        match slot {
+            Some(slot) => self.take_listed(name, slot),
             None if self.remove_alias(name) => Taken::StillNamed,
             None => Taken::Unknown,
         }
     }
 
-    /// [`Residence::take`], for a name that was in `bucket` before other names were taken.
-    pub(super) fn take_listed(&mut self, name: EngineHash, bucket: usize) -> Taken {
-        let spans = &self.spans;
-        let entry = self.names.get_bucket_entry(bucket).ok().filter(|entry| name_of(spans, *entry.get()) == name);
-        let Some(entry) = entry else { return self.take(name) };
-        let spot = entry.remove().0.spot();
+    /// [`Residence::take`], for a name that was in `slot` before other names were taken.
+    pub(super) fn take_listed(&mut self, name: EngineHash, slot: usize) -> Taken {
+        let spot = self.names.get(slot).filter(|spot| name_of(&self.spans, *spot) == name);
+        let Some(spot) = spot else { return self.take(name) };
+        self.names.remove(slot, self.hasher.hash_one(name));
         let Some(heir) = self.first_alias(spot) else { return Taken::LastName(spot) };
         self.remove_alias(heir);
         self.spans[spot.span].rename(spot.offset, heir);
@@ -222,9 +178,8 @@ impl Residence {
 
     /// Gives back memory that few names do not need.
     pub(super) fn settle(&mut self) {
-        if self.names.capacity() > 64 && self.names.len() < self.names.capacity() / 4 {
-            let (spans, hasher) = (&self.spans, &self.hasher);
-            self.names.shrink_to(self.names.len() * 2, |listed| hasher.hash_one(name_of(spans, *listed)));
+        if self.names.room() > 64 && self.names.len() < self.names.room() / 4 {
+            self.rebuild(self.names.len() * 2);
         }
     }
 
@@ -261,30 +216,53 @@ impl Residence {
                 + spilled.sum::<usize>() * size_of::<EngineHash>()
         });
         let spans = self.spans.iter().map(|(_, span)| span.bytes()).sum::<usize>();
-        self.spans.bytes() + spans + self.names.allocation_size() + aliases
+        self.spans.bytes() + spans + self.names.bytes() + aliases
     }
 
-    /// Builds the table anew at its size when marks of removed entries, not entries, leave no room for `more`.
-    /// Left to itself it would double. At least a quarter of it is won, so this is rare.
-    fn sweep(&mut self, more: usize) {
-        let (len, room) = (self.names.len(), self.names.num_buckets() / 8 * 7);
-        if self.names.capacity() - len >= more || len + more > room / 4 * 3 {
-            return;
+    /// Makes the table large enough for `more` blocks. All blocks held must be listed now.
+    fn make_room(&mut self, more: usize) {
+        let (needed, room) = (self.names.len() + more, self.names.room());
+        if needed > room {
+            self.rebuild(needed.max(room + room / 4));
         }
-        let (spans, hasher) = (&self.spans, &self.hasher);
-        let hash = |listed: &Listed| hasher.hash_one(name_of(spans, *listed));
-        let mut swept = HashTable::with_capacity(room);
-        for listed in &self.names {
-            swept.insert_unique(hash(listed), *listed, hash);
+    }
+
+    /// Builds the table anew, with room for `len` blocks. Reads names span by span, not at random.
+    fn rebuild(&mut self, len: usize) {
+        let mut names = Table::with_room(len);
+        for (spot, name) in self.blocks() {
+            names.insert(self.hasher.hash_one(name), spot);
         }
-        self.names = swept;
+        debug_assert_eq!(names.len(), self.names.len(), "all blocks held were listed");
+        self.names = names;
+    }
+
+    /// Every block held, with its first name.
+    fn blocks(&self) -> impl Iterator<Item = (Spot, EngineHash)> {
+        self.spans().flat_map(|(id, span)| {
+            let offsets = span.stretches().flat_map(|stretch| stretch.start..stretch.end);
+            offsets.map(move |offset| (Spot { span: id, offset }, span.name(offset)))
+        })
     }
 
     fn list(&mut self, spot: Spot) {
-        self.sweep(1);
-        let (spans, hasher) = (&self.spans, &self.hasher);
-        let hash = hasher.hash_one(spans[spot.span].name(spot.offset));
-        self.names.insert_unique(hash, Listed::new(spot, hash), |listed| hasher.hash_one(name_of(spans, *listed)));
+        let hash = self.hasher.hash_one(name_of(&self.spans, spot));
+        self.names.insert(hash, spot);
+    }
+
+    /// The hashes of up to [`CHUNK`] names, and what the table says of them on its way here.
+    fn hashes(&self, names: impl Iterator<Item = EngineHash>) -> [u64; CHUNK] {
+        let mut hashes = [0; CHUNK];
+        for (hash, name) in hashes.iter_mut().zip(names) {
+            *hash = self.hasher.hash_one(name);
+            self.names.fetch(*hash);
+        }
+        hashes
+    }
+
+    /// Where the table lists a name with that hash.
+    fn slot(&self, name: EngineHash, hash: u64) -> Option<usize> {
+        self.names.find(hash, |spot| name_of(&self.spans, spot) == name)
     }
 
     fn first_alias(&self, spot: Spot) -> Option<EngineHash> {
@@ -318,18 +296,9 @@ impl Residence {
 
     /// Checks what the type promises.
     pub(super) fn check_invariants(&self) {
-        let mut held = 0;
-        for (id, span) in self.spans() {
-            span.check_invariants();
-            for stretch in span.stretches() {
-                for offset in stretch.start..stretch.end {
-                    let spot = Spot { span: id, offset };
-                    assert_eq!(self.find(span.name(offset)), Some(spot), "a block is found by its name");
-                    held += 1;
-                }
-            }
-        }
-        assert_eq!(self.names.len(), held, "the table lists held blocks only");
+        self.spans().for_each(|(_, span)| span.check_invariants());
+        self.names.check_invariants(self.blocks().map(|(spot, name)| (self.hasher.hash_one(name), spot)));
+        assert!(self.blocks().all(|(spot, name)| self.find(name) == Some(spot)), "a block is found by its name");
         assert_eq!(self.spans().count(), self.spans.len(), "no span is empty");
         let Some(aliases) = &self.aliases else { return };
         assert!(!aliases.spots.is_empty(), "no room is kept for aliases where there are none");
@@ -342,11 +311,6 @@ impl Residence {
     }
 }
 
-fn name_of(spans: &Arena<Span>, listed: Listed) -> EngineHash {
-    let Spot { span, offset } = listed.spot();
-    spans[span].name(offset)
-}
-
-fn is_named(spans: &Arena<Span>, listed: Listed, name: EngineHash, hash: u64) -> bool {
-    listed.may_be(hash) && name_of(spans, listed) == name
+fn name_of(spans: &Arena<Span>, spot: Spot) -> EngineHash {
+    spans[spot.span].name(spot.offset)
 }

@@ -56,21 +56,22 @@ impl Span {
         self.names[offset as usize] = name;
     }
 
-    /// Whether [`Span::append`] may be used at `offset`.
+    /// Whether [`Span::extend`] may be used at `offset`.
     pub(super) fn ends_at(&self, offset: u32) -> bool {
         self.cut == offset && self.names.len() == offset as usize
     }
 
-    /// Makes room for `more` calls of [`Span::append`].
-    pub(super) fn make_room(&mut self, more: usize) {
-        make_room(&mut self.names, more);
+    /// Puts names behind the last held block's. Until [`Span::keep`] says how many are held, none is.
+    pub(super) fn extend(&mut self, names: impl ExactSizeIterator<Item = EngineHash>) {
+        debug_assert!(self.ends_at(self.cut), "a block may only be appended where no hole is");
+        make_room(&mut self.names, names.len());
+        self.names.extend(names);
     }
 
-    /// Holds the block behind the last held one, when there is no hole: the common case of [`Span::hold`].
-    pub(super) fn append(&mut self, name: EngineHash) {
-        debug_assert!(self.ends_at(self.cut), "a block may only be appended where no hole is");
-        self.names.push(name);
-        self.cut += 1;
+    /// Holds blocks up to `cut`, whose names [`Span::extend`] brought, and drops the names of those behind.
+    pub(super) fn keep(&mut self, cut: u32) {
+        self.names.truncate(cut as usize);
+        self.cut = cut;
     }
 
     /// Holds the block at `offset`, which was not held.
