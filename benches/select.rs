@@ -1,0 +1,282 @@
+//! What a decision costs, without actors: one cost, one pick, and the scheduler's share of one request.
+//!
+//! The scheduler's share is everything that [`Schedule`] does for a request, from `Request` to `Book`, on a fleet that
+//! was filled through the scheduler itself: eight requests of 190 blocks a rank, conversations whose turns share 100
+//! blocks, and an index that knows each conversation on two ranks and its system prompt on a quarter of them. What ranks
+//! do is left out: their answers were made before, and a booking ends at once, by a board that shows the load from
+//! before. What is left of them is a copy of an answer for each rank asked, and one board written.
+//!
+//! How many ranks were asked goes to stderr.
+
+use std::collections::VecDeque;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use pointsman::config::RouterConfig;
+use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
+use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::schedule::{Effect, Input, LoadAnswer, LoadQuery, Purpose, Request, Schedule, Target};
+use pointsman::select::{CostFacts, Draw, RankOverlap, TierOverlap};
+
+const NOW: Timestamp = Timestamp(0);
+const BLOCKS: u64 = 190;
+/// Blocks of the prompt that a conversation's turns share, the system prompt's among them.
+const CONVERSATION_BLOCKS: u64 = 100;
+const SYSTEM_BLOCKS: u64 = 16;
+const REQUESTS_PER_RANK: u64 = 8;
+/// Prompts that the timed requests take in turn.
+const PROMPTS: u64 = 64;
+
+/// splitmix64: spreads numbers over all 64 bits.
+fn mix(n: u64) -> u64 {
+    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
+}
+
+fn rank_of(slot: usize) -> WorkerRank {
+    WorkerRank::new(WorkerId(slot as u64), 0)
+}
+
+struct Node {
+    active: ActiveSequences,
+    board: Arc<BoardSlot>,
+    applied: u32,
+}
+
+impl Node {
+    fn publish(&self) {
+        let load = self.active.load(NOW);
+        self.board.publish(&BoardLoad {
+            incarnation: 0,
+            applied: self.applied,
+            active_blocks: load.active_blocks,
+            requests: load.requests,
+            prefill: self.active.prefill_curve(),
+            prompts: self.active.sketch(),
+        });
+    }
+}
+
+/// What the scheduler is asked: a prompt, and what the index says of it.
+#[derive(Clone)]
+struct Asked {
+    prompt: PromptBlocks,
+    overlaps: Vec<RankOverlap>,
+}
+
+/// The `turn`th turn of a conversation, in a fleet of `ranks`.
+fn asked(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> Asked {
+    let system = conversation % 12;
+    let hash = |block| {
+        let of = match block {
+            0..SYSTEM_BLOCKS => system,
+            SYSTEM_BLOCKS..CONVERSATION_BLOCKS => 1_000 + conversation,
+            _ => mix(conversation) ^ turn,
+        };
+        SequenceHash(mix(mix(of) ^ block))
+    };
+    let home = mix(conversation) as usize;
+    let held = |slot: usize| {
+        let at_home = slot == home % ranks || slot == (home >> 32) % ranks;
+        let has_system = mix(slot as u64 ^ system << 32).is_multiple_of(4);
+        let device_blocks = if at_home { CONVERSATION_BLOCKS as u32 } else { SYSTEM_BLOCKS as u32 };
+        let overlap = TierOverlap { device_blocks, ..TierOverlap::default() };
+        let (slot, generation) = (Slot(slot as u32), Generation(1));
+        (at_home || has_system).then_some(RankOverlap { slot, generation, overlap })
+    };
+    let prompt = if assume_kv_reuse {
+        PromptBlocks::Hashed((0..BLOCKS).map(hash).collect())
+    } else {
+        PromptBlocks::Counted(BLOCKS as u32)
+    };
+    Asked { prompt, overlaps: (0..ranks).filter_map(held).collect() }
+}
+
+/// A scheduler and the ranks it schedules on.
+struct Fleet {
+    schedule: Schedule<u64>,
+    effects: VecDeque<Effect<u64>>,
+    nodes: Vec<Node>,
+}
+
+impl Fleet {
+    /// `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
+    fn busy(config: RouterConfig, ranks: usize) -> Self {
+        let assume_kv_reuse = config.assume_kv_reuse;
+        let mut fleet = Self { schedule: Schedule::new(config), effects: VecDeque::new(), nodes: Vec::new() };
+        for slot in 0..ranks {
+            let board = Arc::new(BoardSlot::default());
+            fleet.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
+            let (rank, slot, generation) = (rank_of(slot), Slot(slot as u32), Generation(1));
+            fleet.schedule.step(Input::Admit { rank, slot, generation, board }, NOW, &mut fleet.effects);
+        }
+        let (requests, conversations) = (REQUESTS_PER_RANK * ranks as u64, 2 * ranks as u64);
+        for ticket in 0..requests {
+            let asked = asked(mix(ticket) % conversations, ticket, ranks, assume_kv_reuse);
+            fleet.request(ticket, &asked);
+            fleet.settle(ticket, &asked.prompt, requests);
+        }
+        fleet
+    }
+
+    fn request(&mut self, ticket: u64, asked: &Asked) {
+        let Asked { prompt, overlaps } = asked.clone();
+        let (isl_tokens, target, purpose) = (64 * BLOCKS as u32, Target::Any, Purpose::Book);
+        let request = Request { ticket, prompt, isl_tokens, overlaps, target, purpose };
+        self.schedule.step(Input::Request(request), NOW, &mut self.effects);
+    }
+
+    /// Performs what a warming request asks for, as the ranks' actors would.
+    fn settle(&mut self, ticket: u64, prompt: &PromptBlocks, requests: u64) {
+        while let Some(effect) = self.effects.pop_front() {
+            match effect {
+                Effect::Query(query) => {
+                    let answer = |&slot: &Slot| self.answer(slot, &query.prompts);
+                    let answers = query.slots.iter().map(answer).collect();
+                    self.schedule.step(Input::Loads { batch: query.batch, answers }, NOW, &mut self.effects);
+                }
+                Effect::Book { decision, number, .. } => {
+                    let node = &mut self.nodes[decision.slot.index()];
+                    node.applied = number.number;
+                    let booking = BookingId(ticket);
+                    node.active.book(booking, prompt.clone(), decision.hint, NOW).expect("no duplicates");
+                    if ticket < requests / 8 * 7 {
+                        node.active.complete_prefill(booking, NOW);
+                    }
+                    node.publish();
+                }
+                other => unreachable!("nobody asked for {other:?}"),
+            }
+        }
+    }
+
+    fn answer(&self, slot: Slot, prompts: &[PromptBlocks]) -> LoadAnswer {
+        let active = &self.nodes[slot.index()].active;
+        let shared_blocks = prompts.iter().map(|prompt| active.project(prompt).shared_blocks).collect();
+        LoadAnswer { slot, generation: Generation(1), load: active.load(NOW), shared_blocks }
+    }
+}
+
+/// A busy fleet that stands still: every answer it could give is known, and what is booked ends at once.
+struct Still {
+    fleet: Fleet,
+    asked: Vec<Asked>,
+    loads: Vec<RankLoad>,
+    /// By prompt, then by slot.
+    shared_blocks: Vec<Vec<u32>>,
+    boards: Vec<BoardLoad>,
+    requests: u64,
+    asked_ranks: u64,
+}
+
+impl Still {
+    fn new(config: RouterConfig, ranks: usize) -> Self {
+        let assume_kv_reuse = config.assume_kv_reuse;
+        let fleet = Fleet::busy(config, ranks);
+        let asked: Vec<Asked> =
+            (0..PROMPTS).map(|n| asked(n % (2 * ranks as u64), u64::MAX - n, ranks, assume_kv_reuse)).collect();
+        let shared =
+            |asked: &Asked| fleet.nodes.iter().map(|node| node.active.project(&asked.prompt).shared_blocks).collect();
+        Self {
+            shared_blocks: asked.iter().map(shared).collect(),
+            asked,
+            loads: fleet.nodes.iter().map(|node| node.active.load(NOW)).collect(),
+            boards: fleet.nodes.iter().map(|node| node.board.read().expect("nobody writes")).collect(),
+            fleet,
+            requests: 0,
+            asked_ranks: 0,
+        }
+    }
+
+    /// From `Request` to `Book`, and the board that says it has ended.
+    fn decide(&mut self) -> WorkerRank {
+        let ticket = self.requests;
+        self.requests += 1;
+        let prompt = (ticket % PROMPTS) as usize;
+        self.fleet.request(ticket, &self.asked[prompt]);
+        loop {
+            match self.fleet.effects.pop_front() {
+                Some(Effect::Query(LoadQuery { batch, slots, .. })) => {
+                    self.asked_ranks += slots.len() as u64;
+                    let answers = slots.iter().map(|&slot| LoadAnswer {
+                        slot,
+                        generation: Generation(1),
+                        load: self.loads[slot.index()],
+                        shared_blocks: [self.shared_blocks[prompt][slot.index()]].into_iter().collect(),
+                    });
+                    let answers = answers.collect();
+                    self.fleet.schedule.step(Input::Loads { batch, answers }, NOW, &mut self.fleet.effects);
+                }
+                Some(Effect::Book { decision, number, .. }) => {
+                    let slot = decision.slot.index();
+                    self.boards[slot].applied = number.number;
+                    self.fleet.nodes[slot].board.publish(&self.boards[slot]);
+                    return decision.rank;
+                }
+                other => unreachable!("a Book was due, not {other:?}"),
+            }
+        }
+    }
+}
+
+fn cost(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("select/cost");
+    let facts = CostFacts {
+        isl_tokens: 64 * BLOCKS,
+        overlap: TierOverlap { device_blocks: 100, host_pinned_blocks: 8, disk_blocks: 4, external_blocks: 0 },
+        prefill_tokens: 9_000,
+        prefill_tokens_least: 1_000,
+        potential_blocks: 1_200,
+        active_requests: 9,
+    };
+    for (name, overlap_score_credit_decay) in [("as it comes", 0.0), ("decaying credit", 0.5)] {
+        let cost = RouterConfig { overlap_score_credit_decay, ..RouterConfig::default() }.kv_cost();
+        group.bench_function(name, |bencher| bencher.iter(|| black_box(&cost).cost(black_box(&facts))));
+    }
+    group.finish();
+}
+
+fn pick(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("select/cheapest");
+    for ranks in [8, 64, 512] {
+        let differing: Vec<_> = (0..ranks).map(|slot| (rank_of(slot), (mix(slot as u64) >> 40) as f64)).collect();
+        let tied: Vec<_> = (0..ranks).map(|slot| (rank_of(slot), 128.0)).collect();
+        for (name, candidates) in [("costs differ", differing), ("all tied", tied)] {
+            let mut request = 0;
+            group.bench_function(BenchmarkId::new(name, ranks), |bencher| {
+                bencher.iter(|| {
+                    request += 1;
+                    Draw { seed: 7, request }.cheapest(black_box(&candidates).iter().copied())
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+fn decide(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("select/scheduler's share");
+    let kv = RouterConfig::default();
+    let board_only = RouterConfig { assume_kv_reuse: false, ..kv.clone() };
+    for (name, config) in [("kv", kv), ("kv, no reuse assumed", board_only)] {
+        for ranks in [8, 64, 512, 2_048] {
+            let mut still = Still::new(config.clone(), ranks);
+            group.bench_function(BenchmarkId::new(name, ranks), |bencher| bencher.iter(|| still.decide()));
+            if let Some(tenths) = (10 * still.asked_ranks).checked_div(still.requests) {
+                eprintln!("{name}, {ranks} ranks: {}.{} asked a request", tenths / 10, tenths % 10);
+            }
+        }
+    }
+    group.finish();
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
+    targets = cost, pick, decide
+}
+criterion_main!(benches);
