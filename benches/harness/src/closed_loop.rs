@@ -9,10 +9,10 @@
 //! ([`Shape::take_turns`]): then it lets the others run after each request, as a caller that waits for its engine does.
 //! That shows two things that one run cannot:
 //!
-//! - Without turns, several clients of a router that suspends its callers queue behind each other inside `route`, and
-//!   that queue is most of its p99. One whose answer is ready at once suspends nobody: as many clients as the runtime
-//!   has threads run most of a half alone, beside what the others hold and do not free. 16 clients over 8 ranks then
-//!   hit 0.150 where they hit 0.179 in turn.
+//! - Without turns, a client that its router suspends queues behind the others inside `route`, and that queue is most
+//!   of p99. A router whose answer is ready at once seldom suspends anybody: as many clients as the runtime has threads
+//!   then run most of a half alone, beside what the others hold and do not free. 16 clients over 8 ranks hit 0.150
+//!   where they hit 0.179 in turn.
 //! - With turns they queue between requests, where nobody's `route` is timed: all clients are concurrent, whatever the
 //!   router does, and `route` is what a call takes that does not wait for a thread first.
 //!
