@@ -107,7 +107,7 @@ impl Fleet {
     /// `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
     fn busy(config: RouterConfig, ranks: usize) -> Self {
         let assume_kv_reuse = config.assume_kv_reuse;
-        let mut fleet = Self { schedule: Schedule::new(config), effects: VecDeque::new(), nodes: Vec::new() };
+        let mut fleet = Self { schedule: Schedule::new(config, 0), effects: VecDeque::new(), nodes: Vec::new() };
         for slot in 0..ranks {
             let board = Arc::new(BoardSlot::default());
             fleet.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
@@ -250,7 +250,8 @@ fn pick(criterion: &mut Criterion) {
             group.bench_function(BenchmarkId::new(name, ranks), |bencher| {
                 bencher.iter(|| {
                     request += 1;
-                    Draw { seed: 7, request }.cheapest(black_box(&candidates).iter().copied())
+                    Draw { seed: 7, request }
+                        .cheapest(black_box(&candidates).iter().map(|&(rank, cost)| (rank, rank, cost)))
                 });
             });
         }
