@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
 use pointsman::error::{Down, FlushError, MembershipError, RouteError};
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::{AddRequest, Fault, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 const WORKERS: u64 = 6;
 
@@ -288,16 +288,22 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
     assert_at_rest(&router).await;
 }
 
+/// A request with this prompt on each rank, so that each must be asked about the next one.
+async fn one_on_each(router: &Router, ranks: usize, prompt: &[u32]) -> Vec<Placement> {
+    let mut held = Vec::new();
+    for n in 0..ranks {
+        let id = format!("warm-{n}");
+        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(prompt))).await.expect("placed"));
+    }
+    held
+}
+
 #[tokio::test]
 async fn a_rank_that_recovers_is_chosen_again_though_another_stays_stuck() {
     tokio::time::pause();
     let router = router(config(), 3).await;
     let prompt = tokens(1, 50);
-    let mut held = Vec::new();
-    for n in 0..3 {
-        let id = format!("warm-{n}");
-        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
-    }
+    let mut held = one_on_each(&router, 3, &prompt).await;
     let recovers = router.wedge(Fault::Sequence(rank(0))).expect("registered");
     let stays = router.wedge(Fault::Sequence(rank(1))).expect("registered");
     held.push(router.route(RouteRequest::new("both", Prompt::Tokens(&prompt))).await.expect("placed"));
@@ -341,12 +347,7 @@ async fn a_wedged_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
     tokio::time::pause();
     let router = router(config(), 3).await;
     let prompt = tokens(1, 50);
-    let mut held = Vec::new();
-    for n in 0..3 {
-        // One on each rank, so that each must be asked.
-        let id = format!("warm-{n}");
-        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
-    }
+    let mut held = one_on_each(&router, 3, &prompt).await;
     let wedge = router.wedge(Fault::Sequence(rank(1))).expect("registered");
     for n in 0..20 {
         let before = tokio::time::Instant::now();

@@ -100,6 +100,9 @@ pub struct Replay {
     /// Print the report as one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Print the router's own metrics on standard error at the end, as Prometheus would read them
+    #[arg(long)]
+    pub metrics: bool,
 }
 
 /// Why there is no report.

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::embedded::Embedded;
 
@@ -35,6 +36,11 @@ fn main() -> ExitCode {
 }
 
 fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
+    // Before the router starts: its actors take their instruments when they do.
+    let metrics = replay.metrics.then(|| PrometheusBuilder::new().install_recorder()).transpose()?;
     let report = replay.run(Embedded::start)?;
+    if let Some(metrics) = metrics {
+        write!(io::stderr(), "{}", metrics.render())?;
+    }
     Ok(report.write(io::stdout().lock(), replay.json)?)
 }
