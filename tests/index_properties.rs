@@ -2,7 +2,7 @@
 //!
 //! Streams are made to collide: few ranks, few names, few block hashes, so that re-stores, aliases, moves, holes
 //! and parents of other tiers are the rule. Ranks are spread over several shards. The number of cases is taken
-//! from `POINTSMAN_PROPTEST_CASES`.
+//! from `PROPTEST_CASES`.
 
 use pointsman::index::reference::{Match, Reference};
 use pointsman::index::{Index, Overlaps};
@@ -328,7 +328,7 @@ fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<Match> {
 
 #[expect(clippy::disallowed_methods, reason = "the number of cases is the caller's to choose")]
 fn cases() -> u32 {
-    std::env::var("POINTSMAN_PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
 }
 
 proptest! {

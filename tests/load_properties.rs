@@ -1,6 +1,6 @@
 //! Holds the load model to its slow reference: any calls in any order, compared after every step.
 //!
-//! `POINTSMAN_PROPTEST_CASES` sets the number of cases; a failure prints its seed.
+//! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -230,7 +230,7 @@ fn steps(one_rate: bool) -> impl Strategy<Value = Vec<Step>> {
 
 #[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
 fn config() -> ProptestConfig {
-    let cases = std::env::var("POINTSMAN_PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
     let seeds = FileFailurePersistence::Direct("tests/load_properties.proptest-regressions");
     ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
 }
