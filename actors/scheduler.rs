@@ -58,7 +58,6 @@ pub(crate) enum Answered {
 }
 
 /// A rank's sequence actor, as the scheduler knows it.
-#[derive(Clone)]
 pub(crate) struct Peer {
     pub(crate) rank: WorkerRank,
     pub(crate) slot: Slot,
@@ -142,11 +141,11 @@ impl Scheduler {
             self.peers.resize_with(slot.index() + 1, || None);
         }
         self.peers[slot.index()] = Some(peer);
-        self.schedule.step(Input::Admit { rank, slot, generation, board }, self.clock.now(), &mut self.effects);
+        self.step_schedule(Input::Admit { rank, slot, generation, board });
     }
 
     fn on_retire(&mut self, slot: Slot, generation: Generation, ack: RetireAck) {
-        self.schedule.step(Input::Retire { slot, generation }, self.clock.now(), &mut self.effects);
+        self.step_schedule(Input::Retire { slot, generation });
         let here = |peer: &&mut Option<Peer>| peer.as_ref().is_some_and(|peer| peer.generation == generation);
         if let Some(peer) = self.peers.get_mut(slot.index()).filter(here).and_then(Option::take) {
             // The ack goes with the message: whatever becomes of it, the supervisor hears.
