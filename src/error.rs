@@ -1,6 +1,6 @@
 //! What can go wrong for an embedder, one enum for each thing it does.
 
-use crate::config::ConfigError;
+use crate::config::ConfigErrors;
 use crate::directory::DuplicateRequest;
 use crate::hashing::{HashedPromptError, MmError};
 use crate::load::WeightError;
@@ -120,7 +120,7 @@ pub enum MembershipError {
 pub enum StartError {
     /// The configuration breaks a rule.
     #[error(transparent)]
-    Config(#[from] ConfigError),
+    Config(#[from] ConfigErrors),
     /// An initial worker was refused.
     #[error(transparent)]
     Worker(#[from] MembershipError),

@@ -50,6 +50,9 @@ pub struct WorkerConfig {
     /// Labels that requests may require or prefer.
     #[serde(default)]
     pub taints: BTreeSet<String>,
+    /// LoRA adapters that the worker has loaded: requests for one prefer workers that have it.
+    #[serde(default)]
+    pub lora_adapters: BTreeSet<String>,
     /// A name that survives restarts of the worker, for placement that must be stable across them.
     #[serde(default)]
     pub stable_routing_id: Option<String>,
@@ -121,6 +124,7 @@ impl WorkerConfig {
             max_num_batched_tokens: None,
             total_kv_blocks: None,
             taints: BTreeSet::new(),
+            lora_adapters: BTreeSet::new(),
             stable_routing_id: None,
             topology_domains: BTreeMap::new(),
             kv_transfer_domain: None,
