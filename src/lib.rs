@@ -67,6 +67,7 @@ pub mod load;
 pub mod protocol;
 pub mod schedule;
 pub mod select;
+pub mod session;
 pub mod supervision;
 
 #[cfg(feature = "runtime")]
