@@ -20,7 +20,7 @@ use super::supervisor::RetireAck;
 use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
 use crate::directory::Lease;
-use crate::load::{BoardSlot, PromptBlocks};
+use crate::load::{BoardSlot, PromptBlocks, RateCell};
 use crate::protocol::{Generation, Slot, WorkerRank};
 use crate::schedule::{Decision, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Rejection, Request, Schedule};
 
@@ -63,6 +63,8 @@ pub(crate) struct Peer {
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) board: Arc<BoardSlot>,
+    #[expect(dead_code, reason = "for a schedule that expects durations of its prefills")]
+    pub(crate) rate: Arc<RateCell>,
     pub(crate) turn: Arc<Turn<Sequence>>,
 }
 

@@ -3,6 +3,7 @@
 //! Owns the rank's [`ActiveSequences`] and is the single writer of its board slot. Promises that a booking counts
 //! before its caller hears of it, and that after each change the board shows it. Does no token arithmetic: what a
 //! booking weighs was decided by the scheduler and stands in its lease. Restarted, it rebuilds from the leases.
+//! Where prefill rates are learned, it tells its [`PrefillMeter`] when prefills begin and end.
 
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use super::scheduler::{Answered, LoadNext};
 use super::supervisor::RetireAck;
 use super::turn::{After, Step};
 use crate::directory::{Directory, Lease, LeaseState};
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillMeter, RateCell};
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
@@ -58,6 +59,8 @@ pub(crate) struct Sequence {
     applied: u32,
     active: ActiveSequences,
     board: Arc<BoardSlot>,
+    /// Where prefill rates are learned.
+    meter: Option<PrefillMeter>,
     directory: Arc<Directory>,
     clock: Clock,
 }
@@ -70,10 +73,14 @@ pub(crate) enum SequenceAfter {
 
 impl Sequence {
     /// The bookings of one incarnation of a slot, as its leases say: none at first, all of them after a restart.
+    ///
+    /// A prefill rate goes on from what `learns` has published. Restored prefills teach nothing, for when they really
+    /// began is not known.
     pub(crate) fn restore(
         (slot, generation): (Slot, Generation),
         incarnation: u32,
         board: Arc<BoardSlot>,
+        learns: Option<Arc<RateCell>>,
         directory: Arc<Directory>,
         clock: Clock,
     ) -> Self {
@@ -84,6 +91,7 @@ impl Sequence {
             applied: 0,
             active: ActiveSequences::new(true), // whether blocks are shared is decided by the prompts it is given
             board,
+            meter: learns.map(PrefillMeter::new),
             directory: Arc::clone(&directory),
             clock,
         };
@@ -116,6 +124,9 @@ impl Sequence {
         let booked = decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint);
         if booked {
             self.book(&lease, now);
+            if let Some(meter) = &mut self.meter {
+                meter.booked(lease.booking(), decision.hint, now);
+            }
             self.agree_with(&lease, now);
         }
         self.publish(now);
@@ -135,7 +146,7 @@ impl Sequence {
         for lease in self.directory.booked_on(self.slot, self.generation) {
             lease.end();
             self.directory.leave(&lease);
-            self.active.free(lease.booking(), now);
+            self.free(&lease, now);
         }
         self.publish(now);
         SequenceAfter::Retired(ack)
@@ -152,11 +163,22 @@ impl Sequence {
         let progress = lease.progress();
         if progress.prefill_completed {
             self.active.complete_prefill(lease.booking(), now);
+            if let Some(meter) = &mut self.meter {
+                meter.completed(lease.booking(), now);
+            }
         }
         self.active.set_output(lease.booking(), &progress.output);
         match lease.state() {
             LeaseState::Booked { .. } => {}
-            LeaseState::Pending | LeaseState::Ended => drop(self.active.free(lease.booking(), now)),
+            LeaseState::Pending | LeaseState::Ended => self.free(lease, now),
+        }
+    }
+
+    /// Counts a booking out, if it is counted.
+    fn free(&mut self, lease: &Lease, now: Timestamp) {
+        self.active.free(lease.booking(), now);
+        if let Some(meter) = &mut self.meter {
+            meter.ended(lease.booking());
         }
     }
 
@@ -200,5 +222,76 @@ impl After for SequenceAfter {
             }
             Self::Retired(_) => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::sync::Semaphore;
+
+    use super::*;
+    use crate::load::{PrefillLoadHint, PromptBlocks};
+    use crate::protocol::{WorkerId, WorkerRank};
+    use crate::select::TierOverlap;
+
+    const PLACE: (Slot, Generation) = (Slot(0), Generation(1));
+
+    fn restore(incarnation: u32, rate: &Arc<RateCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
+        let (board, learns) = (Arc::new(BoardSlot::default()), Some(Arc::clone(rate)));
+        Sequence::restore(PLACE, incarnation, board, learns, Arc::clone(directory), clock)
+    }
+
+    fn book(sequence: &mut Sequence, id: &str, tokens: u32) -> Arc<Lease> {
+        let (slot, generation) = PLACE;
+        let now = sequence.clock.now();
+        let lease = sequence.directory.enter(id, PromptBlocks::Counted(0), now).expect("a free id");
+        let decision = Decision {
+            request: 0,
+            rank: WorkerRank::new(WorkerId(1), 0),
+            slot,
+            generation,
+            overlap: TierOverlap::default(),
+            hint: PrefillLoadHint::new(tokens, 0, true, None),
+        };
+        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free place");
+        let number = BookNumber { incarnation: sequence.incarnation, number: 1 };
+        let (answer, _) = oneshot::channel();
+        let booked =
+            sequence.step(SequenceMsg::Book(Book { lease: Arc::clone(&lease), decision, number, answer, permit, now }));
+        assert!(matches!(booked, Some(SequenceAfter::Booked { .. })), "{id} is booked");
+        lease
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn prefills_teach_the_rate_and_a_restart_goes_on_from_it() {
+        let (rate, directory, clock) = (Arc::new(RateCell::default()), Arc::default(), Clock::start());
+        let mut sequence = restore(0, &rate, &directory, clock);
+        for n in 0..128 {
+            let lease = book(&mut sequence, &n.to_string(), 20_000);
+            tokio::time::advance(Duration::from_secs(1)).await;
+            for _ in 0..3 {
+                let _ = lease.complete_prefill();
+                sequence.step(SequenceMsg::Look(Arc::clone(&lease)));
+            }
+            lease.end();
+            directory.leave(&lease);
+            sequence.step(SequenceMsg::Look(lease));
+        }
+        let meter = sequence.meter.as_ref().expect("it learns");
+        assert_eq!((meter.rate().samples(), meter.under_way()), (128, 0));
+        let learned = rate.tokens_per_second().expect("published");
+        assert!((learned - 20_000.0).abs() < 1_000.0, "{learned}");
+
+        let lease = book(&mut sequence, "under way", 20_000);
+        drop(sequence);
+        tokio::time::advance(Duration::from_secs(60)).await;
+        let mut restored = restore(1, &rate, &directory, clock);
+        let _ = lease.complete_prefill();
+        restored.step(SequenceMsg::Look(Arc::clone(&lease)));
+        assert_eq!(rate.tokens_per_second(), Some(learned), "when it began is not known");
+        let again = restored.meter.as_ref().map(|meter| meter.rate().tokens_per_second());
+        assert!(again.is_some_and(|again| (again - learned).abs() < 1.0), "{again:?} after {learned}");
     }
 }

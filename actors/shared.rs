@@ -19,6 +19,7 @@ use super::turn::Turn;
 use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
 use crate::error::Down;
+use crate::load::RateCell;
 use crate::protocol::{Generation, Slot, WorkerRank};
 
 /// Everything of a router but its supervisor.
@@ -53,6 +54,8 @@ pub(crate) struct Seat {
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) endpoint: Arc<str>,
+    /// Its learned prefill rate, which outlives its sequence actor.
+    pub(crate) rate: Arc<RateCell>,
     pub(crate) turn: Arc<Turn<Sequence>>,
 }
 

@@ -20,8 +20,9 @@ use super::scheduler::{Peer, Scheduler, SchedulerMsg};
 use super::sequence::Sequence;
 use super::shared::{Phase, Seat, Shared, Status};
 use super::turn::{Step, Turn, TurnActor, Wake};
+use crate::config::PrefillModel;
 use crate::error::MembershipError;
-use crate::load::BoardSlot;
+use crate::load::{BoardSlot, RateCell};
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
 use crate::supervision::RestartBudget;
 
@@ -356,10 +357,11 @@ impl State {
         self.generations[slot.index()].0 += 1;
         let generation = self.generations[slot.index()];
         let board = Arc::new(BoardSlot::default());
-        let seat = Arc::new(Seat { rank, slot, generation, endpoint, turn: Turn::closed() });
+        let rate = Arc::new(RateCell::default());
+        let seat = Arc::new(Seat { rank, slot, generation, endpoint, rate: Arc::clone(&rate), turn: Turn::closed() });
         let actor = self.start_sequence(&seat, &board, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
-        let peer = Peer { rank, slot, generation, board: Arc::clone(&board), turn: Arc::clone(&seat.turn) };
+        let peer = Peer { rank, slot, generation, board: Arc::clone(&board), rate, turn: Arc::clone(&seat.turn) };
         self.seats[slot.index()] = Some(Running { seat, board, incarnation: 0, actor, retiring: false });
         if let Some(shard) = self.shard(rank) {
             shard.tell(RadixMsg::Register { rank, slot, generation });
@@ -377,7 +379,9 @@ impl State {
         let actor = self.spawn(&seat.turn, Role::Sequence(seat.slot)).await?;
         let (id, place) = (actor.get_id(), (seat.slot, seat.generation));
         let (board, directory, clock) = (Arc::clone(board), Arc::clone(&self.shared.directory), self.shared.clock);
-        seat.turn.open(actor, || Sequence::restore(place, incarnation, board, directory, clock));
+        let learns = self.shared.config.prefill_load_model == PrefillModel::Learned;
+        let learns = learns.then(|| Arc::clone(&seat.rate));
+        seat.turn.open(actor, || Sequence::restore(place, incarnation, board, learns, directory, clock));
         Ok(id)
     }
 
@@ -397,9 +401,9 @@ impl State {
         turn.open(actor, || {
             let mut scheduler = Scheduler::new(config, incarnation, clock, Handle::current(), &turn);
             for running in self.seats.iter().flatten().filter(|running| !running.retiring) {
-                let Seat { rank, slot, generation, turn, .. } = &*running.seat;
-                let (board, turn) = (Arc::clone(&running.board), Arc::clone(turn));
-                scheduler.admit(Peer { rank: *rank, slot: *slot, generation: *generation, board, turn });
+                let Seat { rank, slot, generation, rate, turn, .. } = &*running.seat;
+                let (board, rate, turn) = (Arc::clone(&running.board), Arc::clone(rate), Arc::clone(turn));
+                scheduler.admit(Peer { rank: *rank, slot: *slot, generation: *generation, board, rate, turn });
             }
             scheduler
         });
