@@ -1,4 +1,13 @@
-//! The `pointsman` command. For now it says its version; the gateway itself comes later.
+//! The `pointsman` command.
+//!
+//! Owns the command line, and is the only place that reads files and the environment. Exits with 0 on success, with 2
+//! when what it was given cannot be used. The gateway itself comes later.
+
+mod config;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -14,11 +23,43 @@ struct Cli {
 enum Command {
     /// Prints the version and exits.
     Version,
+    /// Checks a configuration file and the POINTSMAN_ROUTER_* variables over it, and prints what results: every
+    /// setting, and whether it came from the file, the environment or the defaults. Exits with 2 and a list of all
+    /// problems if it cannot be used.
+    CheckConfig {
+        /// The TOML file.
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+    },
 }
 
-#[expect(clippy::print_stdout, reason = "the version is this command's answer")]
-fn main() {
-    match Cli::parse().command {
-        Command::Version => println!("pointsman {}", env!("CARGO_PKG_VERSION")),
+#[expect(clippy::print_stdout, reason = "what a command prints is its answer")]
+fn main() -> ExitCode {
+    let answer = match Cli::parse().command {
+        Command::Version => Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION"))),
+        Command::CheckConfig { config } => check_config(&config, environment()),
+    };
+    match answer {
+        Ok(answer) => {
+            print!("{answer}");
+            ExitCode::SUCCESS
+        }
+        Err(problems) => {
+            eprint!("{problems}");
+            ExitCode::from(2)
+        }
     }
+}
+
+/// The process's variables. What is not UTF-8 comes with replacement characters, which no setting takes.
+fn environment() -> impl Iterator<Item = (String, String)> {
+    let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
+    std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
+}
+
+/// The effective configuration, or every problem, one a line.
+fn check_config(path: &Path, env: impl Iterator<Item = (String, String)>) -> Result<String, String> {
+    let text = fs::read_to_string(path).map_err(|error| format!("{} cannot be read: {error}\n", path.display()))?;
+    let loaded = config::load(&text, env).map_err(|errors| errors.to_string())?;
+    Ok(loaded.to_string())
 }

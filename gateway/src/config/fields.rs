@@ -1,0 +1,216 @@
+//! What the settings of a struct are called and which values they take, asked of its `Deserialize`.
+//!
+//! Owns nothing. Promises that a field added to the struct is known here at once. Leaves rules that go beyond the type
+//! to the struct's own validation.
+
+use std::fmt;
+
+use serde::de::value::{Error, MapDeserializer};
+use serde::de::{DeserializeOwned, Deserializer, Error as _, IntoDeserializer, Visitor};
+use serde::forward_to_deserialize_any;
+use toml::Value;
+
+/// One setting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
+}
+
+/// Which values a setting takes, before its own rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Switch,
+    /// From 0 to `max`.
+    Integer {
+        max: i64,
+    },
+    Number,
+    Choice(&'static [&'static str]),
+    Text,
+    /// A list or a table: too much for one word.
+    Structured,
+}
+
+/// The fields of `T`, in the order of their declaration; none where `T` is not a struct.
+pub(crate) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
+    let mut names: &[&str] = &[];
+    // Both probes end in an error once they know enough.
+    let _ = T::deserialize(NameProbe(&mut names));
+    let kind_of = |name: &'static str| {
+        let mut kind = Kind::Structured;
+        let _ = T::deserialize(MapDeserializer::new(std::iter::once((name, KindProbe(&mut kind)))));
+        Field { name, kind }
+    };
+    names.iter().map(|name| kind_of(name)).collect()
+}
+
+impl Kind {
+    /// The value that `text` stands for, if it is one of this kind.
+    pub(crate) fn parse(self, text: &str) -> Option<Value> {
+        match self {
+            Self::Switch => text.parse().ok().map(Value::Boolean),
+            Self::Integer { max } => text.parse().ok().filter(|n| (0..=max).contains(n)).map(Value::Integer),
+            Self::Number => text.parse().ok().map(Value::Float),
+            Self::Choice(names) => names.contains(&text).then(|| Value::from(text)),
+            Self::Text => (!text.is_empty()).then(|| Value::from(text)),
+            Self::Structured => None,
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Switch => f.write_str("true or false"),
+            Self::Integer { max } => write!(f, "an integer from 0 to {max}"),
+            Self::Number => f.write_str("a number"),
+            Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
+            Self::Text => f.write_str("a text, not empty"),
+            Self::Structured => f.write_str("a list or a table"),
+        }
+    }
+}
+
+/// Notes the names that a struct asks for.
+struct NameProbe<'a>(&'a mut &'static [&'static str]);
+
+impl<'de> Deserializer<'de> for NameProbe<'_> {
+    type Error = Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        Err(Error::custom("not a struct"))
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        names: &'static [&'static str],
+        _: V,
+    ) -> Result<V::Value, Error> {
+        *self.0 = names;
+        Err(Error::custom("seen"))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit unit_struct
+        newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+    }
+}
+
+/// Notes the kind of value that a field asks for.
+struct KindProbe<'a>(&'a mut Kind);
+
+impl KindProbe<'_> {
+    fn note<T>(self, kind: Kind) -> Result<T, Error> {
+        *self.0 = kind;
+        Err(Error::custom("seen"))
+    }
+}
+
+impl<'de> IntoDeserializer<'de, Error> for KindProbe<'_> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+impl<'de> Deserializer<'de> for KindProbe<'_> {
+    type Error = Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Structured)
+    }
+
+    fn deserialize_bool<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Switch)
+    }
+
+    fn deserialize_u32<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Integer { max: i64::from(u32::MAX) })
+    }
+
+    // Integers end where those of TOML end.
+    fn deserialize_u64<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Integer { max: i64::MAX })
+    }
+
+    fn deserialize_f64<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Number)
+    }
+
+    fn deserialize_string<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Text)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        names: &'static [&'static str],
+        _: V,
+    ) -> Result<V::Value, Error> {
+        self.note(Kind::Choice(names))
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        visitor.visit_some(self)
+    }
+
+    forward_to_deserialize_any! {
+        i8 i16 i32 i64 i128 u8 u16 u128 f32 char str bytes byte_buf unit unit_struct newtype_struct seq tuple
+        tuple_struct map struct identifier ignored_any
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman::RouterConfig;
+
+    use super::*;
+
+    fn kind(name: &str) -> Kind {
+        fields_of::<RouterConfig>().into_iter().find(|field| field.name == name).expect("a field").kind
+    }
+
+    #[test]
+    fn fields_are_known_by_name_and_kind() {
+        assert_eq!(fields_of::<RouterConfig>()[0].name, "block_size", "in the order of the struct");
+        assert_eq!(kind("block_size"), Kind::Integer { max: 4_294_967_295 });
+        assert_eq!(kind("seed"), Kind::Integer { max: i64::MAX });
+        assert_eq!(kind("is_eagle"), Kind::Switch);
+        assert_eq!(kind("temperature"), Kind::Number);
+        assert_eq!(kind("queue_threshold"), Kind::Number, "an optional one is of its own kind");
+        assert_eq!(kind("queue_policy"), Kind::Choice(&["fcfs", "lcfs", "wspt"]));
+        assert_eq!(kind("queue_default_family"), Kind::Text);
+        assert_eq!(kind("queue_classes"), Kind::Structured);
+        assert!(fields_of::<u32>().is_empty());
+    }
+
+    #[test]
+    fn only_lists_have_no_variable() {
+        let defaults = toml::Table::try_from(RouterConfig::default()).expect("the defaults can be written");
+        for Field { name, kind } in fields_of::<RouterConfig>() {
+            let is_list = defaults.get(name).is_some_and(Value::is_array);
+            assert_eq!(kind == Kind::Structured, is_list, "{name} wants a kind of its own, or a word in the docs");
+        }
+    }
+
+    #[test]
+    fn words_become_values_of_the_kind() {
+        let integer = Kind::Integer { max: 10 };
+        assert_eq!(integer.parse("10"), Some(Value::Integer(10)));
+        for refused in ["11", "-1", "1.0", "", " 1", "ten"] {
+            assert_eq!(integer.parse(refused), None, "{refused:?}");
+        }
+        assert_eq!(Kind::Switch.parse("true"), Some(Value::Boolean(true)));
+        assert_eq!(Kind::Switch.parse("1"), None);
+        assert_eq!(Kind::Number.parse("1e3"), Some(Value::Float(1000.0)));
+        assert_eq!(Kind::Number.parse("much"), None);
+        assert_eq!(Kind::Choice(&["a", "b"]).parse("b"), Some(Value::from("b")));
+        assert_eq!(Kind::Choice(&["a", "b"]).parse("B"), None);
+        assert_eq!(Kind::Text.parse("x y"), Some(Value::from("x y")));
+        assert_eq!(Kind::Text.parse(""), None);
+        assert_eq!(Kind::Structured.parse("[]"), None);
+    }
+}
