@@ -1,0 +1,286 @@
+//! Holds `docs/configuration.md` to the code: every setting is there, in order, with its type, default and rules.
+//!
+//! Owns nothing. Asks the structs for their fields by way of serde, and for their rules by breaking them. On a
+//! difference it prints the row that the table must have.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs;
+use std::path::Path;
+
+use pointsman::RouterConfig;
+use pointsman::config::{QueueClass, UncachedBucket};
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde_json::{Map, Value, json};
+
+const PAGE: &str = "docs/configuration.md";
+
+/// A struct whose fields one table lists.
+struct Subject {
+    /// The heading that the table stands under.
+    heading: &'static str,
+    fields: Vec<(String, Value)>,
+    /// What to add to a configuration so that this field, and no other of the subject, has this value.
+    place: fn(&str, &Value) -> Value,
+    /// What the names of its fields begin with in errors.
+    prefix: &'static str,
+    has_variables: bool,
+}
+
+fn subjects() -> [Subject; 3] {
+    let bucket = UncachedBucket { min_tokens: 0, bucket: "short".to_owned() };
+    [
+        Subject {
+            heading: "## Router settings",
+            fields: fields_in_order(&RouterConfig::default()),
+            place: |field, value| json!({ field: value }),
+            prefix: "",
+            has_variables: true,
+        },
+        // Two elements with the same value, so that rules between them are broken as well.
+        Subject {
+            heading: "## Queue classes",
+            fields: fields_in_order(&QueueClass::named("a")),
+            place: |field, value| {
+                let elements = ["a", "b"].map(|name| changed(json!({ "name": name }), field, value));
+                json!({ "queue_classes": elements })
+            },
+            prefix: "queue_classes[1].",
+            has_variables: false,
+        },
+        Subject {
+            heading: "## Buckets of uncached tokens",
+            fields: fields_in_order(&bucket),
+            place: |field, value| {
+                let elements =
+                    [0, 1].map(|min_tokens| changed(json!({ "min_tokens": min_tokens, "bucket": "a" }), field, value));
+                json!({ "queue_uncached_buckets": elements })
+            },
+            prefix: "queue_uncached_buckets[1].",
+            has_variables: false,
+        },
+    ]
+}
+
+#[test]
+fn every_table_lists_its_settings() {
+    let page = read(PAGE);
+    let sources = rule_sources();
+    let wrong: Vec<String> = subjects().iter().flat_map(|subject| differences(subject, &page, &sources)).collect();
+    assert!(wrong.is_empty(), "{PAGE} does not say what the code does:\n\n{}\n", wrong.join("\n\n"));
+}
+
+#[test]
+fn settings_that_came_from_the_peer_exist() {
+    let known: BTreeSet<String> = subjects().into_iter().flat_map(|s| s.fields).map(|(name, _)| name).collect();
+    let page = read(PAGE);
+    let rows =
+        ["## Coming from Dynamo", "## Coming from Dynamo's policy file"].map(|heading| rows_under(&page, heading));
+    for row in rows.iter().flatten() {
+        let [theirs, ours, reasons @ ..] = &row[..] else { panic!("two cells at least, not {row:?}") };
+        assert!(theirs.starts_with('`') && reasons.iter().all(|reason| !reason.is_empty()), "{row:?}");
+        let named: Vec<&str> = ours.split('`').skip(1).step_by(2).collect();
+        let what = ours.split([' ', ':']).next().expect("a split has a first part");
+        let ours = match what {
+            "kept" if named.is_empty() => vec![theirs.trim_matches('`')],
+            "kept" | "renamed" => named,
+            "elsewhere" | "refused" => continue,
+            _ => panic!("{theirs} is {ours}, must be kept, renamed, elsewhere or refused"),
+        };
+        assert!(!ours.is_empty(), "{theirs} is {what}, but as what?");
+        for name in ours {
+            assert!(known.contains(name), "{theirs} is {what} as `{name}`, which is no setting");
+        }
+    }
+}
+
+/// What is wrong with a subject's table: rows as they must be, and rows of nothing.
+fn differences(subject: &Subject, page: &str, sources: &str) -> Vec<String> {
+    let rows = rows_under(page, subject.heading);
+    let mut wrong = Vec::new();
+    for (name, default) in &subject.fields {
+        let row = rows.iter().find(|row| unquoted(&row[0]) == *name);
+        let expected = Row::expected(subject, name, default);
+        if !row.is_some_and(|row| expected.agrees(row, sources)) {
+            let meaning = row.and_then(|row| row.get(4)).map_or("(what it means)", String::as_str);
+            let now = row.map_or("absent".to_owned(), |row| row.join(" | "));
+            let heading = subject.heading;
+            wrong.push(format!("under {heading:?}, `{name}` is\n  {now}\nmust be\n{}", expected.line(meaning)));
+        }
+    }
+    let listed: Vec<String> = rows.iter().map(|row| unquoted(&row[0])).collect();
+    let names: Vec<String> = subject.fields.iter().map(|(name, _)| name.clone()).collect();
+    if wrong.is_empty() && listed != names {
+        wrong.push(format!("under {:?} stand\n  {listed:?}\nmust be, in this order\n  {names:?}", subject.heading));
+    }
+    wrong
+}
+
+/// The cells that the code decides.
+struct Row {
+    name: String,
+    kind: String,
+    default: String,
+    rules: BTreeSet<&'static str>,
+    variable: Option<String>,
+}
+
+impl Row {
+    fn expected(subject: &Subject, name: &str, default: &Value) -> Self {
+        let place = |value: &Value| (subject.place)(name, value);
+        let (kind, variants) = kind_of(&place(&json!("?")));
+        let optional = if default.is_null() { ", optional" } else { "" };
+        let is_required = is_required(subject, name);
+        let default = match default {
+            _ if is_required => "required".to_owned(),
+            Value::Null => "none".to_owned(),
+            given => format!("`{given}`"),
+        };
+        let variable = subject.has_variables.then(|| match kind.as_str() {
+            "list" => "file only".to_owned(),
+            _ => format!("`POINTSMAN_ROUTER_{}`", name.to_ascii_uppercase()),
+        });
+        let rules = rules_of(&format!("{}{name}", subject.prefix), &variants, place);
+        Self { name: format!("`{name}`"), kind: format!("{kind}{optional}"), default, rules, variable }
+    }
+
+    /// Whether the row says the same. It may name more rules, as long as the code has them.
+    fn agrees(&self, row: &[String], sources: &str) -> bool {
+        let [name, kind, default, rule, meaning, rest @ ..] = row else { return false };
+        let stated: BTreeSet<&str> = rule.split("; ").filter(|rule| *rule != NO_RULE).collect();
+        (name, kind, default, rest) == (&self.name, &self.kind, &self.default, self.variable.as_slice())
+            && self.rules.is_subset(&stated)
+            && stated.iter().all(|rule| sources.contains(&format!("\"{rule}\"")))
+            && !meaning.is_empty()
+    }
+
+    fn line(&self, meaning: &str) -> String {
+        let rules: Vec<&str> = self.rules.iter().copied().collect();
+        let rules = if rules.is_empty() { NO_RULE.to_owned() } else { rules.join("; ") };
+        let Self { name, kind, default, variable, .. } = self;
+        let variable = variable.as_ref().map_or(String::new(), |variable| format!(" {variable} |"));
+        format!("| {name} | {kind} | {default} | {rules} | {meaning} |{variable}")
+    }
+}
+
+/// What stands where a type is all the rule there is.
+const NO_RULE: &str = "–";
+
+/// The type that a field has, as the page writes it, and the words it takes if it takes only some.
+fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
+    let error = match serde_json::from_value::<RouterConfig>(with_question_mark.clone()) {
+        Ok(_) => return ("string".to_owned(), Vec::new()),
+        Err(error) => error.to_string(),
+    };
+    let expected = error.rsplit("expected ").next().expect("serde says what it expects");
+    if error.starts_with("unknown variant") {
+        let variants: Vec<String> = expected.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+        let quoted: Vec<String> = variants.iter().map(|variant| format!("`{variant}`")).collect();
+        return (quoted.join(", "), variants);
+    }
+    let kind = match expected {
+        "a boolean" => "boolean",
+        "a sequence" => "list",
+        other => other,
+    };
+    (kind.to_owned(), Vec::new())
+}
+
+/// Every rule of a field that some value breaks, alone or beside the opposite of every boolean default.
+fn rules_of(field: &str, variants: &[String], place: impl Fn(&Value) -> Value) -> BTreeSet<&'static str> {
+    let numbers = [json!(0), json!(1), json!(-1.0), json!(0.5), json!(1e300), json!(u32::MAX)];
+    let words = ["a", "a b"].map(Value::from);
+    let probes = numbers.into_iter().chain(words).chain(variants.iter().map(|variant| json!(variant)));
+    let opposite: Map<String, Value> = fields_in_order(&RouterConfig::default())
+        .into_iter()
+        .filter_map(|(name, value)| value.as_bool().map(|value| (name, json!(!value))))
+        .collect();
+    let bases = [Map::new(), opposite];
+    let configs = probes.flat_map(|probe| {
+        let placed = place(&probe);
+        bases.clone().map(|mut base| {
+            base.extend(placed.as_object().expect("settings are a map").clone());
+            Value::Object(base)
+        })
+    });
+    let readable = configs.filter_map(|config| serde_json::from_value::<RouterConfig>(config).ok());
+    let errors = readable.filter_map(|config| config.validate().err()).flat_map(|errors| errors.0);
+    errors.filter(|error| error.field == field).map(|error| error.rule).collect()
+}
+
+/// Whether the struct cannot be read without the field.
+fn is_required(subject: &Subject, name: &str) -> bool {
+    let some_other = subject.fields.iter().find(|(other, _)| other != name).expect("more than one field");
+    let mut config = (subject.place)(&some_other.0, &some_other.1);
+    let elements = config.as_object_mut().expect("a map").values_mut().filter_map(Value::as_array_mut).flatten();
+    elements.for_each(|element| drop(element.as_object_mut().expect("a map").remove(name)));
+    serde_json::from_value::<RouterConfig>(config).is_err()
+}
+
+fn changed(mut element: Value, field: &str, value: &Value) -> Value {
+    element[field] = value.clone();
+    element
+}
+
+/// The rows of the first table behind a heading, as cells, without its head.
+fn rows_under(page: &str, heading: &str) -> Vec<Vec<String>> {
+    let mut lines = page.lines().skip_while(|line| *line != heading).skip(1);
+    let in_section = lines.by_ref().take_while(|line| !line.starts_with("## "));
+    let table = in_section.skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let cells = |line: &str| line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect();
+    let rows: Vec<Vec<String>> = table.skip(2).map(cells).collect();
+    assert!(!rows.is_empty(), "{PAGE} has no table under {heading:?}");
+    rows
+}
+
+fn unquoted(cell: &str) -> String {
+    cell.trim_matches('`').to_owned()
+}
+
+/// A struct's fields and values in the order of their declaration.
+fn fields_in_order(value: &impl serde::Serialize) -> Vec<(String, Value)> {
+    let text = serde_json::to_string(value).expect("settings can be written");
+    serde_json::from_str::<InOrder>(&text).expect("and read").0
+}
+
+/// A map as it was written.
+struct InOrder(Vec<(String, Value)>);
+
+impl<'de> Deserialize<'de> for InOrder {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = InOrder;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<InOrder, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(InOrder(entries))
+            }
+        }
+
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// The text that rules are written in.
+fn rule_sources() -> String {
+    let directory = root().join("src/config");
+    let files = fs::read_dir(directory).expect("the directory is there").map(|entry| entry.expect("readable").path());
+    files.map(|path| fs::read_to_string(path).expect("sources are UTF-8")).collect()
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
