@@ -65,6 +65,7 @@ pub mod hashing;
 pub mod index;
 pub mod load;
 pub mod protocol;
+pub mod queue;
 pub mod schedule;
 pub mod select;
 pub mod session;

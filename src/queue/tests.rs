@@ -1,0 +1,189 @@
+//! Examples, the worked ones of the semantics among them. `tests/queue_*.rs` have the properties.
+
+use std::time::Duration;
+
+use super::*;
+use crate::config::QueueOrder;
+
+const ANY: LaneKey = LaneKey(0);
+
+fn secs(secs: u64) -> Timestamp {
+    Timestamp::default() + Duration::from_secs(secs)
+}
+
+fn class(n: usize, order: QueueOrder, quantum_tokens: u32) -> QueueClass {
+    QueueClass { order, quantum_tokens, ..QueueClass::named(format!("class-{n}")) }
+}
+
+fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
+    let config = RouterConfig { queue_classes, ..RouterConfig::default() };
+    config.validate().expect("a configuration that holds");
+    config
+}
+
+fn prompt(isl_tokens: u32) -> Terms {
+    Terms { isl_tokens, ..Terms::default() }
+}
+
+#[test]
+fn the_worked_examples_leave_in_their_order() {
+    let order = |queue_policy, requests: [Terms; 2]| {
+        let mut queue = Queue::new(&RouterConfig { queue_policy, ..RouterConfig::default() });
+        for (id, terms) in requests.into_iter().enumerate() {
+            queue.push(id as u64, ClassId(0), ANY, terms, ());
+        }
+        [0; 2].map(|_| queue.pop(secs(20), |_, _, ()| true).unwrap().0)
+    };
+    let arrived = |arrival, priority_jump| Terms { arrival, priority_jump, ..prompt(100) };
+    assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 5.0)]), [1, 0]);
+    assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 1.0)]), [0, 1]);
+    let cached = |isl_tokens, cached_tokens| Terms { cached_tokens, ..prompt(isl_tokens) };
+    assert_eq!(order(QueueOrder::Wspt, [cached(1024, 0), cached(4096, 3584)]), [1, 0]);
+}
+
+#[test]
+fn thousands_wait_and_half_of_them_leave() {
+    let mut queue = Queue::new(&RouterConfig::default());
+    let class = queue.class_of(None, 0).unwrap();
+    let of = |id: u64| Terms { arrival: Timestamp(id * 1_000_000), cached_tokens: 16, ..prompt(32 + id as u32 % 7) };
+    // Pushed in an order of its own: 7,919 and 10,000 have no common factor.
+    for id in (0..10_000u64).map(|n| n * 7_919 % 10_000) {
+        queue.push(id, class, LaneKey(id % 3), of(id), id);
+    }
+    let mut depth = queue.depth(class);
+    assert_eq!((depth.requests, depth.cached_tokens, depth.oldest), (10_000, 160_000, Some(Timestamp(0))));
+    for id in (0..10_000u64).rev().filter(|id| id % 2 == 0) {
+        assert_eq!(queue.remove(id), Some(id));
+        assert_eq!(queue.remove(id), None);
+        depth.requests -= 1;
+        depth.raw_tokens -= u64::from(of(id).isl_tokens);
+        depth.cached_tokens -= 16;
+        depth.oldest = Some(of(u64::from(id == 0)).arrival);
+        assert_eq!(queue.depth(class), depth);
+    }
+    queue.check_invariants();
+    for id in (1..10_000).step_by(2) {
+        assert_eq!(queue.pop(secs(10), |_, _, _| true), Some((id, id)));
+    }
+    assert_eq!(queue.depth(class), Depth::default());
+}
+
+#[test]
+fn lanes_neither_block_nor_are_blocked() {
+    let mut queue = Queue::new(&RouterConfig::default());
+    let class = ClassId(0);
+    let urgent = Terms { strict_priority: 9, ..prompt(10) };
+    queue.push(1, class, LaneKey(5), urgent, "pinned");
+    queue.push(2, class, LaneKey(5), urgent, "behind it");
+    queue.push(3, class, ANY, prompt(10), "anywhere");
+    let lanes: Vec<_> = queue.lanes().map(|(_, lane, head)| (lane, *head)).collect();
+    assert_eq!(lanes, [(LaneKey(5), "pinned"), (ANY, "anywhere")]);
+    let mut asked = Vec::new();
+    let popped = queue.pop(secs(0), |_, lane, head| {
+        asked.push(*head);
+        lane == ANY
+    });
+    assert_eq!(popped, Some((3, "anywhere")));
+    assert_eq!(asked, ["pinned", "anywhere"], "one answer stands for a lane");
+    assert_eq!(queue.pop(secs(0), |_, lane, _| lane == ANY), None);
+    assert!(queue.is_lane_empty(class, ANY) && !queue.is_lane_empty(class, LaneKey(5)));
+    assert_eq!(queue.take_lane(class, LaneKey(5)), [(1, "pinned"), (2, "behind it")]);
+    assert!(queue.is_empty());
+}
+
+#[test]
+fn limits_count_what_waits_for_each_rank() {
+    let class = QueueClass {
+        requests_max_per_rank: Some(3),
+        raw_tokens_max_per_rank: Some(100),
+        cached_tokens_max_per_rank: Some(20),
+        ..QueueClass::named("batch")
+    };
+    let mut queue = Queue::new(&config_of(vec![class]));
+    let refused = |queue: &Queue<()>, ranks| queue.check_limits(ClassId(0), ranks, secs(0)).unwrap_err();
+    let says = |limit, current, max| Backpressure {
+        class: "batch".into(),
+        limit,
+        current,
+        max,
+        retry_after: RETRY_AFTER_UNKNOWN,
+    };
+    queue.push(1, ClassId(0), ANY, prompt(150), ());
+    assert_eq!(refused(&queue, 1), says(LimitKind::RawTokens, 150, 100));
+    assert_eq!(queue.check_limits(ClassId(0), 2, secs(0)), Ok(()), "twice the ranks, twice the limit");
+    queue.set_cached_tokens(1, 40);
+    assert_eq!(refused(&queue, 2), says(LimitKind::CachedTokens, 40, 40));
+    queue.set_cached_tokens(1, 0);
+    (2..=6).for_each(|id| queue.push(id, ClassId(0), ANY, prompt(1), ()));
+    assert_eq!(refused(&queue, 2), says(LimitKind::Requests, 6, 6));
+    assert_eq!(queue.do_not_queue(ClassId(0), secs(0)), says(LimitKind::DoNotQueue, 6, 0));
+    assert_eq!(queue.remove(6), Some(()));
+    assert_eq!(queue.check_limits(ClassId(0), 2, secs(0)), Ok(()), "whoever leaves stops counting");
+}
+
+#[test]
+fn a_limit_of_nothing_lets_nobody_wait() {
+    for (requests, raw_tokens, cached_tokens) in [(Some(0), None, None), (None, Some(0), None), (None, None, Some(0))] {
+        let class = QueueClass {
+            requests_max_per_rank: requests,
+            raw_tokens_max_per_rank: raw_tokens,
+            cached_tokens_max_per_rank: cached_tokens,
+            ..QueueClass::named("batch")
+        };
+        let refused = Queue::<()>::new(&config_of(vec![class])).check_limits(ClassId(0), 8, secs(0)).unwrap_err();
+        assert_eq!((refused.current, refused.max, refused.retry_after), (0, 0, RETRY_AFTER_UNKNOWN));
+    }
+}
+
+#[test]
+fn a_refusal_says_when_there_will_be_room() {
+    let class = QueueClass { requests_max_per_rank: Some(10), ..QueueClass::named("batch") };
+    let mut queue = Queue::new(&config_of(vec![class]));
+    (0..40).for_each(|id| queue.push(id, ClassId(0), ANY, prompt(100), ()));
+    (1..=20).for_each(|second| assert!(queue.pop(secs(second), |_, _, ()| true).is_some()));
+    let refused = queue.check_limits(ClassId(0), 1, secs(20)).unwrap_err();
+    assert_eq!((refused.current, refused.max), (20, 10));
+    assert_eq!(refused.retry_after.as_millis(), 11_000, "eleven must leave, one each second");
+}
+
+#[test]
+fn deadlines_end_in_their_order() {
+    let mut queue = Queue::new(&RouterConfig::default());
+    let due = |due| Terms { due, ..prompt(10) };
+    queue.push(1, ClassId(0), ANY, due(None), ());
+    queue.push(2, ClassId(0), ANY, due(Some(secs(7))), ());
+    queue.push(3, ClassId(0), ANY, due(Some(secs(5))), ());
+    assert_eq!(queue.next_due(), Some(secs(5)));
+    assert_eq!(queue.pop_expired(Timestamp(secs(5).0 - 1)), None);
+    assert_eq!(queue.pop_expired(secs(5)), Some((3, ())), "due now is too late");
+    assert_eq!(queue.pop_expired(secs(5)), None);
+    assert_eq!(queue.remove(2), Some(()));
+    assert_eq!((queue.next_due(), queue.len()), (None, 1));
+}
+
+#[test]
+fn a_refreshed_request_moves_and_an_empty_class_saves_nothing() {
+    let mut queue = Queue::new(&config_of(vec![class(0, QueueOrder::Wspt, 1000), class(1, QueueOrder::Wspt, 1)]));
+    queue.push(1, ClassId(0), ANY, prompt(300), ());
+    queue.push(2, ClassId(0), ANY, prompt(200), ());
+    queue.set_cached_tokens(1, 250);
+    queue.set_cached_tokens(77, 250);
+    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((1, ())));
+    // 950 tokens are left to the class as long as it is not empty.
+    queue.push(3, ClassId(1), ANY, prompt(1), ());
+    queue.push(4, ClassId(0), ANY, prompt(200), ());
+    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((2, ())), "goes on with what it has left");
+    assert_eq!(queue.remove(4), Some(()));
+    queue.push(5, ClassId(0), ANY, prompt(200), ());
+    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((3, ())), "had it kept that, it would go on");
+    *queue.get_mut(5).unwrap() = ();
+    queue.check_invariants();
+}
+
+#[test]
+#[should_panic(expected = "request 1 waits already")]
+fn an_id_waits_once() {
+    let mut queue = Queue::new(&RouterConfig::default());
+    queue.push(1, ClassId(0), ANY, prompt(1), ());
+    queue.push(1, ClassId(0), ANY, prompt(1), ());
+}

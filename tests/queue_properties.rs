@@ -1,0 +1,344 @@
+//! Holds the waiting queue to a slow model of it: any calls in any order, compared after every step.
+//!
+//! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use pointsman::RouterConfig;
+use pointsman::config::{QueueClass, QueueOrder};
+use pointsman::protocol::Timestamp;
+use pointsman::queue::{ClassId, Depth, LaneKey, Queue, Terms};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+
+fn secs(secs: u64) -> Timestamp {
+    Timestamp::default() + Duration::from_secs(secs)
+}
+
+fn class(n: usize, order: QueueOrder, quantum_tokens: u32) -> QueueClass {
+    QueueClass { order, quantum_tokens, ..QueueClass::named(format!("class-{n}")) }
+}
+
+fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
+    let config = RouterConfig { queue_classes, ..RouterConfig::default() };
+    config.validate().expect("a configuration that holds");
+    config
+}
+
+/// The queue in so many words: a list, searched from end to end, and rounds that are walked one by one.
+struct Model {
+    classes: Vec<QueueClass>,
+    rows: Vec<Row>,
+    deficits: Vec<u64>,
+    last: usize,
+    pushed: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Row {
+    id: u64,
+    class: usize,
+    lane: LaneKey,
+    terms: Terms,
+    sequence: u64,
+}
+
+impl Row {
+    fn cost(&self) -> u64 {
+        u64::from((self.terms.isl_tokens - self.terms.cached_tokens).max(1))
+    }
+
+    fn score(&self, order: QueueOrder) -> f64 {
+        let arrival_secs = self.terms.arrival.since(Timestamp::default()).as_secs_f64();
+        let jump = self.terms.priority_jump.max(0.0);
+        match order {
+            QueueOrder::Fcfs => jump - arrival_secs,
+            QueueOrder::Lcfs => jump + arrival_secs,
+            QueueOrder::Wspt => (1.0 + jump) / self.cost() as f64,
+        }
+    }
+
+    fn goes_before(&self, other: &Self, order: QueueOrder) -> bool {
+        if self.terms.strict_priority != other.terms.strict_priority {
+            return self.terms.strict_priority > other.terms.strict_priority;
+        }
+        if self.terms.due != other.terms.due {
+            let due = |row: &Self| row.terms.due.map_or(u64::MAX, |due| due.0);
+            return due(self) < due(other);
+        }
+        let (mine, others) = (self.score(order), other.score(order));
+        if mine != others { mine > others } else { self.sequence < other.sequence }
+    }
+}
+
+impl Model {
+    fn new(config: &RouterConfig) -> Self {
+        let classes = config.classes();
+        let (deficits, last) = (vec![0; classes.len()], classes.len() - 1);
+        Self { classes, rows: Vec::new(), deficits, last, pushed: 0 }
+    }
+
+    /// The first of the rows of a class that pass.
+    fn first(&self, class: usize, pass: impl Fn(&Row) -> bool) -> Option<&Row> {
+        let order = self.classes[class].order;
+        let rows = self.rows.iter().filter(|row| row.class == class && pass(row));
+        rows.reduce(|first, row| if row.goes_before(first, order) { row } else { first })
+    }
+
+    fn lane(&self, class: usize, lane: LaneKey) -> Vec<u64> {
+        let mut left: Vec<&Row> = self.rows.iter().filter(|row| row.class == class && row.lane == lane).collect();
+        let order = self.classes[class].order;
+        left.sort_by(
+            |a, b| if a.goes_before(b, order) { std::cmp::Ordering::Less } else { std::cmp::Ordering::Greater },
+        );
+        left.iter().map(|row| row.id).collect()
+    }
+
+    fn remove(&mut self, id: u64) -> Option<Row> {
+        let at = self.rows.iter().position(|row| row.id == id)?;
+        let row = self.rows.remove(at);
+        if self.rows.iter().all(|other| other.class != row.class) {
+            self.deficits[row.class] = 0;
+        }
+        Some(row)
+    }
+
+    fn pop(&mut self, free: impl Fn(usize, LaneKey) -> bool) -> Option<u64> {
+        let heads: Vec<Option<Row>> =
+            (0..self.classes.len()).map(|class| self.first(class, |row| free(class, row.lane)).cloned()).collect();
+        if heads.iter().all(Option::is_none) {
+            return None;
+        }
+        let pays =
+            |model: &Self, class: usize| heads[class].as_ref().is_some_and(|row| row.cost() <= model.deficits[class]);
+        let mut class = self.last;
+        while !pays(self, class) {
+            class = (class + 1) % self.classes.len();
+            if heads[class].is_some() && !pays(self, class) {
+                self.deficits[class] += u64::from(self.classes[class].quantum_tokens);
+            }
+        }
+        let row = heads[class].as_ref().expect("it pays for it");
+        self.deficits[class] -= row.cost();
+        self.last = class;
+        self.remove(row.id).map(|row| row.id)
+    }
+
+    fn depth(&self, class: usize) -> Depth {
+        let of = || self.rows.iter().filter(|row| row.class == class);
+        Depth {
+            requests: of().count() as u64,
+            raw_tokens: of().map(|row| u64::from(row.terms.isl_tokens)).sum(),
+            cached_tokens: of().map(|row| u64::from(row.terms.cached_tokens)).sum(),
+            oldest: of().map(|row| row.terms.arrival).min(),
+        }
+    }
+
+    fn next_due(&self) -> Option<Timestamp> {
+        self.rows.iter().filter_map(|row| row.terms.due).min()
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Push {
+        class: usize,
+        lane: LaneKey,
+        terms: Terms,
+        /// In how many milliseconds it is due.
+        due_ms: Option<u64>,
+        /// How long ago it came.
+        age_ms: u64,
+    },
+    /// Of one of the last requests, waiting or not.
+    Remove {
+        back: u64,
+    },
+    Refresh {
+        back: u64,
+        cached_tokens: u32,
+    },
+    /// With these lanes of each class free, one bit each.
+    Pop {
+        free: u16,
+        times: usize,
+    },
+    Expire,
+    TakeLane {
+        class: usize,
+        lane: LaneKey,
+    },
+    Time {
+        millis: u64,
+    },
+}
+
+const CLASSES_MAX: usize = 4;
+const LANES: u64 = 4;
+
+fn terms() -> impl Strategy<Value = Terms> {
+    // Few values each, so that most comparisons are ties but for one thing.
+    let jump = prop_oneof![5 => Just(0.0), 1 => -1.0..0.0f64, 2 => 0.0..9.0f64, 1 => Just(1e300)];
+    let tokens = prop_oneof![3 => 0u32..400, 1 => 0u32..20_000, 2 => Just(128)];
+    (prop_oneof![4 => Just(0u32), 1 => 0..3u32, 1 => Just(u32::MAX)], jump, tokens, 0u32..=4).prop_map(
+        |(strict_priority, priority_jump, isl_tokens, quarters)| Terms {
+            strict_priority,
+            priority_jump,
+            isl_tokens,
+            cached_tokens: isl_tokens / 4 * quarters,
+            ..Terms::default()
+        },
+    )
+}
+
+fn lane() -> impl Strategy<Value = LaneKey> {
+    // The outermost keys too, where ranges of keys end.
+    (0..LANES).prop_map(|lane| LaneKey(if lane == LANES - 1 { u64::MAX } else { lane }))
+}
+
+fn lane_bit(class: usize, lane: LaneKey) -> u16 {
+    1 << (class as u64 * LANES + lane.0.min(LANES - 1))
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let due = prop_oneof![3 => Just(None), 1 => (0u64..4_000).prop_map(|ms| Some(ms / 500 * 500))];
+    prop_oneof![
+        8 => (0..CLASSES_MAX, lane(), terms(), due, 0u64..5).prop_map(|(class, lane, terms, due_ms, age)| {
+            Step::Push { class, lane, terms, due_ms, age_ms: age * 100 }
+        }),
+        2 => (0u64..30).prop_map(|back| Step::Remove { back }),
+        2 => (0u64..30, 0u32..500).prop_map(|(back, cached_tokens)| Step::Refresh { back, cached_tokens }),
+        5 => (any::<u16>(), 1usize..6).prop_map(|(free, times)| Step::Pop { free, times }),
+        2 => (1usize..20).prop_map(|times| Step::Pop { free: u16::MAX, times }),
+        1 => Just(Step::Expire),
+        1 => (0..CLASSES_MAX, lane()).prop_map(|(class, lane)| Step::TakeLane { class, lane }),
+        2 => (0u64..1_000).prop_map(|millis| Step::Time { millis }),
+    ]
+}
+
+fn classes() -> impl Strategy<Value = Vec<QueueClass>> {
+    let order = prop::sample::select(vec![QueueOrder::Fcfs, QueueOrder::Lcfs, QueueOrder::Wspt]);
+    let quantum = prop_oneof![1u32..40, 100u32..3_000];
+    prop::collection::vec((order, quantum), 1..=CLASSES_MAX).prop_map(|classes| {
+        classes.into_iter().enumerate().map(|(n, (order, quantum))| class(n, order, quantum)).collect()
+    })
+}
+
+/// The queue and its model, kept in step.
+struct Pair {
+    queue: Queue<u64>,
+    model: Model,
+    now: Timestamp,
+}
+
+impl Pair {
+    fn take(&mut self, step: &Step) {
+        let classes = self.model.classes.len();
+        let recent = |pushed: u64, back: u64| pushed.saturating_sub(back);
+        match *step {
+            Step::Push { class, lane, terms, due_ms, age_ms } => {
+                let due = due_ms.map(|ms| self.now + Duration::from_millis(ms));
+                let arrival = Timestamp(self.now.0 - age_ms * 1_000_000);
+                let (class, terms) = (class % classes, Terms { due, arrival, ..terms });
+                let id = self.model.pushed;
+                self.queue.push(id, ClassId(class as u32), lane, terms, id * 10);
+                self.model.rows.push(Row { id, class, lane, terms, sequence: id });
+                self.model.pushed += 1;
+            }
+            Step::Remove { back } => {
+                let id = recent(self.model.pushed, back);
+                assert_eq!(self.queue.remove(id), self.model.remove(id).map(|row| row.id * 10));
+            }
+            Step::Refresh { back, cached_tokens } => {
+                let id = recent(self.model.pushed, back);
+                self.queue.set_cached_tokens(id, cached_tokens);
+                if let Some(row) = self.model.rows.iter_mut().find(|row| row.id == id) {
+                    row.terms.cached_tokens = cached_tokens.min(row.terms.isl_tokens);
+                }
+            }
+            Step::Pop { free, times } => {
+                for _ in 0..times {
+                    self.pop(free);
+                }
+            }
+            Step::Expire => {
+                while let Some((id, _)) = self.queue.pop_expired(self.now) {
+                    let rows = self.model.rows.iter().filter(|row| row.terms.due.is_some());
+                    let first =
+                        rows.min_by_key(|row| (row.terms.due, row.sequence)).expect("who expires has a deadline");
+                    assert_eq!((first.id, first.terms.due <= Some(self.now)), (id, true));
+                    self.model.remove(id);
+                }
+                assert!(self.model.next_due().is_none_or(|due| due > self.now));
+            }
+            Step::TakeLane { class, lane } => {
+                let class = class % classes;
+                let ids = self.model.lane(class, lane);
+                let taken = self.queue.take_lane(ClassId(class as u32), lane);
+                assert_eq!(taken, ids.iter().map(|id| (*id, id * 10)).collect::<Vec<_>>());
+                for id in ids {
+                    self.model.remove(id);
+                }
+            }
+            Step::Time { millis } => self.now = self.now + Duration::from_millis(millis),
+        }
+    }
+
+    fn pop(&mut self, free: u16) {
+        let mut asked = BTreeSet::new();
+        let popped = self.queue.pop(self.now, |class, lane, _| {
+            assert!(asked.insert((class, lane)), "asked twice about {class:?} {lane:?}");
+            free & lane_bit(class.0 as usize, lane) != 0
+        });
+        let expected = self.model.pop(|class, lane| free & lane_bit(class, lane) != 0);
+        assert_eq!(popped, expected.map(|id| (id, id * 10)));
+    }
+
+    fn compare(&self) {
+        self.queue.check_invariants();
+        assert_eq!(self.queue.len(), self.model.rows.len());
+        assert_eq!(self.queue.is_empty(), self.model.rows.is_empty());
+        assert_eq!(self.queue.next_due(), self.model.next_due());
+        for class in 0..self.model.classes.len() {
+            assert_eq!(self.queue.depth(ClassId(class as u32)), self.model.depth(class));
+        }
+        let mut lanes: Vec<_> = self.queue.lanes().map(|(class, lane, head)| (class.0 as usize, lane, *head)).collect();
+        lanes.sort_unstable();
+        let mut expected: Vec<_> = self.model.rows.iter().map(|row| (row.class, row.lane)).collect();
+        expected.sort_unstable();
+        expected.dedup();
+        let head = |class, lane| self.model.first(class, |row| row.lane == lane).expect("the lane has rows").id * 10;
+        let expected: Vec<_> = expected.into_iter().map(|(class, lane)| (class, lane, head(class, lane))).collect();
+        assert_eq!(lanes, expected);
+        for row in &self.model.rows {
+            assert_eq!((self.queue.get(row.id), self.queue.terms(row.id)), (Some(&(row.id * 10)), Some(&row.terms)));
+            assert!(!self.queue.is_lane_empty(ClassId(row.class as u32), row.lane));
+        }
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
+fn config() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
+    let seeds = FileFailurePersistence::Direct("tests/queue_properties.proptest-regressions");
+    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn any_calls_give_what_the_model_gives(classes in classes(), steps in prop::collection::vec(step(), 1..80)) {
+        let config = config_of(classes);
+        let mut pair = Pair { queue: Queue::new(&config), model: Model::new(&config), now: secs(10) };
+        for step in &steps {
+            pair.take(step);
+            pair.compare();
+        }
+        while !pair.queue.is_empty() {
+            pair.pop(u16::MAX);
+        }
+        pair.compare();
+    }
+}

@@ -1,0 +1,128 @@
+//! Holds the waiting queue to what it says about classes: their shares, and how long one can be kept waiting.
+//!
+//! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
+
+use pointsman::RouterConfig;
+use pointsman::config::QueueClass;
+use pointsman::protocol::Timestamp;
+use pointsman::queue::{ClassId, LaneKey, Queue, Terms};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+
+fn config_of(quanta: &[u32]) -> RouterConfig {
+    let class = |(n, quantum): (usize, &u32)| QueueClass {
+        quantum_tokens: *quantum,
+        ..QueueClass::named(format!("class-{n}"))
+    };
+    RouterConfig { queue_classes: quanta.iter().enumerate().map(class).collect(), ..RouterConfig::default() }
+}
+
+/// One class's requests for the backlog tests: the fewest and the most that one costs.
+fn costs() -> impl Strategy<Value = (u32, u32)> {
+    (1u32..1_500, 1u32..1_500).prop_map(|(a, b)| (a.min(b), a.max(b)))
+}
+
+/// The nth number of a fixed sequence that looks like none.
+fn scattered(n: u64, between: (u32, u32)) -> u32 {
+    let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let spread = u64::from(between.1 - between.0) + 1;
+    between.0 + u32::try_from((mixed ^ (mixed >> 31)) % spread).expect("less than the spread")
+}
+
+/// Classes that are never empty: whoever leaves is replaced.
+struct Backlog {
+    queue: Queue<u32>,
+    costs: Vec<(u32, u32)>,
+    pushed: u64,
+}
+
+impl Backlog {
+    fn new(quanta: &[u32], costs: Vec<(u32, u32)>) -> Self {
+        let mut backlog = Self { queue: Queue::new(&config_of(quanta)), costs, pushed: 0 };
+        for class in 0..quanta.len() {
+            (0..3).for_each(|_| backlog.push(class));
+        }
+        backlog
+    }
+
+    fn push(&mut self, class: usize) {
+        let terms = Terms { isl_tokens: scattered(self.pushed, self.costs[class]), ..Terms::default() };
+        self.queue.push(self.pushed, ClassId(class as u32), LaneKey(0), terms, class as u32);
+        self.pushed += 1;
+    }
+
+    /// Sends one request of a class that may: which class, and what it cost.
+    fn send(&mut self, may: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
+        let before: Vec<u64> = (0..self.costs.len()).map(|n| self.queue.depth(ClassId(n as u32)).raw_tokens).collect();
+        let (_, class) = self.queue.pop(Timestamp::default(), |class, _, _| may(class.0 as usize))?;
+        let cost = before[class as usize] - self.queue.depth(ClassId(class)).raw_tokens;
+        self.push(class as usize);
+        Some((class as usize, cost))
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
+fn config() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
+    let seeds = FileFailurePersistence::Direct("tests/queue_shares.proptest-regressions");
+    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// Sent tokens are within one round's worth of the quanta's proportion, so within 2 % after fifty such.
+    #[test]
+    fn backlogged_classes_share_as_their_quanta(
+        classes in prop::collection::vec((50u32..600, costs()), 2..5),
+    ) {
+        let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
+        let all_quanta: u64 = quanta.iter().map(|quantum| u64::from(*quantum)).sum();
+        let rounds = 60 * 1_500 / u64::from(*quanta.iter().min().unwrap()).min(1_500) + 60;
+        let mut backlog = Backlog::new(&quanta, costs);
+        let mut sent = vec![0; quanta.len()];
+        while sent.iter().sum::<u64>() < rounds * all_quanta {
+            let (class, cost) = backlog.send(|_| true).unwrap();
+            sent[class] += cost;
+        }
+        let all: u64 = sent.iter().sum();
+        for (sent, quantum) in sent.iter().zip(&quanta) {
+            let (share, due) = (*sent as f64 / all as f64, f64::from(*quantum) / all_quanta as f64);
+            prop_assert!((share / due - 1.0).abs() < 0.02, "{share} of the tokens sent, {due} of the quanta");
+        }
+    }
+
+    /// Whatever the others saved while some of them could not send, nobody waits longer than the documentation says.
+    #[test]
+    fn nobody_waits_longer_than_promised(
+        classes in prop::collection::vec((1u32..600, costs()), 2..5),
+        blocked in prop::collection::vec(any::<u8>(), 1..100),
+    ) {
+        let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
+        let promised = |class: usize| -> u64 {
+            let quanta_needed = u64::from(costs[class].1.div_ceil(quanta[class]));
+            let others = (0..quanta.len()).filter(|other| *other != class);
+            let least = |other: usize| u64::from(quanta[other].max(costs[other].1) - 1);
+            others.map(|other| least(other) + quanta_needed * u64::from(quanta[other])).sum()
+        };
+        let mut backlog = Backlog::new(&quanta, costs.clone());
+        let mut passed = vec![0; quanta.len()];
+        for mask in blocked.iter().cycle().take(400) {
+            let free = |class: usize| mask & (1 << class) == 0;
+            // Being unable to send ends the wait that the promise is about.
+            (0..quanta.len()).filter(|class| !free(*class)).for_each(|class| passed[class] = 0);
+            let Some((sent, cost)) = backlog.send(free) else { continue };
+            for class in (0..quanta.len()).filter(|class| free(*class)) {
+                passed[class] = if class == sent { 0 } else { passed[class] + cost };
+                prop_assert!(passed[class] <= promised(class), "{} before class {class}: {}", passed[class], promised(class));
+            }
+        }
+    }
+}
+
+#[test]
+fn classes_share_as_in_the_worked_example() {
+    let mut backlog = Backlog::new(&[512, 128], vec![(128, 128); 2]);
+    let sent = (0..320).filter(|_| backlog.send(|_| true).unwrap().0 == 0).count();
+    assert!((254..=257).contains(&sent) && (63..=66).contains(&(320 - sent)), "{sent} of 320");
+}
