@@ -20,10 +20,17 @@ mod router;
 mod scheduler;
 mod sequence;
 mod shared;
+mod shared_cache;
 mod supervisor;
+mod telemetry;
 mod turn;
 
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Wedge};
 pub use placement::Placement;
-pub use router::{AddRequest, BestMatch, Health, Prompt, RouteRequest, Router, RouterBuilder, WorkerEntry};
+pub use router::{
+    AddRequest, BestMatch, CacheHit, Health, OverlapScores, Prompt, RankScores, RouteRequest, Router, RouterBuilder,
+    SharedSummary, WorkerEntry,
+};
+pub use scheduler::PendingClass;
+pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};

@@ -5,19 +5,22 @@
 //! restarted, it knows them but not what they hold: they are cold until each is sent again from a `Cleared` on.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use ractor::ActorRef;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
+use super::clock::Clock;
 use super::gather::{Leg, Onward};
 use super::scheduler::{Scheduler, SchedulerMsg, Ticket};
+use super::shared::Seat;
+use super::shared_cache::SharedCacheFailure;
 use super::supervisor::SupervisorMsg;
 use super::turn::{After, Step, Turn};
-use crate::index::{Applied, Extension, Hit, Index, Overlaps};
-use crate::protocol::{BlockHash, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
+use crate::index::{Applied, Extension, Hit, Holdings, Index, Overlaps};
+use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
 use crate::schedule::Request;
-use crate::select::{RankOverlap, TierOverlap};
+use crate::select::{RankOverlap, SharedHits, TierOverlap};
 
 /// Which shard keeps a rank: a pure function, so that everyone agrees without asking.
 pub(crate) fn shard_of(rank: WorkerRank, shards: usize) -> usize {
@@ -37,7 +40,7 @@ pub(crate) enum RadixMsg {
         permit: OwnedSemaphorePermit,
     },
     /// A rank joins.
-    Register { rank: WorkerRank, slot: Slot, generation: Generation },
+    Register(Tenant),
     /// A rank leaves, with what it held.
     Remove { rank: WorkerRank },
     /// Say when everything before this has been applied.
@@ -49,18 +52,83 @@ pub(crate) enum RadixMsg {
     Fault(super::faults::Trip),
 }
 
-/// Where overlaps go on to, with the request they belong to.
+/// A rank, as its shard knows it.
+pub(crate) struct Tenant {
+    pub(crate) rank: WorkerRank,
+    pub(crate) slot: Slot,
+    pub(crate) generation: Generation,
+    /// Where the shard publishes what the rank holds.
+    pub(crate) holdings: Arc<Holdings>,
+}
+
+impl Tenant {
+    pub(crate) fn of(seat: &Seat) -> Self {
+        let Seat { rank, slot, generation, .. } = *seat;
+        Self { rank, slot, generation, holdings: Arc::clone(&seat.holdings) }
+    }
+}
+
+/// Who wants to know the overlap, and what then.
+pub(crate) enum Ask {
+    /// A request: on to the scheduler with it.
+    Decide(Request<Ticket>),
+    /// A waiting request, once more.
+    Refresh(BookingId),
+    /// A caller who only asks.
+    Answer(oneshot::Sender<Found>),
+}
+
+/// What a caller who only asks is told.
+pub(crate) struct Found {
+    pub(crate) overlaps: Vec<RankOverlap>,
+    pub(crate) shared_cache: Option<SharedFound>,
+}
+
+/// What the shared cache said, or that it failed.
+pub(crate) type SharedFound = Result<SharedHits, SharedCacheFailure>;
+
+/// Where overlaps go on to, with whoever asked for them.
 pub(crate) struct OverlapNext {
-    pub(crate) hashes: Arc<[BlockHash]>,
-    pub(crate) request: std::sync::Mutex<Option<Request<Ticket>>>,
-    pub(crate) scheduler: Weak<Turn<Scheduler>>,
+    hashes: Arc<[BlockHash]>,
+    ask: Mutex<Option<Ask>>,
+    /// Filled in by the leg that asks the shared cache, where there is one.
+    shared_cache: OnceLock<SharedFound>,
+    scheduler: Weak<Turn<Scheduler>>,
+}
+
+impl OverlapNext {
+    pub(crate) fn new(hashes: Arc<[BlockHash]>, ask: Ask, scheduler: Weak<Turn<Scheduler>>) -> Self {
+        Self { hashes, ask: Mutex::new(Some(ask)), shared_cache: OnceLock::new(), scheduler }
+    }
+
+    pub(crate) fn hashes(&self) -> &Arc<[BlockHash]> {
+        &self.hashes
+    }
+
+    /// Takes in what the shared cache said.
+    pub(crate) fn set_shared_cache(&self, found: SharedFound) {
+        let _ = self.shared_cache.set(found); // asked once
+    }
 }
 
 impl Onward<RankOverlap> for OverlapNext {
     fn onward(&self, overlaps: Vec<RankOverlap>) {
-        let request = self.request.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        if let (Some(request), Some(scheduler)) = (request, self.scheduler.upgrade()) {
-            scheduler.tell(SchedulerMsg::Decide(Request { overlaps, ..request }));
+        let ask = self.ask.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let scheduler = self.scheduler.upgrade();
+        match (ask, scheduler) {
+            (Some(Ask::Decide(request)), Some(scheduler)) => {
+                let shared_cache = self.shared_cache.get().and_then(|found| found.as_ref().ok()).cloned();
+                let shared_cache = shared_cache.unwrap_or_default();
+                scheduler.tell(SchedulerMsg::Decide(Request { overlaps, shared_cache, ..request }));
+            }
+            (Some(Ask::Refresh(booking)), Some(scheduler)) => {
+                scheduler.tell(SchedulerMsg::Refreshed { booking, overlaps });
+            }
+            (Some(Ask::Answer(answer)), _) => {
+                let shared_cache = self.shared_cache.get().cloned();
+                drop(answer.send(Found { overlaps, shared_cache })); // a caller that has gone wants no answer
+            }
+            (Some(Ask::Decide(_) | Ask::Refresh(_)) | None, _) => {}
         }
     }
 }
@@ -68,11 +136,14 @@ impl Onward<RankOverlap> for OverlapNext {
 /// One shard of the index.
 pub(crate) struct Radix {
     index: Index,
+    /// By slot: where what a rank holds is published.
+    holdings: Vec<Option<Arc<Holdings>>>,
     found: Overlaps,
     /// Restarts of this shard.
     incarnation: u32,
     /// Ranks that must be sent again.
     cold: BTreeSet<WorkerRank>,
+    clock: Clock,
     supervisor: ActorRef<SupervisorMsg>,
     counters: Counters,
 }
@@ -87,20 +158,32 @@ pub(crate) enum RadixAfter {
 impl Radix {
     /// A shard that knows its ranks and not what they hold. After a loss, all of them are cold.
     pub(crate) fn new(
-        ranks: impl IntoIterator<Item = (WorkerRank, Slot, Generation)>,
+        tenants: impl IntoIterator<Item = Tenant>,
         incarnation: u32,
         cold: BTreeSet<WorkerRank>,
+        clock: Clock,
         supervisor: ActorRef<SupervisorMsg>,
     ) -> Self {
-        let mut index = Index::new();
-        for (rank, slot, generation) in ranks {
-            index.register(rank, slot, generation);
+        let (index, found, counters) = (Index::new(), Overlaps::default(), Counters::new());
+        let mut radix = Self { index, holdings: Vec::new(), found, incarnation, cold, clock, supervisor, counters };
+        for tenant in tenants {
+            radix.on_register(tenant);
         }
-        Self { index, found: Overlaps::default(), incarnation, cold, supervisor, counters: Counters::new() }
+        radix
+    }
+
+    fn on_register(&mut self, tenant: Tenant) {
+        let Tenant { rank, slot, generation, holdings } = tenant;
+        if self.index.register(rank, slot, generation) {
+            if self.holdings.len() <= slot.index() {
+                self.holdings.resize(slot.index() + 1, None);
+            }
+            self.holdings[slot.index()] = Some(holdings);
+        }
     }
 
     fn on_overlap(&mut self, leg: Leg<RankOverlap, OverlapNext>) -> RadixAfter {
-        self.index.overlaps(&leg.next().hashes, &mut self.found);
+        self.index.overlaps(leg.next().hashes(), &mut self.found);
         if !self.found.hits().is_empty() {
             leg.extend(self.found.iter().map(rank_overlap));
         }
@@ -109,8 +192,11 @@ impl Radix {
 
     fn on_apply(&mut self, events: &[RouterEvent]) {
         let mut applied = Applied::default();
-        for event in events {
+        for (n, event) in events.iter().enumerate() {
             applied += self.index.apply(event);
+            if events.get(n + 1).is_none_or(|next| next.rank != event.rank) {
+                self.publish_holdings(event.rank);
+            }
             if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&event.rank) {
                 // What follows a clear is everything the rank holds: it is known again.
                 drop(
@@ -120,6 +206,13 @@ impl Radix {
             }
         }
         self.counters.count(&applied);
+    }
+
+    fn publish_holdings(&self, rank: WorkerRank) {
+        let Some(slot) = self.index.slot_of(rank) else { return };
+        if let Some(Some(holdings)) = self.holdings.get(slot.index()) {
+            holdings.publish(self.index.held_blocks_of(slot), self.clock.now());
+        }
     }
 
     fn on_remove(&mut self, rank: WorkerRank) {
@@ -149,7 +242,7 @@ impl Step for Radix {
                 self.on_apply(&events);
                 drop(permit);
             }
-            RadixMsg::Register { rank, slot, generation } => drop(self.index.register(rank, slot, generation)),
+            RadixMsg::Register(tenant) => self.on_register(tenant),
             RadixMsg::Remove { rank } => self.on_remove(rank),
             RadixMsg::Flush(answer) => return Some(RadixAfter::Flushed(answer)),
             RadixMsg::Dump(answer) => return Some(RadixAfter::Dumped(answer, self.index.dump())),

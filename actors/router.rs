@@ -5,30 +5,35 @@
 //! scheduler and counting to the sequence actors.
 
 mod builder;
+mod events;
+mod inquiry;
+mod membership;
 mod request;
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ractor::ActorRef;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 pub use builder::RouterBuilder;
+pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
 pub use request::{AddRequest, BestMatch, Prompt, RouteRequest};
 
 use super::gather::Leg;
 use super::placement::Placement;
-use super::radix::{OverlapNext, RadixMsg, shard_of};
+use super::radix::{Ask, OverlapNext, RadixMsg};
 use super::scheduler::{Answered, SchedulerMsg, Ticket};
 use super::shared::{Hold, Phase, Shared};
+use super::shared_cache;
 use super::supervisor::SupervisorMsg;
 use crate::config::RouterConfig;
 use crate::directory::Lease;
-use crate::error::{Down, FlushError, MembershipError, RequestError, RouteError};
+use crate::error::{Down, RequestError, RouteError};
 use crate::load::Weight;
-use crate::protocol::{RouterEvent, WorkerConfig, WorkerId, WorkerRank};
-use crate::schedule::{Decision, PotentialLoad, Purpose, Request, Target};
+use crate::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
+use crate::schedule::{Decision, Purpose, Request, Target, Waits};
 use request::Prepared;
 
 /// Times a request that was lost with an actor is tried again.
@@ -107,7 +112,7 @@ impl Router {
     /// See [`RouteError`]. A request that was lost with an actor is tried again before it is given up.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<Placement, RouteError> {
         let request_id = request.request_id.ok_or(RouteError::MissingRequestId)?;
-        let prepared = Prepared::new(&self.shared().config, &request)?;
+        let prepared = self.prepare(&request)?;
         let mut attempts = 0;
         loop {
             let (hold, decision) = self.book(request_id, &prepared, Target::Any).await?;
@@ -128,25 +133,12 @@ impl Router {
     /// # Errors
     /// See [`RouteError`].
     pub async fn find_best_match(&self, request: RouteRequest<'_>) -> Result<BestMatch, RouteError> {
-        let prepared = Prepared::new(&self.shared().config, &request)?;
+        let prepared = self.prepare(&request)?;
         let hashes = request.routing_hashes.then(|| prepared.hashes()).flatten();
         match self.ask(&prepared, Purpose::Report).await? {
             Answered::Placed(decision) => Ok(BestMatch::new(&decision, &self.shared().config, hashes)),
             Answered::Rejected(reason) => Err(reason.into()),
-            Answered::Surveyed(_) => Err(RouteError::Lost { attempts: 0 }),
-        }
-    }
-
-    /// What every rank's load would be with this request on it, in rank order. Books nothing.
-    ///
-    /// # Errors
-    /// See [`RouteError`].
-    pub async fn potential_loads(&self, request: RouteRequest<'_>) -> Result<Vec<PotentialLoad>, RouteError> {
-        let prepared = Prepared::new(&self.shared().config, &request)?;
-        match self.ask(&prepared, Purpose::Survey).await? {
-            Answered::Surveyed(loads) => Ok(loads),
-            Answered::Rejected(reason) => Err(reason.into()),
-            Answered::Placed(_) => Err(RouteError::Lost { attempts: 0 }),
+            Answered::Surveyed(_) | Answered::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
         }
     }
 
@@ -156,7 +148,7 @@ impl Router {
     /// See [`RouteError`]; [`RouteError::UnknownRank`] when the rank is not registered.
     pub async fn add_request(&self, request: AddRequest<'_>) -> Result<(), RouteError> {
         let AddRequest { rank, cached_tokens, expected_prefill_duration, .. } = request;
-        let prepared = Prepared::new(&self.shared().config, &request.as_route())?;
+        let prepared = self.prepare(&request.as_route())?;
         let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
         let (hold, _) = self.book(request.request_id, &prepared, target).await?;
@@ -227,7 +219,7 @@ impl Router {
             match answer.await {
                 Ok(Answered::Placed(decision)) => return Ok((hold, decision)),
                 Ok(Answered::Rejected(reason)) => return Err(reason.into()),
-                Ok(Answered::Surveyed(_)) => {}
+                Ok(Answered::Surveyed(_) | Answered::Explained(_)) => {}
                 Err(_lost) if hold.lease().is_freed() => return Err(RouteError::Freed),
                 Err(_lost) => {
                     drop(hold); // the id is free again for the next try
@@ -259,6 +251,10 @@ impl Router {
         room.try_acquire_owned().map_err(|_| RouteError::Overloaded { requests_max })
     }
 
+    fn prepare(&self, request: &RouteRequest<'_>) -> Result<Prepared, RouteError> {
+        Prepared::new(&self.shared().config, request, self.shared().clock.now())
+    }
+
     /// Sends a request on its way through the shards to the scheduler.
     fn submit(
         &self,
@@ -269,24 +265,41 @@ impl Router {
         permit: OwnedSemaphorePermit,
     ) -> oneshot::Receiver<Answered> {
         let (sender, answer) = oneshot::channel();
-        let ticket = Ticket { lease, answer: sender, permit };
-        let prompt = prepared.prompt();
-        let request =
-            Request { ticket, prompt, isl_tokens: prepared.isl_tokens(), overlaps: Vec::new(), target, purpose };
         let shared = self.shared();
-        let Some(hashes) = prepared.block_hashes().filter(|hashes| !hashes.is_empty() && !shared.shards.is_empty())
-        else {
-            shared.scheduler.tell(SchedulerMsg::Decide(request));
-            return answer;
-        };
-        let scheduler = Arc::downgrade(&shared.scheduler);
-        let next = OverlapNext { hashes: Arc::clone(hashes), request: Mutex::new(Some(request)), scheduler };
-        let first = Leg::first(0, next);
-        for shard in &shared.shards {
-            shard.turn.tell(RadixMsg::Overlap(first.fork()));
+        // Only a booking may wait; whoever chose its rank by itself does not.
+        let may_wait = shared.config.queueing() && target == Target::Any;
+        let waits = lease.as_ref().filter(|_| may_wait).map(|lease| Waits {
+            booking: lease.booking(),
+            arrival: lease.arrival(),
+            block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
+        });
+        let ticket = Ticket { lease, answer: sender, permit };
+        let terms = prepared.terms();
+        let plain = Request::new(ticket, prepared.prompt(), prepared.isl_tokens());
+        let request = Request { target, purpose, terms, waits, ..plain };
+        match prepared.block_hashes() {
+            Some(hashes) => self.ask_overlap(hashes, Ask::Decide(request), target == Target::Any),
+            None => shared.scheduler.tell(SchedulerMsg::Decide(request)),
         }
-        drop(first); // the last leg to go sends the request on
         answer
+    }
+
+    /// Asks every shard, and the shared cache where there is one; whoever answers last sends the answers on.
+    fn ask_overlap(&self, hashes: &Arc<[BlockHash]>, ask: Ask, with_shared_cache: bool) {
+        let shared = self.shared();
+        let next = OverlapNext::new(Arc::clone(hashes), ask, Arc::downgrade(&shared.scheduler));
+        let first = Leg::first(0, next);
+        if !hashes.is_empty() {
+            if let Some(cache) = shared.shared_cache.as_ref().filter(|_| with_shared_cache) {
+                let (cache, meters) = (Arc::clone(cache), Arc::clone(&shared.meters.shared_cache));
+                let timeout_ms = shared.config.shared_cache_timeout_ms;
+                tokio::spawn(shared_cache::ask(cache, timeout_ms, meters, first.fork()));
+            }
+            for shard in &shared.shards {
+                shard.turn.tell(RadixMsg::Overlap(first.fork()));
+            }
+        }
+        drop(first);
     }
 
     /// Waits until something has been restarted since `restarts`, for so long; an error when the router is down.
@@ -299,179 +312,13 @@ impl Router {
     }
 }
 
-// Events.
+// What the rest of the crate needs of the handle.
 impl Router {
-    /// Applies KV events, each rank's in the order given, also across calls that were awaited one after the other.
-    ///
-    /// Waits while a shard has `event_blocks_max` blocks of events waiting. Does nothing where no index is kept. What
-    /// is odd about an event is counted, not an error: `pointsman_kv_events_refused_total`.
-    ///
-    /// # Errors
-    /// When the router is down.
-    pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
-        self.shared().up()?;
-        match self.shared().shards.len() {
-            0 => Ok(()),
-            1 => self.apply_to(0, events).await,
-            shards => {
-                let mut by_shard: Vec<Vec<RouterEvent>> = vec![Vec::new(); shards];
-                for event in events {
-                    by_shard[shard_of(event.rank, shards)].push(event);
-                }
-                for (shard, events) in by_shard.into_iter().enumerate().filter(|(_, events)| !events.is_empty()) {
-                    self.apply_to(shard, events).await?;
-                }
-                Ok(())
-            }
-        }
-    }
-
-    async fn apply_to(&self, shard: usize, events: Vec<RouterEvent>) -> Result<(), Down> {
-        let blocks: usize = events.iter().map(|event| event.data.block_count()).sum();
-        // A batch larger than the gate takes all of it; an event that names no block still takes a place.
-        let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.shared().config.event_blocks_max);
-        let shard = &self.shared().shards[shard];
-        let gate: Arc<Semaphore> = Arc::clone(&shard.gate);
-        let permit = gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)?;
-        shard.turn.tell(RadixMsg::Apply { events, permit });
-        Ok(())
-    }
-
-    /// Ranks whose cache contents were lost with an index shard, as they change. Send each of them again: a
-    /// `Cleared` event, then everything the rank holds. From the `Cleared` on it counts as known.
-    #[must_use]
-    pub fn resyncs(&self) -> watch::Receiver<BTreeSet<WorkerRank>> {
-        self.shared().cold.subscribe()
-    }
-
-    /// Returns when every event accepted before this call has been applied.
-    ///
-    /// # Errors
-    /// When the router is down, or a shard was lost with events that had been accepted.
-    pub async fn flush(&self) -> Result<(), FlushError> {
-        self.each_shard(RadixMsg::Flush).await.map(drop)
-    }
-
-    /// Everything the index holds, as events that rebuild it, parents first. Reflects every event accepted before this
-    /// call.
-    ///
-    /// # Errors
-    /// When the router is down, or a shard was lost before it answered.
-    pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, FlushError> {
-        Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().collect())
-    }
-
-    async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
-        self.shared().up()?;
-        let mut asked = Vec::new();
-        for shard in &self.shared().shards {
-            let (sender, answer) = oneshot::channel();
-            shard.turn.tell(question(sender));
-            asked.push(answer);
-        }
-        let mut answers = Vec::new();
-        for answer in asked {
-            match answer.await {
-                Ok(answer) => answers.push(answer),
-                Err(_lost) => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
-            }
-        }
-        Ok(answers)
-    }
-}
-
-// Workers and lifecycle.
-impl Router {
-    /// Adds a worker, or changes one. Returns when its ranks can be chosen.
-    ///
-    /// Another endpoint counts as another engine: bookings and cache contents of the old one are gone. Another number
-    /// of ranks adds or removes just those.
-    ///
-    /// # Errors
-    /// When the configuration breaks a rule, or the router is down.
-    pub async fn upsert_worker(&self, worker: WorkerId, config: WorkerConfig) -> Result<(), MembershipError> {
-        self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
-    }
-
-    /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again.
-    ///
-    /// # Errors
-    /// When there is no such worker, or the router is down.
-    pub async fn remove_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
-        self.change(|answer| SupervisorMsg::Remove { worker, answer }).await
-    }
-
-    /// Registers workers by id alone, single-rank and without endpoint, for embedders that dispatch by themselves.
-    /// Workers that are registered stay as they are.
-    ///
-    /// # Errors
-    /// When the router is down.
-    pub async fn register_workers(&self, workers: impl IntoIterator<Item = WorkerId>) -> Result<(), MembershipError> {
-        for worker in workers {
-            if !self.workers().iter().any(|known| known.worker == worker) {
-                self.upsert_worker(worker, WorkerConfig::at("")).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The registered workers, by id.
-    #[must_use]
-    pub fn workers(&self) -> Arc<[WorkerEntry]> {
-        Arc::clone(&self.shared().workers.borrow())
-    }
-
-    /// How the router is.
-    #[must_use]
-    pub fn health(&self) -> Health {
-        Health {
-            state: self.shared().up(),
-            ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
-            cold: self.shared().cold.borrow().clone(),
-            restarts: self.shared().status.borrow().restarts,
-            leases: self.shared().directory.len(),
-        }
-    }
-
-    /// The router's configuration.
-    #[must_use]
-    pub fn config(&self) -> &RouterConfig {
-        &self.shared().config
-    }
-
-    /// Stops the router: refuses new requests, waits until all bookings have ended or `deadline` has passed, stops
-    /// every actor. Returns the number of bookings that had not ended.
-    pub async fn shutdown(self, deadline: Duration) -> usize {
-        let shared = Arc::clone(self.shared());
-        shared.enter(Phase::Draining);
-        drop(tokio::time::timeout(deadline, shared.at_rest()).await);
-        let left = shared.directory.len();
-        // Stopping takes no time of its own, unless an actor is stuck; nobody waits for that one.
-        drop(self.supervisor().get_cell().stop_and_wait(None, Some(STOP_WAIT)).await);
-        shared.enter(Phase::Stopped);
-        left
-    }
-
-    async fn change(
-        &self,
-        change: impl FnOnce(oneshot::Sender<Result<(), MembershipError>>) -> SupervisorMsg,
-    ) -> Result<(), MembershipError> {
-        self.shared().up()?;
-        let (sender, answer) = oneshot::channel();
-        self.supervisor().send_message(change(sender)).map_err(|_| Down::Failed)?;
-        // A supervisor that dies may take the question with it unanswered.
-        tokio::select! {
-            biased;
-            Ok(result) = answer => result,
-            down = self.shared().down() => Err(down.into()),
-        }
-    }
-
-    pub(super) fn shared(&self) -> &Arc<Shared> {
+    pub(in crate::actors) fn shared(&self) -> &Arc<Shared> {
         &self.inner.shared
     }
 
-    pub(super) fn supervisor(&self) -> &ActorRef<SupervisorMsg> {
+    pub(in crate::actors) fn supervisor(&self) -> &ActorRef<SupervisorMsg> {
         &self.inner.supervisor
     }
 }

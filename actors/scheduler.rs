@@ -6,6 +6,7 @@
 //! as lost, and its callers try again.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -15,14 +16,20 @@ use tokio::time::Instant;
 
 use super::clock::Clock;
 use super::gather::{Leg, Onward, Watch};
+use super::radix::{Ask, OverlapNext, Radix, RadixAfter, RadixMsg};
 use super::sequence::{Book, Sequence, SequenceAfter, SequenceMsg};
-use super::supervisor::RetireAck;
+use super::supervisor::{DrainAck, RetireAck};
 use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
 use crate::directory::Lease;
-use crate::load::{BoardSlot, PromptBlocks, RateCell};
-use crate::protocol::{Generation, Slot, WorkerRank};
-use crate::schedule::{Decision, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Rejection, Request, Schedule};
+use crate::load::PromptBlocks;
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
+use crate::queue::Depth;
+use crate::schedule::{
+    Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Rejection,
+    Request, Schedule,
+};
+use crate::select::{RankConditions, RankOverlap, RankTraits};
 
 /// What the scheduler can be told.
 pub(crate) enum SchedulerMsg {
@@ -30,12 +37,26 @@ pub(crate) enum SchedulerMsg {
     Decide(Request<Ticket>),
     /// Answers to a load query.
     Loads { batch: u64, answers: Vec<LoadAnswer> },
-    /// The timer has fired.
+    /// The timer of load queries has fired.
     Timeout,
+    /// A waiting request's caller has gone.
+    Cancel(BookingId),
+    /// A waiting request's overlap, asked for again.
+    Refreshed { booking: BookingId, overlaps: Vec<RankOverlap> },
+    /// Some rank's load has fallen, or it is `at`: see who need not wait any longer.
+    Wake { at: Option<Timestamp> },
+    /// What waits, class by class?
+    Pending(oneshot::Sender<Vec<PendingClass>>),
     /// A rank joins.
     Admit(Peer),
+    /// A rank's worker says otherwise of itself.
+    Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
+    /// A rank gets no new work, and its sequence actor hears so behind the last Book.
+    Drain { slot: Slot, generation: Generation, ack: DrainAck },
     /// A rank leaves: nothing is booked on it from here on, and its sequence actor hears so behind the last Book.
     Retire { slot: Slot, generation: Generation, ack: RetireAck },
+    /// What the embedder knows of the ranks. The answer says that it holds from here on.
+    Conditions { conditions: Arc<RankConditions>, done: Option<oneshot::Sender<()>> },
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
     Fault(super::faults::Trip),
@@ -54,18 +75,56 @@ pub(crate) struct Ticket {
 pub(crate) enum Answered {
     Placed(Decision),
     Surveyed(Vec<PotentialLoad>),
+    Explained(Box<Explanation>),
     Rejected(Rejection),
+}
+
+/// What waits in one class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingClass {
+    /// The class.
+    pub class: String,
+    /// Its requests and their tokens.
+    pub depth: Depth,
+    /// How long the oldest of them has waited.
+    pub oldest_age: Option<Duration>,
 }
 
 /// A rank's sequence actor, as the scheduler knows it.
 pub(crate) struct Peer {
-    pub(crate) rank: WorkerRank,
-    pub(crate) slot: Slot,
-    pub(crate) generation: Generation,
-    pub(crate) board: Arc<BoardSlot>,
-    #[expect(dead_code, reason = "for a schedule that expects durations of its prefills")]
-    pub(crate) rate: Arc<RateCell>,
+    pub(crate) admission: Admission,
     pub(crate) turn: Arc<Turn<Sequence>>,
+}
+
+/// Set while the scheduler has requests that wait for some rank's load to fall: whoever takes it down owes it a
+/// [`SchedulerMsg::Wake`].
+///
+/// Nothing is missed: the scheduler sets it and then reads the boards, a sequence actor writes its board and then looks
+/// here, each with a full fence between, so one of the two sees the other.
+#[derive(Default)]
+pub(crate) struct WakeFlag(AtomicBool);
+
+impl WakeFlag {
+    /// Whether it was down. Read the boards afterwards.
+    fn raise(&self) -> bool {
+        let was_down = !self.0.swap(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        was_down
+    }
+
+    /// Takes it down; whether it was up. Call after writing the board.
+    pub(crate) fn take(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.0.load(Ordering::SeqCst) && self.0.swap(false, Ordering::SeqCst)
+    }
+}
+
+/// Who the scheduler talks to besides the ranks.
+pub(crate) struct Surroundings {
+    pub(crate) shards: Vec<Arc<Turn<Radix>>>,
+    pub(crate) wake: Arc<WakeFlag>,
+    pub(crate) clock: Clock,
+    pub(crate) runtime: Handle,
 }
 
 /// Where load answers go on to.
@@ -92,8 +151,8 @@ impl Onward<LoadAnswer> for LoadNext {
 /// The scheduler's state.
 pub(crate) struct Scheduler {
     schedule: Schedule<Ticket>,
-    /// By slot.
-    peers: Vec<Option<Peer>>,
+    /// By slot: whose turn it is, and of which incarnation.
+    peers: Vec<Option<(Generation, Arc<Turn<Sequence>>)>>,
     effects: VecDeque<Effect<Ticket>>,
     after: SchedulerAfter,
     /// The batch in flight: since when, and its answers so far.
@@ -101,8 +160,11 @@ pub(crate) struct Scheduler {
     /// One timer at a time; when it fires it goes on for the batch then in flight.
     timer_armed: bool,
     load_query_timeout: Duration,
-    clock: Clock,
-    runtime: Handle,
+    /// Whether requests may have to wait.
+    queueing: bool,
+    /// When the earliest timer for waiting requests fires.
+    wake_at: Option<Timestamp>,
+    around: Surroundings,
     myself: Weak<Turn<Scheduler>>,
 }
 
@@ -110,48 +172,69 @@ pub(crate) struct Scheduler {
 #[derive(Default)]
 pub(crate) struct SchedulerAfter {
     sequences: Vec<Afters<SequenceAfter>>,
+    shards: Vec<Afters<RadixAfter>>,
+    /// Askers' own legs: the last to go tells the scheduler, so none may go in its turn.
+    legs: Vec<Leg<RankOverlap, OverlapNext>>,
     answers: Vec<(Ticket, Answered)>,
+    cancelled: Vec<Ticket>,
+    pending: Vec<(oneshot::Sender<Vec<PendingClass>>, Vec<PendingClass>)>,
+    conditions: Vec<oneshot::Sender<()>>,
 }
 
 impl Scheduler {
     pub(crate) fn new(
         config: RouterConfig,
         incarnation: u32,
-        clock: Clock,
-        runtime: Handle,
+        extensions: Extensions,
+        around: Surroundings,
         myself: &Arc<Turn<Self>>,
     ) -> Self {
         Self {
             load_query_timeout: config.load_query_timeout(),
-            schedule: Schedule::new(config, incarnation),
+            queueing: config.queueing(),
+            schedule: Schedule::new(config, incarnation, extensions),
             peers: Vec::new(),
             effects: VecDeque::new(),
             after: SchedulerAfter::default(),
             in_flight: None,
             timer_armed: false,
-            clock,
-            runtime,
+            wake_at: None,
+            around,
             myself: Arc::downgrade(myself),
         }
     }
 
     /// Makes a rank known. Also used to fill a fresh scheduler before it opens.
     pub(crate) fn admit(&mut self, peer: Peer) {
-        let Peer { rank, slot, generation, .. } = peer;
-        let board = Arc::clone(&peer.board);
+        let Peer { admission, turn } = peer;
+        let slot = admission.slot;
         if self.peers.len() <= slot.index() {
             self.peers.resize_with(slot.index() + 1, || None);
         }
-        self.peers[slot.index()] = Some(peer);
-        self.step_schedule(Input::Admit { rank, slot, generation, board });
+        self.peers[slot.index()] = Some((admission.generation, turn));
+        self.step_schedule(Input::Admit(admission));
+    }
+
+    /// Takes over what the embedder knows. Also used to fill a fresh scheduler before it opens.
+    pub(crate) fn set_conditions(&mut self, conditions: Arc<RankConditions>) {
+        self.step_schedule(Input::Conditions(conditions));
+    }
+
+    fn on_drain(&mut self, slot: Slot, generation: Generation, ack: DrainAck) {
+        self.step_schedule(Input::Drain { slot, generation });
+        if let Some(Some((seated, turn))) = self.peers.get(slot.index())
+            && *seated == generation
+        {
+            turn.send(SequenceMsg::Drain(ack)).keep_in(&mut self.after.sequences);
+        }
     }
 
     fn on_retire(&mut self, slot: Slot, generation: Generation, ack: RetireAck) {
         self.step_schedule(Input::Retire { slot, generation });
-        let here = |peer: &&mut Option<Peer>| peer.as_ref().is_some_and(|peer| peer.generation == generation);
-        if let Some(peer) = self.peers.get_mut(slot.index()).filter(here).and_then(Option::take) {
+        let here = |peer: &&mut Option<(Generation, _)>| peer.as_ref().is_some_and(|(seated, _)| *seated == generation);
+        if let Some((_, turn)) = self.peers.get_mut(slot.index()).filter(here).and_then(Option::take) {
             // The ack goes with the message: whatever becomes of it, the supervisor hears.
-            peer.turn.send(SequenceMsg::Retire(ack)).keep_in(&mut self.after.sequences);
+            turn.send(SequenceMsg::Retire(ack)).keep_in(&mut self.after.sequences);
         }
     }
 
@@ -166,14 +249,31 @@ impl Scheduler {
         self.step_schedule(Input::Loads { batch, answers });
     }
 
+    fn on_wake(&mut self, at: Option<Timestamp>) {
+        if at.is_some() && at == self.wake_at {
+            self.wake_at = None;
+        }
+        self.step_schedule(Input::Wake);
+    }
+
+    fn on_pending(&mut self, answer: oneshot::Sender<Vec<PendingClass>>) {
+        let now = self.around.clock.now();
+        let pending = self.schedule.depths().map(|(class, depth)| PendingClass {
+            class: class.to_owned(),
+            depth,
+            oldest_age: depth.oldest.map(|oldest| now.since(oldest)),
+        });
+        self.after.pending.push((answer, pending.collect()));
+    }
+
     fn step_schedule(&mut self, input: Input<Ticket>) {
-        self.schedule.step(input, self.clock.now(), &mut self.effects);
+        self.schedule.step(input, self.around.clock.now(), &mut self.effects);
     }
 
     /// Performs effects until none are left, those that follow from answers that came at once included.
     fn perform(&mut self) -> SchedulerAfter {
-        let now = self.clock.now();
-        while let Some(effect) = self.effects.pop_front() {
+        let now = self.around.clock.now();
+        while let Some(effect) = self.next_effect(now) {
             match effect {
                 Effect::Query(query) => {
                     let batch = query.batch;
@@ -181,31 +281,50 @@ impl Scheduler {
                         self.schedule.step(Input::Loads { batch, answers }, now, &mut self.effects);
                     }
                 }
-                Effect::Book { ticket, decision, number } => {
+                Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
+                Effect::Book { ticket, decision, number, trace } => {
+                    if let Some(explanation) = trace {
+                        trace_decision(&explanation);
+                    }
                     let Ticket { lease: Some(lease), answer, permit } = ticket else { continue };
-                    let Some(Some(peer)) = self.peers.get(decision.slot.index()) else { continue };
+                    let Some(Some((_, turn))) = self.peers.get(decision.slot.index()) else { continue };
                     let book = Book { lease, decision, number, answer, permit, now };
-                    peer.turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
+                    turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
                 }
                 Effect::Report { ticket, decision } => self.after.answers.push((ticket, Answered::Placed(decision))),
                 Effect::Survey { ticket, loads } => self.after.answers.push((ticket, Answered::Surveyed(loads))),
+                Effect::Explain { ticket, explanation } => {
+                    self.after.answers.push((ticket, Answered::Explained(explanation)));
+                }
                 Effect::Reject { ticket, reason } => self.after.answers.push((ticket, Answered::Rejected(reason))),
+                Effect::Cancelled { ticket } => self.after.cancelled.push(ticket),
             }
         }
         if self.schedule.batch_in_flight().is_none() {
             self.in_flight = None;
         }
+        if self.queueing {
+            self.arm_wake();
+        }
         std::mem::take(&mut self.after)
+    }
+
+    /// The next effect; when there is none and requests wait, looks at the boards once more behind the raised flag.
+    fn next_effect(&mut self, now: Timestamp) -> Option<Effect<Ticket>> {
+        if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.around.wake.raise() {
+            self.schedule.step(Input::Wake, now, &mut self.effects);
+        }
+        self.effects.pop_front()
     }
 
     /// Asks the shortlisted ranks. The answers, if all of them came while asking.
     fn fan_out(&mut self, query: LoadQuery) -> Option<Vec<LoadAnswer>> {
-        let now = self.clock.now();
+        let now = self.around.clock.now();
         let next = LoadNext { batch: query.batch, prompts: query.prompts, scheduler: Weak::clone(&self.myself) };
         let first = Leg::first(query.slots.len(), next);
         for slot in query.slots {
-            if let Some(Some(peer)) = self.peers.get(slot.index()) {
-                peer.turn.send(SequenceMsg::Load { leg: first.fork(), now }).keep_in(&mut self.after.sequences);
+            if let Some(Some((_, turn))) = self.peers.get(slot.index()) {
+                turn.send(SequenceMsg::Load { leg: first.fork(), now }).keep_in(&mut self.after.sequences);
             }
         }
         let answers = first.watch();
@@ -217,19 +336,51 @@ impl Scheduler {
         complete
     }
 
+    /// Asks the index again about a waiting request.
+    fn ask_shards(&mut self, booking: BookingId, block_hashes: Arc<[BlockHash]>) {
+        let next = OverlapNext::new(block_hashes, Ask::Refresh(booking), Weak::clone(&self.myself));
+        let first = Leg::first(0, next);
+        for shard in &self.around.shards {
+            shard.send(RadixMsg::Overlap(first.fork())).keep_in(&mut self.after.shards);
+        }
+        self.after.legs.push(first);
+    }
+
     fn arm_timer(&mut self) {
         let Some((since, _)) = &self.in_flight else { return };
         if std::mem::replace(&mut self.timer_armed, true) {
             return;
         }
         let (due, myself) = (*since + self.load_query_timeout, Weak::clone(&self.myself));
-        self.runtime.spawn(async move {
+        self.around.runtime.spawn(async move {
             tokio::time::sleep_until(due).await;
             if let Some(scheduler) = myself.upgrade() {
                 scheduler.tell(SchedulerMsg::Timeout);
             }
         });
     }
+
+    /// Has itself woken when the schedule next wants it, unless it will be before.
+    fn arm_wake(&mut self) {
+        let Some(at) = self.schedule.next_wake() else { return };
+        if self.wake_at.is_some_and(|armed| armed <= at) {
+            return;
+        }
+        self.wake_at = Some(at);
+        let (sleep, myself) = (at.since(self.around.clock.now()), Weak::clone(&self.myself));
+        self.around.runtime.spawn(async move {
+            tokio::time::sleep(sleep).await;
+            if let Some(scheduler) = myself.upgrade() {
+                scheduler.tell(SchedulerMsg::Wake { at: Some(at) });
+            }
+        });
+    }
+}
+
+/// One structured event for a decision that was drawn for the trace.
+fn trace_decision(explanation: &Explanation) {
+    let record = format!("{explanation:?}");
+    tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "a sampled decision");
 }
 
 impl Step for Scheduler {
@@ -241,8 +392,20 @@ impl Step for Scheduler {
             SchedulerMsg::Decide(request) => self.step_schedule(Input::Request(request)),
             SchedulerMsg::Loads { batch, answers } => self.step_schedule(Input::Loads { batch, answers }),
             SchedulerMsg::Timeout => self.on_timeout(),
+            SchedulerMsg::Cancel(booking) => self.step_schedule(Input::Cancel(booking)),
+            SchedulerMsg::Refreshed { booking, overlaps } => self.step_schedule(Input::Overlaps { booking, overlaps }),
+            SchedulerMsg::Wake { at } => self.on_wake(at),
+            SchedulerMsg::Pending(answer) => self.on_pending(answer),
             SchedulerMsg::Admit(peer) => self.admit(peer),
+            SchedulerMsg::Describe { slot, generation, traits } => {
+                self.step_schedule(Input::Describe { slot, generation, traits });
+            }
+            SchedulerMsg::Drain { slot, generation, ack } => self.on_drain(slot, generation, ack),
             SchedulerMsg::Retire { slot, generation, ack } => self.on_retire(slot, generation, ack),
+            SchedulerMsg::Conditions { conditions, done } => {
+                self.set_conditions(conditions);
+                self.after.conditions.extend(done);
+            }
             #[cfg(feature = "faults")]
             SchedulerMsg::Fault(trip) => trip.happen(),
         }
@@ -253,10 +416,19 @@ impl Step for Scheduler {
 impl After for SchedulerAfter {
     fn deliver(self) {
         self.sequences.into_iter().for_each(Afters::deliver);
+        self.shards.into_iter().for_each(Afters::deliver);
+        drop(self.legs);
         for (ticket, answer) in self.answers {
             let Ticket { answer: caller, permit, .. } = ticket;
             drop(permit);
             drop(caller.send(answer)); // a caller that has gone wants no answer
+        }
+        drop(self.cancelled); // whoever cancelled has stopped waiting
+        for (answer, pending) in self.pending {
+            drop(answer.send(pending));
+        }
+        for done in self.conditions {
+            let _ = done.send(()); // whoever asked may have gone
         }
     }
 }

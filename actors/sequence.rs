@@ -12,9 +12,9 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::clock::Clock;
 use super::gather::Leg;
-use super::scheduler::{Answered, LoadNext};
-use super::supervisor::RetireAck;
-use super::turn::{After, Step};
+use super::scheduler::{Answered, LoadNext, Scheduler, SchedulerMsg, WakeFlag};
+use super::supervisor::{DrainAck, RetireAck};
+use super::turn::{After, Step, Turn};
 use crate::directory::{Directory, Lease, LeaseState};
 use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillMeter, RateCell};
 use crate::protocol::{Generation, Slot, Timestamp};
@@ -32,6 +32,8 @@ pub(crate) enum SequenceMsg {
     Book(Book),
     /// This lease has changed: make the bookings agree with it.
     Look(Arc<Lease>),
+    /// The rank gets no more work: say when its last booking has ended. Comes behind the last Book.
+    Drain(DrainAck),
     /// The rank is removed: end every booking. Comes behind the last Book.
     Retire(RetireAck),
     /// A drill: panic, or hold the turn until told to go on.
@@ -63,12 +65,39 @@ pub(crate) struct Sequence {
     meter: Option<PrefillMeter>,
     directory: Arc<Directory>,
     clock: Clock,
+    /// Who wants to hear when load falls; nobody where nothing ever waits.
+    wakes: Option<Wakes>,
+    /// Told when the last booking has ended.
+    draining: Option<DrainAck>,
+}
+
+/// Who wants to hear when load falls, and whether it waits for that just now.
+pub(crate) struct Wakes {
+    pub(crate) flag: Arc<WakeFlag>,
+    pub(crate) scheduler: Arc<Turn<Scheduler>>,
+}
+
+/// What a sequence actor is made with, besides its place.
+pub(crate) struct Fittings {
+    pub(crate) board: Arc<BoardSlot>,
+    /// Where prefill rates are learned.
+    pub(crate) learns: Option<Arc<RateCell>>,
+    pub(crate) wakes: Option<Wakes>,
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) clock: Clock,
 }
 
 /// What a sequence actor answers once its turn is given back.
 pub(crate) enum SequenceAfter {
-    Booked { answer: oneshot::Sender<Answered>, decision: Decision, permit: OwnedSemaphorePermit },
+    Booked {
+        answer: oneshot::Sender<Answered>,
+        decision: Decision,
+        permit: OwnedSemaphorePermit,
+    },
+    Drained(#[expect(dead_code, reason = "dropping it is the answer")] DrainAck),
     Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
+    /// Requests wait for load to fall, and it has.
+    LoadFell(Arc<Turn<Scheduler>>),
 }
 
 impl Sequence {
@@ -76,14 +105,8 @@ impl Sequence {
     ///
     /// A prefill rate goes on from what `learns` has published. Restored prefills teach nothing, for when they really
     /// began is not known.
-    pub(crate) fn restore(
-        (slot, generation): (Slot, Generation),
-        incarnation: u32,
-        board: Arc<BoardSlot>,
-        learns: Option<Arc<RateCell>>,
-        directory: Arc<Directory>,
-        clock: Clock,
-    ) -> Self {
+    pub(crate) fn restore((slot, generation): (Slot, Generation), incarnation: u32, fittings: Fittings) -> Self {
+        let Fittings { board, learns, wakes, directory, clock } = fittings;
         let mut sequence = Self {
             slot,
             generation,
@@ -94,6 +117,8 @@ impl Sequence {
             meter: learns.map(PrefillMeter::new),
             directory: Arc::clone(&directory),
             clock,
+            wakes,
+            draining: None,
         };
         let now = clock.now();
         let leases = directory.booked_on(slot, generation);
@@ -134,11 +159,31 @@ impl Sequence {
         booked.then_some(SequenceAfter::Booked { answer, decision, permit })
     }
 
-    fn on_look(&mut self, lease: &Lease) {
+    fn on_look(&mut self, lease: &Lease) -> Option<SequenceAfter> {
         let now = self.clock.now();
         lease.clear_dirty(); // before reading: what changes from here on asks for another look
         self.agree_with(lease, now);
         self.publish(now);
+        let drained = if self.is_idle() { self.draining.take().map(SequenceAfter::Drained) } else { None };
+        drained.or_else(|| self.load_fell())
+    }
+
+    /// Whoever waits for load to fall is told, once each time it asks.
+    fn load_fell(&self) -> Option<SequenceAfter> {
+        let wakes = self.wakes.as_ref().filter(|wakes| wakes.flag.take())?;
+        Some(SequenceAfter::LoadFell(Arc::clone(&wakes.scheduler)))
+    }
+
+    fn on_drain(&mut self, ack: DrainAck) -> Option<SequenceAfter> {
+        if self.is_idle() {
+            return Some(SequenceAfter::Drained(ack));
+        }
+        self.draining = Some(ack);
+        None
+    }
+
+    fn is_idle(&self) -> bool {
+        self.active.load(self.clock.now()).requests == 0
     }
 
     fn on_retire(&mut self, ack: RetireAck) -> SequenceAfter {
@@ -203,7 +248,8 @@ impl Step for Sequence {
         match msg {
             SequenceMsg::Load { leg, now } => self.on_load(&leg, now),
             SequenceMsg::Book(book) => return self.on_book(book),
-            SequenceMsg::Look(lease) => self.on_look(&lease),
+            SequenceMsg::Look(lease) => return self.on_look(&lease),
+            SequenceMsg::Drain(ack) => return self.on_drain(ack),
             SequenceMsg::Retire(ack) => return Some(self.on_retire(ack)),
             #[cfg(feature = "faults")]
             SequenceMsg::Fault(trip) => trip.happen(),
@@ -220,7 +266,8 @@ impl After for SequenceAfter {
                 // A caller that has gone has ended its lease, and asked for the look that frees the booking.
                 drop(answer.send(Answered::Placed(decision)));
             }
-            Self::Retired(_) => {}
+            Self::Drained(_) | Self::Retired(_) => {}
+            Self::LoadFell(scheduler) => scheduler.tell(SchedulerMsg::Wake { at: None }),
         }
     }
 }
@@ -240,7 +287,8 @@ mod tests {
 
     fn restore(incarnation: u32, rate: &Arc<RateCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
         let (board, learns) = (Arc::new(BoardSlot::default()), Some(Arc::clone(rate)));
-        Sequence::restore(PLACE, incarnation, board, learns, Arc::clone(directory), clock)
+        let fittings = Fittings { board, learns, wakes: None, directory: Arc::clone(directory), clock };
+        Sequence::restore(PLACE, incarnation, fittings)
     }
 
     fn book(sequence: &mut Sequence, id: &str, tokens: u32) -> Arc<Lease> {
@@ -248,6 +296,8 @@ mod tests {
         let now = sequence.clock.now();
         let lease = sequence.directory.enter(id, PromptBlocks::Counted(0), now).expect("a free id");
         let decision = Decision {
+            shared_cache_blocks: 0,
+            reachable_blocks: 0,
             request: 0,
             rank: WorkerRank::new(WorkerId(1), 0),
             slot,

@@ -5,7 +5,7 @@
 //! an owner publishes.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, watch};
@@ -13,14 +13,19 @@ use tokio::sync::{Semaphore, watch};
 use super::clock::Clock;
 use super::radix::Radix;
 use super::router::WorkerEntry;
-use super::scheduler::Scheduler;
+use super::scheduler::{Scheduler, SchedulerMsg, WakeFlag};
 use super::sequence::{Sequence, SequenceMsg};
+use super::shared_cache::SharedCache;
+use super::telemetry::Meters;
 use super::turn::Turn;
 use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
 use crate::error::Down;
-use crate::load::RateCell;
+use crate::index::Holdings;
+use crate::load::{BoardSlot, RateCell};
 use crate::protocol::{Generation, Slot, WorkerRank};
+use crate::schedule::Extensions;
+use crate::select::RankConditions;
 
 /// Everything of a router but its supervisor.
 pub(crate) struct Shared {
@@ -32,6 +37,14 @@ pub(crate) struct Shared {
     pub(crate) shards: Vec<Shard>,
     /// Requests waiting for an answer.
     pub(crate) waiting_room: Arc<Semaphore>,
+    /// What the embedder put in place of the router's own judgement.
+    pub(crate) extensions: Extensions,
+    pub(crate) shared_cache: Option<Arc<dyn SharedCache>>,
+    pub(crate) meters: Meters,
+    /// Up while requests wait for some rank's load to fall.
+    pub(crate) wake: Arc<WakeFlag>,
+    /// What the embedder knows of the ranks.
+    pub(crate) conditions: Mutex<Arc<RankConditions>>,
     /// By slot. Written by the supervisor.
     seats: RwLock<Vec<Option<Arc<Seat>>>>,
     /// Whether the router is up, and how often a part of it was restarted.
@@ -54,6 +67,10 @@ pub(crate) struct Seat {
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) endpoint: Arc<str>,
+    /// Where its sequence actor publishes its load.
+    pub(crate) board: Arc<BoardSlot>,
+    /// Where its index shard publishes what it holds.
+    pub(crate) holdings: Arc<Holdings>,
     /// Its learned prefill rate, which outlives its sequence actor.
     pub(crate) rate: Arc<RateCell>,
     pub(crate) turn: Arc<Turn<Sequence>>,
@@ -76,7 +93,12 @@ pub(crate) enum Phase {
 }
 
 impl Shared {
-    pub(crate) fn new(config: RouterConfig, clock: Clock) -> Self {
+    pub(crate) fn new(
+        config: RouterConfig,
+        extensions: Extensions,
+        shared_cache: Option<Arc<dyn SharedCache>>,
+        clock: Clock,
+    ) -> Self {
         let shards = if config.has_index() { config.index_shards } else { 0 };
         let gate = || Arc::new(Semaphore::new(config.event_blocks_max as usize));
         Self {
@@ -85,6 +107,11 @@ impl Shared {
             scheduler: Turn::closed(),
             shards: (0..shards).map(|_| Shard { turn: Turn::closed(), gate: gate() }).collect(),
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
+            extensions,
+            shared_cache,
+            meters: Meters::new(),
+            wake: Arc::default(),
+            conditions: Mutex::default(),
             seats: RwLock::default(),
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
@@ -121,6 +148,11 @@ impl Shared {
             }
             !over
         });
+    }
+
+    /// What the embedder last said of the ranks.
+    pub(crate) fn conditions(&self) -> Arc<RankConditions> {
+        Arc::clone(&self.conditions.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn seat(&self, slot: Slot, generation: Generation) -> Option<Arc<Seat>> {
@@ -160,6 +192,8 @@ impl Shared {
                     self.look(&seat, lease);
                 }
             }
+            // It may be waiting: a request whose caller has gone stops counting at once.
+            Ended::Pending if self.config.queueing() => self.scheduler.tell(SchedulerMsg::Cancel(lease.booking())),
             Ended::Pending | Ended::Already => {}
         }
     }

@@ -1,9 +1,11 @@
 //! The supervisor: lifecycles, membership, addresses.
 //!
-//! Owns which ranks there are, which slot and generation each has, and the restart budget. Promises that desired and
+//! Owns which ranks there are (see `membership`), which slot and generation each has, and the restart budget. Promises that desired and
 //! running agree after each message, that what dies is restarted with what can be rebuilt, that a rank's removal is
 //! acknowledged only when its last booking has ended, and that a router whose budget is spent fails whole and says
 //! so. Leaves every request to the others: nothing of it passes here.
+
+mod membership;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,17 +16,18 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::radix::{Radix, RadixMsg, shard_of};
-use super::router::WorkerEntry;
-use super::scheduler::{Peer, Scheduler, SchedulerMsg};
-use super::sequence::Sequence;
+use super::radix::{Radix, RadixMsg, Tenant, shard_of};
+use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
+use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
 use super::turn::{Step, Turn, TurnActor, Wake};
 use crate::config::PrefillModel;
 use crate::error::MembershipError;
-use crate::load::{BoardSlot, RateCell};
-use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
+use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use crate::schedule::Admission;
+use crate::select::RankTraits;
 use crate::supervision::RestartBudget;
+use membership::{Draining, Removal};
 
 /// What the supervisor can be told.
 pub(crate) enum SupervisorMsg {
@@ -34,6 +37,13 @@ pub(crate) enum SupervisorMsg {
     Remove { worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>> },
     /// These are the workers, says discovery; those that were upserted by hand stay.
     Reconcile { desired: WorkerMap, done: Option<oneshot::Sender<()>> },
+    /// A worker gets no new work and leaves when its last booking has ended, or when the deadline has passed. Answered
+    /// with the bookings that were cut off then.
+    Drain { worker: WorkerId, deadline: Duration, answer: oneshot::Sender<Result<usize, MembershipError>> },
+    /// A draining rank has no bookings left, or its sequence actor was lost.
+    Drained { slot: Slot, generation: Generation },
+    /// A drain's deadline has passed.
+    DrainOver { worker: WorkerId, drain: u64 },
     /// A rank's bookings have ended and no more will come.
     Retired { slot: Slot, generation: Generation },
     /// A cold rank is being sent again, to this incarnation of its shard.
@@ -57,6 +67,21 @@ impl Drop for RetireAck {
     }
 }
 
+/// Tells the supervisor, by being dropped, that a draining rank has no bookings left; the supervisor looks for itself,
+/// for it may have been dropped with a dying actor.
+pub(crate) struct DrainAck {
+    supervisor: ActorRef<SupervisorMsg>,
+    slot: Slot,
+    generation: Generation,
+}
+
+impl Drop for DrainAck {
+    fn drop(&mut self) {
+        let Self { slot, generation, .. } = *self;
+        drop(self.supervisor.send_message(SupervisorMsg::Drained { slot, generation }));
+    }
+}
+
 /// The actor. See the module's head.
 pub(crate) struct Supervisor;
 
@@ -71,6 +96,11 @@ pub(crate) struct State {
     free_slots: BTreeSet<Slot>,
     children: AHashMap<ActorId, Role>,
     removals: Vec<Removal>,
+    drains: Vec<Draining>,
+    /// Drains so far.
+    drains_started: u64,
+    /// Workers that were drained away and that discovery has not stopped naming since.
+    drained: BTreeSet<WorkerId>,
     /// Restarts of the scheduler.
     scheduler_incarnation: u32,
     /// Restarts of each index shard.
@@ -82,6 +112,9 @@ pub(crate) struct State {
 
 struct Worker {
     config: WorkerConfig,
+    /// What its ranks offer.
+    traits: Arc<RankTraits>,
+    draining: bool,
     slots: BTreeMap<WorkerRank, Slot>,
     from_discovery: bool,
 }
@@ -89,7 +122,6 @@ struct Worker {
 /// A rank that runs.
 struct Running {
     seat: Arc<Seat>,
-    board: Arc<BoardSlot>,
     /// Restarts of its sequence actor.
     incarnation: u32,
     actor: ActorId,
@@ -111,12 +143,6 @@ impl Role {
             Self::Sequence(_) => "sequence",
         }
     }
-}
-
-/// Somebody who waits for ranks to be gone.
-struct Removal {
-    left: BTreeSet<(Slot, Generation)>,
-    answer: oneshot::Sender<Result<(), MembershipError>>,
 }
 
 /// Marks the router failed when the supervisor goes without having stopped it.
@@ -152,6 +178,9 @@ impl Actor for Supervisor {
             free_slots: BTreeSet::new(),
             children: AHashMap::new(),
             removals: Vec::new(),
+            drains: Vec::new(),
+            drains_started: 0,
+            drained: BTreeSet::new(),
             scheduler_incarnation: 0,
         };
         state.start_scheduler().await?;
@@ -178,6 +207,9 @@ impl Actor for Supervisor {
                 state.on_reconcile(desired).await?;
                 drop(done);
             }
+            SupervisorMsg::Drain { worker, deadline, answer } => state.on_drain(worker, deadline, answer),
+            SupervisorMsg::Drained { slot, generation } => state.on_drained(slot, generation),
+            SupervisorMsg::DrainOver { worker, drain } => state.on_drain_over(worker, drain),
             SupervisorMsg::Retired { slot, generation } => state.on_retired(slot, generation),
             SupervisorMsg::Warmed { rank, incarnation } => state.on_warmed(rank, incarnation),
             #[cfg(feature = "faults")]
@@ -208,147 +240,14 @@ impl Actor for Supervisor {
     }
 }
 
-// Membership: what should run.
-impl State {
-    async fn on_upsert(
-        &mut self,
-        worker: WorkerId,
-        config: WorkerConfig,
-        from_discovery: bool,
-    ) -> Result<Result<(), MembershipError>, ActorProcessingErr> {
-        if let Err(error) = self.check(&config) {
-            return Ok(Err(MembershipError::Config { worker, error }));
-        }
-        // Another endpoint is another engine: what the old one held and ran is gone.
-        if self.workers.get(&worker).is_some_and(|known| known.config.endpoint != config.endpoint) {
-            self.retire_worker(worker);
-        }
-        let wanted: BTreeSet<WorkerRank> = config.ranks(worker).collect();
-        let running: BTreeMap<WorkerRank, Slot> =
-            self.workers.get(&worker).map(|w| w.slots.clone()).unwrap_or_default();
-        for (rank, slot) in running.iter().filter(|(rank, _)| !wanted.contains(rank)) {
-            self.retire(*rank, *slot);
-        }
-        let mut slots: BTreeMap<_, _> = running.into_iter().filter(|(rank, _)| wanted.contains(rank)).collect();
-        let endpoint: Arc<str> = config.endpoint.as_str().into();
-        for rank in wanted {
-            if let std::collections::btree_map::Entry::Vacant(vacant) = slots.entry(rank) {
-                vacant.insert(self.start_rank(rank, Arc::clone(&endpoint)).await?);
-            }
-        }
-        self.workers.insert(worker, Worker { config, slots, from_discovery });
-        Ok(Ok(()))
-    }
-
-    fn check(&self, config: &WorkerConfig) -> Result<(), WorkerConfigError> {
-        config.validate()?;
-        let pool = self.shared.config.is_eagle;
-        match config.is_eagle {
-            Some(worker) if worker != pool => Err(WorkerConfigError::Eagle { worker, pool }),
-            _ => Ok(()),
-        }
-    }
-
-    fn on_remove(&mut self, worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>>) {
-        if !self.workers.contains_key(&worker) {
-            drop(answer.send(Err(MembershipError::UnknownWorker(worker))));
-            return;
-        }
-        let left = self.retire_worker(worker);
-        self.publish_workers();
-        if left.is_empty() {
-            drop(answer.send(Ok(())));
-        } else {
-            self.removals.push(Removal { left, answer });
-        }
-    }
-
-    async fn on_reconcile(&mut self, desired: WorkerMap) -> Result<(), ActorProcessingErr> {
-        let gone =
-            |(id, worker): (&WorkerId, &Worker)| (worker.from_discovery && !desired.contains_key(id)).then_some(*id);
-        let gone: Vec<WorkerId> = self.workers.iter().filter_map(gone).collect();
-        for worker in gone {
-            self.retire_worker(worker);
-        }
-        for (worker, config) in desired {
-            let stays = |known: &Worker| known.config == config || !known.from_discovery;
-            if self.workers.get(&worker).is_some_and(stays) {
-                continue; // as it is, or added by hand
-            }
-            if let Err(error) = self.on_upsert(worker, config, true).await? {
-                tracing::warn!(%error, "discovery names a worker that cannot be used; it is left as it was");
-            }
-        }
-        self.publish_workers();
-        Ok(())
-    }
-
-    /// Starts to remove a worker; what must end before it is gone.
-    fn retire_worker(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
-        for (rank, slot) in self.workers.remove(&worker).map(|known| known.slots).unwrap_or_default() {
-            self.retire(rank, slot);
-        }
-        let seats = self.seats.iter().flatten().map(|running| &running.seat);
-        seats.filter(|seat| seat.rank.worker == worker).map(|seat| (seat.slot, seat.generation)).collect()
-    }
-
-    /// The index forgets the rank at once; the scheduler passes the word on behind its last Book.
-    fn retire(&mut self, rank: WorkerRank, slot: Slot) {
-        let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return };
-        running.retiring = true;
-        let generation = running.seat.generation;
-        if let Some(shard) = self.shard(rank) {
-            shard.tell(RadixMsg::Remove { rank });
-        }
-        self.warm(rank);
-        let ack = RetireAck { supervisor: self.myself.clone(), slot, generation };
-        self.shared.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });
-    }
-
-    fn on_retired(&mut self, slot: Slot, generation: Generation) {
-        let here = |running: &&mut Option<Running>| running.as_ref().is_some_and(|r| r.seat.generation == generation);
-        let Some(running) = self.seats.get_mut(slot.index()).filter(here).and_then(Option::take) else { return };
-        self.children.remove(&running.actor);
-        self.shared.set_seat(slot, None);
-        running.seat.turn.close();
-        // Whatever the actor did not live to end.
-        for lease in self.shared.directory.booked_on(slot, generation) {
-            self.shared.end(&lease);
-        }
-        self.free_slots.insert(slot);
-        for removal in &mut self.removals {
-            removal.left.remove(&(slot, generation));
-        }
-        for done in self.removals.extract_if(.., |removal| removal.left.is_empty()) {
-            drop(done.answer.send(Ok(())));
-        }
-    }
-
-    fn publish_workers(&self) {
-        let entry = |(worker, known): (&WorkerId, &Worker)| WorkerEntry {
-            worker: *worker,
-            config: known.config.clone(),
-            ranks: known.slots.keys().copied().collect(),
-        };
-        self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
-    }
-
-    /// News of a shard that has died since would un-name a rank that is cold again.
-    fn on_warmed(&self, rank: WorkerRank, incarnation: u32) {
-        let shard = shard_of(rank, self.shared.shards.len());
-        if self.radix_incarnations.get(shard) == Some(&incarnation) {
-            self.warm(rank);
-        }
-    }
-
-    fn warm(&self, rank: WorkerRank) {
-        self.shared.cold.send_if_modified(|cold| cold.remove(&rank));
-    }
-}
-
 // Lifecycles: what runs.
 impl State {
-    async fn start_rank(&mut self, rank: WorkerRank, endpoint: Arc<str>) -> Result<Slot, ActorProcessingErr> {
+    async fn start_rank(
+        &mut self,
+        rank: WorkerRank,
+        endpoint: Arc<str>,
+        traits: &Arc<RankTraits>,
+    ) -> Result<Slot, ActorProcessingErr> {
         let slot = self.free_slots.pop_first().unwrap_or(Slot(u32::try_from(self.seats.len())?));
         if self.seats.len() <= slot.index() {
             self.seats.resize_with(slot.index() + 1, || None);
@@ -356,58 +255,72 @@ impl State {
         }
         self.generations[slot.index()].0 += 1;
         let generation = self.generations[slot.index()];
-        let board = Arc::new(BoardSlot::default());
-        let rate = Arc::new(RateCell::default());
-        let seat = Arc::new(Seat { rank, slot, generation, endpoint, rate: Arc::clone(&rate), turn: Turn::closed() });
-        let actor = self.start_sequence(&seat, &board, 0).await?;
+        let (board, rate, holdings) = (Arc::default(), Arc::default(), Arc::default());
+        let seat = Arc::new(Seat { rank, slot, generation, endpoint, board, rate, holdings, turn: Turn::closed() });
+        let actor = self.start_sequence(&seat, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
-        let peer = Peer { rank, slot, generation, board: Arc::clone(&board), rate, turn: Arc::clone(&seat.turn) };
-        self.seats[slot.index()] = Some(Running { seat, board, incarnation: 0, actor, retiring: false });
         if let Some(shard) = self.shard(rank) {
-            shard.tell(RadixMsg::Register { rank, slot, generation });
+            shard.tell(RadixMsg::Register(Tenant::of(&seat)));
         }
-        self.shared.scheduler.tell(SchedulerMsg::Admit(peer));
+        self.shared.scheduler.tell(SchedulerMsg::Admit(peer(&seat, traits, false)));
+        self.seats[slot.index()] = Some(Running { seat, incarnation: 0, actor, retiring: false });
         Ok(slot)
     }
 
-    async fn start_sequence(
-        &mut self,
-        seat: &Arc<Seat>,
-        board: &Arc<BoardSlot>,
-        incarnation: u32,
-    ) -> Result<ActorId, ActorProcessingErr> {
+    async fn start_sequence(&mut self, seat: &Arc<Seat>, incarnation: u32) -> Result<ActorId, ActorProcessingErr> {
         let actor = self.spawn(&seat.turn, Role::Sequence(seat.slot)).await?;
         let (id, place) = (actor.get_id(), (seat.slot, seat.generation));
-        let (board, directory, clock) = (Arc::clone(board), Arc::clone(&self.shared.directory), self.shared.clock);
         let learns = self.shared.config.prefill_load_model == PrefillModel::Learned;
-        let learns = learns.then(|| Arc::clone(&seat.rate));
-        seat.turn.open(actor, || Sequence::restore(place, incarnation, board, learns, directory, clock));
+        let fittings = Fittings {
+            board: Arc::clone(&seat.board),
+            learns: learns.then(|| Arc::clone(&seat.rate)),
+            wakes: self
+                .shared
+                .config
+                .queueing()
+                .then(|| Wakes { flag: Arc::clone(&self.shared.wake), scheduler: Arc::clone(&self.shared.scheduler) }),
+            directory: Arc::clone(&self.shared.directory),
+            clock: self.shared.clock,
+        };
+        seat.turn.open(actor, || Sequence::restore(place, incarnation, fittings));
         Ok(id)
     }
 
     async fn start_radix(&mut self, shard: usize, cold: BTreeSet<WorkerRank>) -> Result<(), ActorProcessingErr> {
         let turn = Arc::clone(&self.shared.shards[shard].turn);
         let actor = self.spawn(&turn, Role::Radix(shard)).await?;
-        let ranks = self.ranks_of(shard).map(|seat| (seat.rank, seat.slot, seat.generation));
+        let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat));
         let incarnation = self.radix_incarnations[shard];
-        turn.open(actor, || Radix::new(ranks, incarnation, cold, self.myself.clone()));
+        turn.open(actor, || Radix::new(tenants, incarnation, cold, self.shared.clock, self.myself.clone()));
         Ok(())
     }
 
     async fn start_scheduler(&mut self) -> Result<(), ActorProcessingErr> {
         let turn = Arc::clone(&self.shared.scheduler);
         let actor = self.spawn(&turn, Role::Scheduler).await?;
-        let (config, clock, incarnation) = (self.shared.config.clone(), self.shared.clock, self.scheduler_incarnation);
+        let shared = &self.shared;
+        let around = Surroundings {
+            shards: shared.shards.iter().map(|shard| Arc::clone(&shard.turn)).collect(),
+            wake: Arc::clone(&shared.wake),
+            clock: shared.clock,
+            runtime: Handle::current(),
+        };
         turn.open(actor, || {
-            let mut scheduler = Scheduler::new(config, incarnation, clock, Handle::current(), &turn);
+            let (config, extensions) = (shared.config.clone(), shared.extensions.clone());
+            let mut scheduler = Scheduler::new(config, self.scheduler_incarnation, extensions, around, &turn);
             for running in self.seats.iter().flatten().filter(|running| !running.retiring) {
-                let Seat { rank, slot, generation, rate, turn, .. } = &*running.seat;
-                let (board, rate, turn) = (Arc::clone(&running.board), Arc::clone(rate), Arc::clone(turn));
-                scheduler.admit(Peer { rank: *rank, slot: *slot, generation: *generation, board, rate, turn });
+                let rank = running.seat.rank;
+                let draining = self.workers.get(&rank.worker).is_some_and(|known| known.draining);
+                scheduler.admit(peer(&running.seat, &self.traits_of(rank), draining));
             }
+            scheduler.set_conditions(shared.conditions());
             scheduler
         });
         Ok(())
+    }
+
+    fn traits_of(&self, rank: WorkerRank) -> Arc<RankTraits> {
+        self.workers.get(&rank.worker).map(|known| Arc::clone(&known.traits)).unwrap_or_default()
     }
 
     async fn spawn<S: Step>(
@@ -460,8 +373,8 @@ impl State {
     async fn restart_sequence(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
         let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return Ok(()) };
         running.incarnation += 1;
-        let (seat, board, incarnation) = (Arc::clone(&running.seat), Arc::clone(&running.board), running.incarnation);
-        let actor = self.start_sequence(&seat, &board, incarnation).await?;
+        let (seat, incarnation) = (Arc::clone(&running.seat), running.incarnation);
+        let actor = self.start_sequence(&seat, incarnation).await?;
         if let Some(Some(running)) = self.seats.get_mut(slot.index()) {
             running.actor = actor;
         }
@@ -478,4 +391,19 @@ impl State {
         let shards = &self.shared.shards;
         shards.get(shard_of(rank, shards.len())).map(|shard| &*shard.turn)
     }
+}
+
+/// A rank as the scheduler is told of it.
+fn peer(seat: &Seat, traits: &Arc<RankTraits>, draining: bool) -> Peer {
+    let admission = Admission {
+        rank: seat.rank,
+        slot: seat.slot,
+        generation: seat.generation,
+        board: Arc::clone(&seat.board),
+        rate: Arc::clone(&seat.rate),
+        holdings: Arc::clone(&seat.holdings),
+        traits: Arc::clone(traits),
+        draining,
+    };
+    Peer { admission, turn: Arc::clone(&seat.turn) }
 }

@@ -17,7 +17,7 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use pointsman::config::RouterConfig;
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
-use pointsman::schedule::{Effect, Input, LoadAnswer, LoadQuery, Purpose, Request, Schedule, Target};
+use pointsman::schedule::{Admission, Effect, Extensions, Input, LoadAnswer, LoadQuery, Request, Schedule};
 use pointsman::select::{CostFacts, Draw, RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);
@@ -107,12 +107,16 @@ impl Fleet {
     /// `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
     fn busy(config: RouterConfig, ranks: usize) -> Self {
         let assume_kv_reuse = config.assume_kv_reuse;
-        let mut fleet = Self { schedule: Schedule::new(config, 0), effects: VecDeque::new(), nodes: Vec::new() };
+        let mut fleet = Self {
+            schedule: Schedule::new(config, 0, Extensions::default()),
+            effects: VecDeque::new(),
+            nodes: Vec::new(),
+        };
         for slot in 0..ranks {
             let board = Arc::new(BoardSlot::default());
             fleet.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
             let (rank, slot, generation) = (rank_of(slot), Slot(slot as u32), Generation(1));
-            fleet.schedule.step(Input::Admit { rank, slot, generation, board }, NOW, &mut fleet.effects);
+            fleet.schedule.step(Input::Admit(Admission::new(rank, slot, generation, board)), NOW, &mut fleet.effects);
         }
         let (requests, conversations) = (REQUESTS_PER_RANK * ranks as u64, 2 * ranks as u64);
         for ticket in 0..requests {
@@ -125,8 +129,7 @@ impl Fleet {
 
     fn request(&mut self, ticket: u64, asked: &Asked) {
         let Asked { prompt, overlaps } = asked.clone();
-        let (isl_tokens, target, purpose) = (64 * BLOCKS as u32, Target::Any, Purpose::Book);
-        let request = Request { ticket, prompt, isl_tokens, overlaps, target, purpose };
+        let request = Request { overlaps, ..Request::new(ticket, prompt, 64 * BLOCKS as u32) };
         self.schedule.step(Input::Request(request), NOW, &mut self.effects);
     }
 
@@ -232,6 +235,7 @@ fn cost(criterion: &mut Criterion) {
         prefill_tokens_least: 1_000,
         potential_blocks: 1_200,
         active_requests: 9,
+        shared_cache_blocks: 0,
     };
     for (name, overlap_score_credit_decay) in [("as it comes", 0.0), ("decaying credit", 0.5)] {
         let cost = RouterConfig { overlap_score_credit_decay, ..RouterConfig::default() }.kv_cost();

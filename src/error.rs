@@ -4,8 +4,10 @@ use crate::config::ConfigErrors;
 use crate::directory::DuplicateRequest;
 use crate::hashing::{HashedPromptError, MmError};
 use crate::load::WeightError;
-use crate::protocol::{WorkerConfigError, WorkerId, WorkerRank};
+use crate::protocol::{WorkerConfigError, WorkerId};
 use crate::schedule::Rejection;
+use crate::select::TaintWeightError;
+use crate::session::SessionIdError;
 
 /// Why the router does nothing at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -33,12 +35,9 @@ pub enum RouteError {
         /// The limit.
         requests_max: u32,
     },
-    /// No rank is registered.
-    #[error("no rank is registered")]
-    NoRanks,
-    /// The rank asked for is not registered.
-    #[error("rank {0} is not registered")]
-    UnknownRank(WorkerRank),
+    /// No rank was chosen.
+    #[error(transparent)]
+    Rejected(#[from] Rejection),
     /// The hashes handed in do not fit together.
     #[error(transparent)]
     Hashes(#[from] HashedPromptError),
@@ -51,6 +50,18 @@ pub enum RouteError {
         /// Its length.
         isl_tokens: usize,
     },
+    /// The priority jump is no number of seconds.
+    #[error("priority_jump is {0}, must be finite")]
+    PriorityJump(f64),
+    /// A preferred taint has no usable weight.
+    #[error(transparent)]
+    Constraints(#[from] TaintWeightError),
+    /// An override breaks its rule.
+    #[error(transparent)]
+    Overrides(#[from] ConfigErrors),
+    /// The session id is too long, or empty.
+    #[error(transparent)]
+    Session(#[from] SessionIdError),
     /// It was freed by its id before it was booked.
     #[error("the request was freed before it was booked")]
     Freed,
@@ -63,15 +74,6 @@ pub enum RouteError {
     /// The router is down.
     #[error(transparent)]
     Down(#[from] Down),
-}
-
-impl From<Rejection> for RouteError {
-    fn from(rejection: Rejection) -> Self {
-        match rejection {
-            Rejection::NoRanks => Self::NoRanks,
-            Rejection::UnknownRank(rank) => Self::UnknownRank(rank),
-        }
-    }
 }
 
 /// Why not every event that was accepted is known to be in the index.
@@ -110,6 +112,9 @@ pub enum MembershipError {
     /// No such worker.
     #[error("worker {0} is not registered")]
     UnknownWorker(WorkerId),
+    /// It is on its way out.
+    #[error("worker {0} is being drained")]
+    Draining(WorkerId),
     /// The router is down.
     #[error(transparent)]
     Down(#[from] Down),

@@ -72,7 +72,11 @@ pub mod session;
 pub mod supervision;
 
 #[cfg(feature = "runtime")]
-pub use actors::{AddRequest, BestMatch, Health, Placement, Prompt, RouteRequest, Router, RouterBuilder, WorkerEntry};
+pub use actors::{
+    AddRequest, BestMatch, CacheHit, Health, OverlapScores, PendingClass, Placement, Prompt, RankScores, RouteRequest,
+    Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary,
+    WorkerEntry,
+};
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Wedge};
 pub use config::RouterConfig;

@@ -8,6 +8,7 @@ use common::{assert_at_rest, cleared, config, loads, rank, router, stored, token
 use pointsman::config::Fanout;
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use pointsman::schedule::Rejection;
 use pointsman::select::Policy;
 use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
@@ -81,7 +82,7 @@ async fn bookings_by_id_for_embedders_that_dispatch_themselves() {
     assert_eq!(router.free("a"), Err(RequestError::NotFound("a".into())));
     assert_at_rest(&router).await;
     let unknown = router.add_request(AddRequest::new("b", rank(7), Prompt::Tokens(&prompt))).await;
-    assert_eq!(unknown, Err(RouteError::UnknownRank(rank(7))));
+    assert_eq!(unknown, Err(RouteError::Rejected(Rejection::UnknownRank(rank(7)))));
     assert_at_rest(&router).await;
 }
 
@@ -96,7 +97,7 @@ async fn a_booking_without_a_request_id_is_an_error() {
 async fn without_ranks_a_request_is_refused_at_once() {
     let router = router(config(), 0).await;
     let refused = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect_err("refused");
-    assert_eq!(refused, RouteError::NoRanks);
+    assert_eq!(refused, RouteError::Rejected(Rejection::NoRanks));
     assert_eq!(router.health().leases, 0);
 }
 

@@ -1,30 +1,51 @@
 //! Starting a router.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use ractor::Actor;
 use tokio::sync::{oneshot, watch};
 
 use super::{Inner, Router};
 use crate::actors::clock::Clock;
+use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Shared;
+use crate::actors::shared_cache::SharedCache;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::config::RouterConfig;
 use crate::error::StartError;
+use crate::load::PrefillEstimator;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
+use crate::schedule::Extensions;
+use crate::select::{RankConditions, WorkerSelector};
 
 /// A router to be started.
 #[must_use = "nothing runs until `start`"]
-#[derive(Debug)]
 pub struct RouterBuilder {
     config: RouterConfig,
     workers: WorkerMap,
     discovery: Option<watch::Receiver<WorkerMap>>,
+    conditions: Option<watch::Receiver<RankConditions>>,
+    extensions: Extensions,
+    shared_cache: Option<Arc<dyn SharedCache>>,
+}
+
+impl std::fmt::Debug for RouterBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (config, workers) = (&self.config, &self.workers);
+        f.debug_struct("RouterBuilder").field("config", config).field("workers", workers).finish_non_exhaustive()
+    }
 }
 
 impl RouterBuilder {
     pub(super) fn new(config: RouterConfig) -> Self {
-        Self { config, workers: WorkerMap::new(), discovery: None }
+        Self {
+            config,
+            workers: WorkerMap::new(),
+            discovery: None,
+            conditions: None,
+            extensions: Extensions::default(),
+            shared_cache: None,
+        }
     }
 
     /// Adds a worker that is there from the start and stays until it is removed by name.
@@ -40,6 +61,31 @@ impl RouterBuilder {
         self
     }
 
+    /// Follows what a provider knows of ranks that the router cannot: which are overloaded, which cannot be reached. Each
+    /// value is the whole truth. See [`Router::set_conditions`] for one that must hold before a call goes on.
+    pub fn conditions(mut self, source: watch::Receiver<RankConditions>) -> Self {
+        self.conditions = Some(source);
+        self
+    }
+
+    /// Chooses in place of the configured policy. Filters, queue and booking stay the router's.
+    pub fn selector(mut self, selector: Arc<dyn WorkerSelector>) -> Self {
+        self.extensions.selector = Some(selector);
+        self
+    }
+
+    /// Says how long prefills take, in place of what `prefill_load_model` would.
+    pub fn prefill_estimator(mut self, estimator: Arc<dyn PrefillEstimator>) -> Self {
+        self.extensions.estimator = Some(estimator);
+        self
+    }
+
+    /// Asks a cache that the pool shares, beside the index, for each request.
+    pub fn shared_cache(mut self, cache: Arc<dyn SharedCache>) -> Self {
+        self.shared_cache = Some(cache);
+        self
+    }
+
     /// Starts the actors, registers the workers given, and waits for `min_initial_workers`.
     ///
     /// # Errors
@@ -47,13 +93,16 @@ impl RouterBuilder {
     pub async fn start(self) -> Result<Router, StartError> {
         self.config.validate()?;
         let wanted = self.config.min_initial_workers;
-        let shared = Arc::new(Shared::new(self.config, Clock::start()));
+        let shared = Arc::new(Shared::new(self.config, self.extensions, self.shared_cache, Clock::start()));
         let (supervisor, _) = Actor::spawn(None, Supervisor, Arc::clone(&shared))
             .await
             .map_err(|error| StartError::Spawn(error.to_string()))?;
         let router = Router { inner: Arc::new(Inner { shared, supervisor }) };
         for (worker, config) in self.workers {
             router.upsert_worker(worker, config).await?;
+        }
+        if let Some(source) = self.conditions {
+            follow_conditions(source, &router);
         }
         match self.discovery {
             Some(source) => {
@@ -96,6 +145,23 @@ fn follow(mut source: watch::Receiver<WorkerMap>, router: &Router) -> oneshot::R
         drop(open);
     });
     closed
+}
+
+/// Passes each value of the source on to the scheduler, until the router is down or the source has closed.
+fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Router) {
+    let shared = Arc::downgrade(router.shared());
+    tokio::spawn(async move {
+        loop {
+            let conditions = Arc::new(source.borrow_and_update().clone());
+            let Some(shared) = shared.upgrade() else { break };
+            *shared.conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&conditions);
+            shared.scheduler.tell(SchedulerMsg::Conditions { conditions, done: None });
+            drop(shared);
+            if source.changed().await.is_err() {
+                break; // what was said last stays true
+            }
+        }
+    });
 }
 
 async fn wait_for_workers(router: &Router, wanted: u32, closed: oneshot::Receiver<()>) -> Result<(), StartError> {

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::RouterConfig;
+use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
-use crate::load::PromptBlocks;
-use crate::protocol::{BlockHash, WorkerRank};
-use crate::schedule::Decision;
-use crate::select::TierOverlap;
+use crate::load::{PrefillLoadHint, PromptBlocks};
+use crate::protocol::{BlockHash, Timestamp, WorkerRank};
+use crate::schedule::{Decision, Terms};
+use crate::select::{Constraints, TierOverlap};
+use crate::session::SessionId;
 
 /// A prompt, as tokens or hashed already.
 #[derive(Clone, Copy, Debug)]
@@ -43,9 +44,64 @@ pub struct RouteRequest<'a> {
     pub mm_spans: &'a [MmSpan],
     /// Whether the answer should carry the prompt's hashes.
     pub routing_hashes: bool,
+    /// Higher leaves the queue first, whatever else.
+    pub strict_priority: u32,
+    /// Seconds by which it goes ahead of its turn in the queue. Finite; below 0 counts as 0.
+    pub priority_jump: f64,
+    /// How long it may take to be placed: it is answered as expired when that has passed.
+    pub deadline: Option<Duration>,
+    /// The class, or family of classes, that it waits in.
+    pub policy_class: Option<&'a str>,
+    /// Whether it would rather be refused than wait.
+    pub do_not_queue: bool,
+    /// Who may serve it, and who should.
+    pub constraints: Option<&'a Constraints>,
+    /// Its session, of at most 256 bytes: see `session_affinity`.
+    pub session_id: Option<&'a str>,
+    /// Output that is expected of it: for the embedder's selector.
+    pub expected_output_tokens: Option<u32>,
+    /// Settings that are otherwise for it.
+    pub overrides: Option<&'a RouterConfigOverride>,
 }
 
 impl<'a> RouteRequest<'a> {
+    /// What it asks for beyond its prompt; nothing for most.
+    fn terms(&self, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
+        let lora_name = self.lora_name.filter(|name| !name.is_empty());
+        let asks = self.strict_priority != 0
+            || self.priority_jump != 0.0
+            || self.deadline.is_some()
+            || self.policy_class.is_some()
+            || self.do_not_queue
+            || self.constraints.is_some()
+            || lora_name.is_some()
+            || self.session_id.is_some()
+            || self.expected_output_tokens.is_some()
+            || self.overrides.is_some();
+        if !asks {
+            return Ok(None);
+        }
+        if !self.priority_jump.is_finite() {
+            return Err(RouteError::PriorityJump(self.priority_jump));
+        }
+        let constraints = self.constraints.cloned().unwrap_or_default();
+        constraints.validate()?;
+        let overrides = self.overrides.copied().unwrap_or_default();
+        overrides.validate()?;
+        Ok(Some(Box::new(Terms {
+            strict_priority: self.strict_priority,
+            priority_jump: self.priority_jump.max(0.0),
+            due: self.deadline.map(|deadline| now + deadline),
+            policy_class: self.policy_class.map(Arc::from),
+            do_not_queue: self.do_not_queue,
+            constraints,
+            lora_name: lora_name.map(Arc::from),
+            session_id: self.session_id.map(SessionId::new).transpose()?,
+            expected_output_tokens: self.expected_output_tokens,
+            overrides,
+        })))
+    }
+
     /// A request with nothing but a prompt.
     #[must_use]
     pub fn new(request_id: &'a str, prompt: Prompt<'a>) -> Self {
@@ -55,7 +111,23 @@ impl<'a> RouteRequest<'a> {
     /// A question with nothing but a prompt.
     #[must_use]
     pub fn query(prompt: Prompt<'a>) -> Self {
-        Self { request_id: None, prompt, lora_name: None, cache_salt: None, mm_spans: &[], routing_hashes: false }
+        Self {
+            request_id: None,
+            prompt,
+            lora_name: None,
+            cache_salt: None,
+            mm_spans: &[],
+            routing_hashes: false,
+            strict_priority: 0,
+            priority_jump: 0.0,
+            deadline: None,
+            policy_class: None,
+            do_not_queue: false,
+            constraints: None,
+            session_id: None,
+            expected_output_tokens: None,
+            overrides: None,
+        }
     }
 }
 
@@ -98,8 +170,11 @@ pub struct BestMatch {
     decision: u64,
     rank: WorkerRank,
     overlap: TierOverlap,
+    shared_cache_blocks: u32,
+    reachable_blocks: u32,
     effective_overlap_blocks: f64,
     cached_tokens: u32,
+    expected_prefill_duration: Option<Duration>,
     routing_hashes: Option<HashedPrompt>,
 }
 
@@ -110,6 +185,9 @@ impl BestMatch {
             decision: decision.request,
             rank: decision.rank,
             overlap,
+            shared_cache_blocks: decision.shared_cache_blocks,
+            reachable_blocks: decision.reachable_blocks,
+            expected_prefill_duration: decision.hint.and_then(PrefillLoadHint::expected_duration),
             effective_overlap_blocks: overlap.effective_blocks(weights),
             cached_tokens: overlap.cached_tokens(weights, config.block_size),
             routing_hashes,
@@ -158,6 +236,24 @@ impl BestMatch {
         self.cached_tokens
     }
 
+    /// Blocks that the shared cache has beyond the rank's device blocks.
+    #[must_use]
+    pub fn shared_cache_blocks(&self) -> u32 {
+        self.shared_cache_blocks
+    }
+
+    /// The most leading blocks that any eligible rank holds, in whatever tier: what could have been reached.
+    #[must_use]
+    pub fn reachable_blocks(&self) -> u32 {
+        self.reachable_blocks
+    }
+
+    /// How long the rank is expected to compute what it has not cached, where that is modelled.
+    #[must_use]
+    pub fn expected_prefill_duration(&self) -> Option<Duration> {
+        self.expected_prefill_duration
+    }
+
     /// The prompt's hashes, when the request asked for them.
     #[must_use]
     pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
@@ -173,10 +269,13 @@ pub(super) struct Prepared {
     /// The blocks it will be charged for.
     prompt: PromptBlocks,
     isl_tokens: u32,
+    terms: Option<Box<Terms>>,
 }
 
 impl Prepared {
-    pub(super) fn new(config: &RouterConfig, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
+    pub(super) fn new(config: &RouterConfig, request: &RouteRequest<'_>, now: Timestamp) -> Result<Self, RouteError> {
+        let terms = request.terms(now)?;
+        let overrides = request.overrides.copied().unwrap_or_default();
         let scheme = HashScheme {
             block_size: config.block_size_nonzero(),
             lora_name: request.lora_name,
@@ -187,7 +286,9 @@ impl Prepared {
             Prompt::Tokens(tokens) => tokens.len(),
             Prompt::Hashed(hashed) => hashed.isl_tokens(),
         };
-        let shares_blocks = config.track_active_blocks && config.assume_kv_reuse;
+        let assume_kv_reuse = overrides.assume_kv_reuse.unwrap_or(config.assume_kv_reuse);
+        let shares_blocks = config.track_active_blocks && assume_kv_reuse;
+        let wants_overlap = config.has_index() && overrides.overlap_score_credit != Some(0.0);
         let wants_hashes = config.has_index() || shares_blocks || request.routing_hashes;
         let hashes = match request.prompt {
             Prompt::Hashed(hashed) => Some(hashed.clone()),
@@ -208,7 +309,7 @@ impl Prepared {
             Some(_) | None => PromptBlocks::Counted(blocks),
         };
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?;
-        Ok(Self { hashes, wants_overlap: config.has_index(), prompt, isl_tokens })
+        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms })
     }
 
     /// The caller knows what is cached: nobody need be asked.
@@ -223,6 +324,10 @@ impl Prepared {
 
     pub(super) fn isl_tokens(&self) -> u32 {
         self.isl_tokens
+    }
+
+    pub(super) fn terms(&self) -> Option<Box<Terms>> {
+        self.terms.clone()
     }
 
     /// What the index is asked for, where it is asked.

@@ -3,6 +3,7 @@
 //! Owns the settings and their check. Promises that a value that passed [`RouterConfig::validate`] can be used
 //! without another look. Leaves reading files and environments to embedders.
 
+mod overrides;
 mod queue;
 
 use std::fmt;
@@ -11,6 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use overrides::RouterConfigOverride;
 pub use queue::{QueueClass, QueueOrder, UncachedBucket};
 
 use crate::select::{KvCost, Needs, Policy, TierWeights};
@@ -267,6 +269,9 @@ pub struct ConfigError {
     pub rule: &'static str,
 }
 
+/// Credit of a block that only the shared cache has, where nothing else is said.
+const SHARED_CACHE_MULTIPLIER: f64 = 0.5;
+
 /// Why a configuration was refused: every field that breaks its rule, in the order of the fields.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigErrors(pub Vec<ConfigError>);
@@ -393,6 +398,12 @@ impl RouterConfig {
         classes
     }
 
+    /// Whether any request may ever have to wait for a rank.
+    #[must_use]
+    pub fn queueing(&self) -> bool {
+        self.queue_threshold.is_some() || self.queue_classes.iter().any(QueueClass::has_threshold)
+    }
+
     /// The block size as hashing wants it. A zero, which validation refuses, counts as 1.
     #[must_use]
     pub fn block_size_nonzero(&self) -> NonZeroU32 {
@@ -408,6 +419,7 @@ impl RouterConfig {
             prefill_load_scale: self.prefill_load_scale,
             active_request_weight: self.decode_active_request_weight,
             tier_weights: self.tier_weights(),
+            shared_cache_multiplier: self.shared_cache_multiplier.unwrap_or(SHARED_CACHE_MULTIPLIER),
             track_prefill_tokens: self.track_prefill_tokens,
             decode_only: self.role == PoolRole::Decode && !self.track_prefill_tokens && self.has_index(),
             block_size: self.block_size,
@@ -426,10 +438,10 @@ impl RouterConfig {
         self.overlap_score_credit > 0.0
     }
 
-    /// What the scheduler must know before it decides.
+    /// What the scheduler must know before it decides a request that is drawn for at `temperature`.
     #[must_use]
-    pub fn needs(&self) -> Needs {
-        let needs = self.policy.needs(self.temperature, self.overlap_score_credit_decay);
+    pub fn needs_at(&self, temperature: f64) -> Needs {
+        let needs = self.policy.needs(temperature, self.overlap_score_credit_decay);
         if self.fanout == Fanout::All { Needs::All } else { needs }
     }
 

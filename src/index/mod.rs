@@ -29,6 +29,7 @@ mod arena;
 mod check;
 mod dump;
 mod hold;
+mod holdings;
 mod lower;
 mod overlaps;
 mod query;
@@ -47,6 +48,7 @@ use std::mem::size_of;
 use ahash::RandomState;
 
 pub use applied::Applied;
+pub use holdings::Holdings;
 pub use overlaps::{Extension, Hit, Overlaps};
 
 use crate::protocol::{BlockHash, WorkerRank};

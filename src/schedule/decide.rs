@@ -2,18 +2,25 @@
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
+use std::time::Duration;
 
-use super::rank::{Candidate, Projected, Rank};
-use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Request, Schedule, Target};
-use crate::load::PrefillLoadHint;
+use super::eligible::Verdicts;
+use super::rank::{Candidate as Prospect, Projected, Rank};
+use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
+use crate::config::PrefillModel;
+use crate::load::{PrefillFacts, PrefillLoadHint};
 use crate::protocol::Slot;
-use crate::select::{Bounds, CostFacts, Draw, KvCost, Needs, Policy, RankOverlap, TierOverlap};
+use crate::select::{
+    Bounds, Candidate, CostFacts, Draw, Filter, KvCost, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
+};
 
 /// Buffers kept between decisions.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
+    /// Who may serve the current request, by position.
+    pub(super) verdicts: Verdicts,
     /// The current request's overlap on each rank, by position.
-    overlaps: Vec<TierOverlap>,
+    pub(super) overlaps: Vec<TierOverlap>,
     /// The current request's bounds on each rank, by position.
     bounds: Vec<Bounds>,
     /// The one request whose bounds these still are but for the answers since, if its batch has no other.
@@ -27,15 +34,11 @@ impl Scratch {
     pub(super) fn forget(&mut self) {
         self.bounds_of = None;
     }
-
-    fn list<'a>(&mut self, ranks: impl Iterator<Item = (usize, &'a Rank)>) {
-        self.listed.extend(ranks.map(|(_, rank)| rank.slot));
-    }
 }
 
 impl<T> Numbered<T> {
-    fn candidate(&self, in_batch: usize) -> Candidate<'_> {
-        Candidate { prompt: &self.request.prompt, mark: &self.mark, in_batch }
+    pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
+        Prospect { prompt: &self.request.prompt, mark: &self.mark, in_batch }
     }
 }
 
@@ -44,38 +47,30 @@ enum Choice {
     Rank(usize),
     /// A rank that nobody asked could still win: ask again with what is left of the batch.
     AskAgain,
-    None,
+    /// Everybody has become busy since it was taken from the queue.
+    Wait,
+    None(Rejection),
 }
 
 impl<T> Schedule<T> {
     /// Ranks whose exact load these requests need, in slot order. Whoever is known exactly need not be asked.
     pub(super) fn shortlist(&mut self, requests: &VecDeque<Numbered<T>>) -> Vec<Slot> {
-        if self.all_suspect() {
-            return Vec::new(); // nobody answers: the board must do
-        }
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.listed.clear();
         for (in_batch, numbered) in requests.iter().enumerate() {
-            let needs = match (numbered.request.purpose, numbered.request.target) {
-                (Purpose::Survey, _) => Needs::All,
-                (_, Target::Exactly { .. }) => Needs::Board,
-                (_, Target::Any) => self.config.needs(),
-            };
             let candidate = numbered.candidate(in_batch);
-            match needs {
+            match self.needs(numbered) {
                 Needs::Board => {}
-                Needs::All => {
-                    scratch.list(self.eligible().filter(|(_, rank)| !rank.project(candidate).is_exact()));
-                }
+                Needs::All => self.list(&mut scratch, candidate, 0..self.ranks.as_slice().len()),
                 Needs::Two => {
-                    let two = self.two_drawn(self.draw(numbered)).into_iter().flatten();
-                    let two = two.map(|position| (position, &self.ranks.as_slice()[position]));
-                    scratch.list(two.filter(|(_, rank)| !rank.project(candidate).is_exact()));
+                    self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
+                    let two = self.two_drawn(self.draw(numbered), &scratch.verdicts);
+                    self.list(&mut scratch, candidate, two.into_iter().flatten());
                 }
                 Needs::Bounded => self.list_bounded(candidate, numbered, &mut scratch),
             }
         }
-        let alone = requests.len() == 1 && self.config.needs() == Needs::Bounded;
+        let alone = requests.len() == 1 && requests.iter().all(|numbered| self.needs(numbered) == Needs::Bounded);
         scratch.bounds_of = requests.front().filter(|_| alone).map(|numbered| numbered.number);
         scratch.listed.sort_unstable();
         scratch.listed.dedup();
@@ -84,14 +79,33 @@ impl<T> Schedule<T> {
         slots
     }
 
+    /// What must be known to decide the request as if everything were known.
+    fn needs(&self, numbered: &Numbered<T>) -> Needs {
+        let request = &numbered.request;
+        match (request.purpose, request.target) {
+            (Purpose::Survey | Purpose::Explain, _) => Needs::All,
+            (Purpose::Book | Purpose::Report, Target::Exactly { .. }) => Needs::Board,
+            (Purpose::Book | Purpose::Report, Target::Any) if self.extensions.selector.is_some() => Needs::All,
+            (Purpose::Book | Purpose::Report, Target::Any) => self.config.needs_at(self.temperature(numbered)),
+        }
+    }
+
+    /// Puts those on the shortlist that can be asked and whose load is not known exactly.
+    fn list(&self, scratch: &mut Scratch, candidate: Prospect<'_>, positions: impl Iterator<Item = usize>) {
+        let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
+        let inexact = positions
+            .filter(|&position| !standings[position].suspect && !ranks[position].project(candidate).is_exact());
+        scratch.listed.extend(inexact.map(|position| ranks[position].slot));
+    }
+
     /// Lists every rank whose least cost does not exceed the least of the highest costs.
-    fn list_bounded(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+    fn list_bounded(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
         self.fill_bounds(candidate, numbered, false, scratch);
         let least_hi = scratch.bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, f64::min);
-        let bounds = std::mem::take(&mut scratch.bounds);
-        let ranks = self.ranks.as_slice().iter().enumerate().zip(&bounds);
-        scratch.list(ranks.filter(|(_, bounds)| bounds.lo <= least_hi && bounds.lo < bounds.hi).map(|(rank, _)| rank));
-        scratch.bounds = bounds;
+        let Scratch { bounds, listed, .. } = scratch;
+        let ranks = self.ranks.as_slice().iter().zip(bounds);
+        let listable = ranks.filter(|(_, bounds)| bounds.lo <= least_hi && bounds.lo < bounds.hi);
+        listed.extend(listable.map(|(rank, _)| rank.slot));
     }
 
     /// Decides a batch in order, each decision visible to the next.
@@ -105,104 +119,172 @@ impl<T> Schedule<T> {
     ) {
         let mut in_batch = 0;
         while let Some(numbered) = requests.pop_front() {
-            if numbered.request.purpose == Purpose::Survey {
-                effects.push_back(self.survey(in_batch, numbered));
-            } else {
-                let settle = !asked && in_batch == 0;
-                match self.choose(in_batch, settle, &numbered) {
-                    Choice::Rank(position) => effects.push_back(self.place(in_batch, position, numbered)),
-                    Choice::None => effects.push_back(rejected(numbered.request)),
-                    Choice::AskAgain => {
+            let settle = !asked && in_batch == 0;
+            match numbered.request.purpose {
+                Purpose::Survey => effects.push_back(self.survey(in_batch, numbered)),
+                Purpose::Explain => effects.push_back(self.explain(in_batch, numbered)),
+                Purpose::Book | Purpose::Report if self.is_expired(&numbered) => {
+                    effects.push_back(self.expired(numbered));
+                }
+                Purpose::Book | Purpose::Report => match (self.choose(in_batch, settle, &numbered), numbered.class) {
+                    (Choice::Rank(position), _) => effects.push_back(self.place(in_batch, position, numbered)),
+                    (Choice::None(reason), _) => {
+                        effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+                    }
+                    (Choice::Wait, Some(class)) => self.wait_on(numbered, class),
+                    (Choice::AskAgain, _) | (Choice::Wait, None) => {
                         requests.push_front(numbered);
                         break;
                     }
-                }
+                },
             }
             in_batch += 1;
         }
-        while let Some(numbered) = requests.pop_back() {
-            self.waiting.push_front(numbered);
-        }
+        self.ask_again(requests);
     }
 
+    /// Judges the request, and chooses among those left.
     fn choose(&mut self, in_batch: usize, settle: bool, numbered: &Numbered<T>) -> Choice {
         if let Target::Exactly { rank, .. } = numbered.request.target {
-            return self.ranks.position(rank).map_or(Choice::None, Choice::Rank);
+            return self.ranks.position(rank).map_or(Choice::None(Rejection::UnknownRank(rank)), Choice::Rank);
         }
-        if self.ranks.as_slice().is_empty() {
-            return Choice::None;
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let choice = self.choose_with(in_batch, settle, numbered, &mut scratch);
+        self.scratch = scratch;
+        choice
+    }
+
+    fn choose_with(&self, in_batch: usize, settle: bool, numbered: &Numbered<T>, scratch: &mut Scratch) -> Choice {
+        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
+        if !scratch.verdicts.any_open() {
+            let busy = scratch.verdicts.has(Filter::Busy);
+            return if busy { Choice::Wait } else { Choice::None(self.rejection(numbered, &scratch.verdicts)) };
+        }
+        if self.extensions.selector.is_some() {
+            return self.choose_by_selector(in_batch, numbered, scratch);
         }
         let draw = self.draw(numbered);
+        let verdicts = &scratch.verdicts;
         let position = match self.config.policy {
-            Policy::Kv => return self.choose_by_cost(in_batch, settle, numbered, draw),
-            Policy::RoundRobin => self.in_turn(),
-            Policy::Random => self.eligible().max_by_key(|(_, rank)| draw.key(rank.rank)).map(|(position, _)| position),
+            Policy::Kv => return self.choose_by_cost(in_batch, settle, numbered, draw, scratch),
+            Policy::RoundRobin => self.in_turn(verdicts),
+            Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
             Policy::PowerOfTwo => {
-                let two = self.two_drawn(draw).into_iter().flatten();
+                let two = self.two_drawn(draw, verdicts).into_iter().flatten();
                 self.least(draw, two, |rank| {
                     let projected = rank.project(numbered.candidate(in_batch));
                     (projected.requests, projected.potential_blocks.1)
                 })
             }
-            Policy::LeastLoaded => {
-                let eligible = self.eligible().map(|(position, _)| position);
-                self.least(draw, eligible, Rank::requests)
-            }
+            Policy::LeastLoaded => self.least(draw, verdicts.open(), Rank::requests),
         };
-        position.map_or(Choice::None, Choice::Rank)
+        position.map_or_else(|| Choice::None(self.rejection(numbered, verdicts)), Choice::Rank)
     }
 
-    fn choose_by_cost(&mut self, in_batch: usize, settle: bool, numbered: &Numbered<T>, draw: Draw) -> Choice {
+    fn choose_by_cost(
+        &self,
+        in_batch: usize,
+        settle: bool,
+        numbered: &Numbered<T>,
+        draw: Draw,
+        scratch: &mut Scratch,
+    ) -> Choice {
         let candidate = numbered.candidate(in_batch);
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let choice = if self.config.needs() == Needs::All {
-            self.cheapest_of_all(candidate, &numbered.request, draw, &mut scratch)
+        if self.needs(numbered) == Needs::All {
+            return self.cheapest_of_all(candidate, numbered, draw, scratch);
+        }
+        if scratch.bounds_of.take() == Some(numbered.number) {
+            self.update_bounds(candidate, numbered, scratch);
         } else {
-            if scratch.bounds_of.take() == Some(numbered.number) {
-                self.update_bounds(candidate, numbered, &mut scratch);
-            } else {
-                self.fill_bounds(candidate, numbered, false, &mut scratch);
+            self.fill_bounds(candidate, numbered, false, scratch);
+        }
+        match self.cheapest_within_bounds(draw, &scratch.bounds) {
+            Choice::AskAgain if settle => {
+                self.fill_bounds(candidate, numbered, true, scratch);
+                self.cheapest_within_bounds(draw, &scratch.bounds)
             }
-            match self.cheapest_within_bounds(draw, &scratch.bounds) {
-                Choice::AskAgain if settle => {
-                    self.fill_bounds(candidate, numbered, true, &mut scratch);
-                    self.cheapest_within_bounds(draw, &scratch.bounds)
-                }
-                choice => choice,
-            }
-        };
-        self.scratch = scratch;
-        choice
+            choice => choice,
+        }
     }
 
     /// The least cost, with every rank's cost taken as exact: they were all asked.
     fn cheapest_of_all(
         &self,
-        candidate: Candidate<'_>,
-        request: &Request<T>,
+        candidate: Prospect<'_>,
+        numbered: &Numbered<T>,
         draw: Draw,
         scratch: &mut Scratch,
     ) -> Choice {
-        self.fill_overlaps(&request.overlaps, scratch);
-        let eligible: Vec<(usize, &Rank, Projected)> =
-            self.eligible().map(|(position, rank)| (position, rank, rank.project(candidate))).collect();
-        let least = eligible.iter().map(|(_, _, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
-        let cost = self.config.kv_cost();
-        let costs: Vec<f64> = eligible
+        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        let ranks = self.ranks.as_slice();
+        let open: Vec<(usize, Projected)> =
+            scratch.verdicts.open().map(|position| (position, ranks[position].project(candidate))).collect();
+        let least = open.iter().map(|(_, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
+        let cost = self.cost_of(numbered);
+        let costs: Vec<f64> = open
             .iter()
-            .map(|(position, _, projected)| {
-                let facts = facts(request, scratch.overlaps[*position], projected);
-                cost.cost(&CostFacts { prefill_tokens_least: least, ..facts })
+            .map(|(position, projected)| {
+                let facts = self.cost_facts(numbered, scratch.overlaps[*position], projected);
+                let facts = CostFacts { prefill_tokens_least: least, ..facts };
+                cost.cost(&facts) * scratch.verdicts.factor(*position)
             })
             .collect();
-        let picked = if self.config.temperature > 0.0 {
-            draw.sampled(&costs, self.config.temperature)
+        let temperature = self.temperature(numbered);
+        let picked = if temperature > 0.0 {
+            draw.sampled(&costs, temperature)
         } else {
-            draw.cheapest(
-                eligible.iter().zip(&costs).enumerate().map(|(n, ((_, rank, _), cost))| (n, rank.rank, *cost)),
-            )
+            let candidates = open.iter().zip(&costs).enumerate();
+            draw.cheapest(candidates.map(|(n, ((position, _), cost))| (n, ranks[*position].rank, *cost)))
         };
-        picked.map_or(Choice::None, |picked| Choice::Rank(eligible[picked].0))
+        match picked {
+            Some(picked) => Choice::Rank(open[picked].0),
+            None => Choice::None(self.rejection(numbered, &scratch.verdicts)),
+        }
+    }
+
+    /// The embedder's choice, shown everything.
+    fn choose_by_selector(&self, in_batch: usize, numbered: &Numbered<T>, scratch: &mut Scratch) -> Choice {
+        let Some(selector) = &self.extensions.selector else { return Choice::None(Rejection::NoRanks) };
+        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        let open: Vec<usize> = scratch.verdicts.open().collect();
+        let candidates: Vec<Candidate> = open
+            .iter()
+            .map(|&position| {
+                let projected = self.ranks.as_slice()[position].project(numbered.candidate(in_batch));
+                self.candidate_facts(numbered, position, &projected, scratch)
+            })
+            .collect();
+        let terms = numbered.request.terms.as_deref();
+        let selection = Selection {
+            request: numbered.number,
+            isl_tokens: numbered.request.isl_tokens,
+            block_size: self.config.block_size,
+            expected_output_tokens: terms.and_then(|terms| terms.expected_output_tokens),
+            lora_name: terms.and_then(|terms| terms.lora_name.as_deref()),
+            session_id: terms.and_then(|terms| terms.session_id.as_deref()),
+            candidates: &candidates,
+        };
+        match chosen(&**selector, &selection) {
+            Ok(position) => Choice::Rank(open[position]),
+            Err(error) => Choice::None(Rejection::Selector(error)),
+        }
+    }
+
+    /// Why nobody is left.
+    pub(super) fn rejection(&self, numbered: &Numbered<T>, verdicts: &Verdicts) -> Rejection {
+        let ranks = self.ranks.as_slice();
+        if let Some(pin) = numbered.request.terms.as_ref().and_then(|terms| terms.constraints.hard_pin()) {
+            let named = ranks.iter().position(|rank| pin.names(rank.rank));
+            return Rejection::Pinned { pin, refused_by: named.and_then(|position| verdicts.of(position)) };
+        }
+        if ranks.is_empty() {
+            return Rejection::NoRanks;
+        }
+        let removed = verdicts.removed();
+        if verdicts.has(Filter::Overloaded) {
+            return Rejection::AllOverloaded { removed };
+        }
+        Rejection::NoneEligible { removed }
     }
 
     /// The least exact cost, if no rank that is known only by its bounds could be as cheap.
@@ -232,17 +314,17 @@ impl<T> Schedule<T> {
     }
 
     /// The rank whose turn it is.
-    fn in_turn(&self) -> Option<usize> {
-        let eligible = u64::try_from(self.eligible().count()).ok()?;
-        let turn = usize::try_from(self.turns.checked_rem(eligible)?).ok()?;
-        self.eligible().nth(turn).map(|(position, _)| position)
+    fn in_turn(&self, verdicts: &Verdicts) -> Option<usize> {
+        let open = u64::try_from(verdicts.open().count()).ok()?;
+        let turn = usize::try_from(self.turns.checked_rem(open)?).ok()?;
+        verdicts.open().nth(turn)
     }
 
     /// The two ranks with the highest lots; one or none where there are no more.
-    fn two_drawn(&self, draw: Draw) -> [Option<usize>; 2] {
+    fn two_drawn(&self, draw: Draw, verdicts: &Verdicts) -> [Option<usize>; 2] {
         let mut best: [Option<(u64, usize)>; 2] = [None, None];
-        for (position, rank) in self.eligible() {
-            let lot = Some((draw.key(rank.rank), position));
+        for position in verdicts.open() {
+            let lot = Some((draw.key(self.ranks.as_slice()[position].rank), position));
             if lot > best[0] {
                 best = [lot, best[0]];
             } else if lot > best[1] {
@@ -252,43 +334,76 @@ impl<T> Schedule<T> {
         best.map(|lot| lot.map(|(_, position)| position))
     }
 
-    fn eligible(&self) -> impl Iterator<Item = (usize, &Rank)> {
-        let all_suspect = self.all_suspect();
-        self.ranks.as_slice().iter().enumerate().filter(move |(_, rank)| all_suspect || !rank.suspect)
-    }
-
-    fn all_suspect(&self) -> bool {
-        self.ranks.as_slice().iter().all(|rank| rank.suspect)
-    }
-
     fn draw(&self, numbered: &Numbered<T>) -> Draw {
         Draw { seed: self.config.seed, request: numbered.number }
     }
 
     /// Books, or reports, the request on the rank at `position`.
     fn place(&mut self, in_batch: usize, position: usize, numbered: Numbered<T>) -> Effect<T> {
-        let rank = self.ranks.at_mut(position);
         let request = &numbered.request;
+        let books = request.purpose == Purpose::Book;
+        let decision = self.decision(position, &numbered);
+        if !books {
+            return Effect::Report { ticket: numbered.request.ticket, decision };
+        }
+        let trace = self.is_traced(numbered.number).then(|| {
+            let mut scratch = std::mem::take(&mut self.scratch);
+            self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
+            let explanation = self.explanation(in_batch, &numbered, Ok(decision.rank), &mut scratch);
+            self.scratch = scratch;
+            explanation
+        });
+        if let Some(session_id) = request.terms.as_ref().and_then(|terms| terms.session_id.as_ref()) {
+            self.sessions.bind(session_id, decision.rank, self.now);
+        }
+        let prefill_tokens = decision.hint.map_or(0, |hint| u64::from(hint.effective_tokens()));
+        let number = self.ranks.at_mut(position).book(numbered.candidate(in_batch), prefill_tokens);
+        self.turns += 1;
+        Effect::Book { ticket: numbered.request.ticket, decision, number, trace }
+    }
+
+    fn decision(&self, position: usize, numbered: &Numbered<T>) -> Decision {
+        let (rank, request) = (&self.ranks.as_slice()[position], &numbered.request);
         let overlap = overlap_on(&request.overlaps, rank);
+        let known = overlap.cached_tokens(self.config.tier_weights(), self.config.block_size);
         let (cached_tokens, expected_duration) = match request.target {
-            Target::Exactly { cached_tokens: Some(tokens), expected_duration, .. } => (tokens, expected_duration),
-            Target::Exactly { cached_tokens: None, expected_duration, .. } => {
-                (overlap.cached_tokens(self.config.tier_weights(), self.config.block_size), expected_duration)
+            Target::Exactly { cached_tokens, expected_duration, .. } => {
+                (cached_tokens.unwrap_or(known), expected_duration)
             }
-            Target::Any => (overlap.cached_tokens(self.config.tier_weights(), self.config.block_size), None),
+            Target::Any => (known, None),
         };
-        let track = self.config.track_prefill_tokens;
-        let hint = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration);
-        let Rank { rank: name, slot, generation, .. } = *rank;
-        let decision = Decision { request: numbered.number, rank: name, slot, generation, overlap, hint };
-        match request.purpose {
-            Purpose::Book => {
-                let prefill_tokens = hint.map_or(0, |hint| u64::from(hint.effective_tokens()));
-                let number = rank.book(numbered.candidate(in_batch), prefill_tokens);
-                self.turns += 1;
-                Effect::Book { ticket: numbered.request.ticket, decision, number }
+        let expected_duration =
+            expected_duration.or_else(|| self.expected_duration(rank, request.isl_tokens, cached_tokens));
+        let track = self.tracks_prefill(numbered);
+        // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
+        let reachable = request.overlaps.iter().filter(|known| match request.target {
+            Target::Any => {
+                let position = self.ranks.position_of(known.slot, known.generation);
+                position.is_some_and(|position| self.scratch.verdicts.is_open(position))
             }
-            Purpose::Report | Purpose::Survey => Effect::Report { ticket: numbered.request.ticket, decision },
+            Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot, rank.generation),
+        });
+        Decision {
+            request: numbered.number,
+            rank: rank.rank,
+            slot: rank.slot,
+            generation: rank.generation,
+            overlap,
+            shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
+            reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
+            hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration),
+        }
+    }
+
+    /// How long the rank will take to compute what it has not cached, as the embedder or the rank's past says.
+    fn expected_duration(&self, rank: &Rank, isl_tokens: u32, cached_tokens: u32) -> Option<Duration> {
+        let new_tokens = isl_tokens.saturating_sub(cached_tokens);
+        if let Some(estimator) = &self.extensions.estimator {
+            return estimator.estimate(&PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 });
+        }
+        match self.config.prefill_load_model {
+            PrefillModel::None => None,
+            PrefillModel::Learned => rank.rate.estimate(new_tokens),
         }
     }
 
@@ -298,7 +413,7 @@ impl<T> Schedule<T> {
         let loads = self.ranks.as_slice().iter().map(|rank| {
             let projected = rank.project(numbered.candidate(in_batch));
             let cached_tokens = overlap_on(&request.overlaps, rank).cached_tokens(weights, self.config.block_size);
-            let track = self.config.track_prefill_tokens;
+            let track = self.tracks_prefill(&numbered);
             let new = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, None);
             PotentialLoad {
                 rank: rank.rank,
@@ -312,7 +427,19 @@ impl<T> Schedule<T> {
         Effect::Survey { ticket: numbered.request.ticket, loads }
     }
 
-    fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
+    fn explain(&mut self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
+        let outcome = match self.choose(in_batch, true, &numbered) {
+            Choice::Rank(position) => Ok(self.ranks.as_slice()[position].rank),
+            Choice::None(reason) => Err(reason.to_string()),
+            Choice::AskAgain | Choice::Wait => Err(Filter::Busy.name().to_owned()),
+        };
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let explanation = self.explanation(in_batch, &numbered, outcome, &mut scratch);
+        self.scratch = scratch;
+        Effect::Explain { ticket: numbered.request.ticket, explanation }
+    }
+
+    pub(super) fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
         scratch.overlaps.clear();
         scratch.overlaps.resize(self.ranks.as_slice().len(), TierOverlap::default());
         for known in overlaps {
@@ -322,32 +449,116 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Bounds of every rank's cost; `settle` takes each at its worst.
-    fn fill_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, settle: bool, scratch: &mut Scratch) {
+    /// Judges the request, and fills in bounds of every rank's cost; `settle` takes each at its worst.
+    fn fill_bounds(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, settle: bool, scratch: &mut Scratch) {
+        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_overlaps(&numbered.request.overlaps, scratch);
-        let (cost, all_suspect) = (self.config.kv_cost(), self.all_suspect());
-        let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
-        let bounds = ranks.map(|(rank, overlap)| {
-            if rank.suspect && !all_suspect {
-                return NOT_ELIGIBLE;
-            }
-            bounds(&cost, rank, settle || all_suspect, candidate, numbered, *overlap)
-        });
-        scratch.bounds.clear();
-        scratch.bounds.extend(bounds);
+        let cost = self.cost_of(numbered);
+        let Scratch { verdicts, overlaps, bounds, .. } = scratch;
+        bounds.clear();
+        bounds.extend(
+            overlaps.iter().enumerate().map(|(position, overlap)| {
+                self.bounds(&cost, position, settle, candidate, numbered, *overlap, verdicts)
+            }),
+        );
     }
 
-    /// Brings bounds that were filled before the queries up to date: only who was asked can have changed.
-    fn update_bounds(&self, candidate: Candidate<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
-        let (cost, all_suspect) = (self.config.kv_cost(), self.all_suspect());
-        for slot in &scratch.listed {
-            if let Some(position) = self.ranks.position_in(*slot) {
-                let (rank, overlap) = (&self.ranks.as_slice()[position], scratch.overlaps[position]);
-                scratch.bounds[position] = match rank.suspect && !all_suspect {
-                    true => NOT_ELIGIBLE,
-                    false => bounds(&cost, rank, all_suspect, candidate, numbered, overlap),
-                };
-            }
+    /// Brings bounds that were filled before the queries up to date: only who was asked can have changed, or lost its
+    /// standing.
+    fn update_bounds(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+        let cost = self.cost_of(numbered);
+        let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
+        for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
+            bounds[position] = self.bounds(&cost, position, false, candidate, numbered, overlaps[position], verdicts);
+        }
+    }
+
+    /// Bounds of a rank's cost. One that nobody can ask is taken at its worst.
+    #[inline]
+    #[expect(clippy::too_many_arguments, reason = "the loop's invariants, kept in registers")]
+    fn bounds(
+        &self,
+        cost: &KvCost,
+        position: usize,
+        settle: bool,
+        candidate: Prospect<'_>,
+        numbered: &Numbered<T>,
+        overlap: TierOverlap,
+        verdicts: &Verdicts,
+    ) -> Bounds {
+        if !verdicts.is_open(position) {
+            return NOT_ELIGIBLE;
+        }
+        let mut projected = self.ranks.as_slice()[position].project(candidate);
+        if settle || self.ranks.standings()[position].suspect {
+            projected.take_worst();
+        }
+        let facts = self.cost_facts(numbered, overlap, &projected);
+        let bounds = cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens);
+        let factor = verdicts.factor(position);
+        Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
+    }
+
+    /// The cost's parameters, as the request has them.
+    pub(super) fn cost_of(&self, numbered: &Numbered<T>) -> KvCost {
+        let cost = self.config.kv_cost();
+        let Some(terms) = &numbered.request.terms else { return cost };
+        let otherwise = terms.overrides;
+        KvCost {
+            overlap_score_credit: otherwise.overlap_score_credit.unwrap_or(cost.overlap_score_credit),
+            prefill_load_scale: otherwise.prefill_load_scale.unwrap_or(cost.prefill_load_scale),
+            shared_cache_multiplier: otherwise.shared_cache_multiplier.unwrap_or(cost.shared_cache_multiplier),
+            track_prefill_tokens: self.tracks_prefill(numbered),
+            ..cost
+        }
+    }
+
+    fn temperature(&self, numbered: &Numbered<T>) -> f64 {
+        let terms = numbered.request.terms.as_ref();
+        terms.and_then(|terms| terms.overrides.temperature).unwrap_or(self.config.temperature)
+    }
+
+    fn tracks_prefill(&self, numbered: &Numbered<T>) -> bool {
+        let terms = numbered.request.terms.as_ref();
+        terms.and_then(|terms| terms.overrides.track_prefill_tokens).unwrap_or(self.config.track_prefill_tokens)
+    }
+
+    /// The facts of a rank taken at their upper ends, which for exact ones are the only ends.
+    #[inline]
+    pub(super) fn cost_facts(&self, numbered: &Numbered<T>, overlap: TierOverlap, projected: &Projected) -> CostFacts {
+        CostFacts {
+            isl_tokens: u64::from(numbered.request.isl_tokens),
+            overlap,
+            shared_cache_blocks: numbered.request.shared_cache.beyond(overlap.device_blocks),
+            prefill_tokens: projected.prefill_tokens.1,
+            prefill_tokens_least: 0,
+            potential_blocks: projected.potential_blocks.1,
+            active_requests: projected.requests,
+        }
+    }
+
+    /// Everything known of a rank and the request, raw. Expects overlaps and verdicts in `scratch`.
+    pub(super) fn candidate_facts(
+        &self,
+        numbered: &Numbered<T>,
+        position: usize,
+        projected: &Projected,
+        scratch: &Scratch,
+    ) -> Candidate {
+        let (rank, overlap) = (&self.ranks.as_slice()[position], scratch.overlaps[position]);
+        Candidate {
+            rank: rank.rank,
+            overlap,
+            shared_cache_blocks: numbered.request.shared_cache.beyond(overlap.device_blocks),
+            prefill_tokens: projected.prefill_tokens.1,
+            potential_blocks: projected.potential_blocks.1,
+            active_requests: projected.requests,
+            max_num_batched_tokens: rank.traits.max_num_batched_tokens,
+            total_kv_blocks: rank.traits.total_kv_blocks,
+            held_blocks: rank.holdings.held_blocks(),
+            load_age: self.now.since(rank.seen_at()),
+            index_age: rank.holdings.changed_at().map(|changed_at| self.now.since(changed_at)),
+            preference: scratch.verdicts.factor(position),
         }
     }
 }
@@ -355,45 +566,7 @@ impl<T> Schedule<T> {
 /// The cost of a rank that may not be chosen. Every other cost is finite.
 const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
 
-/// Bounds of an eligible rank's cost, or its worst.
-#[inline]
-fn bounds<T>(
-    cost: &KvCost,
-    rank: &Rank,
-    settle: bool,
-    candidate: Candidate<'_>,
-    numbered: &Numbered<T>,
-    overlap: TierOverlap,
-) -> Bounds {
-    let mut projected = rank.project(candidate);
-    if settle {
-        projected.take_worst();
-    }
-    let facts = facts(&numbered.request, overlap, &projected);
-    cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
-}
-
-/// The facts of a rank taken at their upper ends, which for exact ones are the only ends.
-fn facts<T>(request: &Request<T>, overlap: TierOverlap, projected: &Projected) -> CostFacts {
-    CostFacts {
-        isl_tokens: u64::from(request.isl_tokens),
-        overlap,
-        prefill_tokens: projected.prefill_tokens.1,
-        prefill_tokens_least: 0,
-        potential_blocks: projected.potential_blocks.1,
-        active_requests: projected.requests,
-    }
-}
-
 fn overlap_on(overlaps: &[RankOverlap], rank: &Rank) -> TierOverlap {
     let known = overlaps.iter().find(|known| (known.slot, known.generation) == (rank.slot, rank.generation));
     known.map(|known| known.overlap).unwrap_or_default()
-}
-
-fn rejected<T>(request: Request<T>) -> Effect<T> {
-    let reason = match request.target {
-        Target::Any => Rejection::NoRanks,
-        Target::Exactly { rank, .. } => Rejection::UnknownRank(rank),
-    };
-    Effect::Reject { ticket: request.ticket, reason }
 }

@@ -6,16 +6,38 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{BookNumber, LoadAnswer};
-use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad};
+use super::{Admission, BookNumber, LoadAnswer};
+use crate::index::Holdings;
+use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad, RateCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
+use crate::select::{RankConditions, RankTraits};
 
-/// The ranks that may be chosen, in [`WorkerRank`] order.
+/// The registered ranks, in [`WorkerRank`] order.
 #[derive(Debug, Default)]
 pub(super) struct Ranks {
     all: Vec<Rank>,
+    /// What stands against each, by position. Apart from `all`, for most decisions look at nothing else of most ranks.
+    standings: Vec<Standing>,
     /// Slot to position in `all`.
     positions: Vec<Option<usize>>,
+    conditions: Arc<RankConditions>,
+}
+
+/// What stands against a rank, whoever asks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Standing {
+    /// The embedder cannot reach it.
+    pub(super) unavailable: bool,
+    pub(super) draining: bool,
+    /// It let a load query time out and has given no sign since: chosen only when nobody else is left.
+    pub(super) suspect: bool,
+    /// The embedder finds it overloaded.
+    pub(super) overloaded: bool,
+}
+
+impl Standing {
+    /// Nothing stands against it.
+    pub(super) const GOOD: Self = Self { unavailable: false, draining: false, suspect: false, overloaded: false };
 }
 
 #[derive(Debug)]
@@ -23,12 +45,19 @@ pub(super) struct Rank {
     pub(super) rank: WorkerRank,
     pub(super) slot: Slot,
     pub(super) generation: Generation,
-    /// It let a load query time out and has given no sign since: chosen only when nobody else is left.
-    pub(super) suspect: bool,
+    pub(super) traits: Arc<RankTraits>,
+    pub(super) holdings: Arc<Holdings>,
+    /// How fast it prefills.
+    pub(super) rate: Arc<RateCell>,
+    /// When it joined.
+    pub(super) since: Timestamp,
+    /// What its cost is multiplied by while it warms up; 1 once that is over, for good. 0 before it was looked at.
+    pub(super) slow_start_factor: f64,
     board: Arc<BoardSlot>,
-    /// The last good copy of the board, and which one that is.
+    /// The last good copy of the board, which one that is, and when it was read.
     seen: BoardLoad,
     version: BoardVersion,
+    seen_at: Timestamp,
     /// The seen load with the overlay on top, as of the batch's start.
     view: View,
     /// Books numbered above what the board has applied.
@@ -100,23 +129,68 @@ impl Ranks {
         self.all.binary_search_by_key(&rank, |known| known.rank).ok()
     }
 
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Rank> {
+        self.all.iter_mut()
+    }
+
     pub(super) fn at_mut(&mut self, position: usize) -> &mut Rank {
         &mut self.all[position]
     }
 
-    /// Adds a rank, or replaces an earlier incarnation of it.
-    pub(super) fn admit(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) {
-        let new = Rank::new(rank, slot, generation, board);
-        match self.all.binary_search_by_key(&rank, |known| known.rank) {
-            Ok(position) => self.all[position] = new,
-            Err(position) => self.all.insert(position, new),
-        }
-        self.index();
+    pub(super) fn standings(&self) -> &[Standing] {
+        &self.standings
     }
 
-    pub(super) fn retire(&mut self, slot: Slot, generation: Generation) {
-        self.all.retain(|rank| (rank.slot, rank.generation) != (slot, generation));
+    /// Adds a rank, or replaces an earlier incarnation of it.
+    pub(super) fn admit(&mut self, admission: Admission, now: Timestamp) {
+        let draining = admission.draining;
+        let new = Rank::new(admission, now);
+        let position = match self.all.binary_search_by_key(&new.rank, |known| known.rank) {
+            Ok(position) => {
+                self.all[position] = new;
+                position
+            }
+            Err(position) => {
+                self.all.insert(position, new);
+                self.standings.insert(position, Standing::GOOD);
+                position
+            }
+        };
+        self.standings[position] = Standing { draining, ..Standing::GOOD };
         self.index();
+        self.apply_conditions();
+    }
+
+    pub(super) fn describe(&mut self, slot: Slot, generation: Generation, traits: Arc<RankTraits>) {
+        if let Some(position) = self.position_of(slot, generation) {
+            self.all[position].traits = traits;
+        }
+    }
+
+    pub(super) fn drain(&mut self, slot: Slot, generation: Generation) {
+        if let Some(position) = self.position_of(slot, generation) {
+            self.standings[position].draining = true;
+        }
+    }
+
+    pub(super) fn retire(&mut self, slot: Slot, generation: Generation) -> Option<WorkerRank> {
+        let position = self.position_of(slot, generation)?;
+        let rank = self.all.remove(position).rank;
+        self.standings.remove(position);
+        self.index();
+        Some(rank)
+    }
+
+    pub(super) fn set_conditions(&mut self, conditions: Arc<RankConditions>) {
+        self.conditions = conditions;
+        self.apply_conditions();
+    }
+
+    fn apply_conditions(&mut self) {
+        for (rank, standing) in self.all.iter().zip(&mut self.standings) {
+            standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
+            standing.unavailable = self.conditions.unavailable.contains(&rank.rank);
+        }
     }
 
     fn index(&mut self) {
@@ -140,14 +214,12 @@ impl Ranks {
         self.position_in(slot).filter(|position| self.all[*position].generation == generation)
     }
 
-    fn find(&mut self, slot: Slot, generation: Generation) -> Option<&mut Rank> {
-        self.position_of(slot, generation).map(|position| &mut self.all[position])
-    }
-
     /// Reads every board; a batch decides by what it saw at its start.
     pub(super) fn refresh(&mut self, now: Timestamp) {
-        for rank in &mut self.all {
-            rank.refresh(now);
+        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+            if rank.refresh(now) {
+                standing.suspect = false; // a new incarnation
+            }
         }
     }
 
@@ -161,60 +233,71 @@ impl Ranks {
 
     /// Takes an answer to the current batch's question in.
     pub(super) fn answered(&mut self, answer: LoadAnswer) {
-        if let Some(rank) = self.find(answer.slot, answer.generation) {
-            rank.suspect = false;
-            rank.answer = Some(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
+        if let Some(position) = self.position_of(answer.slot, answer.generation) {
+            self.standings[position].suspect = false;
+            self.all[position].answer = Some(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
         }
     }
 
     /// Whoever was asked and has not answered is missed, and suspect from now on.
     pub(super) fn close(&mut self) {
-        for rank in self.all.iter_mut().filter(|rank| matches!(rank.answer, Some(Answer::Awaited))) {
-            rank.answer = Some(Answer::Missed);
-            rank.suspect = true;
+        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+            if matches!(rank.answer, Some(Answer::Awaited)) {
+                rank.answer = Some(Answer::Missed);
+                standing.suspect = true;
+            }
         }
     }
 
     pub(super) fn is_alive(&mut self, slot: Slot, generation: Generation) {
-        if let Some(rank) = self.find(slot, generation) {
-            rank.suspect = false;
+        if let Some(position) = self.position_of(slot, generation) {
+            self.standings[position].suspect = false;
         }
     }
 }
 
 impl Rank {
-    fn new(rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) -> Self {
+    fn new(admission: Admission, now: Timestamp) -> Self {
+        let Admission { rank, slot, generation, board, rate, holdings, traits, draining: _ } = admission;
         let mut version = BoardVersion::default();
         let seen = board.read_since(&mut version).unwrap_or_default();
         Self {
             rank,
             slot,
             generation,
-            suspect: false,
+            traits,
+            holdings,
+            rate,
+            since: now,
+            slow_start_factor: 0.0,
             board,
             issued: seen.applied,
             view: View::of(&seen, seen.prefill.at()),
             seen,
             version,
+            seen_at: now,
             overlay: VecDeque::new(),
             answer: None,
             booked: SmallVec::new(),
         }
     }
 
-    fn refresh(&mut self, now: Timestamp) {
+    /// Reads the board. Whether a new incarnation of the sequence actor showed itself there.
+    fn refresh(&mut self, now: Timestamp) -> bool {
         self.answer = None;
         let news = self.board.read_since(&mut self.version);
         if news.is_none() && self.booked.is_empty() && self.overlay.is_empty() && !self.seen.prefill.decays() {
-            return; // the view stands
+            return false; // the view stands
         }
+        let mut reborn = false;
         if let Some(load) = news {
             if load.incarnation != self.seen.incarnation {
                 self.overlay.clear();
                 self.issued = load.applied;
-                self.suspect = false;
+                reborn = true;
             }
             self.seen = load;
+            self.seen_at = now;
         }
         self.booked.clear();
         while self.overlay.front().is_some_and(|ahead| !is_after(ahead.number, self.seen.applied)) {
@@ -224,6 +307,32 @@ impl Rank {
         for ahead in &self.overlay {
             self.view.add(ahead.added_blocks, ahead.prefill_tokens);
         }
+        reborn
+    }
+
+    /// Whether its slow start is not over, or was never looked at.
+    pub(super) fn is_starting(&self) -> bool {
+        self.slow_start_factor != 1.0
+    }
+
+    /// When its load was last seen to change.
+    pub(super) fn seen_at(&self) -> Timestamp {
+        self.seen_at
+    }
+
+    /// Whether its load falls with time alone.
+    pub(super) fn decays(&self) -> bool {
+        self.seen.prefill.decays()
+    }
+
+    /// The most blocks that can be active or booked.
+    pub(super) fn active_blocks_max(&self) -> u64 {
+        self.booked.iter().fold(self.view.active_blocks.1, |sum, booked| sum.saturating_add(booked.added_blocks.1))
+    }
+
+    /// The most prefill tokens that can be left to compute.
+    pub(super) fn prefill_tokens_max(&self) -> u64 {
+        self.booked.iter().fold(self.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.prefill_tokens))
     }
 
     /// Requests active or booked.

@@ -9,9 +9,9 @@ use super::rank::Candidate;
 use super::*;
 use crate::config::Fanout;
 use crate::hashing::sequence_hashes;
-use crate::load::{ActiveSequences, BoardLoad};
-use crate::protocol::{BlockHash, BookingId, WorkerId};
-use crate::select::{CostFacts, Policy};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId};
+use crate::select::{CostFacts, Policy, RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);
 
@@ -37,7 +37,7 @@ struct Fleet {
 impl Fleet {
     fn new(config: RouterConfig, ranks: usize) -> Self {
         let mut fleet = Self {
-            schedule: Schedule::new(config, 0),
+            schedule: Schedule::new(config, 0, Extensions::default()),
             nodes: Vec::new(),
             effects: VecDeque::new(),
             prompts: BTreeMap::new(),
@@ -57,7 +57,7 @@ impl Fleet {
         let board = Arc::new(BoardSlot::default());
         let (rank, generation) = (WorkerRank::new(WorkerId(u64::from(slot)), 0), Generation(1));
         self.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
-        self.step(Input::Admit { rank, slot: Slot(slot), generation, board });
+        self.step(Input::Admit(Admission::new(rank, Slot(slot), generation, board)));
     }
 
     fn step(&mut self, input: Input<u64>) {
@@ -72,7 +72,7 @@ impl Fleet {
                     self.asked_ranks += query.slots.len();
                     self.asked.push_back(query);
                 }
-                Effect::Book { ticket, decision, number } => {
+                Effect::Book { ticket, decision, number, .. } => {
                     let node = &mut self.nodes[decision.slot.index()];
                     assert_eq!(number.number, node.applied + 1, "Books are numbered without a gap");
                     node.applied = number.number;
@@ -82,7 +82,7 @@ impl Fleet {
                     self.placed.push((ticket, decision.rank));
                 }
                 Effect::Report { ticket, decision } => self.placed.push((ticket, decision.rank)),
-                Effect::Survey { .. } => {}
+                Effect::Survey { .. } | Effect::Explain { .. } | Effect::Refresh { .. } | Effect::Cancelled { .. } => {}
                 Effect::Reject { ticket, reason } => self.rejected.push((ticket, reason)),
             }
         }
@@ -102,8 +102,7 @@ impl Fleet {
         };
         let overlaps = asked.overlaps.iter().take(self.nodes.len()).enumerate().map(overlap).collect();
         let isl_tokens = blocks * config.block_size;
-        let (target, purpose) = (Target::Any, Purpose::Book);
-        self.step(Input::Request(Request { ticket, prompt, isl_tokens, overlaps, target, purpose }));
+        self.step(Input::Request(Request { overlaps, ..Request::new(ticket, prompt, isl_tokens) }));
     }
 
     /// Answers the oldest open query, except for the ranks in `missing`.
@@ -341,21 +340,15 @@ fn round_robin_takes_turns_in_rank_order() {
 #[test]
 fn a_dead_incarnations_books_leave_the_overlay() {
     let config = config(Policy::LeastLoaded, true, Fanout::Shortlist);
-    let mut schedule = Schedule::<u64>::new(config, 0);
+    let mut schedule = Schedule::<u64>::new(config, 0, Extensions::default());
     let mut effects = VecDeque::new();
     let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
     for (slot, board) in boards.iter().enumerate() {
         let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
-        schedule.step(
-            Input::Admit { rank, slot, generation: Generation(1), board: Arc::clone(board) },
-            NOW,
-            &mut effects,
-        );
+        schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1), Arc::clone(board))), NOW, &mut effects);
     }
     let mut book = |schedule: &mut Schedule<u64>| {
-        let prompt = PromptBlocks::Counted(1);
-        let (target, purpose, overlaps) = (Target::Any, Purpose::Book, Vec::new());
-        let request = Request { ticket: 0, prompt, isl_tokens: 4, overlaps, target, purpose };
+        let request = Request::new(0, PromptBlocks::Counted(1), 4);
         schedule.step(Input::Request(request), NOW, &mut effects);
         match effects.pop_front() {
             Some(Effect::Book { decision, number, .. }) => (decision.slot, number),
@@ -378,11 +371,11 @@ fn an_answer_to_an_earlier_incarnation_is_nobodys() {
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     let first_question = |incarnation| {
         let mut fleet = Fleet::new(config.clone(), 2);
-        fleet.schedule = Schedule::new(config.clone(), incarnation);
+        fleet.schedule = Schedule::new(config.clone(), incarnation, Extensions::default());
         for (slot, node) in fleet.nodes.iter().enumerate() {
             let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
             let (generation, board) = (Generation(1), Arc::clone(&node.board));
-            let admit = Input::Admit { rank, slot, generation, board };
+            let admit = Input::Admit(Admission::new(rank, slot, generation, board));
             fleet.schedule.step(admit, NOW, &mut fleet.effects);
         }
         fleet.request(0, &asked, &config);

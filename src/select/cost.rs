@@ -4,12 +4,14 @@
 //! fleets can move over without re-tuning:
 //!
 //! ```text
-//! credit   = overlap_score_credit · d · device + host · w_host + (disk + external) · w_disk
+//! credit   = overlap_score_credit · d · device + host · w_host + (disk + external) · w_disk + shared_mult · shared
 //! d        = 1 / (1 + credit_decay · ((prefill − least prefill) / block_size) / max(1, request blocks))
 //! adjusted = max(0, (prefill + isl) / block_size − credit)          (0 − credit when prefill is not tracked)
 //! cost     = prefill_load_scale · adjusted + potential_blocks + active_request_weight · requests
 //! decode   = max(0, potential_blocks − credit) + active_request_weight · requests
 //! ```
+
+use serde::Serialize;
 
 use super::{TierOverlap, TierWeights};
 
@@ -26,6 +28,8 @@ pub struct KvCost {
     pub active_request_weight: f64,
     /// Worth of lower tiers.
     pub tier_weights: TierWeights,
+    /// Credit of a block that only the shared cache has.
+    pub shared_cache_multiplier: f64,
     /// Whether prefill tokens count at all.
     pub track_prefill_tokens: bool,
     /// Decode pools that do not track prefill: credit is taken off the blocks held.
@@ -41,6 +45,8 @@ pub struct CostFacts {
     pub isl_tokens: u64,
     /// What the rank holds of the prompt.
     pub overlap: TierOverlap,
+    /// Blocks that the shared cache has beyond the rank's device blocks.
+    pub shared_cache_blocks: u32,
     /// Prefill tokens still to compute on the rank.
     pub prefill_tokens: u64,
     /// The least of these over all candidates; only looked at when the credit decays.
@@ -49,6 +55,28 @@ pub struct CostFacts {
     pub potential_blocks: u64,
     /// Requests active on the rank.
     pub active_requests: u32,
+}
+
+/// What a cost is made of, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct CostTerms {
+    /// Blocks of prefill that need not be computed.
+    pub credit_blocks: f64,
+    /// Blocks of prefill to compute, scaled; 0 for decode pools.
+    pub prefill_blocks: f64,
+    /// Blocks held with the request, less the credit for decode pools.
+    pub held_blocks: f64,
+    /// What the active requests cost.
+    pub requests_blocks: f64,
+}
+
+impl CostTerms {
+    /// The cost.
+    #[must_use]
+    #[inline]
+    pub fn total(&self) -> f64 {
+        self.prefill_blocks + self.held_blocks + self.requests_blocks
+    }
 }
 
 /// A cost that is only known to lie in an interval.
@@ -75,16 +103,25 @@ impl KvCost {
     #[must_use]
     #[inline]
     pub fn cost(&self, facts: &CostFacts) -> f64 {
-        let credit = self.credit_blocks(facts);
-        let requests = self.active_request_weight * f64::from(facts.active_requests);
+        self.terms(facts).total()
+    }
+
+    /// What the cost is made of.
+    #[must_use]
+    #[inline]
+    pub fn terms(&self, facts: &CostFacts) -> CostTerms {
+        let credit_blocks = self.credit_blocks(facts);
+        let requests_blocks = self.active_request_weight * f64::from(facts.active_requests);
         let potential = blocks(facts.potential_blocks);
         if self.decode_only {
-            return (potential - credit).max(0.0) + requests;
+            let held_blocks = (potential - credit_blocks).max(0.0);
+            return CostTerms { credit_blocks, prefill_blocks: 0.0, held_blocks, requests_blocks };
         }
         let raw_tokens =
             if self.track_prefill_tokens { facts.prefill_tokens.saturating_add(facts.isl_tokens) } else { 0 };
-        let adjusted = (blocks(raw_tokens) / f64::from(self.block_size) - credit).max(0.0);
-        self.prefill_load_scale * adjusted + potential + requests
+        let adjusted = (blocks(raw_tokens) / f64::from(self.block_size) - credit_blocks).max(0.0);
+        let prefill_blocks = self.prefill_load_scale * adjusted;
+        CostTerms { credit_blocks, prefill_blocks, held_blocks: potential, requests_blocks }
     }
 
     /// The interval the cost lies in when the potential blocks lie in `potential_blocks` and the prefill
@@ -107,14 +144,21 @@ impl KvCost {
         Bounds { lo, hi }
     }
 
+    /// The credit in blocks for an overlap on a rank without prefill to do.
+    #[must_use]
+    pub fn credit(&self, overlap: TierOverlap, shared_cache_blocks: u32) -> f64 {
+        self.credit_blocks(&CostFacts { overlap, shared_cache_blocks, ..CostFacts::default() })
+    }
+
     fn credit_blocks(&self, facts: &CostFacts) -> f64 {
         let overlap = &facts.overlap;
-        if overlap.total_blocks() == 0 {
+        if overlap.total_blocks() == 0 && facts.shared_cache_blocks == 0 {
             return 0.0;
         }
         let lower = self.tier_weights.host * f64::from(overlap.host_pinned_blocks)
             + self.tier_weights.disk * f64::from(overlap.disk_blocks + overlap.external_blocks);
-        self.overlap_score_credit * self.credit_factor(facts) * f64::from(overlap.device_blocks) + lower
+        let shared = self.shared_cache_multiplier * f64::from(facts.shared_cache_blocks);
+        self.overlap_score_credit * self.credit_factor(facts) * f64::from(overlap.device_blocks) + lower + shared
     }
 
     fn credit_factor(&self, facts: &CostFacts) -> f64 {
@@ -170,6 +214,18 @@ mod tests {
         assert_eq!(cost_of(|_| {}, facts), 3.0);
     }
 
+    /// The reference's facade test: two shared blocks beyond the device at a multiplier of 0.5 credit one block.
+    #[test]
+    fn shared_blocks_beyond_the_device_are_credited_by_the_multiplier() {
+        let shared = |c: &mut RouterConfig| c.shared_cache_multiplier = Some(0.5);
+        let facts = CostFacts { overlap: held(2, 0, 0), shared_cache_blocks: 2, ..CostFacts::default() };
+        let mut config = RouterConfig { block_size: 16, ..RouterConfig::default() };
+        shared(&mut config);
+        let terms = config.kv_cost().terms(&CostFacts { isl_tokens: 1024, ..facts });
+        assert_eq!(terms.credit_blocks, 3.0);
+        assert_eq!(terms.total(), 61.0);
+    }
+
     #[test]
     fn decode_pools_take_credit_off_the_blocks_held() {
         let facts =
@@ -201,6 +257,7 @@ mod tests {
             let facts = CostFacts {
                 isl_tokens, overlap: held(device, host, disk), prefill_tokens: prefill + spread / 2,
                 potential_blocks: active + request_blocks - shared, active_requests: 3, prefill_tokens_least: 0,
+                shared_cache_blocks: 0,
             };
             let bounds = cost.bounds(&facts, (active, active + request_blocks), (prefill, prefill + spread));
             let exact = cost.cost(&facts);

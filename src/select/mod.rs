@@ -5,11 +5,21 @@
 //! `schedule` where the facts come from, and when they are gathered.
 
 mod cost;
+mod filter;
 mod overlap;
 mod pick;
 mod policy;
+mod selector;
+mod shared;
 
-pub use cost::{Bounds, CostFacts, KvCost};
+pub use cost::{Bounds, CostFacts, CostTerms, KvCost};
+pub use filter::{
+    Constraints, Filter, Pin, PinMode, RankConditions, RankTraits, Removed, TaintWeightError, preference_factor,
+    topology_taint,
+};
 pub use overlap::{RankOverlap, TierOverlap, TierWeights};
 pub use pick::{Draw, softmax};
 pub use policy::{Needs, Policy};
+pub(crate) use selector::chosen;
+pub use selector::{Candidate, Selection, SelectorError, WorkerSelector};
+pub use shared::SharedHits;

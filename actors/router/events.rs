@@ -1,0 +1,91 @@
+//! KV events in, and what the index holds out.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use tokio::sync::{Semaphore, oneshot, watch};
+
+use super::Router;
+use crate::actors::radix::{RadixMsg, shard_of};
+use crate::error::{Down, FlushError};
+use crate::protocol::{RouterEvent, WorkerRank};
+
+impl Router {
+    /// Applies KV events, each rank's in the order given, also across calls that were awaited one after the other.
+    ///
+    /// Waits while a shard has `event_blocks_max` blocks of events waiting. Does nothing where no index is kept. What
+    /// is odd about an event is counted, not an error: `pointsman_kv_events_refused_total`.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
+        self.shared().up()?;
+        match self.shared().shards.len() {
+            0 => Ok(()),
+            1 => self.apply_to(0, events).await,
+            shards => {
+                let mut by_shard: Vec<Vec<RouterEvent>> = vec![Vec::new(); shards];
+                for event in events {
+                    by_shard[shard_of(event.rank, shards)].push(event);
+                }
+                for (shard, events) in by_shard.into_iter().enumerate().filter(|(_, events)| !events.is_empty()) {
+                    self.apply_to(shard, events).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    async fn apply_to(&self, shard: usize, events: Vec<RouterEvent>) -> Result<(), Down> {
+        let blocks: usize = events.iter().map(|event| event.data.block_count()).sum();
+        // A batch larger than the gate takes all of it; an event that names no block still takes a place.
+        let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.shared().config.event_blocks_max);
+        let shard = &self.shared().shards[shard];
+        let gate: Arc<Semaphore> = Arc::clone(&shard.gate);
+        let permit = gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)?;
+        shard.turn.tell(RadixMsg::Apply { events, permit });
+        Ok(())
+    }
+
+    /// Ranks whose cache contents were lost with an index shard, as they change. Send each of them again: a
+    /// `Cleared` event, then everything the rank holds. From the `Cleared` on it counts as known.
+    #[must_use]
+    pub fn resyncs(&self) -> watch::Receiver<BTreeSet<WorkerRank>> {
+        self.shared().cold.subscribe()
+    }
+
+    /// Returns when every event accepted before this call has been applied.
+    ///
+    /// # Errors
+    /// When the router is down, or a shard was lost with events that had been accepted.
+    pub async fn flush(&self) -> Result<(), FlushError> {
+        self.each_shard(RadixMsg::Flush).await.map(drop)
+    }
+
+    /// Everything the index holds, as events that rebuild it, parents first. Reflects every event accepted before this
+    /// call.
+    ///
+    /// # Errors
+    /// When the router is down, or a shard was lost before it answered.
+    pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, FlushError> {
+        Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().collect())
+    }
+
+    async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
+        self.shared().up()?;
+        let mut asked = Vec::new();
+        for shard in &self.shared().shards {
+            let (sender, answer) = oneshot::channel();
+            shard.turn.tell(question(sender));
+            asked.push(answer);
+        }
+        let mut answers = Vec::new();
+        for answer in asked {
+            match answer.await {
+                Ok(answer) => answers.push(answer),
+                Err(_lost) => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
+            }
+        }
+        Ok(answers)
+    }
+}

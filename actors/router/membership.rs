@@ -1,0 +1,142 @@
+//! Workers in and out, what is known of them, and the end of the router.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::{Health, Router, STOP_WAIT, WorkerEntry};
+use crate::actors::scheduler::SchedulerMsg;
+use crate::actors::shared::Phase;
+use crate::actors::supervisor::SupervisorMsg;
+use crate::config::{PoolRole, RouterConfig};
+use crate::error::{Down, MembershipError};
+use crate::protocol::{WorkerConfig, WorkerId};
+use crate::select::RankConditions;
+
+impl Router {
+    /// Adds a worker, or changes one. Returns when its ranks can be chosen.
+    ///
+    /// Another endpoint counts as another engine: bookings and cache contents of the old one are gone. Another number
+    /// of ranks adds or removes just those.
+    ///
+    /// # Errors
+    /// When the configuration breaks a rule, or the router is down.
+    pub async fn upsert_worker(&self, worker: WorkerId, config: WorkerConfig) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
+    }
+
+    /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again.
+    ///
+    /// # Errors
+    /// When there is no such worker, or the router is down.
+    pub async fn remove_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Remove { worker, answer }).await
+    }
+
+    /// Gives a worker no new work, and removes it when its last booking has ended, or when `deadline` has passed: then
+    /// what is left is cut off. Returns the number of bookings that were.
+    ///
+    /// The drain goes on when this call is abandoned. A worker that discovery names stays away until discovery has
+    /// stopped naming it.
+    ///
+    /// # Errors
+    /// When there is no such worker, it is being drained already, it was removed meanwhile, or the router is down.
+    pub async fn drain_worker(&self, worker: WorkerId, deadline: Duration) -> Result<usize, MembershipError> {
+        self.change(|answer| SupervisorMsg::Drain { worker, deadline, answer }).await
+    }
+
+    /// Says what the embedder knows of the ranks and the router cannot: which are overloaded, which cannot be reached.
+    /// The whole truth, not a change. When this returns it holds for every decision to come.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn set_conditions(&self, conditions: RankConditions) -> Result<(), Down> {
+        self.shared().up()?;
+        let conditions = Arc::new(conditions);
+        *self.shared().conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&conditions);
+        let (done, held) = oneshot::channel();
+        self.shared().scheduler.tell(SchedulerMsg::Conditions { conditions, done: Some(done) });
+        // Lost with a dying scheduler, it is what the next one starts with.
+        drop(held.await);
+        self.shared().up()
+    }
+
+    /// Registers workers by id alone, single-rank and without endpoint, for embedders that dispatch by themselves.
+    /// Workers that are registered stay as they are.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn register_workers(&self, workers: impl IntoIterator<Item = WorkerId>) -> Result<(), MembershipError> {
+        for worker in workers {
+            if !self.workers().iter().any(|known| known.worker == worker) {
+                self.upsert_worker(worker, WorkerConfig::at("")).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The registered workers, by id.
+    #[must_use]
+    pub fn workers(&self) -> Arc<[WorkerEntry]> {
+        Arc::clone(&self.shared().workers.borrow())
+    }
+
+    /// How the router is.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        Health {
+            state: self.shared().up(),
+            ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
+            cold: self.shared().cold.borrow().clone(),
+            restarts: self.shared().status.borrow().restarts,
+            leases: self.shared().directory.len(),
+        }
+    }
+
+    /// Tokens a block.
+    #[must_use]
+    pub fn block_size(&self) -> u32 {
+        self.config().block_size
+    }
+
+    /// What the pool's ranks do.
+    #[must_use]
+    pub fn role(&self) -> PoolRole {
+        self.config().role
+    }
+
+    /// The router's configuration.
+    #[must_use]
+    pub fn config(&self) -> &RouterConfig {
+        &self.shared().config
+    }
+
+    /// Stops the router: refuses new requests, waits until all bookings have ended or `deadline` has passed, stops
+    /// every actor. Returns the number of bookings that had not ended.
+    pub async fn shutdown(self, deadline: Duration) -> usize {
+        let shared = Arc::clone(self.shared());
+        shared.enter(Phase::Draining);
+        drop(tokio::time::timeout(deadline, shared.at_rest()).await);
+        let left = shared.directory.len();
+        // Stopping takes no time of its own, unless an actor is stuck; nobody waits for that one.
+        drop(self.supervisor().get_cell().stop_and_wait(None, Some(STOP_WAIT)).await);
+        shared.enter(Phase::Stopped);
+        left
+    }
+
+    async fn change<T>(
+        &self,
+        change: impl FnOnce(oneshot::Sender<Result<T, MembershipError>>) -> SupervisorMsg,
+    ) -> Result<T, MembershipError> {
+        self.shared().up()?;
+        let (sender, answer) = oneshot::channel();
+        self.supervisor().send_message(change(sender)).map_err(|_| Down::Failed)?;
+        // A supervisor that dies may take the question with it unanswered.
+        tokio::select! {
+            biased;
+            Ok(result) = answer => result,
+            down = self.shared().down() => Err(down.into()),
+        }
+    }
+}

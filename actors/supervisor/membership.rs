@@ -1,0 +1,281 @@
+//! Membership: which ranks should run, and the ways out: removal and drain.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ractor::ActorProcessingErr;
+use tokio::sync::oneshot;
+
+use super::{DrainAck, RetireAck, Running, State, SupervisorMsg, Worker};
+use crate::actors::radix::{RadixMsg, shard_of};
+use crate::actors::router::WorkerEntry;
+use crate::actors::scheduler::SchedulerMsg;
+use crate::error::MembershipError;
+use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
+use crate::select::RankTraits;
+
+/// Somebody who waits for ranks to be gone.
+pub(super) struct Removal {
+    left: BTreeSet<(Slot, Generation)>,
+    answer: RemovalAnswer,
+}
+
+pub(super) enum RemovalAnswer {
+    Removed(oneshot::Sender<Result<(), MembershipError>>),
+    /// With the bookings that were cut off.
+    Drained(oneshot::Sender<Result<usize, MembershipError>>, usize),
+}
+
+impl RemovalAnswer {
+    fn done(self) {
+        match self {
+            Self::Removed(answer) => drop(answer.send(Ok(()))),
+            Self::Drained(answer, cut_off) => drop(answer.send(Ok(cut_off))),
+        }
+    }
+}
+
+/// A worker that is being drained.
+pub(super) struct Draining {
+    drain: u64,
+    worker: WorkerId,
+    /// Ranks that may have bookings left.
+    left: BTreeSet<(Slot, Generation)>,
+    answer: oneshot::Sender<Result<usize, MembershipError>>,
+}
+
+impl State {
+    pub(super) async fn on_upsert(
+        &mut self,
+        worker: WorkerId,
+        config: WorkerConfig,
+        from_discovery: bool,
+    ) -> Result<Result<(), MembershipError>, ActorProcessingErr> {
+        if let Err(error) = self.check(&config) {
+            return Ok(Err(MembershipError::Config { worker, error }));
+        }
+        if self.workers.get(&worker).is_some_and(|known| known.draining) {
+            return Ok(Err(MembershipError::Draining(worker)));
+        }
+        // Another endpoint is another engine: what the old one held and ran is gone.
+        if self.workers.get(&worker).is_some_and(|known| known.config.endpoint != config.endpoint) {
+            self.retire_worker(worker);
+        }
+        let wanted: BTreeSet<WorkerRank> = config.ranks(worker).collect();
+        let running: BTreeMap<WorkerRank, Slot> =
+            self.workers.get(&worker).map(|w| w.slots.clone()).unwrap_or_default();
+        for (rank, slot) in running.iter().filter(|(rank, _)| !wanted.contains(rank)) {
+            self.retire(*rank, *slot);
+        }
+        let mut slots: BTreeMap<_, _> = running.into_iter().filter(|(rank, _)| wanted.contains(rank)).collect();
+        let endpoint: Arc<str> = config.endpoint.as_str().into();
+        let traits = Arc::new(RankTraits::of(&config));
+        for slot in slots.values() {
+            self.describe(*slot, &traits);
+        }
+        for rank in wanted {
+            if let std::collections::btree_map::Entry::Vacant(vacant) = slots.entry(rank) {
+                vacant.insert(self.start_rank(rank, Arc::clone(&endpoint), &traits).await?);
+            }
+        }
+        self.drained.remove(&worker);
+        self.workers.insert(worker, Worker { config, traits, draining: false, slots, from_discovery });
+        Ok(Ok(()))
+    }
+
+    fn check(&self, config: &WorkerConfig) -> Result<(), WorkerConfigError> {
+        config.validate()?;
+        let pool = self.shared.config.is_eagle;
+        match config.is_eagle {
+            Some(worker) if worker != pool => Err(WorkerConfigError::Eagle { worker, pool }),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn on_remove(&mut self, worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>>) {
+        if !self.workers.contains_key(&worker) {
+            drop(answer.send(Err(MembershipError::UnknownWorker(worker))));
+            return;
+        }
+        let left = self.retire_worker(worker);
+        self.publish_workers();
+        self.removals.push(Removal { left, answer: RemovalAnswer::Removed(answer) });
+        self.finish_removals();
+    }
+
+    /// Tells the scheduler what a rank's worker says of it now.
+    fn describe(&self, slot: Slot, traits: &Arc<RankTraits>) {
+        if let Some(Some(running)) = self.seats.get(slot.index()) {
+            let (generation, traits) = (running.seat.generation, Arc::clone(traits));
+            self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
+        }
+    }
+
+    pub(super) fn on_drain(
+        &mut self,
+        worker: WorkerId,
+        deadline: Duration,
+        answer: oneshot::Sender<Result<usize, MembershipError>>,
+    ) {
+        let Some(known) = self.workers.get_mut(&worker) else {
+            drop(answer.send(Err(MembershipError::UnknownWorker(worker))));
+            return;
+        };
+        if std::mem::replace(&mut known.draining, true) {
+            drop(answer.send(Err(MembershipError::Draining(worker))));
+            return;
+        }
+        let left: BTreeSet<(Slot, Generation)> = self.seats_of(worker).collect();
+        self.drains_started += 1;
+        let drain = self.drains_started;
+        self.drains.push(Draining { drain, worker, left: left.clone(), answer });
+        for (slot, generation) in left {
+            self.tell_drain(slot, generation);
+        }
+        let myself = self.myself.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(deadline).await;
+            drop(myself.send_message(SupervisorMsg::DrainOver { worker, drain }));
+        });
+    }
+
+    fn tell_drain(&self, slot: Slot, generation: Generation) {
+        let ack = DrainAck { supervisor: self.myself.clone(), slot, generation };
+        self.shared.scheduler.tell(SchedulerMsg::Drain { slot, generation, ack });
+    }
+
+    pub(super) fn on_drained(&mut self, slot: Slot, generation: Generation) {
+        let Some(position) = self.drains.iter().position(|drain| drain.left.contains(&(slot, generation))) else {
+            return;
+        };
+        if !self.shared.directory.booked_on(slot, generation).is_empty() {
+            return self.tell_drain(slot, generation); // lost with its actor, not empty
+        }
+        self.drains[position].left.remove(&(slot, generation));
+        if self.drains[position].left.is_empty() {
+            self.finish_drain(position);
+        }
+    }
+
+    pub(super) fn on_drain_over(&mut self, worker: WorkerId, drain: u64) {
+        let over = |known: &Draining| known.worker == worker && known.drain == drain;
+        if let Some(position) = self.drains.iter().position(over) {
+            self.finish_drain(position);
+        }
+    }
+
+    /// The worker leaves now, whatever is left on it.
+    fn finish_drain(&mut self, position: usize) {
+        let Draining { worker, answer, .. } = self.drains.remove(position);
+        let booked = self.seats_of(worker).map(|(slot, generation)| self.shared.directory.booked_on(slot, generation));
+        let cut_off = booked.map(|leases| leases.len()).sum();
+        if self.workers.get(&worker).is_some_and(|known| known.from_discovery) {
+            self.drained.insert(worker);
+        }
+        let left = self.retire_worker(worker);
+        self.publish_workers();
+        self.removals.push(Removal { left, answer: RemovalAnswer::Drained(answer, cut_off) });
+        self.finish_removals();
+    }
+
+    fn finish_removals(&mut self) {
+        for done in self.removals.extract_if(.., |removal| removal.left.is_empty()) {
+            done.answer.done();
+        }
+    }
+
+    /// The seats of a worker's ranks, those on their way out included.
+    fn seats_of(&self, worker: WorkerId) -> impl Iterator<Item = (Slot, Generation)> {
+        let seats = self.seats.iter().flatten().map(|running| &running.seat);
+        seats.filter(move |seat| seat.rank.worker == worker).map(|seat| (seat.slot, seat.generation))
+    }
+
+    pub(super) async fn on_reconcile(&mut self, desired: WorkerMap) -> Result<(), ActorProcessingErr> {
+        let gone =
+            |(id, worker): (&WorkerId, &Worker)| (worker.from_discovery && !desired.contains_key(id)).then_some(*id);
+        let gone: Vec<WorkerId> = self.workers.iter().filter_map(gone).collect();
+        for worker in gone {
+            self.retire_worker(worker);
+        }
+        self.drained.retain(|worker| desired.contains_key(worker));
+        for (worker, config) in desired {
+            if self.drained.contains(&worker) || self.workers.get(&worker).is_some_and(|known| known.draining) {
+                continue; // on its way out by hand: not until discovery has stopped naming it
+            }
+            let stays = |known: &Worker| known.config == config || !known.from_discovery;
+            if self.workers.get(&worker).is_some_and(stays) {
+                continue; // as it is, or added by hand
+            }
+            if let Err(error) = self.on_upsert(worker, config, true).await? {
+                tracing::warn!(%error, "discovery names a worker that cannot be used; it is left as it was");
+            }
+        }
+        self.publish_workers();
+        Ok(())
+    }
+
+    /// Starts to remove a worker; what must end before it is gone.
+    fn retire_worker(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
+        for (rank, slot) in self.workers.remove(&worker).map(|known| known.slots).unwrap_or_default() {
+            self.retire(rank, slot);
+        }
+        if let Some(position) = self.drains.iter().position(|drain| drain.worker == worker) {
+            // Removed while it was drained: the drain is over.
+            let Draining { answer, .. } = self.drains.remove(position);
+            drop(answer.send(Err(MembershipError::UnknownWorker(worker))));
+        }
+        self.seats_of(worker).collect()
+    }
+
+    /// The index forgets the rank at once; the scheduler passes the word on behind its last Book.
+    fn retire(&mut self, rank: WorkerRank, slot: Slot) {
+        let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return };
+        running.retiring = true;
+        let generation = running.seat.generation;
+        if let Some(shard) = self.shard(rank) {
+            shard.tell(RadixMsg::Remove { rank });
+        }
+        self.warm(rank);
+        let ack = RetireAck { supervisor: self.myself.clone(), slot, generation };
+        self.shared.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });
+    }
+
+    pub(super) fn on_retired(&mut self, slot: Slot, generation: Generation) {
+        let here = |running: &&mut Option<Running>| running.as_ref().is_some_and(|r| r.seat.generation == generation);
+        let Some(running) = self.seats.get_mut(slot.index()).filter(here).and_then(Option::take) else { return };
+        self.children.remove(&running.actor);
+        self.shared.set_seat(slot, None);
+        running.seat.turn.close();
+        // Whatever the actor did not live to end.
+        for lease in self.shared.directory.booked_on(slot, generation) {
+            self.shared.end(&lease);
+        }
+        self.free_slots.insert(slot);
+        for removal in &mut self.removals {
+            removal.left.remove(&(slot, generation));
+        }
+        self.finish_removals();
+    }
+
+    pub(super) fn publish_workers(&self) {
+        let entry = |(worker, known): (&WorkerId, &Worker)| WorkerEntry {
+            worker: *worker,
+            config: known.config.clone(),
+            ranks: known.slots.keys().copied().collect(),
+        };
+        self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
+    }
+
+    /// News of a shard that has died since would un-name a rank that is cold again.
+    pub(super) fn on_warmed(&self, rank: WorkerRank, incarnation: u32) {
+        let shard = shard_of(rank, self.shared.shards.len());
+        if self.radix_incarnations.get(shard) == Some(&incarnation) {
+            self.warm(rank);
+        }
+    }
+
+    fn warm(&self, rank: WorkerRank) {
+        self.shared.cold.send_if_modified(|cold| cold.remove(&rank));
+    }
+}

@@ -1,0 +1,31 @@
+//! The instruments: every metric that the router emits, held as handles so that no message looks one up.
+
+use super::radix::SharedFound;
+
+/// The instruments of the edge, where callers come in.
+pub(crate) struct Meters {
+    pub(crate) shared_cache: std::sync::Arc<SharedCacheMeters>,
+}
+
+impl Meters {
+    pub(crate) fn new() -> Self {
+        Self { shared_cache: std::sync::Arc::new(SharedCacheMeters::new()) }
+    }
+}
+
+/// What became of questions to the shared cache.
+pub(crate) struct SharedCacheMeters {
+    errors: metrics::Counter,
+}
+
+impl SharedCacheMeters {
+    fn new() -> Self {
+        Self { errors: metrics::counter!("pointsman_shared_cache_errors_total") }
+    }
+
+    pub(crate) fn count(&self, found: &SharedFound) {
+        if found.is_err() {
+            self.errors.increment(1);
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Which requests are decided next: those that arrive, and those that have waited.
+//!
+//! Owns the way of a request until its batch: whether it must wait, whether it may, and when its wait is over. Where no
+//! class has a threshold nothing waits, and requests are decided in the order of their arrival, many at once. Where one
+//! has, they are decided one by one, so that each sees exactly how busy the one before it has left the ranks.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::decide::Scratch;
+use super::eligible::Asked;
+use super::{Effect, Numbered, Purpose, Rejection, Request, Schedule, Target, Waits};
+use crate::protocol::{BookingId, Timestamp, WorkerRank};
+use crate::queue::{Backpressure, ClassId, Depth, LaneKey};
+use crate::select::{Filter, RankOverlap};
+
+/// Requests decided from one round of load queries.
+const BATCH_MAX: usize = 64;
+
+/// Waiting requests whose overlap is asked for again in one step.
+const REFRESHES_MAX: usize = 64;
+
+/// How often waiting requests look at load that falls with time alone.
+const DECAY_RECHECK: Duration = Duration::from_millis(20);
+
+impl<T> Numbered<T> {
+    /// What its eligibility depends on, the class where it is one that waits.
+    pub(super) fn asked(&self) -> Asked<'_> {
+        Asked { terms: self.request.terms.as_deref(), session: self.session, class: self.class }
+    }
+
+    pub(super) fn due(&self) -> Option<Timestamp> {
+        self.request.terms.as_ref().and_then(|terms| terms.due)
+    }
+
+    fn arrival(&self) -> Timestamp {
+        self.request.waits.as_ref().map(|waits| waits.arrival).unwrap_or_default()
+    }
+}
+
+impl<T> Schedule<T> {
+    /// Takes a request in. It is looked at when the batch in flight, if there is one, is decided.
+    pub(super) fn arrive(&mut self, request: Request<T>) {
+        let number = self.requests;
+        self.requests += 1;
+        let mark = request.prompt.mark();
+        let session = self.session_rank(&request);
+        self.arrivals.push_back(Numbered { number, mark, request, session, class: None });
+    }
+
+    fn session_rank(&mut self, request: &Request<T>) -> Option<WorkerRank> {
+        let session_id = request.terms.as_ref()?.session_id.as_deref()?;
+        self.sessions.rank_of(session_id, self.now)
+    }
+
+    /// The requests to decide next; none when all that are here wait.
+    pub(super) fn next_batch(&mut self, effects: &mut VecDeque<Effect<T>>) -> VecDeque<Numbered<T>> {
+        self.ranks.refresh(self.now);
+        self.rules.warm_up(&mut self.ranks, self.now);
+        self.scratch.forget();
+        if !self.queueing {
+            let size = self.arrivals.len().min(BATCH_MAX);
+            return self.arrivals.drain(..size).collect();
+        }
+        self.expire(effects);
+        loop {
+            if let Some(first) = self.again.pop_front() {
+                return VecDeque::from([first]);
+            }
+            if let Some(numbered) = self.pop_dispatchable() {
+                return VecDeque::from([numbered]);
+            }
+            let Some(arrival) = self.arrivals.pop_front() else { return VecDeque::new() };
+            if let Some(numbered) = self.admit(arrival, effects) {
+                return VecDeque::from([numbered]);
+            }
+        }
+    }
+
+    /// Puts requests back that must be asked about once more, before all others.
+    pub(super) fn ask_again(&mut self, mut requests: VecDeque<Numbered<T>>) {
+        let line = if self.queueing { &mut self.again } else { &mut self.arrivals };
+        while let Some(numbered) = requests.pop_back() {
+            line.push_front(numbered);
+        }
+    }
+
+    /// Decides whether an arrival goes on at once: it comes back if so, else it waits or is refused.
+    fn admit(&mut self, mut numbered: Numbered<T>, effects: &mut VecDeque<Effect<T>>) -> Option<Numbered<T>> {
+        let asks = matches!(numbered.request.purpose, Purpose::Book | Purpose::Report);
+        if !asks || numbered.request.target != Target::Any || self.is_expired(&numbered) {
+            return Some(numbered);
+        }
+        let name = numbered.request.terms.as_ref().and_then(|terms| terms.policy_class.as_deref());
+        let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
+        let uncached_tokens = numbered.request.isl_tokens.saturating_sub(cached_tokens);
+        let class = match self.queue.class_of(name, uncached_tokens) {
+            Ok(class) => class,
+            Err(unknown) => {
+                let reason = Rejection::UnknownClass(unknown);
+                effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+                return None;
+            }
+        };
+        numbered.class = Some(class);
+        self.rules.judge(&self.ranks, numbered.asked(), &mut self.scratch.verdicts);
+        let verdicts = &self.scratch.verdicts;
+        // Only a busy rank is worth waiting for; everything else is said at once.
+        if verdicts.any_open() || !verdicts.has(Filter::Busy) {
+            return Some(numbered);
+        }
+        let terms = queue_terms(&numbered, cached_tokens);
+        if let Err(backpressure) = self.may_wait(&numbered, class) {
+            let reason = Rejection::Backpressure(backpressure);
+            effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+            return None;
+        }
+        match numbered.request.purpose {
+            Purpose::Book if numbered.request.waits.is_some() => {
+                self.enqueue(numbered, class, terms);
+                None
+            }
+            Purpose::Book | Purpose::Report | Purpose::Survey | Purpose::Explain => {
+                numbered.class = None; // a question is answered as if nobody were busy
+                Some(numbered)
+            }
+        }
+    }
+
+    fn may_wait(&self, numbered: &Numbered<T>, class: ClassId) -> Result<(), Backpressure> {
+        let ranks = u32::try_from(self.ranks.as_slice().len()).unwrap_or(u32::MAX);
+        if numbered.request.terms.as_ref().is_some_and(|terms| terms.do_not_queue) {
+            return Err(self.queue.do_not_queue(class, self.now));
+        }
+        self.queue.check_limits(class, ranks, self.now)
+    }
+
+    /// Lets a request wait.
+    fn enqueue(&mut self, numbered: Numbered<T>, class: ClassId, terms: crate::queue::Terms) {
+        let Some(Waits { booking, block_hashes, .. }) = &numbered.request.waits else {
+            return self.again.push_back(numbered); // cannot be named, so cannot wait
+        };
+        let (booking, refreshes, lane) = (*booking, block_hashes.is_some(), self.lane_of(&numbered));
+        self.queue.push(booking.0, class, lane, terms, numbered);
+        if refreshes {
+            self.overlap_ages.push_back((self.now, booking));
+        }
+    }
+
+    /// Puts back a request that has left the queue for a rank that has become busy meanwhile.
+    pub(super) fn wait_on(&mut self, numbered: Numbered<T>, class: ClassId) {
+        let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
+        let terms = queue_terms(&numbered, cached_tokens);
+        self.enqueue(numbered, class, terms);
+    }
+
+    /// Those who wait for the same ranks stand in one lane.
+    fn lane_of(&self, numbered: &Numbered<T>) -> LaneKey {
+        let lane = numbered.request.terms.as_ref().map_or(0, |terms| terms.constraints.lane());
+        let bound = numbered.session.filter(|_| self.rules.session_affinity == crate::config::SessionAffinity::Hard);
+        LaneKey(bound.map_or(lane, |rank| lane ^ crate::select::Draw { seed: 1, request: 0 }.key(rank)))
+    }
+
+    /// Prompt tokens cached on the best of the ranks that may serve the request, now or after a wait.
+    fn best_cached_tokens(&mut self, asked: Asked<'_>, overlaps: &[RankOverlap]) -> u32 {
+        let (weights, block_size) = (self.config.tier_weights(), self.config.block_size);
+        let verdicts = &mut self.scratch.verdicts;
+        self.rules.judge(&self.ranks, asked, verdicts);
+        let may_serve = overlaps.iter().filter(|known| {
+            let position = self.ranks.position_of(known.slot, known.generation);
+            position.is_some_and(|position| verdicts.of(position).is_none_or(Filter::passes))
+        });
+        may_serve.map(|known| known.overlap.cached_tokens(weights, block_size)).max().unwrap_or(0)
+    }
+
+    /// Whoever leaves the queue next.
+    fn pop_dispatchable(&mut self) -> Option<Numbered<T>> {
+        let Self { queue, rules, ranks, scratch, .. } = self;
+        let popped = queue.pop(self.now, |_, _, numbered: &Numbered<T>| {
+            rules.judge(ranks, numbered.asked(), &mut scratch.verdicts);
+            scratch.verdicts.any_open()
+        });
+        popped.map(|(_, numbered)| numbered)
+    }
+
+    /// Answers those whose time is up.
+    fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
+        while let Some((_, numbered)) = self.queue.pop_expired(self.now) {
+            effects.push_back(self.expired(numbered));
+        }
+    }
+
+    pub(super) fn is_expired(&self, numbered: &Numbered<T>) -> bool {
+        numbered.due().is_some_and(|due| due <= self.now)
+    }
+
+    pub(super) fn expired(&self, numbered: Numbered<T>) -> Effect<T> {
+        let waited = self.now.since(numbered.arrival());
+        Effect::Reject { ticket: numbered.request.ticket, reason: Rejection::DeadlineExceeded { waited } }
+    }
+
+    /// A waiting request's caller has gone.
+    pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
+        if let Some(numbered) = self.queue.remove(booking.0) {
+            effects.push_back(Effect::Cancelled { ticket: numbered.request.ticket });
+        }
+    }
+
+    /// Asks the index again about those whose overlap has aged.
+    pub(super) fn refresh_overlaps(&mut self, effects: &mut VecDeque<Effect<T>>) {
+        let Some(after) = self.overlap_refresh_after else { return };
+        for _ in 0..REFRESHES_MAX {
+            let Some((_, booking)) = self.overlap_ages.front().copied().filter(|(since, _)| *since + after <= self.now)
+            else {
+                return;
+            };
+            self.overlap_ages.pop_front();
+            let waiting = self.queue.get(booking.0).and_then(|numbered| numbered.request.waits.as_ref());
+            if let Some(block_hashes) = waiting.and_then(|waits| waits.block_hashes.clone()) {
+                effects.push_back(Effect::Refresh { booking, block_hashes });
+            }
+        }
+    }
+
+    /// The key of a waiting request follows its overlap.
+    pub(super) fn on_overlaps(&mut self, booking: BookingId, overlaps: Vec<RankOverlap>) {
+        let Some(numbered) = self.queue.get(booking.0) else { return };
+        let (terms, session, class) = (numbered.request.terms.clone(), numbered.session, numbered.class);
+        let cached_tokens = self.best_cached_tokens(Asked { terms: terms.as_deref(), session, class }, &overlaps);
+        if let Some(numbered) = self.queue.get_mut(booking.0) {
+            numbered.request.overlaps = overlaps;
+        }
+        self.queue.set_cached_tokens(booking.0, cached_tokens);
+        self.overlap_ages.push_back((self.now, booking));
+    }
+
+    /// Answers those whom nobody may serve any more.
+    pub(super) fn reject_unservable(&mut self, effects: &mut VecDeque<Effect<T>>) {
+        let Scratch { verdicts, .. } = &mut self.scratch;
+        let mut lanes = Vec::new();
+        for (class, lane, numbered) in self.queue.lanes() {
+            self.rules.judge(&self.ranks, numbered.asked(), verdicts);
+            if !verdicts.may_open() {
+                lanes.push((class, lane));
+            }
+        }
+        for (class, lane) in lanes {
+            for (_, numbered) in self.queue.take_lane(class, lane) {
+                self.rules.judge(&self.ranks, numbered.asked(), &mut self.scratch.verdicts);
+                let reason = self.rejection(&numbered, &self.scratch.verdicts);
+                effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+            }
+        }
+    }
+
+    /// When to be woken though nothing happens: somebody expires, an overlap ages, or load falls by itself.
+    #[must_use]
+    pub fn next_wake(&self) -> Option<Timestamp> {
+        if self.queue.is_empty() {
+            return None;
+        }
+        let refresh =
+            self.overlap_refresh_after.zip(self.overlap_ages.front()).map(|(after, (since, _))| *since + after);
+        let decays = self.ranks.as_slice().iter().any(super::rank::Rank::decays).then(|| self.now + DECAY_RECHECK);
+        [self.queue.next_due(), refresh, decays].into_iter().flatten().min()
+    }
+
+    /// Whether any request waits for a rank's load to fall.
+    #[must_use]
+    pub fn waits_for_load(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// What waits, class by class.
+    pub fn depths(&self) -> impl Iterator<Item = (&str, Depth)> {
+        let classes = self.queue.classes().iter().zip(0..);
+        classes.map(|(class, id)| (class.name.as_str(), self.queue.depth(ClassId(id))))
+    }
+}
+
+fn queue_terms<T>(numbered: &Numbered<T>, cached_tokens: u32) -> crate::queue::Terms {
+    let terms = numbered.request.terms.as_deref();
+    crate::queue::Terms {
+        strict_priority: terms.map_or(0, |terms| terms.strict_priority),
+        priority_jump: terms.map_or(0.0, |terms| terms.priority_jump),
+        due: numbered.due(),
+        arrival: numbered.arrival(),
+        isl_tokens: numbered.request.isl_tokens,
+        cached_tokens,
+    }
+}

@@ -1,0 +1,233 @@
+//! Who may serve one request: each rank's verdict, and what preferences do to its cost.
+//!
+//! Owns how constraints, standings, load and class come together, in the order of [`Filter`]. A request without terms
+//! in a pool without limits and troubles costs one look over the standings.
+
+use std::time::Duration;
+
+use super::Terms;
+use super::rank::{Rank, Ranks, Standing};
+use crate::config::{QueueClass, RouterConfig, SessionAffinity};
+use crate::protocol::{Timestamp, WorkerRank};
+use crate::queue::ClassId;
+use crate::select::{Filter, Removed, preference_factor};
+
+/// Tokens that an engine step is taken to hold where the worker does not say.
+/// (reference: NVIDIA Dynamo 1.6.1, unknown max_num_batched_tokens)
+const MAX_NUM_BATCHED_TOKENS_UNKNOWN: u32 = 10_000_000;
+
+/// The least progress that a slow start counts as, so that the first requests of a new rank cost ten times as much.
+const PROGRESS_MIN: f64 = 0.1;
+
+/// The rules that a configuration makes.
+#[derive(Debug)]
+pub(super) struct Rules {
+    overload: Limits,
+    overload_blocks_frac: Option<f64>,
+    /// Beyond what a rank is busy, by class.
+    busy: Vec<Limits>,
+    slow_start: Option<SlowStart>,
+    pub(super) session_affinity: SessionAffinity,
+    session_factor: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct SlowStart {
+    fill: f64,
+    longest: Duration,
+}
+
+/// Prefill tokens beyond which something holds of a rank.
+#[derive(Clone, Copy, Debug, Default)]
+struct Limits {
+    prefill_tokens: Option<u64>,
+    prefill_frac: Option<f64>,
+}
+
+impl Limits {
+    fn any(&self) -> bool {
+        self.prefill_tokens.is_some() || self.prefill_frac.is_some()
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "token counts stay far below 2^53")]
+    fn exceeded_by(&self, rank: &Rank) -> bool {
+        let tokens = rank.prefill_tokens_max();
+        let step = rank.traits.max_num_batched_tokens.unwrap_or(MAX_NUM_BATCHED_TOKENS_UNKNOWN);
+        self.prefill_tokens.is_some_and(|limit| tokens > limit)
+            || self.prefill_frac.is_some_and(|frac| tokens as f64 > frac * f64::from(step))
+    }
+}
+
+/// What of a request its eligibility depends on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked<'a> {
+    pub(super) terms: Option<&'a Terms>,
+    /// Where its session was served last.
+    pub(super) session: Option<WorkerRank>,
+    /// The class whose busy ranks it keeps away from.
+    pub(super) class: Option<ClassId>,
+}
+
+/// Every rank's verdict on one request, by position.
+#[derive(Debug, Default)]
+pub(super) struct Verdicts {
+    refused_by: Vec<Option<Filter>>,
+    /// What each cost is multiplied by; empty where no cost is.
+    factors: Vec<f64>,
+}
+
+impl Verdicts {
+    #[inline]
+    pub(super) fn is_open(&self, position: usize) -> bool {
+        self.refused_by[position].is_none()
+    }
+
+    pub(super) fn any_open(&self) -> bool {
+        self.refused_by.iter().any(Option::is_none)
+    }
+
+    /// Whether waiting can help: somebody is open, or would be in another moment.
+    pub(super) fn may_open(&self) -> bool {
+        self.refused_by.iter().any(|verdict| verdict.is_none_or(Filter::passes))
+    }
+
+    pub(super) fn has(&self, filter: Filter) -> bool {
+        self.refused_by.contains(&Some(filter))
+    }
+
+    pub(super) fn of(&self, position: usize) -> Option<Filter> {
+        self.refused_by[position]
+    }
+
+    #[inline]
+    pub(super) fn factor(&self, position: usize) -> f64 {
+        self.factors.get(position).copied().unwrap_or(1.0)
+    }
+
+    pub(super) fn removed(&self) -> Removed {
+        Removed::count(self.refused_by.iter().copied())
+    }
+
+    /// Positions that may be chosen, in rank order.
+    pub(super) fn open(&self) -> impl Iterator<Item = usize> {
+        self.refused_by.iter().enumerate().filter(|(_, verdict)| verdict.is_none()).map(|(position, _)| position)
+    }
+
+    /// Refuses those that are open and for whom `refuse` holds.
+    fn refuse(&mut self, filter: Filter, refuse: impl Fn(usize) -> bool) {
+        for (position, verdict) in self.refused_by.iter_mut().enumerate() {
+            if verdict.is_none() && refuse(position) {
+                *verdict = Some(filter);
+            }
+        }
+    }
+
+    /// If `keep` holds for anybody open, refuses the others.
+    fn narrow(&mut self, filter: Filter, keep: impl Fn(usize) -> bool) {
+        if self.open().any(&keep) {
+            self.refuse(filter, |position| !keep(position));
+        }
+    }
+}
+
+impl Rules {
+    pub(super) fn new(config: &RouterConfig, classes: &[QueueClass]) -> Self {
+        let busy = |class: &QueueClass| Limits {
+            prefill_tokens: class.busy_prefill_tokens,
+            prefill_frac: class.busy_prefill_frac,
+        };
+        let longest = Duration::from_millis(config.slow_start_max_ms);
+        let slow_start = SlowStart { fill: config.slow_start_fill, longest };
+        Self {
+            overload: Limits {
+                prefill_tokens: config.overload_prefill_tokens,
+                prefill_frac: config.overload_prefill_frac,
+            },
+            overload_blocks_frac: config.overload_blocks_frac,
+            busy: classes.iter().map(busy).collect(),
+            slow_start: (config.slow_start_fill > 0.0).then_some(slow_start),
+            session_affinity: config.session_affinity,
+            session_factor: preference_factor(config.session_weight),
+        }
+    }
+
+    /// Fills in every rank's verdict and factor.
+    pub(super) fn judge(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
+        let (all, standings) = (ranks.as_slice(), ranks.standings());
+        verdicts.factors.clear();
+        verdicts.refused_by.clear();
+        verdicts.refused_by.resize(all.len(), None);
+        let overload = self.overload.any() || self.overload_blocks_frac.is_some();
+        let plain = asked.terms.is_none() && asked.class.is_none() && !overload && self.slow_start.is_none();
+        let good = standings.iter().all(|standing| *standing == Standing::GOOD);
+        if plain && good {
+            return;
+        }
+        if let Some(terms) = asked.terms {
+            for (verdict, rank) in verdicts.refused_by.iter_mut().zip(all) {
+                *verdict = terms.constraints.refused_by(rank.rank, &rank.traits);
+            }
+        }
+        if !good {
+            verdicts.refuse(Filter::Unavailable, |position| standings[position].unavailable);
+            verdicts.refuse(Filter::Draining, |position| standings[position].draining);
+        }
+        if let Some(bound) = asked.session.filter(|_| self.session_affinity == SessionAffinity::Hard) {
+            verdicts.narrow(Filter::Pin, |position| all[position].rank == bound);
+        }
+        if !good {
+            // When nobody answers, the board must do.
+            verdicts.narrow(Filter::Unresponsive, |position| !standings[position].suspect);
+        }
+        if let Some(adapter) = asked.terms.and_then(|terms| terms.lora_name.as_deref()) {
+            verdicts.narrow(Filter::Lora, |position| all[position].traits.lora_adapters.contains(adapter));
+        }
+        verdicts.refuse(Filter::Overloaded, |position| {
+            standings[position].overloaded || overload && self.is_overloaded(&all[position])
+        });
+        if let Some(limits) = asked.class.and_then(|class| self.busy.get(class.0 as usize)) {
+            verdicts.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
+        }
+        if let Some(terms) = asked.terms.filter(|terms| terms.constraints.pin.is_some()) {
+            verdicts.narrow(Filter::Pin, |position| terms.constraints.prefers(all[position].rank));
+        }
+        self.weigh(ranks, asked, verdicts);
+    }
+
+    fn weigh(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
+        let liked = asked.terms.filter(|terms| !terms.constraints.preferred_taints.is_empty());
+        let session = asked.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
+        if liked.is_none() && session.is_none() && self.slow_start.is_none() {
+            return;
+        }
+        verdicts.factors.extend(ranks.as_slice().iter().map(|rank| {
+            let taints = liked.map_or(1.0, |terms| terms.constraints.cost_factor(&rank.traits));
+            let session = if session == Some(rank.rank) { self.session_factor } else { 1.0 };
+            taints * session * rank.slow_start_factor
+        }));
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "block counts stay far below 2^53")]
+    fn is_overloaded(&self, rank: &Rank) -> bool {
+        let full = self.overload_blocks_frac.zip(rank.traits.total_kv_blocks);
+        self.overload.exceeded_by(rank)
+            || full.is_some_and(|(frac, blocks)| rank.active_blocks_max() as f64 > frac * f64::from(blocks))
+    }
+
+    /// Moves slow starts on.
+    pub(super) fn warm_up(&self, ranks: &mut Ranks, now: Timestamp) {
+        let Some(SlowStart { fill, longest }) = self.slow_start else { return };
+        if !ranks.as_slice().iter().any(Rank::is_starting) {
+            return;
+        }
+        let mut held: Vec<u32> = ranks.as_slice().iter().map(|rank| rank.holdings.held_blocks()).collect();
+        held.sort_unstable();
+        let median = held.get(held.len() / 2).copied().unwrap_or(0);
+        for rank in ranks.iter_mut().filter(|rank| rank.is_starting()) {
+            let wanted = fill * f64::from(rank.traits.total_kv_blocks.unwrap_or(median));
+            let filled = if wanted > 0.0 { f64::from(rank.holdings.held_blocks()) / wanted } else { 1.0 };
+            let waited = now.since(rank.since).as_secs_f64() / longest.as_secs_f64();
+            rank.slow_start_factor = 1.0 / filled.max(waited).clamp(PROGRESS_MIN, 1.0);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Why a request goes where it goes: the candidate table.
+//!
+//! Owns the record and its schema. The same record answers `explain` and is what sampled decisions are traced with.
+
+use serde::Serialize;
+
+use super::decide::Scratch;
+use super::{Numbered, Schedule};
+use crate::protocol::WorkerRank;
+use crate::select::{Candidate, CostFacts, CostTerms, Draw, Filter, Policy};
+
+/// Apart from the seed of picks, so that what is traced says nothing about ties.
+const TRACE_SEED: u64 = 0x7261_6365_5f73_6565;
+
+/// Everything one decision was based on.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Explanation {
+    /// Version of this record: raised when a field changes its meaning or goes.
+    pub schema: u32,
+    /// The request's number.
+    pub request: u64,
+    /// How ranks were compared.
+    pub policy: Policy,
+    /// Whether the embedder's selector chose in place of the policy.
+    pub custom_selector: bool,
+    /// Prompt length.
+    pub isl_tokens: u32,
+    /// Tokens a block.
+    pub block_size: u32,
+    /// The choice.
+    pub chosen: Option<WorkerRank>,
+    /// Why there is none.
+    pub refused: Option<String>,
+    /// One row a registered rank, in rank order.
+    pub ranks: Vec<ExplainedRank>,
+}
+
+/// One row of the candidate table.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ExplainedRank {
+    /// What is known of the rank. Where it was not asked, load and blocks are upper bounds.
+    #[serde(flatten)]
+    pub facts: Candidate,
+    /// The filter that refused it.
+    pub refused_by: Option<Filter>,
+    /// Whether its numbers are exact, and not only bounds.
+    pub exact: bool,
+    /// Effective overlap in tokens.
+    pub cached_tokens: u32,
+    /// What its `kv` cost is made of, at the upper bounds.
+    pub cost_terms: CostTerms,
+    /// Its cost: no lower than this.
+    pub cost_lo: f64,
+    /// Its cost: no higher than this. What was compared, preferences included.
+    pub cost_hi: f64,
+}
+
+impl Explanation {
+    /// The version of the record that this code writes.
+    pub const SCHEMA: u32 = 1;
+}
+
+impl<T> Schedule<T> {
+    /// Whether this decision is one of those traced.
+    pub(super) fn is_traced(&self, request: u64) -> bool {
+        let share = self.config.decision_trace;
+        share > 0.0 && Draw { seed: self.config.seed ^ TRACE_SEED, request }.unit() < share
+    }
+
+    /// The table, as things stand. Expects the request's verdicts in `scratch`.
+    pub(super) fn explanation(
+        &self,
+        in_batch: usize,
+        numbered: &Numbered<T>,
+        outcome: Result<WorkerRank, String>,
+        scratch: &mut Scratch,
+    ) -> Box<Explanation> {
+        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        let (weights, block_size) = (self.config.tier_weights(), self.config.block_size);
+        let cost = self.cost_of(numbered);
+        let ranks = self.ranks.as_slice().iter().enumerate().map(|(position, rank)| {
+            let projected = rank.project(numbered.candidate(in_batch));
+            let facts = self.cost_facts(numbered, scratch.overlaps[position], &projected);
+            let lowest = CostFacts {
+                potential_blocks: projected.potential_blocks.0,
+                prefill_tokens: projected.prefill_tokens.0,
+                ..facts
+            };
+            let factor = scratch.verdicts.factor(position);
+            let terms = cost.terms(&facts);
+            ExplainedRank {
+                facts: self.candidate_facts(numbered, position, &projected, scratch),
+                refused_by: scratch.verdicts.of(position),
+                exact: projected.is_exact(),
+                cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
+                cost_terms: terms,
+                cost_lo: cost.cost(&lowest) * factor,
+                cost_hi: terms.total() * factor,
+            }
+        });
+        let (chosen, refused) = match outcome {
+            Ok(rank) => (Some(rank), None),
+            Err(reason) => (None, Some(reason)),
+        };
+        Box::new(Explanation {
+            schema: Explanation::SCHEMA,
+            request: numbered.number,
+            policy: self.config.policy,
+            custom_selector: self.extensions.selector.is_some(),
+            isl_tokens: numbered.request.isl_tokens,
+            block_size,
+            chosen,
+            refused,
+            ranks: ranks.collect(),
+        })
+    }
+}

@@ -1,0 +1,40 @@
+//! What a request asks for beyond a prompt: most ask for nothing, and pay for nothing.
+
+use std::sync::Arc;
+
+use crate::config::RouterConfigOverride;
+use crate::protocol::Timestamp;
+use crate::select::Constraints;
+use crate::session::SessionId;
+
+/// A request's terms. The default asks for nothing.
+///
+/// ```
+/// use pointsman::schedule::Terms;
+///
+/// let urgent = Terms { strict_priority: 1, do_not_queue: true, ..Terms::default() };
+/// assert!(urgent.due.is_none());
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Terms {
+    /// Higher leaves the queue first, whatever else.
+    pub strict_priority: u32,
+    /// Seconds by which it goes ahead of its turn; at least 0.
+    pub priority_jump: f64,
+    /// When it is too late: it is then answered as expired.
+    pub due: Option<Timestamp>,
+    /// The class or family it waits in; the default one where absent.
+    pub policy_class: Option<Arc<str>>,
+    /// Whether it would rather be refused than wait.
+    pub do_not_queue: bool,
+    /// Who may serve it.
+    pub constraints: Constraints,
+    /// The LoRA adapter it runs under.
+    pub lora_name: Option<Arc<str>>,
+    /// Its session.
+    pub session_id: Option<SessionId>,
+    /// Output the caller expects.
+    pub expected_output_tokens: Option<u32>,
+    /// Settings that are otherwise for it.
+    pub overrides: RouterConfigOverride,
+}

@@ -1,0 +1,350 @@
+//! What the scheduler is told and what it wants done.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use super::{Explanation, Terms};
+use crate::index::Holdings;
+use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad, RateCell};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
+use crate::queue::{Backpressure, UnknownClass};
+use crate::select::{
+    Filter, Pin, RankConditions, RankOverlap, RankTraits, Removed, SelectorError, SharedHits, TierOverlap,
+};
+
+/// One request as the scheduler sees it. `T` is whatever the caller wants back with the decision.
+#[derive(Debug)]
+pub struct Request<T> {
+    /// Handed back in exactly one effect.
+    pub ticket: T,
+    /// The blocks it will hold while it runs.
+    pub prompt: PromptBlocks,
+    /// Prompt length in tokens.
+    pub isl_tokens: u32,
+    /// What the index knows; ranks that hold nothing are absent.
+    pub overlaps: Vec<RankOverlap>,
+    /// What the shared cache holds.
+    pub shared_cache: SharedHits,
+    /// Who may serve it.
+    pub target: Target,
+    /// What is wanted.
+    pub purpose: Purpose,
+    /// What it asks for beyond that.
+    pub terms: Option<Box<Terms>>,
+    /// What makes it wait and be cancelled: absent for what never waits.
+    pub waits: Option<Waits>,
+}
+
+impl<T> Request<T> {
+    /// A request for a booking that asks for nothing else, never waits, and of which nothing is known to be cached.
+    #[must_use]
+    pub fn new(ticket: T, prompt: PromptBlocks, isl_tokens: u32) -> Self {
+        Self {
+            ticket,
+            prompt,
+            isl_tokens,
+            overlaps: Vec::new(),
+            shared_cache: SharedHits::default(),
+            target: Target::Any,
+            purpose: Purpose::Book,
+            terms: None,
+            waits: None,
+        }
+    }
+}
+
+/// What is known of a request that may have to wait.
+#[derive(Clone, Debug)]
+pub struct Waits {
+    /// Its booking: unique, and how it is named when it is cancelled.
+    pub booking: BookingId,
+    /// When it arrived.
+    pub arrival: Timestamp,
+    /// What to ask the index for when its overlap has aged.
+    pub block_hashes: Option<Arc<[BlockHash]>>,
+}
+
+/// Who may serve a request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Target {
+    /// Whoever the policy prefers.
+    Any,
+    /// This rank: its embedder dispatches by itself, and says what it knows of the prefill.
+    Exactly {
+        /// The rank.
+        rank: WorkerRank,
+        /// Prompt tokens already cached there, or `None` for what the index says.
+        cached_tokens: Option<u32>,
+        /// How long the prefill will take, where known.
+        expected_duration: Option<Duration>,
+    },
+}
+
+/// What a caller wants of the scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// A booking.
+    Book,
+    /// The rank that a booking would get, without one.
+    Report,
+    /// What every rank's load would be with this request on it.
+    Survey,
+    /// The candidate table: what a booking would be decided by, and how.
+    Explain,
+}
+
+/// What the scheduler is told.
+#[derive(Debug)]
+pub enum Input<T> {
+    /// A request wants a decision.
+    Request(Request<T>),
+    /// The answers to a load query. Late ones, of a batch long closed, only show that a rank is alive.
+    Loads {
+        /// The query's batch.
+        batch: u64,
+        /// Answers, in any order; ranks that were lost or slow are absent.
+        answers: Vec<LoadAnswer>,
+    },
+    /// A waiting request's caller has gone.
+    Cancel(BookingId),
+    /// A waiting request's overlap as it is now: the answer to [`Effect::Refresh`].
+    Overlaps {
+        /// The request.
+        booking: BookingId,
+        /// What the index knows.
+        overlaps: Vec<RankOverlap>,
+    },
+    /// Time has passed, or some rank's load has fallen: see who need not wait any longer.
+    Wake,
+    /// A rank may be chosen from now on.
+    Admit(Admission),
+    /// A rank's worker says otherwise of itself.
+    Describe {
+        /// Its slot.
+        slot: Slot,
+        /// Its incarnation.
+        generation: Generation,
+        /// What it offers now.
+        traits: Arc<RankTraits>,
+    },
+    /// A rank gets no new work.
+    Drain {
+        /// Its slot.
+        slot: Slot,
+        /// Its incarnation.
+        generation: Generation,
+    },
+    /// A rank may not be chosen any more. Nothing is booked on it after this input.
+    Retire {
+        /// Its slot.
+        slot: Slot,
+        /// Its incarnation; a retirement for another one does nothing.
+        generation: Generation,
+    },
+    /// What the embedder knows of the ranks, in place of what it said before.
+    Conditions(Arc<RankConditions>),
+}
+
+/// A rank as it joins.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    /// Its name.
+    pub rank: WorkerRank,
+    /// Its slot.
+    pub slot: Slot,
+    /// Its incarnation in that slot.
+    pub generation: Generation,
+    /// Where it publishes its load.
+    pub board: Arc<BoardSlot>,
+    /// Where it publishes how fast it prefills.
+    pub rate: Arc<RateCell>,
+    /// Where its index shard publishes what it holds.
+    pub holdings: Arc<Holdings>,
+    /// What it offers.
+    pub traits: Arc<RankTraits>,
+    /// Whether it gets no new work.
+    pub draining: bool,
+}
+
+impl Admission {
+    /// A rank that offers nothing in particular.
+    #[must_use]
+    pub fn new(rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) -> Self {
+        let (rate, holdings, traits) = (Arc::default(), Arc::default(), Arc::default());
+        Self { rank, slot, generation, board, rate, holdings, traits, draining: false }
+    }
+}
+
+/// What the scheduler wants done, in this order.
+#[derive(Debug)]
+pub enum Effect<T> {
+    /// Ask these ranks what each prompt would find there, and answer with [`Input::Loads`].
+    Query(LoadQuery),
+    /// Ask the index again, and answer with [`Input::Overlaps`].
+    Refresh {
+        /// The waiting request.
+        booking: BookingId,
+        /// Its blocks.
+        block_hashes: Arc<[BlockHash]>,
+    },
+    /// Book the ticket's request on the decision's rank.
+    Book {
+        /// The request's ticket.
+        ticket: T,
+        /// Where it goes.
+        decision: Decision,
+        /// The Book's number on that rank.
+        number: BookNumber,
+        /// Everything it was decided by, where this decision was drawn for the trace.
+        trace: Option<Box<Explanation>>,
+    },
+    /// Tell the caller where it would go.
+    Report {
+        /// The request's ticket.
+        ticket: T,
+        /// Where it would go.
+        decision: Decision,
+    },
+    /// Tell the caller what each rank's load would be.
+    Survey {
+        /// The request's ticket.
+        ticket: T,
+        /// One row a rank, in rank order.
+        loads: Vec<PotentialLoad>,
+    },
+    /// Tell the caller what a booking would be decided by.
+    Explain {
+        /// The request's ticket.
+        ticket: T,
+        /// The table.
+        explanation: Box<Explanation>,
+    },
+    /// Tell the caller that no rank can be had, and why.
+    Reject {
+        /// The request's ticket.
+        ticket: T,
+        /// Why.
+        reason: Rejection,
+    },
+    /// The request has left the queue as its caller wished. Nobody waits for an answer.
+    Cancelled {
+        /// The request's ticket.
+        ticket: T,
+    },
+}
+
+/// A round of questions to the shortlisted ranks.
+#[derive(Clone, Debug)]
+pub struct LoadQuery {
+    /// The batch it belongs to.
+    pub batch: u64,
+    /// Who is asked.
+    pub slots: Vec<Slot>,
+    /// The prompts of the batch, in decision order.
+    pub prompts: Arc<[PromptBlocks]>,
+}
+
+/// One rank's answer to a [`LoadQuery`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoadAnswer {
+    /// Who answers.
+    pub slot: Slot,
+    /// Its incarnation; an answer of an earlier one is ignored.
+    pub generation: Generation,
+    /// Its load now.
+    pub load: RankLoad,
+    /// For each prompt of the query, its leading blocks that are active on the rank already.
+    pub shared_blocks: SmallVec<[u32; 2]>,
+}
+
+/// Number of one Book on one rank: counted from 1 in each incarnation of its sequence actor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BookNumber {
+    /// The incarnation it was counted for.
+    pub incarnation: u32,
+    /// The count.
+    pub number: u32,
+}
+
+/// Where a request goes, and what was known when that was decided.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Decision {
+    /// The request's number: how many the scheduler had taken in before it. Where nothing waits, decisions fall in this
+    /// order.
+    pub request: u64,
+    /// The rank.
+    pub rank: WorkerRank,
+    /// Its slot.
+    pub slot: Slot,
+    /// Its incarnation.
+    pub generation: Generation,
+    /// What it holds of the prompt.
+    pub overlap: TierOverlap,
+    /// Blocks that the shared cache has beyond the rank's device blocks.
+    pub shared_cache_blocks: u32,
+    /// The most leading blocks that any eligible rank holds, in whatever tier: what could have been reached.
+    pub reachable_blocks: u32,
+    /// The prefill it was charged with.
+    pub hint: Option<PrefillLoadHint>,
+}
+
+/// One rank's load as it would be with a request on it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PotentialLoad {
+    /// The rank.
+    pub rank: WorkerRank,
+    /// Prefill tokens to compute, the request's own uncached ones included.
+    pub potential_prefill_tokens: u64,
+    /// Blocks held, the request's included.
+    pub potential_decode_blocks: u64,
+    /// Requests active now, without this one.
+    pub active_requests: u32,
+}
+
+/// Why no rank was chosen.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Rejection {
+    /// No rank is registered.
+    #[error("no rank is registered")]
+    NoRanks,
+    /// The rank asked for is not registered.
+    #[error("rank {0} is not registered")]
+    UnknownRank(WorkerRank),
+    /// The filters left nobody.
+    #[error("no rank is eligible: {removed}")]
+    NoneEligible {
+        /// How many ranks each filter removed.
+        removed: Removed,
+    },
+    /// Those that could serve it have too much to do.
+    #[error("all eligible workers are overloaded: {removed}")]
+    AllOverloaded {
+        /// How many ranks each filter removed.
+        removed: Removed,
+    },
+    /// The worker or rank it is pinned to may not serve it.
+    #[error("pinned to {pin}, which is {}", refused_by.map_or("not registered", Filter::name))]
+    Pinned {
+        /// The pin.
+        pin: Pin,
+        /// The filter that refused it; absent where it is not registered.
+        refused_by: Option<Filter>,
+    },
+    /// Its time was up.
+    #[error("the deadline passed after {} ms", waited.as_millis())]
+    DeadlineExceeded {
+        /// How long it had waited.
+        waited: Duration,
+    },
+    /// It would have had to wait, and may not.
+    #[error(transparent)]
+    Backpressure(#[from] Backpressure),
+    /// It names a class that is not there.
+    #[error(transparent)]
+    UnknownClass(#[from] UnknownClass),
+    /// The embedder's selector gave no usable answer.
+    #[error(transparent)]
+    Selector(#[from] SelectorError),
+}

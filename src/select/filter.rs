@@ -1,0 +1,407 @@
+//! Who may serve a request: what it asks for, what a rank offers, and which filter says no.
+//!
+//! Owns constraints, the order in which filters are tried, and the count of what each removed. Promises that every
+//! rank gets one verdict, that of the first filter that refuses it. Leaves to `schedule` which ranks there are, how
+//! loaded they are, and what happens to a request that nobody may serve.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId, WorkerRank};
+
+/// A taint under which a worker's topology can be asked for: `pointsman.topology/zone=a`.
+#[must_use]
+pub fn topology_taint(domain: &str, value: &str) -> String {
+    format!("pointsman.topology/{domain}={value}")
+}
+
+/// How binding a pin is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PinMode {
+    /// Nobody else.
+    #[default]
+    Hard,
+    /// Preferred whatever it costs while it is eligible; else anybody.
+    Soft,
+}
+
+/// A worker, or one rank of it, that a request should go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pin {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its rank; any of its ranks where absent, which is the one of a single-rank worker.
+    #[serde(default)]
+    pub rank: Option<u32>,
+    /// How binding it is.
+    #[serde(default)]
+    pub mode: PinMode,
+}
+
+impl Pin {
+    /// Whether the pin means this rank.
+    #[must_use]
+    pub fn names(&self, rank: WorkerRank) -> bool {
+        self.worker == rank.worker && self.rank.is_none_or(|wanted| wanted == rank.rank)
+    }
+}
+
+impl fmt::Display for Pin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.rank {
+            Some(rank) => WorkerRank::new(self.worker, rank).fmt(f),
+            None => self.worker.fmt(f),
+        }
+    }
+}
+
+/// What a request asks of whoever serves it.
+///
+/// ```
+/// use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
+/// use pointsman::select::{Constraints, Filter, RankTraits};
+///
+/// let constraints = Constraints { required_taints: ["h100".to_owned()].into(), ..Constraints::default() };
+/// let (rank, plain) = (WorkerRank::new(WorkerId(1), 0), RankTraits::of(&WorkerConfig::at("http://a")));
+/// assert_eq!(constraints.refused_by(rank, &plain), Some(Filter::RequiredTaints));
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Constraints {
+    /// Only these workers; any where absent.
+    pub allowed_workers: Option<BTreeSet<WorkerId>>,
+    /// This worker or rank.
+    pub pin: Option<Pin>,
+    /// Taints that a worker must carry, all of them.
+    pub required_taints: BTreeSet<String>,
+    /// Taints that are liked (positive weight) or disliked (negative): a rank's cost is multiplied by
+    /// exp(-tanh(sum of the weights it carries)), so by 0.37 to 2.72. Weights are finite. Pinned requests ignore them.
+    pub preferred_taints: BTreeMap<String, f64>,
+}
+
+/// A weight that is no number.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("the weight of preferred taint {taint:?} is {weight}, must be finite")]
+pub struct TaintWeightError {
+    /// The taint.
+    pub taint: String,
+    /// Its weight.
+    pub weight: f64,
+}
+
+impl Constraints {
+    /// Whether nothing is asked.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.allowed_workers.is_none()
+            && self.pin.is_none()
+            && self.required_taints.is_empty()
+            && self.preferred_taints.is_empty()
+    }
+
+    /// Checks the weights.
+    ///
+    /// # Errors
+    /// The first weight that is not finite.
+    pub fn validate(&self) -> Result<(), TaintWeightError> {
+        match self.preferred_taints.iter().find(|(_, weight)| !weight.is_finite()) {
+            Some((taint, weight)) => Err(TaintWeightError { taint: taint.clone(), weight: *weight }),
+            None => Ok(()),
+        }
+    }
+
+    /// Asks the decode side of a request to stay where the KV blocks of this prefill worker can reach it.
+    pub fn follow_transfer(&mut self, prefill: &WorkerConfig) {
+        let Some(domain) = &prefill.kv_transfer_domain else { return };
+        let Some(value) = prefill.topology_domains.get(domain) else { return };
+        let taint = topology_taint(domain, value);
+        match prefill.kv_transfer_enforcement {
+            KvTransferEnforcement::Required => {
+                self.required_taints.insert(taint);
+            }
+            KvTransferEnforcement::Preferred => {
+                self.preferred_taints.insert(taint, prefill.kv_transfer_preferred_weight.unwrap_or(1.0));
+            }
+        }
+    }
+
+    /// The hard pin, if there is one.
+    #[must_use]
+    pub fn hard_pin(&self) -> Option<Pin> {
+        self.pin.filter(|pin| pin.mode == PinMode::Hard)
+    }
+
+    /// Whether a soft pin names the rank.
+    #[must_use]
+    pub fn prefers(&self, rank: WorkerRank) -> bool {
+        self.pin.is_some_and(|pin| pin.mode == PinMode::Soft && pin.names(rank))
+    }
+
+    /// The first of these constraints that refuses the rank.
+    #[must_use]
+    pub fn refused_by(&self, rank: WorkerRank, traits: &RankTraits) -> Option<Filter> {
+        if self.allowed_workers.as_ref().is_some_and(|allowed| !allowed.contains(&rank.worker)) {
+            return Some(Filter::Allowed);
+        }
+        if self.hard_pin().is_some_and(|pin| !pin.names(rank)) {
+            return Some(Filter::Pin);
+        }
+        (!self.required_taints.is_subset(&traits.taints)).then_some(Filter::RequiredTaints)
+    }
+
+    /// What the rank's cost is multiplied by.
+    #[must_use]
+    pub fn cost_factor(&self, traits: &RankTraits) -> f64 {
+        if self.preferred_taints.is_empty() || self.hard_pin().is_some() {
+            return 1.0;
+        }
+        let liked = self.preferred_taints.iter().filter(|(taint, _)| traits.taints.contains(*taint));
+        preference_factor(liked.map(|(_, weight)| weight).sum())
+    }
+
+    /// A number that requests with the same set of eligible ranks share; 0 where everybody is eligible.
+    #[must_use]
+    pub fn lane(&self) -> u64 {
+        if self.allowed_workers.is_none() && self.hard_pin().is_none() && self.required_taints.is_empty() {
+            return 0;
+        }
+        let mut hasher = Xxh3::new();
+        (&self.allowed_workers, self.hard_pin(), &self.required_taints).hash(&mut hasher);
+        hasher.finish().max(1)
+    }
+}
+
+/// What a cost is multiplied by for a preference of this weight: exp(-tanh(weight)), 1 for none.
+/// (reference: NVIDIA Dynamo 1.6.1, preferred taints)
+#[must_use]
+pub fn preference_factor(weight: f64) -> f64 {
+    (-weight.tanh()).exp()
+}
+
+/// What a rank offers, as its worker's configuration says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankTraits {
+    /// Its taints, the topology among them.
+    pub taints: BTreeSet<String>,
+    /// LoRA adapters it has loaded.
+    pub lora_adapters: BTreeSet<String>,
+    /// Tokens one engine step may hold, where known.
+    pub max_num_batched_tokens: Option<u32>,
+    /// KV blocks it has, where known.
+    pub total_kv_blocks: Option<u32>,
+}
+
+impl RankTraits {
+    /// What the ranks of a worker offer.
+    #[must_use]
+    pub fn of(config: &WorkerConfig) -> Self {
+        let topology = config.topology_domains.iter().map(|(domain, value)| topology_taint(domain, value));
+        Self {
+            taints: config.taints.iter().cloned().chain(topology).collect(),
+            lora_adapters: config.lora_adapters.clone(),
+            max_num_batched_tokens: config.max_num_batched_tokens,
+            total_kv_blocks: config.total_kv_blocks,
+        }
+    }
+}
+
+/// What the embedder knows of ranks that the router cannot: the whole truth, not a change. Ranks that are not
+/// registered are ignored.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RankConditions {
+    /// Ranks with too much to do.
+    pub overloaded: BTreeSet<WorkerRank>,
+    /// Ranks that cannot be reached.
+    pub unavailable: BTreeSet<WorkerRank>,
+}
+
+/// What can refuse a rank, in the order in which they are tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Filter {
+    /// Its worker is not among those allowed.
+    Allowed,
+    /// The request is pinned elsewhere.
+    Pin,
+    /// It lacks a required taint.
+    RequiredTaints,
+    /// The embedder says that it cannot be reached.
+    Unavailable,
+    /// It is being drained.
+    Draining,
+    /// Its sequence actor let a question time out, and others did not.
+    Unresponsive,
+    /// Others have the LoRA adapter loaded, and it does not.
+    Lora,
+    /// It has too much to do, as the embedder or its load says.
+    Overloaded,
+    /// It is busy for the request's class.
+    Busy,
+}
+
+impl Filter {
+    /// All of them, in the order in which they are tried.
+    pub const ALL: [Self; 9] = [
+        Self::Allowed,
+        Self::Pin,
+        Self::RequiredTaints,
+        Self::Unavailable,
+        Self::Draining,
+        Self::Unresponsive,
+        Self::Lora,
+        Self::Overloaded,
+        Self::Busy,
+    ];
+
+    /// Its name in labels and messages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Allowed => "not allowed",
+            Self::Pin => "pinned elsewhere",
+            Self::RequiredTaints => "without a required taint",
+            Self::Unavailable => "unavailable",
+            Self::Draining => "draining",
+            Self::Unresponsive => "unresponsive",
+            Self::Lora => "without the LoRA adapter",
+            Self::Overloaded => "overloaded",
+            Self::Busy => "busy",
+        }
+    }
+
+    /// Whether the verdict can change by waiting: the rank itself would do.
+    #[must_use]
+    pub fn passes(self) -> bool {
+        match self {
+            Self::Unresponsive | Self::Lora | Self::Overloaded | Self::Busy => true,
+            Self::Allowed | Self::Pin | Self::RequiredTaints | Self::Unavailable | Self::Draining => false,
+        }
+    }
+}
+
+/// How many ranks each filter removed.
+///
+/// ```
+/// use pointsman::select::{Filter, Removed};
+///
+/// let removed = Removed::count([Some(Filter::Draining), None, Some(Filter::Allowed), Some(Filter::Draining)]);
+/// assert_eq!(removed.to_string(), "1 not allowed, 2 draining");
+/// assert_eq!(removed.by(Filter::Draining), 2);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Removed([u32; Filter::ALL.len()]);
+
+impl Removed {
+    /// Counts verdicts; `None` is eligible.
+    pub fn count(verdicts: impl IntoIterator<Item = Option<Filter>>) -> Self {
+        let mut removed = Self::default();
+        for filter in verdicts.into_iter().flatten() {
+            removed.0[filter as usize] += 1;
+        }
+        removed
+    }
+
+    /// Ranks that a filter removed.
+    #[must_use]
+    pub fn by(&self, filter: Filter) -> u32 {
+        self.0[filter as usize]
+    }
+}
+
+impl fmt::Display for Removed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut separator = "";
+        for filter in Filter::ALL.into_iter().filter(|filter| self.by(*filter) > 0) {
+            write!(f, "{separator}{} {}", self.by(filter), filter.name())?;
+            separator = ", ";
+        }
+        if separator.is_empty() { f.write_str("none removed") } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(worker: u64, rank: u32) -> WorkerRank {
+        WorkerRank::new(WorkerId(worker), rank)
+    }
+
+    fn traits(taints: &[&str]) -> RankTraits {
+        RankTraits { taints: taints.iter().map(|&taint| taint.to_owned()).collect(), ..RankTraits::default() }
+    }
+
+    #[test]
+    fn filters_refuse_in_their_order() {
+        let pin = Pin { worker: WorkerId(2), rank: Some(1), mode: PinMode::Hard };
+        let constraints = Constraints {
+            allowed_workers: Some([WorkerId(1), WorkerId(2)].into()),
+            pin: Some(pin),
+            required_taints: ["gold".to_owned()].into(),
+            ..Constraints::default()
+        };
+        assert_eq!(constraints.refused_by(rank(3, 0), &traits(&[])), Some(Filter::Allowed));
+        assert_eq!(constraints.refused_by(rank(1, 1), &traits(&["gold"])), Some(Filter::Pin));
+        assert_eq!(constraints.refused_by(rank(2, 0), &traits(&["gold"])), Some(Filter::Pin));
+        assert_eq!(constraints.refused_by(rank(2, 1), &traits(&["iron"])), Some(Filter::RequiredTaints));
+        assert_eq!(constraints.refused_by(rank(2, 1), &traits(&["gold", "iron"])), None);
+    }
+
+    #[test]
+    fn a_pin_without_rank_names_the_whole_worker_and_a_soft_one_refuses_nobody() {
+        let pin = Pin { worker: WorkerId(2), rank: None, mode: PinMode::Soft };
+        let soft = Constraints { pin: Some(pin), ..Constraints::default() };
+        assert_eq!(soft.refused_by(rank(1, 0), &traits(&[])), None);
+        assert!(soft.prefers(rank(2, 7)) && !soft.prefers(rank(1, 7)));
+        assert_eq!(soft.lane(), 0, "everybody is eligible");
+        let hard = Constraints { pin: Some(Pin { mode: PinMode::Hard, ..pin }), ..Constraints::default() };
+        assert_eq!(hard.refused_by(rank(2, 7), &traits(&[])), None);
+        assert!(hard.lane() != 0 && hard.lane() == hard.clone().lane());
+    }
+
+    /// The reference's range: exp(-tanh(sum)), from 0.368 to 2.718.
+    #[test]
+    fn preferred_taints_scale_the_cost() {
+        let mut constraints = Constraints {
+            preferred_taints: [("near".to_owned(), 50.0), ("old".to_owned(), -50.0)].into(),
+            ..Constraints::default()
+        };
+        let close = |got: f64, want: f64| assert!((got - want).abs() < 5e-4, "{got} is not {want}");
+        close(constraints.cost_factor(&traits(&["near"])), 0.368);
+        close(constraints.cost_factor(&traits(&["old"])), std::f64::consts::E);
+        close(constraints.cost_factor(&traits(&["near", "old"])), 1.0);
+        close(constraints.cost_factor(&traits(&["other"])), 1.0);
+        constraints.pin = Some(Pin { worker: WorkerId(1), rank: None, mode: PinMode::Hard });
+        close(constraints.cost_factor(&traits(&["near"])), 1.0);
+        constraints.preferred_taints.insert("odd".to_owned(), f64::NAN);
+        assert!(constraints.validate().expect_err("refused").to_string().contains("\"odd\" is NaN"));
+    }
+
+    #[test]
+    fn decode_follows_the_transfer_domain_of_its_prefill() {
+        let mut prefill = WorkerConfig::at("http://p");
+        prefill.topology_domains.insert("zone".to_owned(), "a".to_owned());
+        prefill.kv_transfer_domain = Some("zone".to_owned());
+        let decode = |zone: &str| {
+            let mut config = WorkerConfig::at("http://d");
+            config.topology_domains.insert("zone".to_owned(), zone.to_owned());
+            RankTraits::of(&config)
+        };
+        let mut preferred = Constraints::default();
+        preferred.follow_transfer(&prefill);
+        assert!(preferred.cost_factor(&decode("a")) < preferred.cost_factor(&decode("b")));
+        assert_eq!(preferred.refused_by(rank(1, 0), &decode("b")), None);
+        prefill.kv_transfer_enforcement = KvTransferEnforcement::Required;
+        let mut required = Constraints::default();
+        required.follow_transfer(&prefill);
+        assert_eq!(required.refused_by(rank(1, 0), &decode("b")), Some(Filter::RequiredTaints));
+        assert_eq!(required.refused_by(rank(1, 0), &decode("a")), None);
+    }
+}
