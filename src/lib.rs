@@ -12,8 +12,9 @@
 //!
 //! The public modules are what the router knows and decides, as plain synchronous Rust: `now` and seeds are arguments,
 //! and nothing in them waits, performs I/O or reads a clock. [`hashing`] turns prompts into block hashes, [`index`]
-//! knows which rank holds which prefix, [`load`] counts what is booked on a rank, [`select`] weighs, and [`schedule`]
-//! decides, one request after the other. The [`directory`] has every booking's lease by request id.
+//! knows which rank holds which prefix, [`load`] counts what is booked on a rank, [`select`] weighs, [`queue`] has who
+//! must wait, and [`schedule`] decides, one request after the other. The [`directory`] has every booking's lease by
+//! request id.
 //!
 //! The actors, behind the default feature `runtime`, own that state and carry the messages: one scheduler, the only one
 //! that books; a sequence actor for each rank; a radix actor for each index shard; a supervisor. Embedders see the
