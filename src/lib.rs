@@ -61,6 +61,7 @@
 mod actors;
 pub mod config;
 pub mod directory;
+pub mod disagg;
 pub mod error;
 pub mod hashing;
 pub mod index;

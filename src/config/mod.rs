@@ -4,6 +4,7 @@
 //! without another look. Leaves reading files and environments to embedders.
 
 mod overrides;
+mod pools;
 mod queue;
 
 use std::fmt;
@@ -454,16 +455,16 @@ impl RouterConfig {
 
 /// Broken rules, as they are found.
 #[derive(Debug, Default)]
-struct Problems(Vec<ConfigError>);
+pub(crate) struct Problems(Vec<ConfigError>);
 
 impl Problems {
-    fn check(&mut self, field: impl Into<String>, value: impl ToString, holds: bool, rule: &'static str) {
+    pub(crate) fn check(&mut self, field: impl Into<String>, value: impl ToString, holds: bool, rule: &'static str) {
         if !holds {
             self.0.push(ConfigError { field: field.into(), value: value.to_string(), rule });
         }
     }
 
-    fn check_given<V: ToString>(
+    pub(crate) fn check_given<V: ToString>(
         &mut self,
         field: &'static str,
         value: Option<V>,
@@ -476,7 +477,7 @@ impl Problems {
         }
     }
 
-    fn into_result(self) -> Result<(), ConfigErrors> {
+    pub(crate) fn into_result(self) -> Result<(), ConfigErrors> {
         if self.0.is_empty() { Ok(()) } else { Err(ConfigErrors(self.0)) }
     }
 }
