@@ -11,6 +11,7 @@
 //! ```
 
 mod clock;
+mod disagg;
 #[cfg(feature = "faults")]
 mod faults;
 mod gather;
@@ -25,6 +26,7 @@ mod supervisor;
 mod telemetry;
 mod turn;
 
+pub use disagg::{DisaggPlacement, Disaggregated};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Wedge};
 pub use placement::Placement;

@@ -75,9 +75,11 @@ pub mod supervision;
 
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, BestMatch, CacheHit, Health, OverlapScores, PendingClass, Placement, Prompt, RankScores, RouteRequest,
-    Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary,
-    WorkerEntry,
+pub use actors::{
+    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, PendingClass, Placement,
+    Prompt, RankScores, RouteRequest, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
+    SharedCacheFailure, SharedSummary, WorkerEntry,
+};
 };
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Wedge};

@@ -1,0 +1,175 @@
+//! A request on two pools: what is booked where, what a failure of one side leaves, and what is skipped.
+
+mod common;
+
+use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
+use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason, WhyLocal};
+use pointsman::error::RouteError;
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Prompt, RouteRequest, Router, RouterConfig};
+
+/// Prefill workers 0 to `prefills` − 1, and decode workers likewise, which know what they have cached.
+async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregated {
+    let decode = RouterConfig { overlap_score_credit: 1.0, ..config().for_decode() };
+    let (prefill, decode) = (router(config().for_prefill(), prefills).await, router(decode, decodes).await);
+    Disaggregated::new(prefill, decode, disagg).expect("the rules are kept")
+}
+
+fn enabled(policy: SkipPolicy) -> DisaggConfig {
+    let prefill_busy_frac = policy.looks_at_load().then_some(0.5);
+    DisaggConfig { enabled: true, policy, prefill_busy_frac, ..DisaggConfig::default() }
+}
+
+async fn route(pools: &Disaggregated, id: &str, prompt: &[u32]) -> Result<DisaggPlacement, DisaggError> {
+    pools.route(RouteRequest::new(id, Prompt::Tokens(prompt))).await
+}
+
+async fn limit(router: &Router, worker: u64, max_num_batched_tokens: u32, total_kv_blocks: u32) {
+    let known = router.workers().iter().find(|known| known.worker == WorkerId(worker)).expect("it is there").clone();
+    let (max_num_batched_tokens, total_kv_blocks) = (Some(max_num_batched_tokens), Some(total_kv_blocks));
+    let limited = WorkerConfig { max_num_batched_tokens, total_kv_blocks, ..known.config };
+    router.upsert_worker(WorkerId(worker), limited).await.expect("valid");
+}
+
+#[tokio::test]
+async fn a_request_is_booked_on_both_sides_until_its_prefill_is_done() {
+    let pools = pools(3, 1, DisaggConfig::default()).await;
+    let prompt = tokens(1, 20);
+    pools.prefill().apply_events(vec![stored(rank(2), &prompt[..40])]).await.expect("up");
+    let mut placement = route(&pools, "a", &prompt).await.expect("placed");
+    let prefill = placement.prefill().expect("remote");
+    assert_eq!((prefill.rank(), prefill.overlap_blocks()), (rank(2), 10));
+    assert_eq!(placement.decode().rank(), rank(0));
+    assert_eq!(loads(pools.prefill()).await[2], (1, 0, 40), "tokens to compute and no blocks");
+    assert_eq!(loads(pools.decode()).await[0], (1, 20, 0), "blocks and no tokens to compute");
+    placement.prefill_completed();
+    placement.prefill_completed();
+    assert!(placement.prefill().is_none() && placement.why_local().is_none());
+    assert_at_rest(pools.prefill()).await;
+    placement.output_block(None).expect("no decay");
+    assert_eq!(loads(pools.decode()).await[0], (1, 21, 0));
+    drop(placement);
+    assert_at_rest(pools.decode()).await;
+}
+
+#[tokio::test]
+async fn a_dropped_placement_frees_both_sides() {
+    let pools = pools(2, 2, DisaggConfig::default()).await;
+    let prompt = tokens(1, 10);
+    let placements =
+        [route(&pools, "a", &prompt).await.expect("placed"), route(&pools, "b", &prompt).await.expect("placed")];
+    assert_eq!((pools.prefill().health().leases, pools.decode().health().leases), (2, 2));
+    drop(placements);
+    assert_at_rest(pools.prefill()).await;
+    assert_at_rest(pools.decode()).await;
+}
+
+#[tokio::test]
+async fn pools_that_cut_prompts_differently_hash_each_their_own_way() {
+    let prefill = router(RouterConfig { block_size: 8, ..config().for_prefill() }, 2).await;
+    let decode = router(config().for_decode(), 1).await;
+    let pools = Disaggregated::new(prefill, decode, DisaggConfig::default()).expect("the rules are kept");
+    let placement = route(&pools, "a", &tokens(1, 20)).await.expect("placed");
+    assert_eq!(placement.prefill().map(|prefill| prefill.overlap_blocks()), Some(0));
+    assert_eq!(loads(pools.decode()).await, [(1, 20, 0)]);
+    assert_eq!(loads(pools.prefill()).await.iter().map(|load| load.2).sum::<u64>(), 80);
+}
+
+#[tokio::test]
+async fn what_the_decode_rank_has_mostly_cached_stays_there() {
+    let pools = pools(2, 2, enabled(SkipPolicy::IslBounding)).await;
+    let prompt = tokens(1, 20);
+    pools.decode().apply_events(vec![stored(rank(1), &prompt[..64])]).await.expect("up");
+    let placement = route(&pools, "a", &prompt).await.expect("placed");
+    assert_eq!(placement.decode().rank(), rank(1));
+    let short = SkipReason::ShortPrefill { effective_tokens: 16, isl_tokens: 80 };
+    assert_eq!(placement.why_local(), Some(&WhyLocal::Skipped(short)));
+    assert_at_rest(pools.prefill()).await;
+    let fresh = route(&pools, "b", &tokens(2, 20)).await.expect("placed");
+    assert!(fresh.prefill().is_some(), "nothing of it is cached: {:?}", fresh.why_local());
+}
+
+#[tokio::test]
+async fn a_decode_rank_that_is_nearly_full_gets_no_prefill_on_top() {
+    let config = DisaggConfig { decode_busy_frac: Some(0.5), ..enabled(SkipPolicy::IslBounding) };
+    let pools = pools(1, 1, config).await;
+    limit(pools.decode(), 0, 8_192, 60).await;
+    let prompt = tokens(1, 20);
+    pools.decode().apply_events(vec![stored(rank(0), &prompt)]).await.expect("up");
+    let first = route(&pools, "a", &prompt).await.expect("placed");
+    assert!(first.why_local().is_some(), "20 of 60 blocks");
+    let second = route(&pools, "b", &prompt).await.expect("placed");
+    assert!(second.prefill().is_some(), "40 of 60 blocks, its own included: {:?}", second.why_local());
+}
+
+#[tokio::test]
+async fn a_busy_prefill_rank_is_not_waited_for() {
+    for policy in [SkipPolicy::PrefillLoad, SkipPolicy::IslOrLoad] {
+        let pools = pools(1, 1, enabled(policy)).await;
+        limit(pools.prefill(), 0, 200, 1_000).await;
+        let prompts = [1, 2, 3].map(|seed| tokens(seed, 20));
+        let first = route(&pools, "a", &prompts[0]).await.expect("placed");
+        assert!(first.prefill().is_some(), "nothing to compute yet: {:?}", first.why_local());
+        let mut second = route(&pools, "b", &prompts[1]).await.expect("placed");
+        assert!(second.prefill().is_some(), "80 tokens of 200: {:?}", second.why_local());
+        let third = route(&pools, "c", &prompts[2]).await.expect("placed");
+        let busy = SkipReason::PrefillBusy { active_tokens: 160, active_tokens_max: 100.0 };
+        assert_eq!(third.why_local(), Some(&WhyLocal::Skipped(busy)));
+        assert_eq!(pools.prefill().health().leases, 2, "asking books nothing");
+        second.prefill_completed();
+        let fourth = route(&pools, "d", &prompts[2]).await.expect("placed");
+        assert!(fourth.prefill().is_some(), "80 tokens again: {:?}", fourth.why_local());
+    }
+}
+
+#[tokio::test]
+async fn an_error_names_its_side_and_leaves_nothing_booked() {
+    let no_prefill = pools(0, 1, DisaggConfig::default()).await;
+    let prompt = tokens(1, 10);
+    let error = route(&no_prefill, "a", &prompt).await.expect_err("no prefill rank");
+    assert_eq!(error, DisaggError { side: Side::Prefill, error: RouteError::NoRanks });
+    assert_eq!(error.to_string(), "prefill side: no rank is registered");
+    assert_at_rest(no_prefill.decode()).await;
+
+    let no_decode = pools(1, 0, DisaggConfig { decode_fallback: true, ..DisaggConfig::default() }).await;
+    let error = route(&no_decode, "a", &prompt).await.expect_err("no decode rank");
+    assert_eq!(error, DisaggError { side: Side::Decode, error: RouteError::NoRanks });
+    assert_at_rest(no_decode.prefill()).await;
+}
+
+#[tokio::test]
+async fn without_a_prefill_rank_the_decode_rank_may_serve_alone() {
+    for policy in [SkipPolicy::IslBounding, SkipPolicy::PrefillLoad] {
+        let pools = pools(0, 1, DisaggConfig { decode_fallback: true, ..enabled(policy) }).await;
+        let placement = route(&pools, "a", &tokens(1, 10)).await.expect("placed");
+        assert_eq!(placement.why_local(), Some(&WhyLocal::Fallback(RouteError::NoRanks)));
+        drop(placement);
+        assert_at_rest(pools.decode()).await;
+    }
+}
+
+#[tokio::test]
+async fn an_id_sent_twice_is_no_reason_to_fall_back() {
+    let pools = pools(1, 1, DisaggConfig { decode_fallback: true, ..DisaggConfig::default() }).await;
+    let prompt = tokens(1, 10);
+    pools.prefill().add_request(AddRequest::new("a", rank(0), Prompt::Tokens(&prompt))).await.expect("booked");
+    let error = route(&pools, "a", &prompt).await.expect_err("taken");
+    assert!(matches!(error, DisaggError { side: Side::Prefill, error: RouteError::DuplicateRequest(_) }), "{error}");
+    assert_at_rest(pools.decode()).await;
+}
+
+#[tokio::test]
+async fn pools_that_do_not_fit_are_refused() {
+    let (prefill, decode) = (router(config().for_prefill(), 1).await, router(config().for_decode(), 1).await);
+    let swapped = Disaggregated::new(decode.clone(), prefill.clone(), DisaggConfig::default());
+    assert_eq!(
+        swapped.expect_err("swapped").to_string(),
+        "prefill.role is decode, must be prefill; decode.role is prefill, must be decode"
+    );
+    let blind = Disaggregated::new(prefill.clone(), decode.clone(), enabled(SkipPolicy::IslBounding));
+    assert_eq!(
+        blind.expect_err("blind").to_string(),
+        "decode.overlap_score_credit is 0, must be above 0 where policy is isl_bounding or isl_or_load"
+    );
+    Disaggregated::new(prefill, decode, enabled(SkipPolicy::PrefillLoad)).expect("load needs no index");
+}
