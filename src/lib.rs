@@ -75,11 +75,9 @@ pub mod supervision;
 
 #[cfg(feature = "runtime")]
 pub use actors::{
-pub use actors::{
     AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, PendingClass, Placement,
     Prompt, RankScores, RouteRequest, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
     SharedCacheFailure, SharedSummary, WorkerEntry,
-};
 };
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Wedge};

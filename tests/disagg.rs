@@ -6,6 +6,7 @@ use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
 use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason, WhyLocal};
 use pointsman::error::RouteError;
 use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::schedule::Rejection;
 use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Prompt, RouteRequest, Router, RouterConfig};
 
 /// Prefill workers 0 to `prefills` − 1, and decode workers likewise, which know what they have cached.
@@ -127,13 +128,13 @@ async fn an_error_names_its_side_and_leaves_nothing_booked() {
     let no_prefill = pools(0, 1, DisaggConfig::default()).await;
     let prompt = tokens(1, 10);
     let error = route(&no_prefill, "a", &prompt).await.expect_err("no prefill rank");
-    assert_eq!(error, DisaggError { side: Side::Prefill, error: RouteError::NoRanks });
+    assert_eq!(error, DisaggError { side: Side::Prefill, error: RouteError::Rejected(Rejection::NoRanks) });
     assert_eq!(error.to_string(), "prefill side: no rank is registered");
     assert_at_rest(no_prefill.decode()).await;
 
     let no_decode = pools(1, 0, DisaggConfig { decode_fallback: true, ..DisaggConfig::default() }).await;
     let error = route(&no_decode, "a", &prompt).await.expect_err("no decode rank");
-    assert_eq!(error, DisaggError { side: Side::Decode, error: RouteError::NoRanks });
+    assert_eq!(error, DisaggError { side: Side::Decode, error: RouteError::Rejected(Rejection::NoRanks) });
     assert_at_rest(no_decode.prefill()).await;
 }
 
@@ -142,7 +143,7 @@ async fn without_a_prefill_rank_the_decode_rank_may_serve_alone() {
     for policy in [SkipPolicy::IslBounding, SkipPolicy::PrefillLoad] {
         let pools = pools(0, 1, DisaggConfig { decode_fallback: true, ..enabled(policy) }).await;
         let placement = route(&pools, "a", &tokens(1, 10)).await.expect("placed");
-        assert_eq!(placement.why_local(), Some(&WhyLocal::Fallback(RouteError::NoRanks)));
+        assert_eq!(placement.why_local(), Some(&WhyLocal::Fallback(RouteError::Rejected(Rejection::NoRanks))));
         drop(placement);
         assert_at_rest(pools.decode()).await;
     }
