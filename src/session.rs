@@ -5,13 +5,11 @@
 //! that time which seems to run backwards stands still. Leaves to others what a binding is worth, and whether the rank
 //! it names is still there: who removes a rank says so.
 
-use std::borrow::Borrow;
-use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hashbrown::HashMap;
+use hashbrown::HashTable;
 
 use crate::protocol::{Timestamp, WorkerRank};
 
@@ -60,18 +58,11 @@ impl Deref for SessionId {
     }
 }
 
-// The table is keyed by ids and asked by text: a hash of the one is a hash of the other.
-impl Borrow<str> for SessionId {
-    fn borrow(&self) -> &str {
-        &self.0
-    }
-}
-
 /// The rank of each session that was used lately.
 ///
-/// Ids are kept whole, so a collision of hashes costs a comparison and binds nothing. A lookup that counts as a use,
-/// and a binding, cost O(log sessions): the order of use is a tree of turns rather than a list threaded through the
-/// table, which would be O(1) and twice the code, for a table that is asked once a request.
+/// Ids are kept whole, so a collision of hashes costs a comparison and binds nothing. Lookups and bindings cost O(1):
+/// sessions stand in one array, threaded by a list in the order of their use. A tree of turns would be less code, but
+/// took one to two microseconds a lookup among 65,536 sessions.
 ///
 /// ```
 /// use std::time::Duration;
@@ -91,11 +82,14 @@ impl Borrow<str> for SessionId {
 pub struct Sessions {
     ttl: Duration,
     max: usize,
-    /// Each session's last turn.
-    turns: HashMap<SessionId, u64, ahash::RandomState>,
-    /// Sessions by their last turn, longest idle first.
-    by_turn: BTreeMap<u64, Session>,
-    next_turn: u64,
+    /// Places of sessions, by id.
+    by_id: HashTable<u32>,
+    hasher: ahash::RandomState,
+    /// In no order: whoever stands last fills a gap.
+    sessions: Vec<Session>,
+    /// The place of the one that was idle longest; [`NONE`] where there is none.
+    oldest: u32,
+    newest: u32,
     /// Bytes of all ids.
     id_bytes: usize,
     /// The latest time heard of.
@@ -107,13 +101,17 @@ struct Session {
     id: SessionId,
     rank: WorkerRank,
     used: Timestamp,
+    /// The place of the one used before it; [`NONE`] for the oldest.
+    older: u32,
+    /// The place of the one used after it; [`NONE`] for the newest.
+    newer: u32,
 }
+
+/// No place.
+const NONE: u32 = u32::MAX;
 
 /// What the reference count before an id takes.
 const ARC_HEAD_BYTES: usize = 2 * size_of::<usize>();
-
-/// What a session takes in the tree at most: a node has room for 11 and, but for one at each end, at least 5.
-const TREE_BYTES_MAX: usize = (size_of::<u64>() + size_of::<Session>()) * 11 / 5 + 32;
 
 impl Sessions {
     /// A table that forgets what was not used for `ttl`, and keeps at most `max` sessions; 0 counts as 1.
@@ -121,10 +119,12 @@ impl Sessions {
     pub fn new(ttl: Duration, max: u32) -> Self {
         Self {
             ttl,
-            max: max.max(1) as usize,
-            turns: HashMap::default(),
-            by_turn: BTreeMap::new(),
-            next_turn: 0,
+            max: max.clamp(1, NONE - 1) as usize,
+            by_id: HashTable::new(),
+            hasher: ahash::RandomState::default(),
+            sessions: Vec::new(),
+            oldest: NONE,
+            newest: NONE,
             id_bytes: 0,
             latest: Timestamp::default(),
         }
@@ -133,110 +133,160 @@ impl Sessions {
     /// The rank that the session is bound to. Counts as a use.
     pub fn rank_of(&mut self, id: &str, now: Timestamp) -> Option<WorkerRank> {
         self.expire(now);
-        let turn = self.turns.get_mut(id)?;
-        let session = self.by_turn.remove(turn).expect("each session has its turn");
-        let rank = session.rank;
-        *turn = self.next_turn;
-        self.next_turn += 1;
-        self.by_turn.insert(*turn, Session { used: self.latest, ..session });
-        Some(rank)
+        let place = self.place_of(id)?;
+        self.unlink(place);
+        self.link_newest(place);
+        Some(self.at(place).rank)
     }
 
     /// The rank that the session is bound to. Does not count as a use.
     #[must_use]
     pub fn peek(&self, id: &str, now: Timestamp) -> Option<WorkerRank> {
-        let session = &self.by_turn[self.turns.get(id)?];
+        let session = self.at(self.place_of(id)?);
         (now.max(self.latest).since(session.used) < self.ttl).then_some(session.rank)
     }
 
     /// Binds the session to a rank, whatever it was bound to. Counts as a use. Where the table is full, the session
     /// that was idle longest is forgotten.
     pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, now: Timestamp) {
-        self.expire(now);
-        self.forget(id);
-        if self.by_turn.len() == self.max {
-            self.forget_first();
+        if self.rank_of(id, now).is_some() {
+            self.at_mut(self.newest).rank = rank;
+            return;
         }
-        self.turns.insert(id.clone(), self.next_turn);
-        self.by_turn.insert(self.next_turn, Session { id: id.clone(), rank, used: self.latest });
-        self.next_turn += 1;
+        if self.sessions.len() == self.max {
+            self.remove(self.oldest);
+        }
+        let place = u32::try_from(self.sessions.len()).expect("fewer sessions than places");
+        let Self { by_id, hasher, sessions, .. } = self;
+        sessions.push(Session { id: id.clone(), rank, used: self.latest, older: NONE, newer: NONE });
+        by_id.insert_unique(hasher.hash_one(&**id), place, |known| hasher.hash_one(&*sessions[*known as usize].id));
         self.id_bytes += id.len();
+        self.link_newest(place);
     }
 
     /// Forgets one session; the rank it was bound to.
     pub fn forget(&mut self, id: &str) -> Option<WorkerRank> {
-        let turn = self.turns.remove(id)?;
-        self.id_bytes -= id.len();
-        self.by_turn.remove(&turn).map(|session| session.rank)
+        let place = self.place_of(id)?;
+        Some(self.remove(place).rank)
     }
 
     /// Forgets every session of a rank that is removed; how many there were.
     ///
-    /// Visits every session, some milliseconds where there are 65,536: removals are rare, and a second index from rank
-    /// to sessions would be paid for by every request.
+    /// Visits every session: removals are rare, and an index from rank to sessions would be paid for by every request.
     pub fn forget_rank(&mut self, rank: WorkerRank) -> usize {
-        let before = self.by_turn.len();
-        let Self { turns, by_turn, id_bytes, .. } = self;
-        by_turn.retain(|_, session| {
-            let stays = session.rank != rank;
-            if !stays {
-                turns.remove(&session.id);
-                *id_bytes -= session.id.len();
+        let before = self.sessions.len();
+        let mut place = 0;
+        while let Some(session) = self.sessions.get(place as usize) {
+            if session.rank == rank {
+                self.remove(place); // another one stands here now, if any is left
+            } else {
+                place += 1;
             }
-            stays
-        });
-        before - self.by_turn.len()
+        }
+        before - self.sessions.len()
     }
 
     /// Sessions remembered, those included that have expired since the last call that was told the time.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.by_turn.len()
+        self.sessions.len()
     }
 
     /// Whether no session is remembered.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.by_turn.is_empty()
+        self.sessions.is_empty()
     }
 
-    /// Bytes taken, at most. Below 512 a session where all ids are as long as they may be, and the table is full.
+    /// Bytes taken. Below 512 a session where all ids are as long as they may be, and the table is full.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.turns.allocation_size() + self.len() * (TREE_BYTES_MAX + ARC_HEAD_BYTES) + self.id_bytes
+        let ids = self.len() * ARC_HEAD_BYTES + self.id_bytes;
+        self.by_id.allocation_size() + self.sessions.capacity() * size_of::<Session>() + ids
     }
 
-    /// Forgets what has not been used for the time to live. O(log sessions) for each.
+    /// Forgets what has not been used for the time to live.
     fn expire(&mut self, now: Timestamp) {
         self.latest = self.latest.max(now);
-        while let Some((_, session)) = self.by_turn.first_key_value()
-            && self.latest.since(session.used) >= self.ttl
-        {
-            self.forget_first();
+        while self.oldest != NONE && self.latest.since(self.at(self.oldest).used) >= self.ttl {
+            self.remove(self.oldest);
         }
     }
 
-    fn forget_first(&mut self) {
-        if let Some((_, session)) = self.by_turn.pop_first() {
-            self.turns.remove(&session.id);
-            self.id_bytes -= session.id.len();
+    fn place_of(&self, id: &str) -> Option<u32> {
+        self.by_id.find(self.hasher.hash_one(id), |place| *self.at(*place).id == *id).copied()
+    }
+
+    fn at(&self, place: u32) -> &Session {
+        &self.sessions[place as usize]
+    }
+
+    fn at_mut(&mut self, place: u32) -> &mut Session {
+        &mut self.sessions[place as usize]
+    }
+
+    /// Takes a session out of the order of use.
+    fn unlink(&mut self, place: u32) {
+        let Session { older, newer, .. } = *self.at(place);
+        self.point_to(older, newer, newer, older);
+    }
+
+    /// Puts a session at the end of the order of use, as used now.
+    fn link_newest(&mut self, place: u32) {
+        let (older, used) = (self.newest, self.latest);
+        let session = self.at_mut(place);
+        (session.older, session.newer, session.used) = (older, NONE, used);
+        self.point_to(older, place, NONE, place);
+    }
+
+    /// Makes `after_older` follow `older`, and `before_newer` precede `newer`; where one of them is none, the end of the
+    /// list is meant.
+    fn point_to(&mut self, older: u32, after_older: u32, newer: u32, before_newer: u32) {
+        match older {
+            NONE => self.oldest = after_older,
+            older => self.at_mut(older).newer = after_older,
+        }
+        match newer {
+            NONE => self.newest = before_newer,
+            newer => self.at_mut(newer).older = before_newer,
         }
     }
 
-    /// Compares both sides of the table. For tests.
+    fn remove(&mut self, place: u32) -> Session {
+        self.unlink(place);
+        let hash = self.hasher.hash_one(&*self.at(place).id);
+        let entry = self.by_id.find_entry(hash, |known| *known == place).expect("each session is found by its id");
+        let _ = entry.remove();
+        let removed = self.sessions.swap_remove(place as usize);
+        self.id_bytes -= removed.id.len();
+        let moved = u32::try_from(self.sessions.len()).expect("fewer sessions than places");
+        if moved != place {
+            let Session { id, older, newer, .. } = self.at(place);
+            let (hash, older, newer) = (self.hasher.hash_one(&**id), *older, *newer);
+            *self.by_id.find_mut(hash, |known| *known == moved).expect("each session is found by its id") = place;
+            self.point_to(older, place, newer, place);
+        }
+        removed
+    }
+
+    /// Walks the order of use and looks every session up. For tests.
     ///
     /// # Panics
-    /// If they differ, or sessions are out of order, or too many.
+    /// If a session is not found, out of order, or one too many.
     pub fn check_invariants(&self) {
-        assert!(self.by_turn.len() <= self.max, "{} sessions, at most {}", self.by_turn.len(), self.max);
-        assert_eq!(self.turns.len(), self.by_turn.len(), "a session without a turn, or the reverse");
-        for (turn, session) in &self.by_turn {
-            assert_eq!(self.turns.get(&session.id), Some(turn), "the turn of {:?} is another", session.id);
-            assert!(*turn < self.next_turn, "a turn to come");
+        assert!(self.sessions.len() <= self.max, "{} sessions, at most {}", self.sessions.len(), self.max);
+        assert_eq!(self.by_id.len(), self.sessions.len(), "a session without an id, or the reverse");
+        let (mut older, mut place, mut walked) = (NONE, self.oldest, 0);
+        while place != NONE {
+            let session = self.at(place);
+            assert_eq!(self.place_of(&session.id), Some(place), "{:?} is found elsewhere", session.id);
+            assert_eq!(session.older, older, "the list does not lead back");
+            assert!(older == NONE || self.at(older).used <= session.used, "uses are out of order");
             assert!(session.used <= self.latest, "a use in the future");
+            (older, place, walked) = (place, session.newer, walked + 1);
         }
-        assert!(self.by_turn.values().is_sorted_by_key(|session| session.used), "uses are out of order");
-        assert_eq!(self.id_bytes, self.by_turn.values().map(|session| session.id.len()).sum::<usize>());
+        assert_eq!((self.newest, walked), (older, self.sessions.len()), "the list ends early");
+        assert_eq!(self.id_bytes, self.sessions.iter().map(|session| session.id.len()).sum::<usize>());
     }
 }
 
