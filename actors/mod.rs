@@ -15,6 +15,7 @@ mod disagg;
 #[cfg(feature = "faults")]
 mod faults;
 mod gather;
+mod liveness;
 mod placement;
 mod radix;
 mod router;

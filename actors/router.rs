@@ -8,6 +8,7 @@ mod builder;
 mod events;
 mod inquiry;
 mod membership;
+mod messages;
 mod request;
 
 use std::collections::BTreeSet;
@@ -175,6 +176,9 @@ impl Router {
     pub fn add_output_block(&self, request_id: &str, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
         let lease = self.lease(request_id)?;
+        if !self.shared().config.track_output_blocks {
+            return Ok(());
+        }
         lease.push_output_block(decay);
         self.look(&lease);
         Ok(())
@@ -191,8 +195,20 @@ impl Router {
         Ok(())
     }
 
+    /// The request is still running, though nothing else can be said of it: its booking by id goes on.
+    ///
+    /// # Errors
+    /// When no booking has the id.
+    pub fn touch(&self, request_id: &str) -> Result<(), RequestError> {
+        self.lease(request_id).map(drop)
+    }
+
+    /// The lease of a request that something was heard of.
     fn lease(&self, request_id: &str) -> Result<Arc<Lease>, RequestError> {
-        self.shared().directory.find(request_id).ok_or_else(|| RequestError::NotFound(request_id.to_owned()))
+        let lease = self.shared().directory.find(request_id);
+        let lease = lease.ok_or_else(|| RequestError::NotFound(request_id.to_owned()))?;
+        lease.seen(self.shared().clock.now());
+        Ok(lease)
     }
 
     fn look(&self, lease: &Arc<Lease>) {

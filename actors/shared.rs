@@ -239,8 +239,9 @@ impl Hold {
         &self.shared
     }
 
-    /// Leaves the booking to its request id: it lasts until it is freed by that.
+    /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
     pub(crate) fn leave_to_id(mut self) {
+        self.lease.leave(self.shared.clock.now());
         self.ends_lease = false;
     }
 }

@@ -5,11 +5,16 @@ use super::radix::SharedFound;
 /// The instruments of the edge, where callers come in.
 pub(crate) struct Meters {
     pub(crate) shared_cache: std::sync::Arc<SharedCacheMeters>,
+    /// Bookings ended because nothing was heard of them.
+    pub(crate) expired: metrics::Counter,
 }
 
 impl Meters {
     pub(crate) fn new() -> Self {
-        Self { shared_cache: std::sync::Arc::new(SharedCacheMeters::new()) }
+        Self {
+            shared_cache: std::sync::Arc::new(SharedCacheMeters::new()),
+            expired: metrics::counter!("pointsman_bookings_expired_total"),
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use crate::config::ConfigErrors;
 use crate::directory::DuplicateRequest;
 use crate::hashing::{HashedPromptError, MmError};
 use crate::load::WeightError;
+use crate::message::PromptMessageError;
 use crate::protocol::{WorkerConfigError, WorkerId};
 use crate::schedule::Rejection;
 use crate::select::TaintWeightError;
@@ -96,6 +97,20 @@ pub enum RequestError {
     /// The decay is no share.
     #[error(transparent)]
     Decay(#[from] WeightError),
+}
+
+/// Why a message was not carried out.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum HandleError {
+    /// It names no prompt.
+    #[error(transparent)]
+    Prompt(#[from] PromptMessageError),
+    /// It was not routed.
+    #[error(transparent)]
+    Route(#[from] RouteError),
+    /// What it reports makes no sense.
+    #[error(transparent)]
+    Report(#[from] RequestError),
 }
 
 /// Why the set of workers did not change as asked.

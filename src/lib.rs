@@ -66,6 +66,7 @@ pub mod error;
 pub mod hashing;
 pub mod index;
 pub mod load;
+pub mod message;
 pub mod protocol;
 pub mod queue;
 pub mod schedule;

@@ -7,6 +7,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::{Inner, Router};
 use crate::actors::clock::Clock;
+use crate::actors::liveness;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Shared;
 use crate::actors::shared_cache::SharedCache;
@@ -97,6 +98,7 @@ impl RouterBuilder {
         let (supervisor, _) = Actor::spawn(None, Supervisor, Arc::clone(&shared))
             .await
             .map_err(|error| StartError::Spawn(error.to_string()))?;
+        liveness::watch(&shared);
         let router = Router { inner: Arc::new(Inner { shared, supervisor }) };
         for (worker, config) in self.workers {
             router.upsert_worker(worker, config).await?;

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use crate::load::{OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
 use crate::protocol::{BookingId, Generation, Slot, Timestamp};
@@ -61,6 +62,8 @@ pub struct Lease {
     output: Mutex<OutputBlocks>,
     /// Set while a look is on its way, so that at most one is.
     dirty: AtomicBool,
+    /// Its last sign of life, plus one; 0 while somebody holds it, which is a sign by itself.
+    seen_at: AtomicU64,
 }
 
 const PENDING: u64 = 0;
@@ -79,6 +82,7 @@ impl Lease {
             prefill_completed: AtomicBool::new(false),
             output: Mutex::default(),
             dirty: AtomicBool::new(false),
+            seen_at: AtomicU64::new(0),
         }
     }
 
@@ -173,6 +177,25 @@ impl Lease {
         self.dirty.store(false, Ordering::SeqCst);
     }
 
+    /// Nobody holds it from here on: it lasts while it shows signs of life.
+    pub fn leave(&self, now: Timestamp) {
+        self.seen_at.store(now.0.saturating_add(1), Ordering::Relaxed);
+    }
+
+    /// A sign of life. Means nothing while somebody holds the lease.
+    pub fn seen(&self, now: Timestamp) {
+        if self.seen_at.load(Ordering::Relaxed) != 0 {
+            self.leave(now);
+        }
+    }
+
+    /// Whether nobody holds it and it has shown no sign of life for longer than `liveness`.
+    #[must_use]
+    pub fn is_silent(&self, liveness: Duration, now: Timestamp) -> bool {
+        let seen_at = self.seen_at.load(Ordering::Relaxed).checked_sub(1);
+        seen_at.is_some_and(|seen_at| now.since(Timestamp(seen_at)) > liveness)
+    }
+
     fn output(&self) -> MutexGuard<'_, OutputBlocks> {
         self.output.lock().unwrap_or_else(PoisonError::into_inner) // plain numbers: whole between statements
     }
@@ -208,6 +231,18 @@ mod tests {
         assert!(!lease.book(Slot(0), Generation(0), None));
         assert_eq!(lease.end(), Ended::Already);
         assert_eq!(lease.state(), LeaseState::Ended);
+    }
+
+    #[test]
+    fn a_lease_is_silent_only_when_nobody_holds_it() {
+        let (lease, liveness) = (lease(), Duration::from_nanos(10));
+        lease.seen(Timestamp(1));
+        assert!(!lease.is_silent(liveness, Timestamp(1_000)), "held, however long");
+        lease.leave(Timestamp(1_000));
+        assert!(!lease.is_silent(liveness, Timestamp(1_010)));
+        assert!(lease.is_silent(liveness, Timestamp(1_011)));
+        lease.seen(Timestamp(1_011));
+        assert!(!lease.is_silent(liveness, Timestamp(1_021)), "long, but alive");
     }
 
     #[test]

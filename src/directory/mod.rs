@@ -8,6 +8,7 @@ mod lease;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use hashbrown::HashTable;
 
@@ -93,10 +94,22 @@ impl Directory {
     #[must_use]
     pub fn booked_on(&self, slot: Slot, generation: Generation) -> Vec<Arc<Lease>> {
         let here = LeaseState::Booked { slot, generation };
+        self.collect(|lease| lease.state() == here)
+    }
+
+    /// Leases that nobody holds and that have shown no sign of life for longer than `liveness`, oldest first.
+    ///
+    /// Visits every lease.
+    #[must_use]
+    pub fn silent(&self, liveness: Duration, now: Timestamp) -> Vec<Arc<Lease>> {
+        self.collect(|lease| lease.is_silent(liveness, now))
+    }
+
+    fn collect(&self, wanted: impl Fn(&Lease) -> bool) -> Vec<Arc<Lease>> {
         let mut leases = Vec::new();
         for part in &self.parts {
             let part = part.lock().unwrap_or_else(PoisonError::into_inner);
-            leases.extend(part.iter().filter(|lease| lease.state() == here).cloned());
+            leases.extend(part.iter().filter(|lease| wanted(lease)).cloned());
         }
         leases.sort_unstable_by_key(|lease| lease.booking());
         leases

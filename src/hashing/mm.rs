@@ -12,6 +12,7 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Where one multimodal object, or one part of it, lies in a prompt: tokens `start..end`.
@@ -26,7 +27,8 @@ use xxhash_rust::xxh3::xxh3_64;
 /// let parts: Vec<_> = span.blocks(NonZeroU32::new(4).expect("not zero")).collect();
 /// assert_eq!(parts, [(0, 2..4), (1, 0..3)]);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MmSpan {
     /// Content of the object. See [`mm_hash_of_id`].
     pub mm_hash: u64,
