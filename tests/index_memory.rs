@@ -93,6 +93,42 @@ fn bytes_are_what_a_counting_allocator_saw() {
     assert!(left < 20_000, "an empty index is small: {left} bytes");
 }
 
+/// Prompts over shared system prompts, on several ranks, far more than fit: an account that misses something, or
+/// memory that is given up and kept, would carry the allocator's count past the budget.
+#[test]
+fn a_budget_holds_for_what_a_counting_allocator_saw() {
+    const BUDGET: u64 = 2 << 20;
+    let _turn = TURN.lock();
+    let region = Region::new(ALLOCATOR);
+    let mut index = Index::new();
+    for slot in 0..RANKS {
+        assert!(index.register(WorkerRank::new(WorkerId(slot), 0), Slot(slot as u32), Generation(1)));
+    }
+    index.set_budget(Some(BUDGET));
+    let (mut stored_blocks, mut evicted) = (0, 0);
+    for n in 0..100_000 {
+        let draw = mix(n);
+        let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
+        let tier = if draw >> 8 & 7 == 0 { StorageTier::HostPinned } else { StorageTier::Device };
+        let parent = (draw >> 16).is_multiple_of(50).then_some(EngineHash(draw)); // unknown: waits in the lower tier
+        // The lengths of tails change as time goes, and with them what the index consists of.
+        let own = if n / 20_000 % 2 == 0 { 1 + draw % 3 } else { 4 + draw % 16 };
+        let blocks = stored(draw % 7, 6, n, 6 + own);
+        let applied = index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks } });
+        (stored_blocks, evicted) = (stored_blocks + applied.stored, evicted + applied.evicted);
+        assert!(index.bytes_used() as u64 <= BUDGET, "event {n}: {} bytes", index.bytes_used());
+        let change = region.change();
+        let counted = change.bytes_allocated as u64 - change.bytes_deallocated as u64;
+        assert!(counted <= BUDGET + BUDGET / 50, "event {n}: the allocator gave out {counted} bytes");
+    }
+    index.check_invariants();
+    let state = index.budget_state().expect("it has one");
+    assert_eq!(state.evicted_blocks, evicted);
+    assert!(stored_blocks > 20 * index.held_blocks() as u64, "far more was stored than fits: {stored_blocks}");
+    assert!(state.bytes > BUDGET * 3 / 4, "what fits is kept: {state:?}");
+    assert!(index.held_blocks() > 15_000, "{} blocks", index.held_blocks());
+}
+
 /// A table of names that doubles because of what was removed from it, not because of what it holds, is the
 /// difference between 35 and 50 bytes a block.
 #[test]

@@ -29,6 +29,10 @@ pub struct Applied {
     pub unknown_parents: u64,
     /// Removals of names that are not held: skipped, the rest of their list was removed.
     pub unknown_removals: u64,
+    /// The same, of a rank that blocks were evicted from: as a rule, theirs.
+    pub evicted_removals: u64,
+    /// Given up to keep to the budget, of any rank.
+    pub evicted: u64,
 }
 
 impl AddAssign for Applied {
@@ -41,5 +45,7 @@ impl AddAssign for Applied {
         self.unknown_ranks += other.unknown_ranks;
         self.unknown_parents += other.unknown_parents;
         self.unknown_removals += other.unknown_removals;
+        self.evicted_removals += other.evicted_removals;
+        self.evicted += other.evicted;
     }
 }

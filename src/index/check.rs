@@ -21,6 +21,7 @@ impl Index {
         for (id, slot) in &self.registry {
             assert_eq!(self.rank(*slot).id, *id, "every rank sits where the registry says");
         }
+        assert_eq!(self.bytes_used(), self.bytes(), "no byte is missed");
         for tier in StorageTier::ALL {
             self.check_tier(tier);
         }

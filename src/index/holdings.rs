@@ -44,12 +44,3 @@ impl Holdings {
         self.changed_at.load(Ordering::Relaxed).checked_sub(1).map(Timestamp)
     }
 }
-
-impl super::Index {
-    /// Blocks that the rank in a slot holds, each counted once per tier.
-    #[must_use]
-    pub fn held_blocks_of(&self, slot: crate::protocol::Slot) -> usize {
-        let rank = self.ranks.get(slot.index()).and_then(Option::as_ref);
-        rank.map_or(0, |rank| rank.residences().map(|(_, residence)| residence.held_blocks()).sum())
-    }
-}

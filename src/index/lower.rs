@@ -76,7 +76,7 @@ impl Index {
         Some(names.iter().copied().filter(|name| waiting.remove((tier, *name)).is_none()).collect())
     }
 
-    fn find(&self, slot: Slot, tier: StorageTier, name: EngineHash) -> Option<Point> {
+    pub(super) fn find(&self, slot: Slot, tier: StorageTier, name: EngineHash) -> Option<Point> {
         let residence = self.rank(slot).residence(tier)?;
         let spot = residence.find(name)?;
         Some(Point { node: residence.span(spot.span).node, offset: spot.offset + 1 })

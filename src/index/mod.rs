@@ -26,8 +26,10 @@
 
 mod applied;
 mod arena;
+mod budget;
 mod check;
 mod dump;
+mod evict;
 mod hold;
 mod holdings;
 mod lower;
@@ -48,11 +50,13 @@ use std::mem::size_of;
 use ahash::RandomState;
 
 pub use applied::Applied;
+pub use budget::BudgetState;
 pub use holdings::Holdings;
 pub use overlaps::{Extension, Hit, Overlaps};
 
 use crate::protocol::{BlockHash, WorkerRank};
 use crate::protocol::{EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId};
+use budget::Budget;
 use rank::{Rank, lower_idx};
 use tree::Tree;
 
@@ -91,6 +95,7 @@ pub struct Index {
     device: Tree,
     /// Host-pinned, disk and external, each from its first store on.
     lower: [Option<Box<Tree>>; 3],
+    budget: Option<Box<Budget>>,
     hasher: RandomState,
 }
 
@@ -129,6 +134,7 @@ impl Index {
             generations: Vec::new(),
             device: Tree::new(hasher.clone()),
             lower: [None, None, None],
+            budget: None,
             hasher,
         }
     }
@@ -155,6 +161,8 @@ impl Index {
         self.registry.insert(rank, slot);
         self.ranks[slot.index()] = Some(Box::new(Rank::new(rank, &self.hasher)));
         self.generations[slot.index()] = generation;
+        self.recount(slot);
+        self.keep_within(None);
         true
     }
 
@@ -162,7 +170,10 @@ impl Index {
     pub fn remove_rank(&mut self, rank: WorkerRank) -> bool {
         let Some(slot) = self.registry.remove(&rank) else { return false };
         self.clear(slot);
-        self.ranks[slot.index()] = None;
+        let rank = self.ranks[slot.index()].take().expect("every registered slot has a rank");
+        if let Some(budget) = &mut self.budget {
+            budget.ranks_bytes -= rank.counted;
+        }
         true
     }
 
@@ -188,6 +199,10 @@ impl Index {
     /// Takes in one event. Any event may come at any time; what was odd about it is in the report.
     pub fn apply(&mut self, event: &RouterEvent) -> Applied {
         let Some(slot) = self.slot_of(event.rank) else { return Applied { unknown_ranks: 1, ..Applied::default() } };
+        if self.budget.is_some() { self.apply_within_budget(slot, event) } else { self.change(slot, event) }
+    }
+
+    fn change(&mut self, slot: Slot, event: &RouterEvent) -> Applied {
         match &event.data {
             KvEvent::Stored { parent, blocks } => self.store(slot, event.tier, *parent, blocks),
             KvEvent::Removed { blocks } => self.remove(slot, event.tier, blocks),
@@ -198,20 +213,15 @@ impl Index {
     /// Number of blocks held, each counted once per rank and tier. Waiting blocks are not held.
     #[must_use]
     pub fn held_blocks(&self) -> usize {
-        let held = |rank: &Rank| rank.residences().map(|(_, residence)| residence.held_blocks()).sum::<usize>();
-        self.ranks.iter().flatten().map(|rank| held(rank)).sum()
+        self.ranks.iter().flatten().map(|rank| rank.held_blocks()).sum()
     }
 
     /// Heap bytes that the index owns. Visits every run and every rank's part of it: not for hot paths.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        // A B-tree's nodes cannot be seen; they are two thirds full or so.
-        let registry = self.registry.len() * size_of::<(WorkerRank, Slot)>() * 3 / 2;
-        let slots = self.ranks.capacity() * size_of::<Option<Box<Rank>>>()
-            + self.generations.capacity() * size_of::<Generation>();
-        let ranks = self.ranks.iter().flatten().map(|rank| size_of::<Rank>() + rank.bytes()).sum::<usize>();
-        let lower = self.lower.iter().flatten().map(|tree| size_of::<Tree>() + tree.bytes()).sum::<usize>();
-        registry + slots + ranks + self.device.bytes() + lower
+        let ranks = self.ranks.iter().flatten().map(|rank| size_of::<Rank>() + rank.bytes_visited()).sum::<usize>();
+        let lower = self.lower.iter().flatten().map(|tree| tree.bytes_visited()).sum::<usize>();
+        self.bytes_around() + ranks + self.device.bytes_visited() + lower
     }
 
     /// How large a tier's tree is. Visits every run.
@@ -223,6 +233,21 @@ impl Index {
             run_blocks: shape.run_blocks + node.run.len(),
             holders: shape.holders + node.holders.len(),
         })
+    }
+
+    /// Heap bytes of what ranks and trees are kept in.
+    fn bytes_around(&self) -> usize {
+        // A B-tree's nodes cannot be seen; they are two thirds full or so.
+        let registry = self.registry.len() * size_of::<(WorkerRank, Slot)>() * 3 / 2;
+        let slots = self.ranks.capacity() * size_of::<Option<Box<Rank>>>()
+            + self.generations.capacity() * size_of::<Generation>();
+        let lower = self.lower.iter().flatten().count() * size_of::<Tree>();
+        registry + slots + lower + self.budget.as_ref().map_or(0, |_| size_of::<Budget>())
+    }
+
+    /// Number of runs in all tiers.
+    fn runs(&self) -> usize {
+        self.device.len() + self.lower.iter().flatten().map(|tree| tree.len()).sum::<usize>()
     }
 
     fn store(&mut self, slot: Slot, tier: StorageTier, parent: Option<EngineHash>, blocks: &[StoredBlock]) -> Applied {
@@ -266,7 +291,7 @@ impl Index {
                 }
             }
         }
-        *rank = Rank::new(rank.id, &self.hasher);
+        rank.reset(&self.hasher);
         names
     }
 

@@ -6,6 +6,7 @@
 use std::mem::take;
 
 use super::overlaps::End;
+use super::tree::Node;
 use super::{BlockHash, Extension, Hit, Index, Overlaps};
 use crate::protocol::{Slot, StorageTier};
 
@@ -32,12 +33,30 @@ impl Index {
     }
 
     /// Finds the overlaps, and tells `note` of every block at which a rank's hit may end; the last word counts.
-    fn gather(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, mut note: impl FnMut(Slot, End)) {
+    /// Under a budget, runs that were of use are stamped.
+    fn gather(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, note: impl FnMut(Slot, End)) {
+        match &self.budget {
+            None => self.gather_and(hashes, overlaps, note, |_, _| {}),
+            Some(budget) => {
+                let now = budget.tick(self.runs());
+                self.gather_and(hashes, overlaps, note, |node, blocks| node.stamp(now, blocks));
+            }
+        }
+    }
+
+    /// Finds the overlaps, and tells `hit` of every run that some rank's is on, with the blocks that agree.
+    fn gather_and(
+        &self,
+        hashes: &[BlockHash],
+        overlaps: &mut Overlaps,
+        mut note: impl FnMut(Slot, End),
+        hit: impl Fn(&Node, u32),
+    ) {
         overlaps.reset(self.ranks.len());
-        self.match_device(hashes, overlaps, &mut note);
+        self.match_device(hashes, overlaps, &mut note, &hit);
         if self.lower.iter().any(Option::is_some) {
             for tier in [StorageTier::HostPinned, StorageTier::Disk, StorageTier::External] {
-                self.extend(tier, hashes, overlaps, &mut note);
+                self.extend(tier, hashes, overlaps, &mut note, &hit);
             }
             self.settle_extensions(overlaps);
         }
@@ -48,10 +67,16 @@ impl Index {
 
     /// A rank is in the running at a node while it has reached exactly the node's depth: what it has reached
     /// serves as the set of those still in it.
-    fn match_device(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, note: &mut impl FnMut(Slot, End)) {
+    fn match_device(
+        &self,
+        hashes: &[BlockHash],
+        overlaps: &mut Overlaps,
+        note: &mut impl FnMut(Slot, End),
+        hit: &impl Fn(&Node, u32),
+    ) {
         let Overlaps { hits, reached, .. } = overlaps;
         self.device.walk(hashes, |node, agree| {
-            let mut anyone_left = false;
+            let (mut anyone, mut anyone_left) = (false, false);
             for holder in &node.holders {
                 let reached = &mut reached[holder.slot.index()];
                 if *reached != node.depth || holder.cut == 0 {
@@ -59,12 +84,16 @@ impl Index {
                 }
                 let blocks = holder.cut.min(agree);
                 *reached += blocks;
+                anyone = true;
                 anyone_left |= blocks == agree;
                 note(holder.slot, End { tier: StorageTier::Device, span: holder.span, offset: blocks - 1 });
                 if node.depth == 0 {
                     let generation = self.generations[holder.slot.index()];
                     hits.push(Hit { slot: holder.slot, generation, device_blocks: 0 });
                 }
+            }
+            if anyone {
+                hit(node, agree);
             }
             anyone_left
         });
@@ -81,10 +110,12 @@ impl Index {
         hashes: &[BlockHash],
         overlaps: &mut Overlaps,
         note: &mut impl FnMut(Slot, End),
+        hit: &impl Fn(&Node, u32),
     ) {
         let Some(tree) = self.tree(tier) else { return };
         let Overlaps { reached, steps, .. } = overlaps;
         tree.walk(hashes, |node, agree| {
+            let mut anyone = false;
             for holder in &node.holders {
                 let reached = &mut reached[holder.slot.index()];
                 let offset = match reached.checked_sub(node.depth) {
@@ -100,7 +131,11 @@ impl Index {
                 let Some(end) = end.map(|end| end.min(agree)) else { continue };
                 *reached += end - offset;
                 steps.push((holder.slot, tier, end - offset));
+                anyone = true;
                 note(holder.slot, End { tier, span: holder.span, offset: end - 1 });
+            }
+            if anyone {
+                hit(node, agree);
             }
             true
         });

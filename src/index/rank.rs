@@ -15,6 +15,9 @@ use crate::protocol::{StorageTier, WorkerRank};
 #[derive(Debug)]
 pub(super) struct Rank {
     pub(super) id: WorkerRank,
+    /// Heap bytes, this included, as an index with a budget last counted them.
+    pub(super) counted: usize,
+    pub(super) evicted_blocks: u64,
     device: Residence,
     lower: Option<Box<Lower>>,
 }
@@ -37,7 +40,12 @@ pub(super) const fn lower_idx(tier: StorageTier) -> Option<usize> {
 
 impl Rank {
     pub(super) fn new(id: WorkerRank, hasher: &RandomState) -> Self {
-        Self { id, device: Residence::new(hasher.clone()), lower: None }
+        Self { id, counted: 0, evicted_blocks: 0, device: Residence::new(hasher.clone()), lower: None }
+    }
+
+    /// Forgets everything, also that anything was evicted.
+    pub(super) fn reset(&mut self, hasher: &RandomState) {
+        *self = Self { counted: self.counted, ..Self::new(self.id, hasher) };
     }
 
     /// The rank's residence in a tier, unless it never used that tier.
@@ -75,18 +83,32 @@ impl Rank {
         self.lower.as_ref().is_some_and(|lower| !lower.waiting.is_empty())
     }
 
+    /// Number of blocks held, over all tiers.
+    pub(super) fn held_blocks(&self) -> usize {
+        self.residences().map(|(_, residence)| residence.held_blocks()).sum()
+    }
+
     /// Number of names, of held and of waiting blocks.
     pub(super) fn known_names(&self) -> usize {
         let held = self.residences().map(|(_, residence)| residence.known_names()).sum::<usize>();
         held + self.waiting().map_or(0, Waiting::len)
     }
 
-    /// Heap bytes owned.
+    /// Heap bytes owned, as counted whenever they changed.
     pub(super) fn bytes(&self) -> usize {
+        self.bytes_by(Residence::bytes)
+    }
+
+    /// Heap bytes owned, looked up in every span.
+    pub(super) fn bytes_visited(&self) -> usize {
+        self.bytes_by(Residence::bytes_visited)
+    }
+
+    fn bytes_by(&self, bytes: impl Fn(&Residence) -> usize) -> usize {
         let lower = self.lower.as_ref().map_or(0, |lower| {
-            size_of::<Lower>() + lower.residences.iter().map(Residence::bytes).sum::<usize>() + lower.waiting.bytes()
+            size_of::<Lower>() + lower.residences.iter().map(&bytes).sum::<usize>() + lower.waiting.bytes()
         });
-        self.device.bytes() + lower
+        bytes(&self.device) + lower
     }
 
     fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {

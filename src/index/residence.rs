@@ -48,6 +48,8 @@ pub(super) enum Taken {
 #[derive(Debug)]
 pub(super) struct Residence {
     spans: Arena<Span>,
+    /// Heap bytes that the spans own.
+    owned: usize,
     /// Every held block by its first name, which is read through its span.
     names: Table,
     /// Further names. Engines that give a block two names are rare.
@@ -60,11 +62,13 @@ struct Aliases {
     spots: HashMap<EngineHash, Spot, RandomState>,
     /// Each block's further names, in the order in which they came.
     names: HashMap<Spot, SmallVec<[EngineHash; 2]>, RandomState>,
+    /// Heap bytes of the lists that are too long to be kept in the map.
+    spilled: usize,
 }
 
 impl Residence {
     pub(super) fn new(hasher: RandomState) -> Self {
-        Self { spans: Arena::new(), names: Table::default(), aliases: None, hasher }
+        Self { spans: Arena::new(), owned: 0, names: Table::default(), aliases: None, hasher }
     }
 
     /// The block of that name.
@@ -79,12 +83,15 @@ impl Residence {
 
     /// A new span on a node's run, with room for `len` blocks.
     pub(super) fn open(&mut self, node: u32, len: usize) -> u32 {
-        self.spans.insert(Span::on(node, len))
+        let span = Span::on(node, len);
+        self.owned += span.bytes();
+        self.spans.insert(span)
     }
 
     /// Frees a span that holds nothing any more.
     pub(super) fn close(&mut self, id: u32) {
         debug_assert_eq!(self.spans[id].extent(), 0, "a span with blocks stays");
+        self.owned -= self.spans[id].bytes();
         self.spans.remove(id);
     }
 
@@ -96,7 +103,7 @@ impl Residence {
         }
         self.make_room(blocks.len());
         // The names are in place before they are listed: any of them may be asked for by a later one.
-        self.spans[span].extend(blocks.iter().map(|block| block.engine_hash));
+        self.change(span, |span| span.extend(blocks.iter().map(|block| block.engine_hash)));
         let mut listed = 0;
         for chunk in blocks.chunks(CHUNK) {
             let hashes = self.hashes(chunk.iter().map(|block| block.engine_hash));
@@ -125,7 +132,7 @@ impl Residence {
         if self.spans[spot.span].holds(spot.offset) {
             self.add_alias(spot, name);
         } else {
-            self.spans[spot.span].hold(spot.offset, name);
+            self.change(spot.span, |span| span.hold(spot.offset, name));
             self.list(spot);
         }
         match taken {
@@ -168,12 +175,12 @@ impl Residence {
 
     /// Gives up a block whose last name was taken.
     pub(super) fn release(&mut self, spot: Spot) {
-        self.spans[spot.span].release(spot.offset);
+        self.owned += self.spans[spot.span].release(spot.offset);
     }
 
     /// Gives back memory that what is left of a span does not need.
     pub(super) fn settle_span(&mut self, id: u32) {
-        self.spans[id].settle();
+        self.change(id, Span::settle);
     }
 
     /// Gives back memory that few names do not need.
@@ -206,25 +213,83 @@ impl Residence {
         aliased
     }
 
-    /// Heap bytes owned. Visits every span.
+    /// Heap bytes owned, as counted whenever they changed.
     pub(super) fn bytes(&self) -> usize {
-        let aliases = self.aliases.as_ref().map_or(0, |aliases| {
-            let spilled = aliases.names.values().filter(|names| names.spilled()).map(|names| names.capacity());
-            size_of::<Aliases>()
-                + aliases.spots.allocation_size()
-                + aliases.names.allocation_size()
-                + spilled.sum::<usize>() * size_of::<EngineHash>()
-        });
+        let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.bytes());
+        self.spans.bytes() + self.owned + self.names.bytes() + aliases
+    }
+
+    /// Heap bytes owned, looked up in every span.
+    pub(super) fn bytes_visited(&self) -> usize {
         let spans = self.spans.iter().map(|(_, span)| span.bytes()).sum::<usize>();
+        let aliases = self.aliases.as_ref().map_or(0, |aliases| {
+            let spilled = aliases.names.values().map(spilled).sum::<usize>();
+            aliases.bytes() - aliases.spilled + spilled
+        });
         self.spans.bytes() + spans + self.names.bytes() + aliases
+    }
+
+    /// Heap bytes that `more` blocks on a new span add beside their names: none while there is a place for them.
+    pub(super) fn growth(&self, more: usize) -> usize {
+        let needed = self.names.len() + more;
+        let room = if needed > self.names.room() { self.room_for(needed) } else { 0 };
+        self.spans.growth() + Table::bytes_of(room).saturating_sub(self.names.bytes())
+    }
+
+    /// Gives back what is left of the table and of the storage of spans after many blocks were given up, if that is
+    /// much. Tells `moved` of each span that has another number now.
+    pub(super) fn fit(&mut self, mut moved: impl FnMut(&Span, u32)) {
+        let len = self.names.len();
+        let mut stale = self.names.room() > len + len / 8 + 64;
+        // Aliases are listed by span.
+        if self.aliases.is_none() && self.spans.vacant() > self.spans.len() / 4 + 16 {
+            let mut renumbered = Vec::new();
+            self.spans.compact(|_, new| renumbered.push(new));
+            for id in renumbered {
+                moved(&self.spans[id], id);
+                stale = true;
+            }
+        }
+        if stale {
+            self.rebuild(len + len / 16);
+        }
+    }
+
+    /// Says that a span's run has another number now.
+    pub(super) fn renumber(&mut self, mut new: impl FnMut(u32) -> u32) {
+        for span in self.spans.iter_mut().filter(|span| span.extent() > 0) {
+            span.node = new(span.node);
+        }
+    }
+
+    /// The names of a block, the one it has had longest first; none of a block that is not held.
+    pub(super) fn names_of(&self, spot: Spot) -> impl Iterator<Item = EngineHash> {
+        let span = &self.spans[spot.span];
+        let first = span.holds(spot.offset).then(|| span.name(spot.offset));
+        let others = self.aliases.as_ref().and_then(|aliases| aliases.names.get(&spot)).filter(|_| first.is_some());
+        first.into_iter().chain(others.into_iter().flatten().copied())
     }
 
     /// Makes the table large enough for `more` blocks. All blocks held must be listed now.
     fn make_room(&mut self, more: usize) {
-        let (needed, room) = (self.names.len() + more, self.names.room());
-        if needed > room {
-            self.rebuild(needed.max(room + room / 4));
+        let needed = self.names.len() + more;
+        if needed > self.names.room() {
+            self.rebuild(self.room_for(needed));
         }
+    }
+
+    /// How many blocks a table is built for that is too small for `needed`.
+    fn room_for(&self, needed: usize) -> usize {
+        let room = self.names.room();
+        needed.max(room + room / 4)
+    }
+
+    /// Changes a span and counts what it owns.
+    fn change(&mut self, id: u32, change: impl FnOnce(&mut Span)) {
+        let span = &mut self.spans[id];
+        let before = span.bytes();
+        change(span);
+        self.owned = self.owned + span.bytes() - before;
     }
 
     /// Builds the table anew, with room for `len` blocks. Reads names span by span, not at random.
@@ -273,10 +338,13 @@ impl Residence {
         let hasher = &self.hasher;
         let aliases = self.aliases.get_or_insert_with(|| {
             let (spots, names) = (HashMap::with_hasher(hasher.clone()), HashMap::with_hasher(hasher.clone()));
-            Box::new(Aliases { spots, names })
+            Box::new(Aliases { spots, names, spilled: 0 })
         });
         aliases.spots.insert(name, spot);
-        aliases.names.entry(spot).or_default().push(name);
+        let names = aliases.names.entry(spot).or_default();
+        let before = spilled(names);
+        names.push(name);
+        aliases.spilled += spilled(names) - before;
     }
 
     /// Whether there was such an alias.
@@ -286,6 +354,7 @@ impl Residence {
         let names = aliases.names.get_mut(&spot).expect("an alias is listed with its block");
         names.retain(|other| *other != name);
         if names.is_empty() {
+            aliases.spilled -= spilled(names);
             aliases.names.remove(&spot);
         }
         if aliases.spots.is_empty() {
@@ -300,6 +369,7 @@ impl Residence {
         self.names.check_invariants(self.blocks().map(|(spot, name)| (self.hasher.hash_one(name), spot)));
         assert!(self.blocks().all(|(spot, name)| self.find(name) == Some(spot)), "a block is found by its name");
         assert_eq!(self.spans().count(), self.spans.len(), "no span is empty");
+        assert_eq!(self.bytes(), self.bytes_visited(), "no byte is missed");
         let Some(aliases) = &self.aliases else { return };
         assert!(!aliases.spots.is_empty(), "no room is kept for aliases where there are none");
         let listed = aliases.names.iter().all(|(spot, names)| {
@@ -309,6 +379,16 @@ impl Residence {
         assert!(listed, "every alias leads to its held block");
         assert_eq!(aliases.names.values().map(|names| names.len()).sum::<usize>(), aliases.spots.len());
     }
+}
+
+impl Aliases {
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.spots.allocation_size() + self.names.allocation_size() + self.spilled
+    }
+}
+
+fn spilled(names: &SmallVec<[EngineHash; 2]>) -> usize {
+    if names.spilled() { names.capacity() * size_of::<EngineHash>() } else { 0 }
 }
 
 fn name_of(spans: &Arena<Span>, spot: Spot) -> EngineHash {

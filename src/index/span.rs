@@ -94,9 +94,16 @@ impl Span {
         }
     }
 
-    /// Gives up the block at `offset`, which was held.
-    pub(super) fn release(&mut self, offset: u32) {
+    /// Gives up the block at `offset`, which was held. Returns by how many heap bytes the span grew: a new hole is
+    /// noted, but the last block, which is what nearly always goes, leaves none.
+    pub(super) fn release(&mut self, offset: u32) -> usize {
         debug_assert!(self.holds(offset), "only a held block can be given up");
+        if offset + 1 == self.cut && self.beyond.is_empty() {
+            self.cut = offset;
+            self.names.truncate(offset as usize);
+            return 0;
+        }
+        let before = self.beyond.capacity();
         if offset < self.cut {
             if offset + 1 < self.cut {
                 self.beyond.insert(0, Stretch { start: offset + 1, end: self.cut });
@@ -116,6 +123,7 @@ impl Span {
             }
         }
         self.names.truncate(self.extent() as usize);
+        (self.beyond.capacity() - before) * size_of::<Stretch>()
     }
 
     /// Gives back memory that blocks given up do not need any more. Apart from [`Span::release`], for most spans

@@ -120,6 +120,11 @@ impl Table {
         Self { lines: vec![Line::default(); (2 * len).div_ceil(PLACES)], len: 0 }
     }
 
+    /// Heap bytes of a table with room for `len` blocks.
+    pub(super) fn bytes_of(len: usize) -> usize {
+        (2 * len).div_ceil(PLACES) * size_of::<Line>()
+    }
+
     /// Number of blocks.
     pub(super) fn len(&self) -> usize {
         self.len

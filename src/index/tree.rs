@@ -8,6 +8,7 @@
 //! and the engines' names of blocks to [`super::residence`].
 
 use std::mem::size_of;
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 use ahash::RandomState;
 use hashbrown::HashTable;
@@ -68,6 +69,10 @@ pub(super) struct Node {
     pub(super) run: Vec<BlockHash>,
     /// Who holds blocks of the run, by slot.
     pub(super) holders: SmallVec<[Holder; 1]>,
+    /// When a question or a store last came to the run, and when one last came further than every child hangs.
+    /// Kept under a budget only, in what would be padding; atomic because a question changes nothing else.
+    hit_at: AtomicU16,
+    end_hit_at: AtomicU16,
 }
 
 impl Default for Node {
@@ -82,7 +87,19 @@ impl Default for Node {
             previous: NONE,
             run: Vec::new(),
             holders: SmallVec::new(),
+            hit_at: AtomicU16::new(0),
+            end_hit_at: AtomicU16::new(0),
         }
+    }
+}
+
+/// Nodes that have another number now: old and new, in order of the old ones.
+pub(super) struct Moved(Vec<(u32, u32)>);
+
+impl Moved {
+    /// The number of the node that was `id`.
+    pub(super) fn of(&self, id: u32) -> u32 {
+        self.0.binary_search_by_key(&id, |(old, _)| *old).map_or(id, |at| self.0[at].1)
     }
 }
 
@@ -92,6 +109,10 @@ pub(super) struct Tree {
     nodes: Arena<Node>,
     /// Every node but the root, by where it hangs and its first block. Keys are read through the nodes.
     children: HashTable<u32>,
+    /// Heap bytes that the nodes own.
+    owned: usize,
+    /// The stamp of new runs.
+    pub(super) now: u16,
     hasher: RandomState,
 }
 
@@ -100,7 +121,7 @@ impl Tree {
         let mut nodes = Arena::new();
         let root = nodes.insert(Node::default());
         debug_assert_eq!(root, ROOT, "the root comes first");
-        Self { nodes, children: HashTable::new(), hasher }
+        Self { nodes, children: HashTable::new(), owned: 0, now: 0, hasher }
     }
 
     pub(super) fn node(&self, id: u32) -> &Node {
@@ -144,7 +165,9 @@ impl Tree {
         if at.node != ROOT && at.offset as usize == run.len() && at.offset < RUN_BLOCKS_MAX {
             let len = next.len().min((RUN_BLOCKS_MAX - at.offset) as usize);
             let run = &mut self.nodes[at.node].run;
+            let before = run.capacity();
             make_room(run, len);
+            self.owned += (run.capacity() - before) * size_of::<BlockHash>();
             run.extend(next.take(len));
             return (at, len as u32);
         }
@@ -158,10 +181,12 @@ impl Tree {
         let node = &mut self.nodes[id];
         match node.holders.binary_search_by_key(&holder.slot, |holder| holder.slot) {
             Ok(at) if holder.extent == 0 => {
+                let before = node.spilled();
                 node.holders.remove(at);
                 if node.holders.capacity() > 4 * node.holders.len().max(1) {
                     node.holders.shrink_to_fit();
                 }
+                self.owned -= before - node.spilled();
                 self.collapse(id);
             }
             Ok(at) => {
@@ -171,7 +196,11 @@ impl Tree {
                 }
             }
             Err(_) if holder.extent == 0 => self.collapse(id),
-            Err(at) => node.holders.insert(at, holder),
+            Err(at) => {
+                let before = node.spilled();
+                node.holders.insert(at, holder);
+                self.owned += node.spilled() - before;
+            }
         }
     }
 
@@ -198,13 +227,63 @@ impl Tree {
         self.nodes.iter().filter(|(_, node)| !node.run.is_empty())
     }
 
-    /// Heap bytes owned. Visits every node.
+    /// Heap bytes owned, as counted whenever they changed.
     pub(super) fn bytes(&self) -> usize {
-        let owned = |(_, node): (u32, &Node)| {
-            let spilled = if node.holders.spilled() { node.holders.capacity() } else { 0 };
-            node.run.capacity() * size_of::<BlockHash>() + spilled * size_of::<Holder>()
-        };
-        self.nodes.bytes() + self.children.allocation_size() + self.nodes.iter().map(owned).sum::<usize>()
+        self.nodes.bytes() + self.children.allocation_size() + self.owned
+    }
+
+    /// Heap bytes owned, looked up in every node.
+    pub(super) fn bytes_visited(&self) -> usize {
+        let owned = self.nodes.iter().map(|(_, node)| node.owned());
+        self.nodes.bytes() + self.children.allocation_size() + owned.sum::<usize>()
+    }
+
+    /// Heap bytes that the next new run adds beside its blocks: none while there is a place for it.
+    pub(super) fn growth(&self) -> usize {
+        let children =
+            if self.children.len() == self.children.capacity() { self.children.allocation_size() } else { 0 };
+        self.nodes.growth() + children
+    }
+
+    /// Moves nodes into the places of those that are gone, if these are many, and gives the room behind them back.
+    /// Returns which have another number now.
+    pub(super) fn compact(&mut self) -> Option<Moved> {
+        if self.nodes.vacant() <= self.nodes.len() / 2 + 64 {
+            return None;
+        }
+        let mut moved = Moved(Vec::new());
+        self.nodes.compact(|old, new| moved.0.push((old, new)));
+        for node in self.nodes.iter_mut() {
+            for id in [&mut node.parent, &mut node.first_child, &mut node.next, &mut node.previous] {
+                *id = moved.of(*id);
+            }
+        }
+        let (nodes, hasher) = (&self.nodes, &self.hasher);
+        let mut children = HashTable::with_capacity(nodes.len());
+        for (id, node) in nodes.iter().skip(1) {
+            children.insert_unique(node.hash(hasher), id, |&id| nodes[id].hash(hasher));
+        }
+        self.children = children;
+        Some(moved)
+    }
+
+    /// Stamps the run that `at` lies on, up to there, and those on the way to it.
+    pub(super) fn stamp_path(&self, at: Point, now: u16) {
+        let Point { mut node, mut offset } = at;
+        while node != ROOT {
+            let above = &self.nodes[node];
+            above.stamp(now, offset);
+            (node, offset) = (above.parent, above.attach);
+        }
+    }
+
+    /// Halves every stamp, which leaves their order.
+    pub(super) fn halve_stamps(&mut self) {
+        for (_, node) in self.nodes.iter() {
+            node.hit_at.store(node.hit_at.load(Relaxed) / 2, Relaxed);
+            node.end_hit_at.store(node.end_hit_at.load(Relaxed) / 2, Relaxed);
+        }
+        self.now /= 2;
     }
 
     fn child(&self, at: Point, first: BlockHash) -> Option<u32> {
@@ -220,7 +299,9 @@ impl Tree {
         let (first, Point { node: parent, offset: attach }) = (run[0], at);
         let next = self.nodes[parent].first_child;
         let depth = self.nodes[parent].depth + attach;
-        let id = self.nodes.insert(Node { parent, attach, depth, next, run, ..Node::default() });
+        self.owned += run.capacity() * size_of::<BlockHash>();
+        let (hit_at, end_hit_at) = (AtomicU16::new(self.now), AtomicU16::new(self.now));
+        let id = self.nodes.insert(Node { parent, attach, depth, next, run, hit_at, end_hit_at, ..Node::default() });
         if next != NONE {
             self.nodes[next].previous = id;
         }
@@ -244,6 +325,7 @@ impl Tree {
             }
             let Point { node: parent, offset: attach } = Point { node: node.parent, offset: node.attach };
             self.unlink(id);
+            self.owned -= self.nodes[id].owned();
             self.nodes.remove(id);
             let above = &self.nodes[parent];
             let in_use = !above.holders.is_empty() || above.first_child != NONE;
@@ -253,7 +335,8 @@ impl Tree {
             id = parent;
         }
         if self.len() == 0 {
-            *self = Self::new(self.hasher.clone()); // room for many nodes is not kept for none
+            // Room for many nodes is not kept for none.
+            *self = Self { now: self.now, ..Self::new(self.hasher.clone()) };
         }
     }
 
@@ -288,8 +371,10 @@ impl Tree {
         }
         debug_assert!(keep > 0 || id == ROOT, "a node without holders and children is freed, not trimmed");
         let run = &mut self.nodes[id].run;
+        let before = run.capacity();
         run.truncate(keep as usize);
         give_back(run);
+        self.owned -= (before - run.capacity()) * size_of::<BlockHash>();
     }
 
     /// How far back the last child of `id` hangs.
@@ -306,6 +391,7 @@ impl Tree {
     /// Checks what the type promises.
     pub(super) fn check_invariants(&self) {
         assert_eq!(self.children.len(), self.len(), "every node but the root is a child");
+        assert_eq!(self.bytes(), self.bytes_visited(), "no byte is missed");
         assert!(self.nodes[ROOT].run.is_empty() && self.nodes[ROOT].holders.is_empty(), "the root is bare");
         self.check_children(ROOT);
         for (id, node) in self.iter() {
@@ -336,6 +422,28 @@ impl Tree {
 }
 
 impl Node {
+    /// Remembers that `blocks` leading blocks of the run were asked for or stored.
+    pub(super) fn stamp(&self, now: u16, blocks: u32) {
+        self.hit_at.store(now, Relaxed);
+        if blocks > self.attach_max {
+            self.end_hit_at.store(now, Relaxed);
+        }
+    }
+
+    /// The last stamps of the run, of what lies before its last child and of what lies behind, and where that is.
+    pub(super) fn stamps(&self) -> (u16, u16, u32) {
+        (self.hit_at.load(Relaxed), self.end_hit_at.load(Relaxed), self.attach_max)
+    }
+
+    fn spilled(&self) -> usize {
+        if self.holders.spilled() { self.holders.capacity() * size_of::<Holder>() } else { 0 }
+    }
+
+    /// Heap bytes owned.
+    fn owned(&self) -> usize {
+        self.run.capacity() * size_of::<BlockHash>() + self.spilled()
+    }
+
     fn hangs(&self, at: Point, first: BlockHash) -> bool {
         self.parent == at.node && self.attach == at.offset && self.run[0] == first
     }

@@ -23,6 +23,8 @@ pub(super) struct Waiting {
     blocks: HashMap<Name, Block, RandomState>,
     /// By parent; each list sorted.
     children: HashMap<EngineHash, SmallVec<[Name; 1]>, RandomState>,
+    /// Heap bytes of the lists that are too long to be kept in the map.
+    spilled: usize,
 }
 
 /// What is known of a waiting block.
@@ -34,7 +36,7 @@ pub(super) struct Block {
 
 impl Waiting {
     pub(super) fn new(hasher: RandomState) -> Self {
-        Self { blocks: HashMap::with_hasher(hasher.clone()), children: HashMap::with_hasher(hasher) }
+        Self { blocks: HashMap::with_hasher(hasher.clone()), children: HashMap::with_hasher(hasher), spilled: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -54,7 +56,9 @@ impl Waiting {
         self.blocks.insert(name, block);
         let siblings = self.children.entry(block.parent).or_default();
         let at = siblings.partition_point(|sibling| *sibling < name);
+        let before = spilled(siblings);
         siblings.insert(at, name);
+        self.spilled += spilled(siblings) - before;
         true
     }
 
@@ -64,6 +68,7 @@ impl Waiting {
         let siblings = self.children.get_mut(&block.parent).expect("a waiting block is listed with its parent");
         siblings.retain(|sibling| *sibling != name);
         if siblings.is_empty() {
+            self.spilled -= spilled(siblings);
             self.children.remove(&block.parent);
         }
         if self.blocks.len() < self.blocks.capacity() / 4 {
@@ -87,8 +92,7 @@ impl Waiting {
 
     /// Heap bytes owned.
     pub(super) fn bytes(&self) -> usize {
-        let spilled = self.children.values().filter(|children| children.spilled()).map(|children| children.capacity());
-        self.blocks.allocation_size() + self.children.allocation_size() + spilled.sum::<usize>() * size_of::<Name>()
+        self.blocks.allocation_size() + self.children.allocation_size() + self.spilled
     }
 
     /// Checks what the type promises.
@@ -97,6 +101,11 @@ impl Waiting {
         assert!(sorted, "children are listed in order");
         let listed = |(name, block): (&Name, &Block)| self.children[&block.parent].binary_search(name).is_ok();
         assert!(self.blocks.iter().all(listed), "a waiting block is listed with its parent");
+        assert_eq!(self.spilled, self.children.values().map(spilled).sum::<usize>(), "no byte is missed");
         assert_eq!(self.children.values().map(|children| children.len()).sum::<usize>(), self.blocks.len());
     }
+}
+
+fn spilled(names: &SmallVec<[Name; 1]>) -> usize {
+    if names.spilled() { names.capacity() * size_of::<Name>() } else { 0 }
 }

@@ -1,0 +1,150 @@
+//! The prefix index under budgets: what is left of its hits, and what keeping to a budget costs.
+//!
+//! Sixteen ranks serve 40,000 open conversations of up to eight turns over 64 system prompts; each goes on where it
+//! began, recent ones more often, and when one ends its engine removes it and another begins. Two million events in
+//! all. Engines hold far more than the smaller budgets have room for. The same is done with turns of twelve blocks and
+//! of one, where runs are short and the index consists of their nodes.
+//!
+//! A table for each, on stderr: how much of the prompts was found, how much of what the ranks held, the most bytes after any
+//! event, and the time of a stored block, the evictions it caused included, and of the slowest event.
+
+#![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
+
+use std::time::{Duration, Instant};
+
+use pointsman::index::{Index, Overlaps};
+use pointsman::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
+
+const EVENTS: u64 = 2_000_000;
+const RANKS: u64 = 16;
+const OPEN: u64 = 40_000;
+const TURNS: u64 = 8;
+const SYSTEM_PROMPTS: u64 = 64;
+const SYSTEM_BLOCKS: u64 = 20;
+const MIB: u64 = 1 << 20;
+
+fn mix(n: u64) -> u64 {
+    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
+}
+
+#[derive(Clone, Copy)]
+struct Conversation {
+    id: u64,
+    turns: u64,
+}
+
+impl Conversation {
+    fn rank(self) -> u64 {
+        mix(self.id) % RANKS
+    }
+
+    /// The blocks up to a turn's end. A name follows from the prefix: from the system prompt's or the conversation's.
+    fn blocks(self, turns: u64, turn_blocks: u64) -> impl Iterator<Item = StoredBlock> {
+        let system = mix(self.id ^ 0x5757) % SYSTEM_PROMPTS;
+        let shared = (0..SYSTEM_BLOCKS).map(move |at| mix(system << 32 | at));
+        let own = (0..turns * turn_blocks).map(move |at| mix(mix(self.id) ^ at));
+        shared.chain(own).map(|n| StoredBlock { engine_hash: EngineHash(mix(n)), block_hash: BlockHash(n) })
+    }
+}
+
+#[derive(Default)]
+struct Outcome {
+    asked: u64,
+    held: u64,
+    found: u64,
+    stored: u64,
+    bytes_most: usize,
+    evicted: u64,
+    refused: u64,
+    applying: Duration,
+    slowest: Duration,
+}
+
+fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
+    let mut index = Index::new();
+    let rank_of = |slot| WorkerRank::new(WorkerId(slot), 0);
+    for slot in 0..RANKS {
+        index.register(rank_of(slot), Slot(slot as u32), Generation(1));
+    }
+    index.set_budget(budget);
+    let mut open: Vec<_> = (0..OPEN).map(|id| Conversation { id, turns: 0 }).collect();
+    let (mut next_id, mut events, mut draw) = (OPEN, 0, 0);
+    let (mut outcome, mut overlaps) = (Outcome::default(), Overlaps::default());
+    while events < EVENTS {
+        draw = mix(draw);
+        // The square of a draw: half of the questions are for a quarter of the conversations.
+        let at = draw >> 32;
+        let conversation = &mut open[((((at * at) >> 32) * OPEN) >> 32) as usize];
+        let rank = rank_of(conversation.rank());
+        let mut event = |data, stored: u64, asked: Option<(&[BlockHash], Slot)>| {
+            if let Some((hashes, slot)) = asked {
+                index.overlaps(hashes, &mut overlaps);
+                let hit = overlaps.hits().iter().find(|hit| hit.slot == slot);
+                outcome.found += hit.map_or(0, |hit| u64::from(hit.device_blocks));
+            }
+            let event = RouterEvent { rank, tier: StorageTier::Device, data };
+            let start = Instant::now();
+            let applied = index.apply(&event);
+            let time = start.elapsed();
+            outcome.applying += time;
+            outcome.slowest = outcome.slowest.max(time);
+            outcome.stored += stored;
+            outcome.evicted += applied.evicted;
+            outcome.refused += applied.unknown_parents;
+            outcome.bytes_most = outcome.bytes_most.max(index.bytes_used());
+            events += 1;
+        };
+        if conversation.turns == TURNS {
+            // Its system prompt stays for others.
+            let blocks = conversation.blocks(TURNS, turn_blocks).skip(SYSTEM_BLOCKS as usize);
+            let mut names: Vec<_> = blocks.map(|block| block.engine_hash).collect();
+            names.reverse();
+            event(KvEvent::Removed { blocks: names }, 0, None);
+            *conversation = Conversation { id: next_id, turns: 0 };
+            next_id += 1;
+            continue;
+        }
+        let prompt: Vec<_> = conversation.blocks(conversation.turns + 1, turn_blocks).collect();
+        let hashes: Vec<_> = prompt.iter().map(|block| block.block_hash).collect();
+        let held = (SYSTEM_BLOCKS + conversation.turns * turn_blocks) as usize;
+        let parent = (conversation.turns > 0).then(|| prompt[held - 1].engine_hash);
+        let known = if parent.is_some() { held } else { 0 };
+        conversation.turns += 1;
+        let slot = Slot(rank.worker.0 as u32);
+        event(KvEvent::Stored { parent, blocks: prompt[known..].to_vec() }, turn_blocks, Some((&hashes, slot)));
+        outcome.asked += hashes.len() as u64;
+        outcome.held += held as u64;
+    }
+    outcome
+}
+
+fn main() {
+    // Cargo also runs benches as tests, with other arguments.
+    if !std::env::args().any(|arg| arg == "--bench") {
+        return;
+    }
+    for turn_blocks in [12, 1] {
+        eprintln!("turns of {turn_blocks} blocks");
+        eprintln!("| budget MiB | hit rate | of held | most MiB | evicted | refused | ns a block | slowest event µs |");
+        eprintln!("|---|---|---|---|---|---|---|---|");
+        for budget in [None, Some(256), Some(64), Some(32), Some(16)] {
+            let outcome = run(budget.map(|mib| mib * MIB), turn_blocks);
+            let budget = budget.map_or("none".to_owned(), |mib| mib.to_string());
+            eprintln!(
+                "| {budget} | {:.3} | {:.3} | {:.1} | {} | {} | {:.1} | {} |",
+                outcome.found as f64 / outcome.asked as f64,
+                outcome.found as f64 / outcome.held as f64,
+                outcome.bytes_most as f64 / MIB as f64,
+                outcome.evicted,
+                outcome.refused,
+                outcome.applying.as_nanos() as f64 / outcome.stored as f64,
+                outcome.slowest.as_micros(),
+            );
+        }
+    }
+}
