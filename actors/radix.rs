@@ -17,7 +17,8 @@ use super::shared::Seat;
 use super::shared_cache::SharedCacheFailure;
 use super::supervisor::SupervisorMsg;
 use super::turn::{After, Step, Turn};
-use crate::index::{Applied, Extension, Hit, Holdings, Index, Overlaps};
+use crate::config::RouterConfig;
+use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
 use crate::schedule::Request;
 use crate::select::{RankOverlap, SharedHits, TierOverlap};
@@ -146,6 +147,8 @@ pub(crate) struct Radix {
     clock: Clock,
     supervisor: ActorRef<SupervisorMsg>,
     counters: Counters,
+    /// None without a budget.
+    gauges: Option<BudgetGauges>,
 }
 
 /// What a shard answers once its turn is given back.
@@ -163,9 +166,12 @@ impl Radix {
         cold: BTreeSet<WorkerRank>,
         clock: Clock,
         supervisor: ActorRef<SupervisorMsg>,
+        budget: ShardBudget,
     ) -> Self {
-        let (index, found, counters) = (Index::new(), Overlaps::default(), Counters::new());
-        let mut radix = Self { index, holdings: Vec::new(), found, incarnation, cold, clock, supervisor, counters };
+        let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new());
+        index.set_budget(budget.bytes_max);
+        let (holdings, gauges) = (Vec::new(), budget.gauges());
+        let mut radix = Self { index, holdings, found, incarnation, cold, clock, supervisor, counters, gauges };
         for tenant in tenants {
             radix.on_register(tenant);
         }
@@ -179,6 +185,7 @@ impl Radix {
                 self.holdings.resize(slot.index() + 1, None);
             }
             self.holdings[slot.index()] = Some(holdings);
+            self.show_budget();
         }
     }
 
@@ -206,6 +213,13 @@ impl Radix {
             }
         }
         self.counters.count(&applied);
+        self.show_budget();
+    }
+
+    fn show_budget(&mut self) {
+        if let (Some(gauges), Some(state)) = (&mut self.gauges, self.index.budget_state()) {
+            gauges.show(state);
+        }
     }
 
     fn publish_holdings(&self, rank: WorkerRank) {
@@ -218,6 +232,7 @@ impl Radix {
     fn on_remove(&mut self, rank: WorkerRank) {
         self.index.remove_rank(rank);
         self.cold.remove(&rank);
+        self.show_budget();
     }
 }
 
@@ -270,6 +285,7 @@ struct Counters {
     waiting: metrics::Counter,
     removed: metrics::Counter,
     unknown_removals: metrics::Counter,
+    evicted_removals: metrics::Counter,
     unknown_parents: metrics::Counter,
     unknown_ranks: metrics::Counter,
 }
@@ -284,6 +300,7 @@ impl Counters {
             waiting: blocks("waiting"),
             removed: blocks("removed"),
             unknown_removals: blocks("unknown_removal"),
+            evicted_removals: blocks("evicted_removal"),
             unknown_parents: refused("unknown_parent"),
             unknown_ranks: refused("unknown_rank"),
         }
@@ -296,6 +313,7 @@ impl Counters {
             (&self.waiting, applied.waiting),
             (&self.removed, applied.removed),
             (&self.unknown_removals, applied.unknown_removals),
+            (&self.evicted_removals, applied.evicted_removals),
             (&self.unknown_parents, applied.unknown_parents),
             (&self.unknown_ranks, applied.unknown_ranks),
         ];
@@ -303,6 +321,48 @@ impl Counters {
             if count > 0 {
                 counter.increment(count);
             }
+        }
+    }
+}
+
+/// How many bytes a shard's index may take.
+pub(crate) struct ShardBudget {
+    shard: usize,
+    bytes_max: Option<u64>,
+}
+
+impl ShardBudget {
+    /// An even share of what all shards may take.
+    pub(crate) fn of(config: &RouterConfig, shard: usize) -> Self {
+        let shards = u64::from(config.index_shards.max(1));
+        Self { shard, bytes_max: config.index_bytes_max.map(|bytes| bytes / shards) }
+    }
+
+    fn gauges(&self) -> Option<BudgetGauges> {
+        self.bytes_max?;
+        let shard = self.shard.to_string();
+        Some(BudgetGauges {
+            bytes: metrics::gauge!("pointsman_index_bytes", "shard" => shard.clone()),
+            evicted_blocks: metrics::counter!("pointsman_index_evicted_blocks_total", "shard" => shard),
+            shown: 0,
+        })
+    }
+}
+
+/// How full a shard with a budget is.
+struct BudgetGauges {
+    bytes: metrics::Gauge,
+    evicted_blocks: metrics::Counter,
+    /// Blocks counted so far.
+    shown: u64,
+}
+
+impl BudgetGauges {
+    fn show(&mut self, state: BudgetState) {
+        self.bytes.set(state.bytes as f64);
+        if state.evicted_blocks > self.shown {
+            self.evicted_blocks.increment(state.evicted_blocks - self.shown);
+            self.shown = state.evicted_blocks;
         }
     }
 }

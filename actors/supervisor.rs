@@ -16,7 +16,7 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::radix::{Radix, RadixMsg, Tenant, shard_of};
+use super::radix::{Radix, RadixMsg, ShardBudget, Tenant, shard_of};
 use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
 use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
@@ -291,7 +291,8 @@ impl State {
         let actor = self.spawn(&turn, Role::Radix(shard)).await?;
         let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat));
         let incarnation = self.radix_incarnations[shard];
-        turn.open(actor, || Radix::new(tenants, incarnation, cold, self.shared.clock, self.myself.clone()));
+        let (budget, clock) = (ShardBudget::of(&self.shared.config, shard), self.shared.clock);
+        turn.open(actor, || Radix::new(tenants, incarnation, cold, clock, self.myself.clone(), budget));
         Ok(())
     }
 

@@ -22,6 +22,9 @@
 //! every other holder of the run each time, and a rank with a single block far down a long run spends eight
 //! bytes on each block before it.
 //!
+//! With a budget ([`Index::set_budget`]) it may know less than it was told, of ranks that [`Index::evicted_blocks_of`]
+//! names, and never more. That assumes what engines do: a rank's name stands for the same prefix whenever it is used.
+//!
 //! Does not spread ranks over shards, detect gaps in event streams, or weigh tiers against each other.
 
 mod applied;
