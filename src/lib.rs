@@ -67,6 +67,7 @@ pub mod hashing;
 pub mod index;
 pub mod load;
 pub mod message;
+pub mod predict;
 pub mod protocol;
 pub mod queue;
 pub mod schedule;

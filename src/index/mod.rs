@@ -31,6 +31,7 @@ mod applied;
 mod arena;
 mod budget;
 mod check;
+pub(crate) mod depth;
 mod dump;
 mod evict;
 mod hold;

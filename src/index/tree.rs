@@ -459,7 +459,7 @@ fn hash_of(hasher: &RandomState, at: Point, first: BlockHash) -> u64 {
 
 /// Number of leading blocks in which two lists agree. Whole chunks first, which compare as wide as the machine
 /// can.
-fn common_blocks(a: &[BlockHash], b: &[BlockHash]) -> usize {
+pub(crate) fn common_blocks(a: &[BlockHash], b: &[BlockHash]) -> usize {
     const CHUNK: usize = 16;
     let len = a.len().min(b.len());
     let (a, b) = (&a[..len], &b[..len]);

@@ -1,0 +1,234 @@
+//! Prefixes without names: how deep each rank reaches, for knowledge that no engine's event brought.
+//!
+//! Owns a tree like a tier's, in which a rank holds a run's leading blocks and nothing else. Promises answers in slot
+//! order, and that raising, lowering and asking cost steps per run, not per block, but for comparing the prompt. Leaves
+//! to its owner why a rank reaches where it does: that what is raised stays one prefix with what is there, and that
+//! only what nobody else needs is lowered.
+
+use std::mem::take;
+
+use ahash::RandomState;
+use smallvec::SmallVec;
+
+pub(crate) use super::tree::common_blocks;
+use super::tree::{Holder, Point, Tree};
+use super::{Extension, Hit, Index, Overlaps};
+use crate::protocol::{BlockHash, Generation, Slot};
+
+impl Index {
+    /// Number of leading blocks that the rank in `slot` holds in device memory.
+    ///
+    /// ```
+    /// use pointsman::index::Index;
+    /// use pointsman::protocol::{BlockHash, Slot};
+    ///
+    /// assert_eq!(Index::new().device_depth(Slot(0), &[BlockHash(1)]), 0);
+    /// ```
+    #[must_use]
+    pub fn device_depth(&self, slot: Slot, hashes: &[BlockHash]) -> u32 {
+        let mut depth = 0;
+        self.device.walk(hashes, |node, agree| {
+            let held = node.holders.binary_search_by_key(&slot, |holder| holder.slot);
+            let blocks = held.map_or(0, |at| node.holders[at].cut.min(agree));
+            depth += blocks;
+            blocks == agree
+        });
+        depth
+    }
+}
+
+/// How deep each rank reaches into prompts.
+#[derive(Debug)]
+pub(crate) struct Depths {
+    tree: Tree,
+}
+
+/// Part of a prompt that lies in one run.
+struct Piece {
+    node: u32,
+    /// Blocks of the prompt before the run.
+    depth: u32,
+    /// Blocks of the prompt up to where it leaves the run.
+    end: u32,
+}
+
+impl Depths {
+    pub(crate) fn new() -> Self {
+        Self { tree: Tree::new(RandomState::new()) }
+    }
+
+    /// Lets a rank reach to the end of `hashes`, if it does not reach further.
+    pub(crate) fn raise(&mut self, slot: Slot, hashes: &[BlockHash]) {
+        let (mut at, mut rest) = (Point::START, hashes);
+        while !rest.is_empty() {
+            let (start, len) = self.tree.grow(at, rest.iter().copied());
+            at = Point { node: start.node, offset: start.offset + len };
+            let held = &self.tree.node(at.node).holders;
+            let held = held.binary_search_by_key(&slot, |holder| holder.slot).map_or(0, |found| held[found].cut);
+            if held < at.offset {
+                self.tree.publish(at.node, reach(slot, at.offset));
+            }
+            rest = &rest[len as usize..];
+        }
+    }
+
+    /// Lets a rank that reaches to the end of `hashes` reach `keep` blocks only. Nothing that it reaches may lie behind
+    /// the blocks given up.
+    pub(crate) fn lower(&mut self, slot: Slot, hashes: &[BlockHash], keep: u32) {
+        let mut pieces: SmallVec<[Piece; 8]> = SmallVec::new();
+        let (mut at, mut rest) = (Point::START, hashes);
+        while !rest.is_empty() {
+            // What is there is only looked up, not grown.
+            let (start, len) = self.tree.grow(at, rest.iter().copied());
+            at = Point { node: start.node, offset: start.offset + len };
+            let depth = self.tree.node(at.node).depth;
+            pieces.push(Piece { node: at.node, depth, end: depth + at.offset });
+            rest = &rest[len as usize..];
+        }
+        // A run of which nothing is given up may go on another way than this prompt.
+        for Piece { node, depth, .. } in pieces.into_iter().rev().take_while(|piece| piece.end > keep) {
+            self.tree.publish(node, reach(slot, keep.saturating_sub(depth)));
+        }
+    }
+
+    /// Raises each rank's hit to where it reaches by this tree, and adds ranks that only this tree knows. A hit that
+    /// a lower tier carried further does not get longer by what that tier had added already.
+    pub(crate) fn merge_into(
+        &self,
+        hashes: &[BlockHash],
+        generation: impl Fn(Slot) -> Generation,
+        overlaps: &mut Overlaps,
+    ) {
+        let Overlaps { hits, reached, extensions, .. } = overlaps;
+        let known = hits.len();
+        self.tree.walk(hashes, |node, agree| {
+            let mut anyone_left = false;
+            for &Holder { slot, cut, .. } in &node.holders {
+                if reached.len() <= slot.index() {
+                    reached.resize(slot.index() + 1, 0);
+                }
+                let reached = &mut reached[slot.index()];
+                if *reached != node.depth {
+                    continue;
+                }
+                let blocks = cut.min(agree);
+                *reached += blocks;
+                anyone_left |= blocks == agree;
+                if node.depth == 0 && hits[..known].binary_search_by_key(&slot, |hit| hit.slot).is_err() {
+                    hits.push(Hit { slot, generation: generation(slot), device_blocks: 0 });
+                }
+            }
+            anyone_left
+        });
+        if hits.len() > known {
+            hits.sort_unstable_by_key(|hit| hit.slot);
+        }
+        for hit in hits {
+            let deeper = reached.get_mut(hit.slot.index()).map_or(0, take).saturating_sub(hit.device_blocks);
+            hit.device_blocks += deeper;
+            if let Ok(at) = extensions.binary_search_by_key(&hit.slot, |extension| extension.slot) {
+                extensions[at].give_up_leading(deeper);
+            }
+        }
+        extensions.retain(|extension| extension.blocks() > 0);
+    }
+
+    /// Heap bytes owned. Visits every run.
+    pub(crate) fn bytes(&self) -> usize {
+        self.tree.bytes()
+    }
+
+    /// Checks what the type promises.
+    pub(crate) fn check_invariants(&self) {
+        self.tree.check_invariants();
+        for (_, node) in self.tree.iter() {
+            assert!(node.holders.iter().all(|holder| holder.cut == holder.extent), "no prefix has a hole");
+        }
+    }
+}
+
+fn reach(slot: Slot, blocks: u32) -> Holder {
+    Holder { slot, span: 0, cut: blocks, extent: blocks }
+}
+
+impl Extension {
+    /// Takes away blocks that the device tier counts now, nearest tier first.
+    fn give_up_leading(&mut self, mut blocks: u32) {
+        for added in [&mut self.host_pinned_blocks, &mut self.disk_blocks, &mut self.external_blocks] {
+            let covered = blocks.min(*added);
+            *added -= covered;
+            blocks -= covered;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
+
+    fn prompt(blocks: std::ops::Range<u64>) -> Vec<BlockHash> {
+        blocks.map(BlockHash).collect()
+    }
+
+    #[test]
+    fn reaches_are_kept_for_each_rank() {
+        let mut depths = Depths::new();
+        depths.raise(Slot(1), &prompt(0..10));
+        depths.raise(Slot(4), &prompt(0..6));
+        depths.raise(Slot(4), &[prompt(0..6), prompt(20..23)].concat());
+        depths.check_invariants();
+        let depths_of = |depths: &Depths, prompt: &[BlockHash]| {
+            let mut overlaps = Overlaps::default();
+            depths.merge_into(prompt, |_| Generation(3), &mut overlaps);
+            overlaps.hits().iter().map(|hit| (hit.slot.0, hit.device_blocks)).collect::<Vec<_>>()
+        };
+        assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 6)]);
+        assert_eq!(depths_of(&depths, &[prompt(0..6), prompt(20..30)].concat()), [(1, 6), (4, 9)]);
+        depths.raise(Slot(4), &prompt(0..8));
+        depths.lower(Slot(4), &[prompt(0..6), prompt(20..23)].concat(), 6);
+        assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 8)], "the run goes on beside what was given up");
+        depths.lower(Slot(4), &prompt(0..8), 4);
+        depths.check_invariants();
+        assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 4)]);
+        depths.lower(Slot(4), &prompt(0..4), 0);
+        depths.lower(Slot(1), &prompt(0..10), 0);
+        assert_eq!(depths_of(&depths, &prompt(0..12)), []);
+        assert_eq!(depths.tree.len(), 0, "nothing is left behind");
+    }
+
+    /// A rank that holds blocks 0..3 on the device, 3..6 in host memory and 6..8 on disk.
+    fn tiered() -> Index {
+        let rank = WorkerRank::new(WorkerId(1), 0);
+        let mut index = Index::new();
+        index.register(rank, Slot(2), Generation(1));
+        for (tier, blocks) in
+            [(StorageTier::Device, 0..3), (StorageTier::HostPinned, 3..6_u64), (StorageTier::Disk, 6..8)]
+        {
+            let parent = blocks.start.checked_sub(1).map(EngineHash);
+            let block = |n| StoredBlock { engine_hash: EngineHash(n), block_hash: BlockHash(n) };
+            index.apply(&RouterEvent {
+                rank,
+                tier,
+                data: KvEvent::Stored { parent, blocks: blocks.map(block).collect() },
+            });
+        }
+        index
+    }
+
+    #[test]
+    fn a_raised_hit_takes_the_place_of_what_lower_tiers_added() {
+        let index = tiered();
+        assert_eq!(index.device_depth(Slot(2), &prompt(0..9)), 3);
+        for (reach, expected) in [(2, (3, 3, 2)), (4, (4, 2, 2)), (7, (7, 0, 1)), (9, (9, 0, 0))] {
+            let mut depths = Depths::new();
+            depths.raise(Slot(2), &prompt(0..reach));
+            let mut overlaps = Overlaps::default();
+            index.overlaps(&prompt(0..9), &mut overlaps);
+            depths.merge_into(&prompt(0..9), |_| Generation(1), &mut overlaps);
+            let (hit, beyond) = overlaps.iter().next().expect("a hit");
+            assert_eq!((hit.device_blocks, beyond.host_pinned_blocks, beyond.disk_blocks), expected);
+            assert_eq!(overlaps.extensions().len(), usize::from(reach < 9));
+        }
+    }
+}
