@@ -17,6 +17,7 @@ mod faults;
 mod gather;
 mod liveness;
 mod placement;
+mod predict;
 mod radix;
 mod router;
 mod scheduler;

@@ -1,8 +1,9 @@
 //! The radix actor: one an index shard, owner of its prefix index.
 //!
 //! Owns the [`Index`] of the ranks assigned to the shard. Promises that a rank's events apply in the order they were
-//! sent, and that a query sees every event accepted before it. Leaves to the supervisor which ranks are its own, and
-//! restarted, it knows them but not what they hold: they are cold until each is sent again from a `Cleared` on.
+//! sent, and that a query sees every event accepted before it, and every decision that is a guess (see
+//! [`super::predict`]). Leaves to the supervisor which ranks are its own, and restarted, it knows them but not what they
+//! hold: they are cold until each is sent again from a `Cleared` on.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
@@ -12,6 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::clock::Clock;
 use super::gather::{Leg, Onward};
+use super::predict::Beliefs;
 use super::scheduler::{Scheduler, SchedulerMsg, Ticket};
 use super::shared::Seat;
 use super::shared_cache::SharedCacheFailure;
@@ -19,9 +21,10 @@ use super::supervisor::SupervisorMsg;
 use super::turn::{After, Step, Turn};
 use crate::config::RouterConfig;
 use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
+use crate::predict::Guess;
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
 use crate::schedule::Request;
-use crate::select::{RankOverlap, SharedHits, TierOverlap};
+use crate::select::{RankOverlap, RankTraits, SharedHits, TierOverlap};
 
 /// Which shard keeps a rank: a pure function, so that everyone agrees without asking.
 pub(crate) fn shard_of(rank: WorkerRank, shards: usize) -> usize {
@@ -44,6 +47,17 @@ pub(crate) enum RadixMsg {
     Register(Tenant),
     /// A rank leaves, with what it held.
     Remove { rank: WorkerRank },
+    /// This prompt was routed there.
+    Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, guess: Guess },
+    /// This prompt was routed there, says the embedder.
+    Recorded {
+        rank: WorkerRank,
+        guess: Guess,
+        /// Its place in the queue.
+        permit: OwnedSemaphorePermit,
+    },
+    /// A booking that a modelled cache holds has ended.
+    Released { booking: BookingId, output_blocks: u32 },
     /// Say when everything before this has been applied.
     Flush(oneshot::Sender<()>),
     /// Write out what is held, as events that rebuild it.
@@ -60,16 +74,19 @@ pub(crate) struct Tenant {
     pub(crate) generation: Generation,
     /// Where the shard publishes what the rank holds.
     pub(crate) holdings: Arc<Holdings>,
+    /// KV blocks that it has, where known.
+    pub(crate) capacity_blocks: Option<u32>,
 }
 
 impl Tenant {
-    pub(crate) fn of(seat: &Seat) -> Self {
+    pub(crate) fn of(seat: &Seat, traits: &RankTraits) -> Self {
         let Seat { rank, slot, generation, .. } = *seat;
-        Self { rank, slot, generation, holdings: Arc::clone(&seat.holdings) }
+        Self { rank, slot, generation, holdings: Arc::clone(&seat.holdings), capacity_blocks: traits.total_kv_blocks }
     }
 }
 
 /// Who wants to know the overlap, and what then.
+#[expect(clippy::large_enum_variant, reason = "nearly all are requests, and a box would be an allocation for each")]
 pub(crate) enum Ask {
     /// A request: on to the scheduler with it.
     Decide(Request<Ticket>),
@@ -140,6 +157,8 @@ pub(crate) struct Radix {
     /// By slot: where what a rank holds is published.
     holdings: Vec<Option<Arc<Holdings>>>,
     found: Overlaps,
+    /// Present where decisions are guesses.
+    beliefs: Option<Beliefs>,
     /// Restarts of this shard.
     incarnation: u32,
     /// Ranks that must be sent again.
@@ -161,17 +180,19 @@ pub(crate) enum RadixAfter {
 impl Radix {
     /// A shard that knows its ranks and not what they hold. After a loss, all of them are cold.
     pub(crate) fn new(
+        config: &RouterConfig,
+        (shard, incarnation): (usize, u32),
         tenants: impl IntoIterator<Item = Tenant>,
-        incarnation: u32,
         cold: BTreeSet<WorkerRank>,
         clock: Clock,
         supervisor: ActorRef<SupervisorMsg>,
-        budget: ShardBudget,
     ) -> Self {
+        let (beliefs, budget) = (Beliefs::of(config, shard, clock), ShardBudget::of(config, shard));
         let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new());
         index.set_budget(budget.bytes_max);
         let (holdings, gauges) = (Vec::new(), budget.gauges());
-        let mut radix = Self { index, holdings, found, incarnation, cold, clock, supervisor, counters, gauges };
+        let mut radix =
+            Self { index, holdings, found, beliefs, incarnation, cold, clock, supervisor, counters, gauges };
         for tenant in tenants {
             radix.on_register(tenant);
         }
@@ -179,7 +200,10 @@ impl Radix {
     }
 
     fn on_register(&mut self, tenant: Tenant) {
-        let Tenant { rank, slot, generation, holdings } = tenant;
+        let Tenant { rank, slot, generation, holdings, capacity_blocks } = tenant;
+        if let Some(beliefs) = &mut self.beliefs {
+            beliefs.register(rank, slot, generation, capacity_blocks);
+        }
         if self.index.register(rank, slot, generation) {
             if self.holdings.len() <= slot.index() {
                 self.holdings.resize(slot.index() + 1, None);
@@ -189,8 +213,24 @@ impl Radix {
         }
     }
 
+    fn on_routed(&mut self, place: (Slot, Generation), booking: Option<BookingId>, guess: &Guess) {
+        if let Some(beliefs) = &mut self.beliefs {
+            beliefs.routed(place, booking, guess, &self.index);
+        }
+    }
+
+    /// The rank may have left meanwhile.
+    fn on_recorded(&mut self, rank: WorkerRank, guess: &Guess) {
+        if let Some(slot) = self.index.slot_of(rank) {
+            self.on_routed((slot, self.index.generation(slot)), None, guess);
+        }
+    }
+
     fn on_overlap(&mut self, leg: Leg<RankOverlap, OverlapNext>) -> RadixAfter {
         self.index.overlaps(leg.next().hashes(), &mut self.found);
+        if let Some(beliefs) = &mut self.beliefs {
+            beliefs.merge_into(leg.next().hashes(), &mut self.found);
+        }
         if !self.found.hits().is_empty() {
             leg.extend(self.found.iter().map(rank_overlap));
         }
@@ -198,9 +238,15 @@ impl Radix {
     }
 
     fn on_apply(&mut self, events: &[RouterEvent]) {
+        if let Some(beliefs) = &mut self.beliefs {
+            beliefs.expire();
+        }
         let mut applied = Applied::default();
         for (n, event) in events.iter().enumerate() {
             applied += self.index.apply(event);
+            if let Some(beliefs) = &mut self.beliefs {
+                beliefs.observe(event, &self.index);
+            }
             if events.get(n + 1).is_none_or(|next| next.rank != event.rank) {
                 self.publish_holdings(event.rank);
             }
@@ -213,6 +259,9 @@ impl Radix {
             }
         }
         self.counters.count(&applied);
+        if let Some(beliefs) = &mut self.beliefs {
+            beliefs.count();
+        }
         self.show_budget();
     }
 
@@ -231,6 +280,9 @@ impl Radix {
 
     fn on_remove(&mut self, rank: WorkerRank) {
         self.index.remove_rank(rank);
+        if let Some(beliefs) = &mut self.beliefs {
+            beliefs.remove(rank);
+        }
         self.cold.remove(&rank);
         self.show_budget();
     }
@@ -259,6 +311,18 @@ impl Step for Radix {
             }
             RadixMsg::Register(tenant) => self.on_register(tenant),
             RadixMsg::Remove { rank } => self.on_remove(rank),
+            RadixMsg::Routed { slot, generation, booking, guess } => {
+                self.on_routed((slot, generation), booking, &guess);
+            }
+            RadixMsg::Recorded { rank, guess, permit } => {
+                self.on_recorded(rank, &guess);
+                drop(permit);
+            }
+            RadixMsg::Released { booking, output_blocks } => {
+                if let Some(beliefs) = &mut self.beliefs {
+                    beliefs.released(booking, output_blocks);
+                }
+            }
             RadixMsg::Flush(answer) => return Some(RadixAfter::Flushed(answer)),
             RadixMsg::Dump(answer) => return Some(RadixAfter::Dumped(answer, self.index.dump())),
             #[cfg(feature = "faults")]

@@ -289,7 +289,8 @@ impl Router {
             arrival: lease.arrival(),
             block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
         });
-        let ticket = Ticket { lease, answer: sender, permit };
+        let guess = lease.as_ref().and_then(|_| prepared.guess());
+        let ticket = Ticket { lease, answer: sender, permit, guess };
         let terms = prepared.terms();
         let plain = Request::new(ticket, prepared.prompt(), prepared.isl_tokens());
         let request = Request { target, purpose, terms, waits, ..plain };

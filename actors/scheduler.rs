@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use super::clock::Clock;
 use super::gather::{Leg, Onward, Watch};
+use super::predict::Believers;
 use super::radix::{Ask, OverlapNext, Radix, RadixAfter, RadixMsg};
 use super::sequence::{Book, Sequence, SequenceAfter, SequenceMsg};
 use super::supervisor::{DrainAck, RetireAck};
@@ -23,6 +24,7 @@ use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
 use crate::directory::Lease;
 use crate::load::PromptBlocks;
+use crate::predict::Guess;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
 use crate::schedule::{
@@ -69,6 +71,8 @@ pub(crate) struct Ticket {
     pub(crate) answer: oneshot::Sender<Answered>,
     /// Its place in the waiting room, given back when it is answered or lost.
     pub(crate) permit: OwnedSemaphorePermit,
+    /// What its booking will leave in a cache, where that is guessed.
+    pub(crate) guess: Option<Guess>,
 }
 
 /// What a caller is told.
@@ -122,6 +126,7 @@ impl WakeFlag {
 /// Who the scheduler talks to besides the ranks.
 pub(crate) struct Surroundings {
     pub(crate) shards: Vec<Arc<Turn<Radix>>>,
+    pub(crate) believers: Believers,
     pub(crate) wake: Arc<WakeFlag>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
@@ -286,9 +291,14 @@ impl Scheduler {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
                     }
-                    let Ticket { lease: Some(lease), answer, permit } = ticket else { continue };
+                    let Ticket { lease: Some(lease), answer, permit, guess } = ticket else { continue };
                     let Some(Some((_, turn))) = self.peers.get(decision.slot.index()) else { continue };
-                    let book = Book { lease, decision, number, answer, permit, now };
+                    // Before the Book, so that whoever hears of the booking and asks again finds the guess.
+                    let claim = guess.and_then(|guess| {
+                        let believers = &self.around.believers;
+                        believers.routed(&decision, lease.booking(), guess, &mut self.after.shards)
+                    });
+                    let book = Book { lease, decision, number, answer, permit, claim, now };
                     turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
                 }
                 Effect::Report { ticket, decision } => self.after.answers.push((ticket, Answered::Placed(decision))),
@@ -415,8 +425,8 @@ impl Step for Scheduler {
 
 impl After for SchedulerAfter {
     fn deliver(self) {
-        self.sequences.into_iter().for_each(Afters::deliver);
         self.shards.into_iter().for_each(Afters::deliver);
+        self.sequences.into_iter().for_each(Afters::deliver);
         drop(self.legs);
         for (ticket, answer) in self.answers {
             let Ticket { answer: caller, permit, .. } = ticket;

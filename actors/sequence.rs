@@ -12,6 +12,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::clock::Clock;
 use super::gather::Leg;
+use super::predict::Claim;
 use super::scheduler::{Answered, LoadNext, Scheduler, SchedulerMsg, WakeFlag};
 use super::supervisor::{DrainAck, RetireAck};
 use super::turn::{After, Step, Turn};
@@ -49,6 +50,8 @@ pub(crate) struct Book {
     pub(crate) answer: oneshot::Sender<Answered>,
     /// The request's place in the waiting room.
     pub(crate) permit: OwnedSemaphorePermit,
+    /// What a modelled cache holds for it.
+    pub(crate) claim: Option<Claim>,
     pub(crate) now: Timestamp,
 }
 
@@ -142,12 +145,15 @@ impl Sequence {
     }
 
     fn on_book(&mut self, book: Book) -> Option<SequenceAfter> {
-        let Book { lease, decision, number, answer, permit, now } = book;
+        let Book { lease, decision, number, answer, permit, claim, now } = book;
         if number.incarnation == self.incarnation {
             self.applied = number.number;
         }
         let booked = decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint);
         if booked {
+            if let Some(claim) = claim {
+                claim.leave_to_lease();
+            }
             self.book(&lease, now);
             if let Some(meter) = &mut self.meter {
                 meter.booked(lease.booking(), decision.hint, now);
@@ -308,8 +314,15 @@ mod tests {
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free place");
         let number = BookNumber { incarnation: sequence.incarnation, number: 1 };
         let (answer, _) = oneshot::channel();
-        let booked =
-            sequence.step(SequenceMsg::Book(Book { lease: Arc::clone(&lease), decision, number, answer, permit, now }));
+        let booked = sequence.step(SequenceMsg::Book(Book {
+            lease: Arc::clone(&lease),
+            decision,
+            number,
+            answer,
+            permit,
+            claim: None,
+            now,
+        }));
         assert!(matches!(booked, Some(SequenceAfter::Booked { .. })), "{id} is booked");
         lease
     }

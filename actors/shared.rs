@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 
 use super::clock::Clock;
-use super::radix::Radix;
+use super::radix::{Radix, RadixMsg, shard_of};
 use super::router::WorkerEntry;
 use super::scheduler::{Scheduler, SchedulerMsg, WakeFlag};
 use super::sequence::{Sequence, SequenceMsg};
@@ -23,6 +23,7 @@ use crate::directory::{Directory, Ended, Lease};
 use crate::error::Down;
 use crate::index::Holdings;
 use crate::load::{BoardSlot, RateCell};
+use crate::predict::Kind;
 use crate::protocol::{Generation, Slot, WorkerRank};
 use crate::schedule::Extensions;
 use crate::select::RankConditions;
@@ -35,6 +36,8 @@ pub(crate) struct Shared {
     pub(crate) scheduler: Arc<Turn<Scheduler>>,
     /// None where overlap counts for nothing.
     pub(crate) shards: Vec<Shard>,
+    /// Whether shards model caches that hold bookings, and so must hear of their ends.
+    pub(crate) holds_bookings: bool,
     /// Requests waiting for an answer.
     pub(crate) waiting_room: Arc<Semaphore>,
     /// What the embedder put in place of the router's own judgement.
@@ -106,6 +109,7 @@ impl Shared {
             directory: Arc::default(),
             scheduler: Turn::closed(),
             shards: (0..shards).map(|_| Shard { turn: Turn::closed(), gate: gate() }).collect(),
+            holds_bookings: matches!(Kind::of(&config), Some(Kind::Lru { .. })),
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
             extensions,
             shared_cache,
@@ -190,11 +194,22 @@ impl Shared {
             Ended::Booked(slot, generation) => {
                 if let Some(seat) = self.seat(slot, generation) {
                     self.look(&seat, lease);
+                    self.release(seat.rank, lease);
                 }
             }
             // It may be waiting: a request whose caller has gone stops counting at once.
             Ended::Pending if self.config.queueing() => self.scheduler.tell(SchedulerMsg::Cancel(lease.booking())),
             Ended::Pending | Ended::Already => {}
+        }
+    }
+
+    /// Tells the rank's shard that a booking has ended, where a modelled cache holds it. A rank without a seat has
+    /// left, and what it held with it.
+    fn release(&self, rank: WorkerRank, lease: &Lease) {
+        if self.holds_bookings {
+            let output_blocks = lease.progress().output.block_count();
+            let shard = &self.shards[shard_of(rank, self.shards.len())];
+            shard.turn.tell(RadixMsg::Released { booking: lease.booking(), output_blocks });
         }
     }
 

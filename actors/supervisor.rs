@@ -16,7 +16,8 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::radix::{Radix, RadixMsg, ShardBudget, Tenant, shard_of};
+use super::predict::Believers;
+use super::radix::{Radix, RadixMsg, Tenant, shard_of};
 use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
 use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
@@ -259,12 +260,17 @@ impl State {
         let seat = Arc::new(Seat { rank, slot, generation, endpoint, board, rate, holdings, turn: Turn::closed() });
         let actor = self.start_sequence(&seat, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
-        if let Some(shard) = self.shard(rank) {
-            shard.tell(RadixMsg::Register(Tenant::of(&seat)));
-        }
+        self.register(&seat, traits);
         self.shared.scheduler.tell(SchedulerMsg::Admit(peer(&seat, traits, false)));
         self.seats[slot.index()] = Some(Running { seat, incarnation: 0, actor, retiring: false });
         Ok(slot)
+    }
+
+    /// Tells a rank's shard of it, or of its capacity.
+    pub(super) fn register(&self, seat: &Seat, traits: &RankTraits) {
+        if let Some(shard) = self.shard(seat.rank) {
+            shard.tell(RadixMsg::Register(Tenant::of(seat, traits)));
+        }
     }
 
     async fn start_sequence(&mut self, seat: &Arc<Seat>, incarnation: u32) -> Result<ActorId, ActorProcessingErr> {
@@ -289,10 +295,9 @@ impl State {
     async fn start_radix(&mut self, shard: usize, cold: BTreeSet<WorkerRank>) -> Result<(), ActorProcessingErr> {
         let turn = Arc::clone(&self.shared.shards[shard].turn);
         let actor = self.spawn(&turn, Role::Radix(shard)).await?;
-        let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat));
-        let incarnation = self.radix_incarnations[shard];
-        let (budget, clock) = (ShardBudget::of(&self.shared.config, shard), self.shared.clock);
-        turn.open(actor, || Radix::new(tenants, incarnation, cold, clock, self.myself.clone(), budget));
+        let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat, &self.traits_of(seat.rank)));
+        let (config, clock, place) = (&self.shared.config, self.shared.clock, (shard, self.radix_incarnations[shard]));
+        turn.open(actor, || Radix::new(config, place, tenants, cold, clock, self.myself.clone()));
         Ok(())
     }
 
@@ -302,6 +307,7 @@ impl State {
         let shared = &self.shared;
         let around = Surroundings {
             shards: shared.shards.iter().map(|shard| Arc::clone(&shard.turn)).collect(),
+            believers: Believers::of(shared),
             wake: Arc::clone(&shared.wake),
             clock: shared.clock,
             runtime: Handle::current(),
@@ -362,10 +368,12 @@ impl State {
         Ok(())
     }
 
-    /// A fresh shard knows its ranks and not what they hold: their embedder must send again.
+    /// A fresh shard knows its ranks and not what they hold: their embedder must send again. Where no events are used,
+    /// its next decisions tell it.
     async fn restart_radix(&mut self, shard: usize) -> Result<(), ActorProcessingErr> {
         self.radix_incarnations[shard] += 1;
-        let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).map(|seat| seat.rank).collect();
+        let hears = self.shared.config.use_kv_events;
+        let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).filter(|_| hears).map(|seat| seat.rank).collect();
         self.start_radix(shard, lost.clone()).await?;
         self.shared.cold.send_modify(|cold| cold.extend(lost));
         Ok(())

@@ -7,6 +7,8 @@ pub(crate) struct Meters {
     pub(crate) shared_cache: std::sync::Arc<SharedCacheMeters>,
     /// Bookings ended because nothing was heard of them.
     pub(crate) expired: metrics::Counter,
+    /// Events that came where none are used.
+    pub(crate) unused_events: metrics::Counter,
 }
 
 impl Meters {
@@ -14,6 +16,7 @@ impl Meters {
         Self {
             shared_cache: std::sync::Arc::new(SharedCacheMeters::new()),
             expired: metrics::counter!("pointsman_bookings_expired_total"),
+            unused_events: metrics::counter!("pointsman_kv_events_refused_total", "reason" => "not_used"),
         }
     }
 }

@@ -3,23 +3,29 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
-use super::Router;
+use super::{RouteRequest, Router};
 use crate::actors::radix::{RadixMsg, shard_of};
-use crate::error::{Down, FlushError};
+use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
+use crate::schedule::Rejection;
 
 impl Router {
     /// Applies KV events, each rank's in the order given, also across calls that were awaited one after the other.
     ///
-    /// Waits while a shard has `event_blocks_max` blocks of events waiting. Does nothing where no index is kept. What
-    /// is odd about an event is counted, not an error: `pointsman_kv_events_refused_total`.
+    /// Waits while a shard has `event_blocks_max` blocks of events waiting. Does nothing where no index is kept, and
+    /// nothing but count where `use_kv_events` is false. What is odd about an event is counted, not an error:
+    /// `pointsman_kv_events_refused_total`.
     ///
     /// # Errors
     /// When the router is down.
     pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
         self.shared().up()?;
+        if !self.shared().config.use_kv_events {
+            self.shared().meters.unused_events.increment(events.len() as u64);
+            return Ok(());
+        }
         match self.shared().shards.len() {
             0 => Ok(()),
             1 => self.apply_to(0, events).await,
@@ -37,13 +43,36 @@ impl Router {
     }
 
     async fn apply_to(&self, shard: usize, events: Vec<RouterEvent>) -> Result<(), Down> {
-        let blocks: usize = events.iter().map(|event| event.data.block_count()).sum();
+        let permit = self.pass_gate(shard, events.iter().map(|event| event.data.block_count()).sum()).await?;
+        self.shared().shards[shard].turn.tell(RadixMsg::Apply { events, permit });
+        Ok(())
+    }
+
+    /// A place before a shard for so many blocks.
+    async fn pass_gate(&self, shard: usize, blocks: usize) -> Result<OwnedSemaphorePermit, Down> {
         // A batch larger than the gate takes all of it; an event that names no block still takes a place.
         let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.shared().config.event_blocks_max);
-        let shard = &self.shared().shards[shard];
-        let gate: Arc<Semaphore> = Arc::clone(&shard.gate);
-        let permit = gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)?;
-        shard.turn.tell(RadixMsg::Apply { events, permit });
+        let gate: Arc<Semaphore> = Arc::clone(&self.shared().shards[shard].gate);
+        gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)
+    }
+
+    /// Records that the embedder has sent a prompt to a rank by itself, without a booking: where decisions are guesses
+    /// (`use_kv_events` is false, or `predicted_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
+    /// there now. Again only refreshes it. Does nothing elsewhere. Requests that are booked are recorded by that.
+    ///
+    /// Waits while the rank's shard has `event_blocks_max` blocks waiting.
+    ///
+    /// # Errors
+    /// An unknown rank, a prompt that cannot be hashed, or a router that is down.
+    pub async fn record_routing_decision(&self, request: RouteRequest<'_>, rank: WorkerRank) -> Result<(), RouteError> {
+        self.shared().up()?;
+        if !self.workers().iter().any(|worker| worker.ranks.contains(&rank)) {
+            return Err(Rejection::UnknownRank(rank).into());
+        }
+        let Some(guess) = self.prepare(&request)?.guess() else { return Ok(()) };
+        let shard = shard_of(rank, self.shared().shards.len());
+        let permit = self.pass_gate(shard, guess.hashes.len()).await?;
+        self.shared().shards[shard].turn.tell(RadixMsg::Recorded { rank, guess, permit });
         Ok(())
     }
 

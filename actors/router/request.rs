@@ -7,6 +7,7 @@ use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
 use crate::load::{PrefillLoadHint, PromptBlocks};
+use crate::predict::{Guess, Kind};
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::schedule::{Decision, Terms};
 use crate::select::{Constraints, TierOverlap};
@@ -270,6 +271,8 @@ pub(super) struct Prepared {
     prompt: PromptBlocks,
     isl_tokens: u32,
     terms: Option<Box<Terms>>,
+    /// What a booking will leave in a cache, where that is guessed.
+    guess: Option<Guess>,
 }
 
 impl Prepared {
@@ -309,7 +312,9 @@ impl Prepared {
             Some(_) | None => PromptBlocks::Counted(blocks),
         };
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?;
-        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms })
+        let guess = hashes.as_ref().filter(|_| Kind::of(config).is_some());
+        let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
+        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, guess })
     }
 
     /// The caller knows what is cached: nobody need be asked.
@@ -324,6 +329,10 @@ impl Prepared {
 
     pub(super) fn isl_tokens(&self) -> u32 {
         self.isl_tokens
+    }
+
+    pub(super) fn guess(&self) -> Option<Guess> {
+        self.guess.clone()
     }
 
     pub(super) fn terms(&self) -> Option<Box<Terms>> {

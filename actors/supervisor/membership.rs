@@ -108,6 +108,7 @@ impl State {
     fn describe(&self, slot: Slot, traits: &Arc<RankTraits>) {
         if let Some(Some(running)) = self.seats.get(slot.index()) {
             let (generation, traits) = (running.seat.generation, Arc::clone(traits));
+            self.register(&running.seat, &traits);
             self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
         }
     }

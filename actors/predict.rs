@@ -1,0 +1,179 @@
+//! Beliefs between actors: how a decision reaches the shard that believes in it, and how its end does.
+//!
+//! Owns a shard's [`Predictions`] with their metrics and clock, and the ways to them. Promises that the chosen rank's
+//! shard is told of a decision before its Book leaves, so that the very next question sees it, and that a booking which
+//! a modelled cache holds is given back whatever becomes of its Book. What has run out is dropped at the next question,
+//! decision or event of the shard: there is no timer, and nobody can see the difference but the gauge of believed blocks.
+//!
+//! Output blocks are counted when a booking ends: one message a booking, not one a block. A modelled cache is thus
+//! taken to be emptier, by what is being generated, than it is.
+
+use std::sync::Arc;
+
+use super::clock::Clock;
+use super::radix::{Radix, RadixAfter, RadixMsg, shard_of};
+use super::shared::Shared;
+use super::turn::{Afters, Turn};
+use crate::config::RouterConfig;
+use crate::index::{Index, Overlaps};
+use crate::predict::{Counts, Guess, Kind, Predictions};
+use crate::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, WorkerRank};
+use crate::schedule::Decision;
+
+/// What a shard believes.
+pub(crate) struct Beliefs {
+    predictions: Predictions,
+    clock: Clock,
+    counters: Counters,
+    counted: Counts,
+}
+
+impl Beliefs {
+    /// Nothing at all where a configuration predicts nothing.
+    pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock) -> Option<Self> {
+        // Each shard has its share of the bound, as it has of the ranks.
+        let blocks_max = u64::from(config.predicted_blocks_max / config.index_shards.max(1)).max(1);
+        let predictions = Predictions::new(Kind::of(config)?, blocks_max);
+        Some(Self { predictions, clock, counters: Counters::new(shard), counted: Counts::default() })
+    }
+
+    pub(crate) fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity: Option<u32>) {
+        self.predictions.register(rank, slot, generation, capacity);
+    }
+
+    pub(crate) fn remove(&mut self, rank: WorkerRank) {
+        self.predictions.remove_rank(rank);
+        self.count();
+    }
+
+    pub(crate) fn routed(
+        &mut self,
+        (slot, generation): (Slot, Generation),
+        booking: Option<BookingId>,
+        guess: &Guess,
+        index: &Index,
+    ) {
+        self.predictions.routed(slot, generation, booking, guess, index, self.clock.now());
+        self.count();
+    }
+
+    pub(crate) fn released(&mut self, booking: BookingId, output_blocks: u32) {
+        self.predictions.output_blocks(booking, output_blocks);
+        self.predictions.released(booking, self.clock.now());
+        self.count();
+    }
+
+    /// Before events: what had run out when they came is not confirmed by them.
+    pub(crate) fn expire(&mut self) {
+        self.predictions.expire(self.clock.now());
+    }
+
+    pub(crate) fn observe(&mut self, event: &RouterEvent, index: &Index) {
+        self.predictions.observe(event, index);
+    }
+
+    pub(crate) fn merge_into(&mut self, hashes: &[BlockHash], found: &mut Overlaps) {
+        self.predictions.expire(self.clock.now());
+        self.predictions.merge_into(hashes, found);
+        self.count();
+    }
+
+    /// Counts what has become of guesses since the last time.
+    pub(crate) fn count(&mut self) {
+        let counts = self.predictions.counts();
+        let before = std::mem::replace(&mut self.counted, counts);
+        if counts != before {
+            self.counters.count(&before, &counts);
+            self.counters.believed.set(self.predictions.believed_blocks() as f64);
+        }
+    }
+}
+
+/// The shards, where decisions are guesses.
+pub(crate) struct Believers {
+    shards: Vec<Arc<Turn<Radix>>>,
+    /// Whether bookings are held until they end.
+    holds_bookings: bool,
+}
+
+impl Believers {
+    pub(crate) fn of(shared: &Shared) -> Self {
+        let predicts = Kind::of(&shared.config).is_some();
+        let shards = shared.shards.iter().filter(|_| predicts).map(|shard| Arc::clone(&shard.turn)).collect();
+        Self { shards, holds_bookings: shared.holds_bookings }
+    }
+
+    /// Tells the chosen rank's shard. Its answers to others wait in `afters`.
+    pub(crate) fn routed(
+        &self,
+        decision: &Decision,
+        booking: BookingId,
+        guess: Guess,
+        afters: &mut Vec<Afters<RadixAfter>>,
+    ) -> Option<Claim> {
+        let shard = self.shards.get(shard_of(decision.rank, self.shards.len()))?;
+        let Decision { slot, generation, .. } = *decision;
+        shard.send(RadixMsg::Routed { slot, generation, booking: Some(booking), guess }).keep_in(afters);
+        self.holds_bookings.then(|| Claim { shard: Some(Arc::clone(shard)), booking })
+    }
+}
+
+/// A modelled cache holds a booking that is still to be made: dropping the claim gives it back.
+pub(crate) struct Claim {
+    shard: Option<Arc<Turn<Radix>>>,
+    booking: BookingId,
+}
+
+impl Claim {
+    /// The booking is made: from here on, whoever ends its lease gives it back.
+    pub(crate) fn leave_to_lease(mut self) {
+        self.shard = None;
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some(shard) = self.shard.take() {
+            shard.tell(RadixMsg::Released { booking: self.booking, output_blocks: 0 });
+        }
+    }
+}
+
+/// Metric handles, held so that no message looks one up.
+struct Counters {
+    confirmed: metrics::Counter,
+    wrong: metrics::Counter,
+    retracted: metrics::Counter,
+    evicted: metrics::Counter,
+    expired: metrics::Counter,
+    believed: metrics::Gauge,
+}
+
+impl Counters {
+    fn new(shard: usize) -> Self {
+        let blocks = |result: &'static str| metrics::counter!("pointsman_predicted_blocks_total", "result" => result);
+        Self {
+            confirmed: blocks("confirmed"),
+            wrong: blocks("wrong"),
+            retracted: blocks("retracted"),
+            evicted: blocks("evicted"),
+            expired: blocks("expired"),
+            believed: metrics::gauge!("pointsman_believed_blocks", "shard" => shard.to_string()),
+        }
+    }
+
+    fn count(&self, before: &Counts, now: &Counts) {
+        let counts = [
+            (&self.confirmed, now.confirmed - before.confirmed),
+            (&self.wrong, now.wrong - before.wrong),
+            (&self.retracted, now.retracted - before.retracted),
+            (&self.evicted, now.evicted - before.evicted),
+            (&self.expired, now.expired - before.expired),
+        ];
+        for (counter, count) in counts {
+            if count > 0 {
+                counter.increment(count);
+            }
+        }
+    }
+}

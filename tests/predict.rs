@@ -1,0 +1,282 @@
+//! Routers that know caches from their own decisions: without events, and before events come.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
+use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use pointsman::config::ApproximatePolicy;
+use pointsman::error::RouteError;
+use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
+use pointsman::{AddRequest, Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+fn without_events() -> RouterConfig {
+    RouterConfig { use_kv_events: false, ..config() }
+}
+
+fn beside_events() -> RouterConfig {
+    RouterConfig { predicted_ttl_ms: Some(1_000), ..config() }
+}
+
+fn modelled() -> RouterConfig {
+    RouterConfig { approximate_policy: ApproximatePolicy::Lru, ..without_events() }
+}
+
+async fn route(router: &Router, id: &str, prompt: &[u32]) -> Placement {
+    router.route(RouteRequest::new(id, Prompt::Tokens(prompt))).await.expect("placed")
+}
+
+/// The rank that a prompt would go to, and how many of its blocks are there.
+async fn best(router: &Router, prompt: &[u32]) -> (WorkerRank, u32) {
+    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("a match");
+    (best.rank(), best.overlap_blocks())
+}
+
+/// Counters by name and labels.
+#[derive(Clone, Default)]
+struct Counters(Arc<Mutex<BTreeMap<String, Arc<Total>>>>);
+
+#[derive(Default)]
+struct Total(AtomicU64);
+
+impl CounterFn for Total {
+    fn increment(&self, value: u64) {
+        self.0.fetch_add(value, Ordering::Relaxed);
+    }
+
+    fn absolute(&self, value: u64) {
+        self.0.store(value, Ordering::Relaxed);
+    }
+}
+
+impl Recorder for Counters {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        let labels = key.labels().map(|label| label.value()).collect::<Vec<_>>().join(",");
+        let name = format!("{} {labels}", key.name());
+        Counter::from_arc(Arc::clone(self.0.lock().expect("no panic").entry(name).or_default()))
+    }
+
+    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::noop()
+    }
+}
+
+impl Counters {
+    fn get(&self, name: &str) -> u64 {
+        self.0.lock().expect("no panic").get(name).map_or(0, |total| total.0.load(Ordering::Relaxed))
+    }
+
+    fn predicted(&self, result: &str) -> u64 {
+        self.get(&format!("pointsman_predicted_blocks_total {result}"))
+    }
+}
+
+#[tokio::test]
+async fn without_events_a_prompt_goes_where_it_went_before() {
+    for index_shards in [1, 3] {
+        let router = router(RouterConfig { index_shards, ..without_events() }, 8).await;
+        let prompt = tokens(1, 20);
+        let first = route(&router, "a", &prompt).await;
+        assert_eq!(first.cached_tokens(), 0);
+        let chosen = first.rank();
+        drop(first);
+        let second = route(&router, "b", &prompt).await;
+        assert_eq!((second.rank(), second.cached_tokens()), (chosen, 20 * BLOCK_SIZE));
+        drop(second);
+        assert_eq!(router.dump_events().await.expect("up"), [], "beliefs are not dumped");
+        assert_at_rest(&router).await;
+    }
+}
+
+#[tokio::test]
+async fn without_events_those_that_come_are_counted_and_nothing_else() {
+    let counters = Counters::default();
+    let _guard = metrics::set_default_local_recorder(&counters);
+    let router = router(without_events(), 4).await;
+    let prompt = tokens(1, 20);
+    router.apply_events(vec![stored(rank(3), &prompt), cleared(rank(3))]).await.expect("up");
+    assert_eq!(best(&router, &prompt).await.1, 0);
+    assert_eq!(counters.get("pointsman_kv_events_refused_total not_used"), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_belief_lasts_its_time_and_is_refreshed_by_prefix() {
+    let counters = Counters::default();
+    let _guard = metrics::set_default_local_recorder(&counters);
+    let router = router(RouterConfig { approximate_ttl_ms: 1_000, ..without_events() }, 4).await;
+    let prompt = tokens(1, 20);
+    let chosen = route(&router, "a", &prompt).await.rank();
+    tokio::time::advance(Duration::from_millis(900)).await;
+    assert_eq!(best(&router, &prompt).await, (chosen, 20));
+    assert_eq!(route(&router, "b", &prompt[..40]).await.rank(), chosen);
+    tokio::time::advance(Duration::from_millis(200)).await;
+    assert_eq!(best(&router, &prompt).await, (chosen, 10), "the rest has run out");
+    assert_eq!(counters.predicted("expired"), 10);
+    tokio::time::advance(Duration::from_millis(900)).await;
+    assert_eq!(best(&router, &prompt).await.1, 0);
+    assert_eq!((counters.predicted("expired"), counters.predicted("wrong")), (20, 0));
+}
+
+async fn one_worker(config: RouterConfig, total_kv_blocks: u32) -> Router {
+    let worker = WorkerConfig { total_kv_blocks: Some(total_kv_blocks), ..WorkerConfig::at("e") };
+    Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts")
+}
+
+#[tokio::test]
+async fn a_modelled_cache_gives_up_what_was_released_longest_ago() {
+    let router = one_worker(modelled(), 10).await;
+    let (a, b, c) = (tokens(1, 4), tokens(2, 4), tokens(3, 4));
+    drop(route(&router, "a", &a).await);
+    let held = route(&router, "b", &b).await;
+    held.output_block(None).expect("no decay");
+    held.output_block(None).expect("no decay");
+    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (4, 4));
+    drop(route(&router, "c", &c).await);
+    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4), "12 blocks want into 10");
+    drop(held);
+    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (0, 4), "its output counts at its end");
+    // A larger cache, said later, holds more from then on.
+    let worker = WorkerConfig { total_kv_blocks: Some(20), ..WorkerConfig::at("e") };
+    router.upsert_worker(WorkerId(0), worker).await.expect("valid");
+    drop(route(&router, "a", &a).await);
+    let depths = [best(&router, &a).await.1, best(&router, &b).await.1, best(&router, &c).await.1];
+    assert_eq!(depths, [4, 4, 4]);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn bookings_by_id_hold_a_modelled_cache_until_they_are_freed() {
+    let router = one_worker(modelled(), 6).await;
+    let (a, b) = (tokens(1, 4), tokens(2, 4));
+    let request = AddRequest { cached_tokens: Some(0), ..AddRequest::new("a", rank(0), Prompt::Tokens(&a)) };
+    router.add_request(request).await.expect("booked");
+    let second = route(&router, "b", &b).await;
+    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (4, 4), "both in use, over capacity");
+    router.free("a").expect("booked");
+    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4));
+    drop(second);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn decisions_made_elsewhere_can_be_recorded() {
+    let router = router(without_events(), 4).await;
+    let prompt = tokens(1, 20);
+    let query = RouteRequest { lora_name: Some("bot"), ..RouteRequest::query(Prompt::Tokens(&prompt)) };
+    for _again in 0..2 {
+        router.record_routing_decision(query, rank(2)).await.expect("known");
+    }
+    let found = router.find_best_match(query).await.expect("a match");
+    assert_eq!((found.rank(), found.overlap_blocks()), (rank(2), 20));
+    assert_eq!(best(&router, &prompt).await.1, 0, "under another adapter");
+    let unknown = router.record_routing_decision(query, rank(9)).await;
+    assert_eq!(unknown, Err(RouteError::UnknownRank(rank(9))));
+    router.remove_worker(WorkerId(2)).await.expect("known");
+    let found = router.find_best_match(query).await.expect("a match");
+    assert_eq!(found.overlap_blocks(), 0, "its cache has gone with it");
+    let aware = common::router(config(), 4).await;
+    aware.record_routing_decision(query, rank(2)).await.expect("nothing to do");
+    assert_eq!(aware.find_best_match(query).await.expect("a match").overlap_blocks(), 0, "events tell");
+}
+
+/// Siblings: a long common beginning, and an end of their own.
+fn sibling(n: u32) -> Vec<u32> {
+    [tokens(1, 300), tokens(100 + n, 2)].concat()
+}
+
+/// How many of 64 siblings, all asked for at once, go to a rank where none has been before. The leader's prefill is
+/// done, but its rank has not said yet what it stores.
+async fn strays(config: RouterConfig) -> usize {
+    let router = router(config, 16).await;
+    let leader = route(&router, "leader", &sibling(0)).await;
+    leader.prefill_completed();
+    let requests = (1..=64).map(|n| {
+        let router = router.clone();
+        tokio::spawn(async move { route(&router, &n.to_string(), &sibling(n)).await })
+    });
+    let requests: Vec<_> = requests.collect();
+    let mut placements = vec![leader];
+    for request in requests {
+        placements.push(request.await.expect("no panic"));
+    }
+    placements.sort_by_key(Placement::decision);
+    let ranks: Vec<_> = placements.iter().map(Placement::rank).collect();
+    let strays = (1..ranks.len()).filter(|&n| !ranks[..n].contains(&ranks[n])).count();
+    drop(placements);
+    assert_at_rest(&router).await;
+    strays
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn siblings_follow_their_leader_before_any_event() {
+    let (blind, predicting) = (strays(config()).await, strays(beside_events()).await);
+    assert!(predicting <= 6, "{predicting} of 64 strayed");
+    assert!(blind > predicting, "{blind} strayed without predictions");
+}
+
+#[tokio::test(start_paused = true)]
+async fn events_confirm_guesses_and_time_shows_the_wrong_ones() {
+    let counters = Counters::default();
+    let _guard = metrics::set_default_local_recorder(&counters);
+    let router = router(beside_events(), 4).await;
+    let (right, wrong, partly) = (tokens(1, 20), tokens(2, 8), tokens(3, 10));
+    let placed = route(&router, "right", &right).await.rank();
+    assert_eq!(best(&router, &right).await, (placed, 20), "guessed");
+    router.apply_events(vec![stored(placed, &right)]).await.expect("up");
+    assert_eq!(counters.predicted("confirmed"), 20);
+    drop(route(&router, "wrong", &wrong).await);
+    let there = route(&router, "partly", &partly).await.rank();
+    router.apply_events(vec![stored(there, &partly[..16])]).await.expect("up");
+    assert_eq!(best(&router, &partly).await, (there, 10), "the greater of both");
+    tokio::time::advance(Duration::from_millis(1_000)).await;
+    assert_eq!(best(&router, &wrong).await.1, 0);
+    assert_eq!(best(&router, &partly).await, (there, 4), "what the engine said stays");
+    assert_eq!((counters.predicted("confirmed"), counters.predicted("wrong")), (24, 8 + 6));
+    let again = route(&router, "again", &wrong).await.rank();
+    router.apply_events(vec![cleared(again)]).await.expect("up");
+    assert_eq!((best(&router, &wrong).await.1, counters.predicted("retracted")), (0, 8));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn lower_tiers_are_counted_from_where_a_guess_ends() {
+    let router = router(beside_events(), 1).await;
+    let prompt = tokens(1, 20);
+    let lower = RouterEvent { tier: StorageTier::HostPinned, ..stored(rank(0), &prompt) };
+    router.apply_events(vec![lower]).await.expect("up");
+    let placed = route(&router, "a", &prompt[..40]).await;
+    let found = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match").overlap();
+    assert_eq!((found.device_blocks, found.host_pinned_blocks), (10, 10));
+    drop(placed);
+}
+
+#[cfg(feature = "faults")]
+#[tokio::test]
+async fn a_lost_shard_believes_again_what_is_routed_next() {
+    let router = one_worker(modelled(), 10).await;
+    let prompt = tokens(1, 4);
+    let held = route(&router, "a", &prompt).await;
+    assert!(router.inject(pointsman::Fault::Radix(rank(0))));
+    // The restart is heard of by the supervisor; a question that is lost meanwhile is asked again.
+    drop(route(&router, "b", &prompt).await);
+    while router.health().restarts == 0 {
+        tokio::task::yield_now().await;
+    }
+    drop(held);
+    drop(route(&router, "c", &prompt).await);
+    assert_eq!(best(&router, &prompt).await.1, 4);
+    assert!(router.health().cold.is_empty(), "no embedder can send again what no engine says");
+    assert_at_rest(&router).await;
+}
