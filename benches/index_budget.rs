@@ -128,13 +128,20 @@ fn main() {
     if !std::env::args().any(|arg| arg == "--bench") {
         return;
     }
-    for turn_blocks in [12, 1] {
+    // `cargo bench --bench index_budget -- 12/64` runs one row: blocks a turn, and MiB.
+    let rows: Vec<_> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let (long, short) = ([None, Some(256), Some(64), Some(32), Some(16)], [None, Some(8), Some(4)]);
+    for (turn_blocks, budgets) in [(12, &long[..]), (1, &short[..])] {
         eprintln!("turns of {turn_blocks} blocks");
         eprintln!("| budget MiB | hit rate | of held | most MiB | evicted | refused | ns a block | slowest event µs |");
         eprintln!("|---|---|---|---|---|---|---|---|");
-        for budget in [None, Some(256), Some(64), Some(32), Some(16)] {
-            let outcome = run(budget.map(|mib| mib * MIB), turn_blocks);
-            let budget = budget.map_or("none".to_owned(), |mib| mib.to_string());
+        for &budget in budgets {
+            let bytes_max = budget.map(|mib| mib * MIB);
+            let budget = budget.map_or("none".to_owned(), |mib: u64| mib.to_string());
+            if !rows.is_empty() && !rows.contains(&format!("{turn_blocks}/{budget}")) {
+                continue;
+            }
+            let outcome = run(bytes_max, turn_blocks);
             eprintln!(
                 "| {budget} | {:.3} | {:.3} | {:.1} | {} | {} | {:.1} | {} |",
                 outcome.found as f64 / outcome.asked as f64,

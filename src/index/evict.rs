@@ -11,11 +11,11 @@
 //! fork and one for what lies behind. A store stamps the way to it as a question does, so no run is younger than
 //! what it continues, and the order of stamps is leaf first by itself.
 //!
-//! Costs: evicting looks at every span of one rank, so it takes a 16th of the rank's blocks at a time: at most
-//! 16 spans looked at for each block that goes, one or so where runs are tens of blocks long. The owner of the index
-//! pauses for a batch, a fraction of a microsecond a span. What a
-//! store is about to add to tables is made room for before, and not afterwards when it is there. While a store is
-//! applied its own blocks may stand above the budget, and while a table of names is built anew, the old one.
+//! Costs: evicting looks at every span of one rank, so it takes a 16th of the rank's blocks at a time: at most 16
+//! spans looked at and sorted for each block that goes, and about one where runs are tens of blocks long. The owner of
+//! the index pauses for a batch. What a store is about to add to tables is made room for before it comes: it could
+//! not be taken back. While an event is applied its own blocks may stand above the budget, and the list of spans, and
+//! while a table of names is built anew, the old one.
 
 use std::cmp::Reverse;
 use std::mem::{size_of, take};
