@@ -12,6 +12,7 @@ use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Reco
 use pointsman::config::ApproximatePolicy;
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
+use pointsman::schedule::Rejection;
 use pointsman::{AddRequest, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 fn without_events() -> RouterConfig {
@@ -182,7 +183,7 @@ async fn decisions_made_elsewhere_can_be_recorded() {
     assert_eq!((found.rank(), found.overlap_blocks()), (rank(2), 20));
     assert_eq!(best(&router, &prompt).await.1, 0, "under another adapter");
     let unknown = router.record_routing_decision(query, rank(9)).await;
-    assert_eq!(unknown, Err(RouteError::UnknownRank(rank(9))));
+    assert_eq!(unknown, Err(RouteError::Rejected(Rejection::UnknownRank(rank(9)))));
     router.remove_worker(WorkerId(2)).await.expect("known");
     let found = router.find_best_match(query).await.expect("a match");
     assert_eq!(found.overlap_blocks(), 0, "its cache has gone with it");
