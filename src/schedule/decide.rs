@@ -377,6 +377,7 @@ impl<T> Schedule<T> {
         let track = self.tracks_prefill(numbered);
         // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
         let reachable = request.overlaps.iter().filter(|known| match request.target {
+            Target::Any if self.scratch.verdicts.is_plain() => true,
             Target::Any => {
                 let position = self.ranks.position_of(known.slot, known.generation);
                 position.is_some_and(|position| self.scratch.verdicts.is_open(position))
@@ -456,11 +457,17 @@ impl<T> Schedule<T> {
         let cost = self.cost_of(numbered);
         let Scratch { verdicts, overlaps, bounds, .. } = scratch;
         bounds.clear();
-        bounds.extend(
-            overlaps.iter().enumerate().map(|(position, overlap)| {
-                self.bounds(&cost, position, settle, candidate, numbered, *overlap, verdicts)
-            }),
-        );
+        if verdicts.is_plain() {
+            let ranks = self.ranks.as_slice().iter().zip(overlaps);
+            let plain = |(rank, overlap): (&Rank, &mut TierOverlap)| {
+                self.plain_bounds(&cost, rank, settle, candidate, numbered, *overlap)
+            };
+            bounds.extend(ranks.map(plain));
+            return;
+        }
+        for (position, overlap) in overlaps.iter().enumerate() {
+            bounds.push(self.bounds(&cost, position, settle, candidate, numbered, *overlap, verdicts));
+        }
     }
 
     /// Brings bounds that were filled before the queries up to date: only who was asked can have changed, or lost its
@@ -489,14 +496,30 @@ impl<T> Schedule<T> {
         if !verdicts.is_open(position) {
             return NOT_ELIGIBLE;
         }
-        let mut projected = self.ranks.as_slice()[position].project(candidate);
-        if settle || self.ranks.standings()[position].suspect {
+        let settle = settle || self.ranks.standings()[position].suspect;
+        let rank = &self.ranks.as_slice()[position];
+        let bounds = self.plain_bounds(cost, rank, settle, candidate, numbered, overlap);
+        let factor = verdicts.factor(position);
+        Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
+    }
+
+    /// Bounds of the cost of a rank that is open, at its own cost.
+    #[inline]
+    fn plain_bounds(
+        &self,
+        cost: &KvCost,
+        rank: &Rank,
+        settle: bool,
+        candidate: Prospect<'_>,
+        numbered: &Numbered<T>,
+        overlap: TierOverlap,
+    ) -> Bounds {
+        let mut projected = rank.project(candidate);
+        if settle {
             projected.take_worst();
         }
         let facts = self.cost_facts(numbered, overlap, &projected);
-        let bounds = cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens);
-        let factor = verdicts.factor(position);
-        Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
+        cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
     }
 
     /// The cost's parameters, as the request has them.

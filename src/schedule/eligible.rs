@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use super::Terms;
-use super::rank::{Rank, Ranks, Standing};
+use super::rank::{Rank, Ranks};
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
@@ -71,24 +71,33 @@ pub(super) struct Asked<'a> {
 /// Every rank's verdict on one request, by position.
 #[derive(Debug, Default)]
 pub(super) struct Verdicts {
+    /// How many ranks there are, where all of them are open at their own cost: the usual case fills in nothing.
+    all_open: Option<usize>,
     refused_by: Vec<Option<Filter>>,
     /// What each cost is multiplied by; empty where no cost is.
     factors: Vec<f64>,
 }
 
 impl Verdicts {
+    /// Whether all are open, at their own cost.
+    #[inline]
+    pub(super) fn is_plain(&self) -> bool {
+        self.all_open.is_some()
+    }
+
     #[inline]
     pub(super) fn is_open(&self, position: usize) -> bool {
-        self.refused_by[position].is_none()
+        self.is_plain() || self.refused_by[position].is_none()
     }
 
     pub(super) fn any_open(&self) -> bool {
-        self.refused_by.iter().any(Option::is_none)
+        self.all_open.map_or_else(|| self.refused_by.iter().any(Option::is_none), |ranks| ranks > 0)
     }
 
     /// Whether waiting can help: somebody is open, or would be in another moment.
     pub(super) fn may_open(&self) -> bool {
-        self.refused_by.iter().any(|verdict| verdict.is_none_or(Filter::passes))
+        let may_open = || self.refused_by.iter().any(|verdict| verdict.is_none_or(Filter::passes));
+        self.all_open.map_or_else(may_open, |ranks| ranks > 0)
     }
 
     pub(super) fn has(&self, filter: Filter) -> bool {
@@ -96,7 +105,7 @@ impl Verdicts {
     }
 
     pub(super) fn of(&self, position: usize) -> Option<Filter> {
-        self.refused_by[position]
+        self.refused_by.get(position).copied().flatten()
     }
 
     #[inline]
@@ -110,7 +119,8 @@ impl Verdicts {
 
     /// Positions that may be chosen, in rank order.
     pub(super) fn open(&self) -> impl Iterator<Item = usize> {
-        self.refused_by.iter().enumerate().filter(|(_, verdict)| verdict.is_none()).map(|(position, _)| position)
+        let ranks = self.all_open.unwrap_or(self.refused_by.len());
+        (0..ranks).filter(|&position| self.is_open(position))
     }
 
     /// Refuses those that are open and for whom `refuse` holds.
@@ -156,13 +166,14 @@ impl Rules {
         let (all, standings) = (ranks.as_slice(), ranks.standings());
         verdicts.factors.clear();
         verdicts.refused_by.clear();
-        verdicts.refused_by.resize(all.len(), None);
         let overload = self.overload.any() || self.overload_blocks_frac.is_some();
         let plain = asked.terms.is_none() && asked.class.is_none() && !overload && self.slow_start.is_none();
-        let good = standings.iter().all(|standing| *standing == Standing::GOOD);
-        if plain && good {
+        let good = ranks.all_good();
+        verdicts.all_open = (plain && good).then_some(all.len());
+        if verdicts.is_plain() {
             return;
         }
+        verdicts.refused_by.resize(all.len(), None);
         if let Some(terms) = asked.terms {
             for (verdict, rank) in verdicts.refused_by.iter_mut().zip(all) {
                 *verdict = terms.constraints.refused_by(rank.rank, &rank.traits);

@@ -18,6 +18,8 @@ pub(super) struct Ranks {
     all: Vec<Rank>,
     /// What stands against each, by position. Apart from `all`, for most decisions look at nothing else of most ranks.
     standings: Vec<Standing>,
+    /// Whether something may stand against somebody; looked up once a batch.
+    troubled: bool,
     /// Slot to position in `all`.
     positions: Vec<Option<usize>>,
     conditions: Arc<RankConditions>,
@@ -141,6 +143,17 @@ impl Ranks {
         &self.standings
     }
 
+    /// Whether nothing stands against anybody.
+    #[inline]
+    pub(super) fn all_good(&self) -> bool {
+        !self.troubled
+    }
+
+    /// Call after a change of standings.
+    fn look_for_trouble(&mut self) {
+        self.troubled = self.standings.iter().any(|standing| *standing != Standing::GOOD);
+    }
+
     /// Adds a rank, or replaces an earlier incarnation of it.
     pub(super) fn admit(&mut self, admission: Admission, now: Timestamp) {
         let draining = admission.draining;
@@ -170,6 +183,7 @@ impl Ranks {
     pub(super) fn drain(&mut self, slot: Slot, generation: Generation) {
         if let Some(position) = self.position_of(slot, generation) {
             self.standings[position].draining = true;
+            self.troubled = true;
         }
     }
 
@@ -177,6 +191,7 @@ impl Ranks {
         let position = self.position_of(slot, generation)?;
         let rank = self.all.remove(position).rank;
         self.standings.remove(position);
+        self.look_for_trouble();
         self.index();
         Some(rank)
     }
@@ -191,6 +206,7 @@ impl Ranks {
             standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
             standing.unavailable = self.conditions.unavailable.contains(&rank.rank);
         }
+        self.look_for_trouble();
     }
 
     fn index(&mut self) {
@@ -216,10 +232,15 @@ impl Ranks {
 
     /// Reads every board; a batch decides by what it saw at its start.
     pub(super) fn refresh(&mut self, now: Timestamp) {
+        let mut reborn = false;
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
             if rank.refresh(now) {
                 standing.suspect = false; // a new incarnation
+                reborn = true;
             }
+        }
+        if reborn {
+            self.look_for_trouble();
         }
     }
 
@@ -234,7 +255,10 @@ impl Ranks {
     /// Takes an answer to the current batch's question in.
     pub(super) fn answered(&mut self, answer: LoadAnswer) {
         if let Some(position) = self.position_of(answer.slot, answer.generation) {
-            self.standings[position].suspect = false;
+            if self.troubled {
+                self.standings[position].suspect = false;
+                self.look_for_trouble();
+            }
             self.all[position].answer = Some(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
         }
     }
@@ -245,6 +269,7 @@ impl Ranks {
             if matches!(rank.answer, Some(Answer::Awaited)) {
                 rank.answer = Some(Answer::Missed);
                 standing.suspect = true;
+                self.troubled = true;
             }
         }
     }
@@ -252,6 +277,7 @@ impl Ranks {
     pub(super) fn is_alive(&mut self, slot: Slot, generation: Generation) {
         if let Some(position) = self.position_of(slot, generation) {
             self.standings[position].suspect = false;
+            self.look_for_trouble();
         }
     }
 }
