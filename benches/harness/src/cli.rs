@@ -5,12 +5,12 @@ use std::io;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
-use clap::Args;
 use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use pointsman::select::Policy;
-use serde::Deserialize;
 use serde::de::IntoDeserializer;
+use serde::{Deserialize, Serialize};
 
 use crate::closed_loop::{self, LoopError, Shape, Workload};
 use crate::fleet::Fleet;
@@ -34,6 +34,21 @@ fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error> {
 /// The policy's name, as the router's configuration spells it.
 pub(crate) fn policy_name(policy: Policy) -> String {
     serde_json::to_value(policy).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+/// Where the router's knowledge of the ranks' caches comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Knowledge {
+    /// The engines' events
+    #[default]
+    Events,
+    /// Their events, and the router's own decisions until these come
+    Predicted,
+    /// Its decisions alone, each believed for a while
+    Ttl,
+    /// Its decisions alone, on modelled caches of the engines' size
+    Lru,
 }
 
 /// What every run over one workload and one kind of fleet shares.
@@ -63,6 +78,9 @@ pub struct Common {
     /// Selection policy
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
+    /// Where the router's knowledge of caches comes from
+    #[arg(long, value_enum, default_value_t)]
+    pub knowledge: Knowledge,
     /// Let the other clients run after each request, as callers that wait for an engine would
     ///
     /// Without it clients go on at once: those of a router that suspends them queue behind each other inside its route,
@@ -172,7 +190,8 @@ impl Common {
     /// These arguments as a command line has them, for a run in a process of its own.
     #[must_use]
     pub fn to_arguments(&self) -> Vec<OsString> {
-        let Self { trace, dp_size, block_size, kv_blocks, inflight, shards, limit, policy, take_turns, seed } = self;
+        let Self { trace, dp_size, block_size, kv_blocks, inflight, shards, limit, policy, .. } = self;
+        let Self { knowledge, take_turns, seed, .. } = self;
         let given = [
             ("--trace", trace.as_ref().map(OsString::from)),
             ("--dp-size", Some(dp_size.to_string().into())),
@@ -182,6 +201,7 @@ impl Common {
             ("--shards", shards.map(|shards| shards.to_string().into())),
             ("--limit", limit.map(|limit| limit.to_string().into())),
             ("--policy", Some(policy_name(*policy).into())),
+            ("--knowledge", knowledge.to_possible_value().map(|value| value.get_name().into())),
             ("--seed", Some(seed.to_string().into())),
         ];
         let given = given.into_iter().filter_map(|(flag, value)| Some([flag.into(), value?])).flatten();

@@ -8,17 +8,21 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
+use pointsman::config::ApproximatePolicy;
 use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerRank};
 use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::cli::Replay;
+use crate::cli::{Knowledge, Replay};
 use crate::engine::Change;
 use crate::target::{Call, Refusal, Routed, Target};
 
 /// How long a router may take to come to rest; every booking has been freed by then.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
+
+/// How long a decision stands in for events that are late.
+const PREDICTED_TTL_MS: u64 = 5_000;
 
 /// The running router.
 #[derive(Debug)]
@@ -44,17 +48,30 @@ impl Embedded {
     pub async fn start(options: &Replay) -> Result<Self, Refusal> {
         let common = &options.common;
         let defaults = RouterConfig::default();
+        let approximates = matches!(common.knowledge, Knowledge::Ttl | Knowledge::Lru);
         let config = RouterConfig {
             block_size: common.block_size.get(),
             policy: common.policy,
             index_shards: common.shards.unwrap_or(defaults.index_shards),
             seed: common.seed,
+            use_kv_events: !approximates,
+            approximate_policy: match common.knowledge {
+                Knowledge::Lru => ApproximatePolicy::Lru,
+                Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,
+            },
+            predicted_ttl_ms: (common.knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS),
             restarts_max: if options.kill_every.is_some() { u32::MAX } else { defaults.restarts_max },
             ..defaults
         };
         let workers = options.fleet().worker_ids().map(|worker| {
             let at = WorkerConfig::at(format!("http://worker-{worker}:8000"));
-            (worker, WorkerConfig { data_parallel_size: common.dp_size, max_num_batched_tokens: Some(8_192), ..at })
+            let config = WorkerConfig {
+                data_parallel_size: common.dp_size,
+                max_num_batched_tokens: Some(8_192),
+                total_kv_blocks: u32::try_from(common.kv_blocks).ok(),
+                ..at
+            };
+            (worker, config)
         });
         let builder = workers.fold(Router::builder(config), |builder, (worker, config)| builder.worker(worker, config));
         let drill = options.kill_every.map(Drill::new);

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use pointsman::select::Policy;
 
-use crate::cli::{Replay, policy_name};
+use crate::cli::{Knowledge, Replay, policy_name};
 use crate::closed_loop::Outcome;
 
 /// Figures of the measured half of one run, with the arguments that shaped it.
@@ -38,6 +38,9 @@ pub struct Report {
     pub requests: usize,
     /// The selection policy.
     pub policy: Policy,
+    /// Where the router's knowledge of caches came from.
+    #[serde(default)]
+    pub knowledge: Knowledge,
     /// Workers of the fleet.
     pub workers: u32,
     /// Ranks of each worker.
@@ -94,6 +97,7 @@ impl Report {
             rss_before_bytes: outcome.rss_before_bytes,
             requests: outcome.requests,
             policy: common.policy,
+            knowledge: common.knowledge,
             workers: options.workers,
             dp_size: common.dp_size,
             clients: options.clients,
