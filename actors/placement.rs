@@ -33,6 +33,12 @@ impl Placement {
         self.best.decision()
     }
 
+    /// Everything that the decision said.
+    #[must_use]
+    pub fn best_match(&self) -> &BestMatch {
+        &self.best
+    }
+
     /// The rank to send the request to.
     #[must_use]
     pub fn rank(&self) -> WorkerRank {

@@ -1,0 +1,315 @@
+//! What a gateway asks of its router beside placing: conditions, drains, shared caches, selectors, explanations,
+//! messages, and bookings that outlive their callers.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
+use pointsman::config::RouterConfigOverride;
+use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
+use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
+use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
+use pointsman::schedule::Rejection;
+use pointsman::select::{Constraints, Filter, RankConditions, Selection, SelectorError, WorkerSelector};
+use pointsman::{
+    AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer, SharedCacheError,
+};
+use tokio::sync::watch;
+
+#[tokio::test]
+async fn what_the_embedder_knows_holds_from_the_next_decision_on() {
+    let router = router(config(), 2).await;
+    let prompt = tokens(1, 8);
+    let request = RouteRequest::query(Prompt::Tokens(&prompt));
+    let conditions = |overloaded: &[u64], unavailable: &[u64]| RankConditions {
+        overloaded: overloaded.iter().map(|&worker| rank(worker)).collect(),
+        unavailable: unavailable.iter().map(|&worker| rank(worker)).collect(),
+    };
+    router.set_conditions(conditions(&[0], &[])).await.expect("up");
+    assert_eq!(router.find_best_match(request).await.expect("one is left").rank(), rank(1));
+    router.set_conditions(conditions(&[0], &[1])).await.expect("up");
+    let refused = router.find_best_match(request).await.expect_err("nobody is left");
+    assert_eq!(refused.to_string(), "all eligible workers are overloaded: 1 unavailable, 1 overloaded");
+    router.set_conditions(conditions(&[], &[0, 1])).await.expect("up");
+    let refused = router.find_best_match(request).await.expect_err("nobody is left");
+    assert_eq!(refused.to_string(), "no rank is eligible: 2 unavailable");
+    router.set_conditions(RankConditions::default()).await.expect("up");
+    router.find_best_match(request).await.expect("all are back");
+}
+
+#[tokio::test]
+async fn a_provider_of_conditions_is_followed() {
+    let (provider, conditions) = watch::channel(RankConditions::default());
+    let builder = Router::builder(config()).conditions(conditions);
+    let router = builder.worker(WorkerId(0), WorkerConfig::at("http://a")).start().await.expect("valid");
+    let request = RouteRequest::query(Prompt::Tokens(&[1]));
+    router.find_best_match(request).await.expect("good");
+    provider.send_modify(|conditions| conditions.overloaded = [rank(0)].into());
+    while router.find_best_match(request).await.is_ok() {
+        tokio::task::yield_now().await; // until the follower has had its turn
+    }
+    let refused = router.find_best_match(request).await.expect_err("overloaded");
+    assert!(matches!(refused, RouteError::Rejected(Rejection::AllOverloaded { .. })), "{refused}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
+    let router = router(config(), 2).await;
+    let prompt = tokens(1, 8);
+    let place = async |id| router.route(RouteRequest::new(id, Prompt::Tokens(&prompt))).await.expect("placed");
+    let (a, b) = (place("a").await, place("b").await);
+    let (first, second) = (a.rank().worker, b.rank().worker);
+    assert_ne!(first, second);
+    let drain = tokio::spawn({
+        let router = router.clone();
+        async move { router.drain_worker(first, Duration::from_secs(60)).await }
+    });
+    let query = RouteRequest::query(Prompt::Tokens(&prompt));
+    let is_draining = async || {
+        let table = router.explain(query).await.expect("up").ranks;
+        table.iter().any(|row| row.facts.rank == a.rank() && row.refused_by == Some(Filter::Draining))
+    };
+    while !is_draining().await {
+        tokio::task::yield_now().await; // until the word has reached the scheduler
+    }
+    for id in ["c", "d", "e", "f"] {
+        assert_eq!(place(id).await.rank(), b.rank(), "no new work for who is drained");
+    }
+    assert_eq!(router.drain_worker(first, Duration::ZERO).await, Err(MembershipError::Draining(first)));
+    assert!(!drain.is_finished(), "a is still there");
+    drop(a);
+    assert_eq!(drain.await.expect("no panic"), Ok(0), "nobody was cut off");
+    assert_eq!(router.workers().len(), 1);
+    // The other one never gets empty.
+    assert_eq!(router.drain_worker(second, Duration::from_secs(5)).await, Ok(1));
+    assert_eq!(b.prefill_completed(), (), "a late report is harmless");
+    assert!(router.workers().is_empty());
+    drop(b);
+    assert_at_rest(&router).await;
+}
+
+/// A shared cache that answers as it is told.
+enum Shared {
+    Holds(u32),
+    Fails,
+    Hangs,
+}
+
+impl SharedCache for Shared {
+    fn query(&self, _: Arc<[BlockHash]>) -> SharedCacheAnswer<'_> {
+        Box::pin(async move {
+            match self {
+                Self::Holds(blocks) => Ok(vec![0..*blocks]),
+                Self::Fails => Err(SharedCacheError::from("no route to host")),
+                Self::Hangs => std::future::pending().await,
+            }
+        })
+    }
+}
+
+/// Chooses whoever it is told to, and checks that it is shown the shared hits.
+struct Chooses(Option<usize>, u32);
+
+impl WorkerSelector for Chooses {
+    fn select(&self, selection: &Selection<'_>) -> Option<usize> {
+        assert!(selection.candidates.iter().all(|candidate| candidate.shared_cache_blocks == self.1));
+        self.0
+    }
+}
+
+async fn with_shared(shared: Shared, selector: Option<Chooses>) -> Router {
+    let mut builder = Router::builder(config()).shared_cache(Arc::new(shared));
+    if let Some(selector) = selector {
+        builder = builder.selector(Arc::new(selector));
+    }
+    for worker in 0..3 {
+        builder = builder.worker(WorkerId(worker), WorkerConfig::at("http://engine"));
+    }
+    builder.start().await.expect("valid")
+}
+
+#[tokio::test]
+async fn shared_hits_reach_the_selector_and_the_scores() {
+    let router = with_shared(Shared::Holds(6), Some(Chooses(Some(2), 6))).await;
+    let prompt = tokens(1, 8);
+    let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
+    assert_eq!((placement.rank(), placement.best_match().shared_cache_blocks()), (rank(2), 6));
+    drop(placement);
+    router.apply_events(vec![stored(rank(1), &prompt[..16])]).await.expect("up");
+    let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(&prompt)), true).await.expect("up");
+    // Four blocks on the device, two more in the shared cache at a multiplier of 0.5.
+    let row = &scores.ranks[1];
+    assert_eq!((row.device_blocks, row.shared_beyond_device_blocks, row.credit_blocks), (4, Some(2), 5.0));
+    assert_eq!(scores.ranks[0].credit_blocks, 3.0);
+    let shared = scores.shared_cache.expect("asked");
+    assert_eq!((shared.enabled, shared.total_hit_blocks, shared.error), (true, 6, None));
+    assert!(
+        router
+            .overlap_scores(RouteRequest::query(Prompt::Tokens(&prompt)), false)
+            .await
+            .expect("up")
+            .shared_cache
+            .is_none()
+    );
+    let estimate = router.cache_hit_estimate(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("up");
+    assert_eq!(estimate.iter().map(|hit| hit.cached_tokens).collect::<Vec<_>>(), [0, 16, 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shared_cache_that_fails_or_hangs_costs_nothing_but_its_hits() {
+    for (shared, says) in [(Shared::Fails, "no route to host"), (Shared::Hangs, "did not answer within 5 ms")] {
+        let router = with_shared(shared, None).await;
+        let prompt = tokens(1, 8);
+        let before = tokio::time::Instant::now();
+        let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed without");
+        assert_eq!(placement.best_match().shared_cache_blocks(), 0);
+        assert!(before.elapsed() < Duration::from_millis(10), "{:?}", before.elapsed());
+        drop(placement);
+        let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(&prompt)), true).await.expect("up");
+        let error = scores.shared_cache.and_then(|shared| shared.error).expect("told");
+        assert!(error.contains(says), "{error}");
+        assert_at_rest(&router).await;
+    }
+}
+
+/// Answers wrongly, then panics, then chooses the first.
+struct Unreliable(std::sync::atomic::AtomicU32);
+
+impl WorkerSelector for Unreliable {
+    fn select(&self, _: &Selection<'_>) -> Option<usize> {
+        match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+            0 => Some(99),
+            1 => std::panic::panic_any("a drill"),
+            2 => None,
+            _ => Some(0),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_answer_of_a_selector_is_one_requests_error() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if panic.payload().downcast_ref::<&str>() != Some(&"a drill") {
+            report(panic);
+        }
+    }));
+    let builder = Router::builder(config()).selector(Arc::new(Unreliable(0.into())));
+    let builder = builder.worker(WorkerId(0), WorkerConfig::at("http://a"));
+    let router = builder.worker(WorkerId(1), WorkerConfig::at("http://b")).start().await.expect("valid");
+    let expected = [
+        Err(SelectorError::OutOfRange { position: 99, candidates: 2 }),
+        Err(SelectorError::Panicked),
+        Err(SelectorError::Refused { candidates: 2 }),
+        Ok(rank(0)),
+    ];
+    for (n, expected) in expected.into_iter().enumerate() {
+        let id = n.to_string();
+        let placed = router.route(RouteRequest::new(&id, Prompt::Tokens(&[1]))).await;
+        let placed = placed.map(|placement| placement.rank());
+        assert_eq!(placed, expected.map_err(|error| RouteError::Rejected(Rejection::Selector(error))));
+    }
+    assert_eq!(router.health().restarts, 0, "no actor died of it");
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn an_explanation_names_what_the_booking_then_does() {
+    let router = router(config(), 4).await;
+    let prompt = tokens(1, 10);
+    router.apply_events(vec![stored(rank(2), &prompt[..24])]).await.expect("up");
+    let busy = tokens(2, 30);
+    let _busy = router.add_request(AddRequest::new("busy", rank(3), Prompt::Tokens(&busy))).await;
+    let only = Constraints { allowed_workers: Some([1, 2, 3].map(WorkerId).into()), ..Constraints::default() };
+    let request = RouteRequest { constraints: Some(&only), ..RouteRequest::new("a", Prompt::Tokens(&prompt)) };
+    let explained = router.explain(request).await.expect("up");
+    assert_eq!((explained.chosen, explained.ranks.len()), (Some(rank(2)), 4));
+    assert_eq!(explained.ranks[0].refused_by, Some(Filter::Allowed));
+    // 40 tokens are 10 blocks to compute and 10 to hold, less 6 cached.
+    let costs: Vec<f64> = explained.ranks[1..].iter().map(|row| row.cost_hi).collect();
+    assert_eq!(costs, [20.0, 14.0, 80.0]);
+    assert!(explained.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
+    assert_eq!(router.health().leases, 1, "nothing but what was booked before");
+    let placement = router.route(request).await.expect("placed");
+    assert_eq!(placement.rank(), rank(2));
+    let nobody = Constraints { required_taints: ["h100".to_owned()].into(), ..Constraints::default() };
+    let explained = router.explain(RouteRequest { constraints: Some(&nobody), ..request }).await.expect("explained");
+    assert_eq!(explained.chosen, None);
+    assert_eq!(explained.refused.as_deref(), Some("no rank is eligible: 4 without a required taint"));
+    serde_json::to_string(&explained).expect("plain data");
+}
+
+#[tokio::test]
+async fn overrides_hold_for_their_request_alone() {
+    let router = router(config(), 2).await;
+    let prompt = tokens(1, 10);
+    router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
+    let busy = tokens(2, 12);
+    router.add_request(AddRequest::new("busy", rank(1), Prompt::Tokens(&busy))).await.expect("booked");
+    router.mark_prefill_completed("busy").expect("known");
+    let blind = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
+    let request = RouteRequest::query(Prompt::Tokens(&prompt));
+    // Warm: 0 to compute, 12 + 10 held; cold: 10 to compute, 10 held.
+    assert_eq!(router.find_best_match(request).await.expect("placed").rank(), rank(0));
+    let keen = RouterConfigOverride { prefill_load_scale: Some(4.0), ..RouterConfigOverride::default() };
+    let keen = router.find_best_match(RouteRequest { overrides: Some(&keen), ..request }).await.expect("placed");
+    assert_eq!(keen.rank(), rank(1));
+    let blind = router.find_best_match(RouteRequest { overrides: Some(&blind), ..request }).await.expect("placed");
+    assert_eq!((blind.rank(), blind.cached_tokens()), (rank(0), 0));
+    let wrong = RouterConfigOverride { temperature: Some(f64::NAN), ..RouterConfigOverride::default() };
+    let refused = router.find_best_match(RouteRequest { overrides: Some(&wrong), ..request }).await;
+    assert!(refused.expect_err("refused").to_string().contains("temperature is NaN"));
+}
+
+#[tokio::test]
+async fn messages_do_what_calls_do() {
+    let router = router(RouterConfig { queue_threshold: Some(0.0), ..config() }, 1).await;
+    let prompt = PromptMessage { tokens: Some(tokens(1, 4)), do_not_queue: true, ..PromptMessage::default() };
+    let new = || RouterRequest::New(Box::new(prompt.clone()));
+    let placed = router.handle("a", new()).await.expect("placed");
+    let expected = RouterResponse::New { worker_id: WorkerId(0), dp_rank: 0, overlap_blocks: 0, cached_tokens: 0 };
+    assert_eq!(placed, expected);
+    assert_eq!(loads(&router).await, [(1, 4, 16)], "it outlives the call");
+    let refused = router.handle("b", new()).await.expect("an outcome");
+    assert!(
+        matches!(&refused, RouterResponse::QueueRejected { reason, .. } if reason == "do_not_queue"),
+        "{refused:?}"
+    );
+    let loads_of = RouterRequest::PotentialLoads(Box::new(PromptMessage { tokens: Some(vec![]), ..prompt.clone() }));
+    let answer = router.handle("c", loads_of).await.expect("up");
+    assert!(
+        matches!(&answer, RouterResponse::PotentialLoads { loads, .. } if loads[0].active_requests == 1),
+        "{answer:?}"
+    );
+    let blank = Some("  ".to_owned());
+    let marked = router.handle("a", RouterRequest::MarkPrefill { request_id: blank.clone() }).await;
+    assert_eq!(marked, Ok(RouterResponse::PrefillMarked { success: true }), "a blank id means the context's");
+    let named = RouterRequest::MarkFree { request_id: Some("a".to_owned()) };
+    assert_eq!(router.handle("z", named.clone()).await, Ok(RouterResponse::FreeMarked { success: true }));
+    assert_eq!(router.handle("z", named).await, Ok(RouterResponse::FreeMarked { success: false }));
+    let empty = router.handle("a", RouterRequest::New(Box::default())).await.expect_err("no prompt");
+    assert!(matches!(empty, HandleError::Prompt(_)), "{empty}");
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_booking_ends_when_nothing_is_heard_of_it_and_not_before() {
+    let router = router(RouterConfig { booking_liveness_ms: 60_000, ..config() }, 1).await;
+    let prompt = tokens(1, 4);
+    let held = router.route(RouteRequest::new("held", Prompt::Tokens(&prompt))).await.expect("placed");
+    for id in ["silent", "alive"] {
+        router.add_request(AddRequest::new(id, rank(0), Prompt::Tokens(&prompt))).await.expect("booked");
+    }
+    for _ in 0..10 {
+        tokio::time::sleep(Duration::from_secs(40)).await;
+        router.touch("alive").expect("it shows signs of life");
+    }
+    assert_eq!(router.touch("silent"), Err(RequestError::NotFound("silent".to_owned())));
+    assert_eq!(loads(&router).await[0].0, 2, "the long one that is held, and the one that was heard of");
+    held.prefill_completed();
+    drop(held);
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    assert_at_rest(&router).await;
+}

@@ -1,0 +1,224 @@
+//! Waiting through the whole actor system: who waits, who goes first, and how a wait ends.
+
+mod common;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use common::{BLOCK_SIZE, assert_at_rest, config, rank, stored, tokens};
+use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
+use pointsman::error::RouteError;
+use pointsman::load::{PrefillEstimator, PrefillFacts};
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::queue::LimitKind;
+use pointsman::schedule::Rejection;
+use pointsman::select::{Constraints, Pin as PinTo, PinMode};
+use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
+
+/// One rank is busy from the first prompt of 25 blocks on.
+fn waits() -> RouterConfig {
+    RouterConfig { queue_threshold: Some(0.5), ..config() }
+}
+
+async fn fleet(config: RouterConfig, workers: u64) -> Router {
+    let mut builder = Router::builder(config);
+    for worker in 0..workers {
+        let at = WorkerConfig::at(format!("http://engine-{worker}"));
+        builder = builder.worker(WorkerId(worker), WorkerConfig { max_num_batched_tokens: Some(100), ..at });
+    }
+    builder.start().await.expect("a valid configuration starts")
+}
+
+/// Sends a request on its way, and sees that it has to wait.
+async fn wait_for<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a> {
+    let mut route: Route<'a> = Box::pin(router.route(request));
+    tokio::select! {
+        biased;
+        placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
+        () = std::future::ready(()) => {}
+    }
+    // Where the scheduler was busy, the request is still on its way: this question comes behind it.
+    router.pending().await.expect("up");
+    route
+}
+
+async fn waiting(router: &Router) -> u64 {
+    router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum()
+}
+
+#[tokio::test]
+async fn a_request_waits_until_a_rank_has_done_its_prefill() {
+    let router = fleet(waits(), 2).await;
+    let (long, short) = (tokens(1, 25), tokens(2, 25));
+    let first = router.route(RouteRequest::new("a", Prompt::Tokens(&long))).await.expect("idle");
+    let second = router.route(RouteRequest::new("b", Prompt::Tokens(&long))).await.expect("idle");
+    assert_ne!(first.rank(), second.rank());
+    let third = wait_for(&router, RouteRequest::new("c", Prompt::Tokens(&short))).await;
+    let pending = router.pending().await.expect("up");
+    assert_eq!(
+        (pending[0].class.as_str(), pending[0].depth.requests, pending[0].depth.raw_tokens),
+        ("default", 1, 100)
+    );
+    let freed = second.rank();
+    second.prefill_completed();
+    let third = third.await.expect("a rank is free");
+    assert_eq!(third.rank(), freed);
+    let fourth = wait_for(&router, RouteRequest::new("d", Prompt::Tokens(&short))).await;
+    drop(first);
+    drop(fourth.await.expect("a rank is free again"));
+    drop((second, third));
+    assert_eq!(waiting(&router).await, 0);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_new_rank_serves_those_who_wait() {
+    let router = fleet(waits(), 1).await;
+    let prompt = tokens(1, 25);
+    let _busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let waiting = wait_for(&router, RouteRequest::new("b", Prompt::Tokens(&prompt))).await;
+    router.upsert_worker(WorkerId(7), WorkerConfig::at("http://new")).await.expect("up");
+    assert_eq!(waiting.await.expect("the new rank is idle").rank(), rank(7));
+}
+
+#[tokio::test]
+async fn whoever_waits_for_a_rank_that_leaves_is_answered() {
+    let router = fleet(waits(), 2).await;
+    let prompt = tokens(1, 25);
+    let a = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let _b = router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.expect("idle");
+    let pin = PinTo { worker: a.rank().worker, rank: None, mode: PinMode::Hard };
+    let pinned = Constraints { pin: Some(pin), ..Constraints::default() };
+    let request = RouteRequest { constraints: Some(&pinned), ..RouteRequest::new("c", Prompt::Tokens(&prompt)) };
+    let waiting = wait_for(&router, request).await;
+    router.remove_worker(a.rank().worker).await.expect("registered");
+    let refused = waiting.await.expect_err("its rank is gone");
+    assert_eq!(refused, RouteError::Rejected(Rejection::Pinned { pin, refused_by: None }));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_is_answered_when_it_passes() {
+    let router = fleet(waits(), 1).await;
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let deadline = Some(Duration::from_secs(3));
+    let before = tokio::time::Instant::now();
+    let late = RouteRequest { deadline, ..RouteRequest::new("b", Prompt::Tokens(&prompt)) };
+    let refused = router.route(late).await.expect_err("nothing frees");
+    let RouteError::Rejected(Rejection::DeadlineExceeded { waited }) = refused else { panic!("{refused}") };
+    assert!(waited >= Duration::from_secs(3) && before.elapsed() < Duration::from_millis(3_010), "{waited:?}");
+    assert_eq!(waiting(&router).await, 0);
+    drop(busy);
+    assert_at_rest(&router).await;
+}
+
+/// Every prefill takes ten seconds.
+struct TenSeconds;
+
+impl PrefillEstimator for TenSeconds {
+    fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
+        Some(Duration::from_secs(10))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn load_that_falls_with_time_alone_ends_a_wait() {
+    assert_eq!(waits().prefill_load_model, PrefillModel::None, "the estimator stands in for it");
+    let at = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
+    let builder = Router::builder(waits()).prefill_estimator(std::sync::Arc::new(TenSeconds));
+    let router = builder.worker(WorkerId(0), at).start().await.expect("valid");
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    assert_eq!(busy.best_match().expected_prefill_duration(), Some(Duration::from_secs(10)));
+    let before = tokio::time::Instant::now();
+    let second = router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.expect("after half of it");
+    let waited = before.elapsed();
+    assert!((Duration::from_secs(5)..Duration::from_millis(5_100)).contains(&waited), "{waited:?}");
+    drop((busy, second));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn limits_and_refusals_name_what_was_full() {
+    let class = QueueClass { requests_max_per_rank: Some(1), ..QueueClass::named("batch") };
+    let router = fleet(RouterConfig { queue_classes: vec![class], ..waits() }, 1).await;
+    let prompt = tokens(1, 25);
+    let request = |id| RouteRequest::new(id, Prompt::Tokens(&prompt));
+    let busy = router.route(request("a")).await.expect("idle");
+    let hasty = RouteRequest { do_not_queue: true, ..request("b") };
+    let refused = router.route(hasty).await.expect_err("would have to wait");
+    let RouteError::Rejected(Rejection::Backpressure(refused)) = refused else { panic!("{refused}") };
+    assert_eq!((&*refused.class, refused.limit), ("batch", LimitKind::DoNotQueue));
+    let waiting = wait_for(&router, request("c")).await;
+    let refused = router.route(request("d")).await.expect_err("full");
+    let message = refused.to_string();
+    assert!(message.starts_with("class batch") && message.contains("limit requests is 1, 1 are waiting"), "{message}");
+    let unknown = RouteRequest { policy_class: Some("gold"), ..request("e") };
+    let refused = router.route(unknown).await.expect_err("no such class");
+    assert!(matches!(refused, RouteError::Rejected(Rejection::UnknownClass(_))), "{refused}");
+    let asked = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await;
+    assert!(matches!(asked, Err(RouteError::Rejected(Rejection::Backpressure(_)))), "as a booking would be: {asked:?}");
+    drop(waiting);
+    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("it might wait now");
+    assert_eq!(best.rank(), rank(0));
+    drop(busy);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn warm_requests_leave_first_where_the_order_is_by_work() {
+    let router = fleet(RouterConfig { queue_policy: QueueOrder::Wspt, ..waits() }, 1).await;
+    let (cold, warm, busy) = (tokens(1, 20), tokens(2, 20), tokens(3, 25));
+    router.apply_events(vec![stored(rank(0), &warm[..20])]).await.expect("up");
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&busy))).await.expect("idle");
+    let mut cold = wait_for(&router, RouteRequest::new("cold", Prompt::Tokens(&cold))).await;
+    let warm = wait_for(&router, RouteRequest::new("warm", Prompt::Tokens(&warm))).await;
+    drop(busy);
+    let placed = tokio::select! {
+        biased;
+        first = &mut cold => panic!("80 tokens to compute went before 60: {first:?}"),
+        second = warm => second.expect("placed"),
+    };
+    assert_eq!(placed.cached_tokens(), 5 * BLOCK_SIZE);
+    placed.prefill_completed();
+    drop((placed, cold.await.expect("placed")));
+    assert_at_rest(&router).await;
+}
+
+/// The counts are exact the moment a cancellation returns, and those who stay are served in order.
+#[tokio::test]
+async fn of_ten_thousand_who_wait_half_leave() {
+    const WAITING: usize = 10_000;
+    let router = fleet(RouterConfig { track_active_blocks: false, ..waits() }, 1).await;
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("busy", Prompt::Tokens(&prompt))).await.expect("idle");
+    let ids: Vec<String> = (0..WAITING).map(|n| n.to_string()).collect();
+    let mut routes = Vec::with_capacity(WAITING);
+    for id in &ids {
+        let mut route: Route<'_> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(&prompt))));
+        tokio::select! {
+            biased;
+            placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
+            () = std::future::ready(()) => {}
+        }
+        routes.push((id, Some(route)));
+    }
+    assert_eq!(waiting(&router).await, WAITING as u64);
+    for (n, (_, route)) in routes.iter_mut().enumerate().filter(|(n, _)| n % 2 == 1) {
+        drop(route.take());
+        let left = WAITING as u64 - (n as u64).div_ceil(2);
+        let pending = &router.pending().await.expect("up")[0].depth;
+        assert_eq!((pending.requests, pending.raw_tokens), (left, left * 100), "after {n} have been looked at");
+    }
+    drop(busy);
+    for (id, route) in routes.into_iter().filter_map(|(id, route)| Some((id, route?))) {
+        let placement = route.await.expect("its turn");
+        assert_eq!(placement.request_id(), id, "in the order of arrival");
+        drop(placement); // and the next one's turn comes
+    }
+    assert_eq!(waiting(&router).await, 0);
+    assert_at_rest(&router).await;
+}
