@@ -101,7 +101,7 @@ impl SharedCache for Shared {
     fn query(&self, _: Arc<[BlockHash]>) -> SharedCacheAnswer<'_> {
         Box::pin(async move {
             match self {
-                Self::Holds(blocks) => Ok(vec![0..*blocks]),
+                Self::Holds(blocks) => Ok(std::iter::once(0..*blocks).collect()),
                 Self::Fails => Err(SharedCacheError::from("no route to host")),
                 Self::Hangs => std::future::pending().await,
             }
