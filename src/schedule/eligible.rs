@@ -225,6 +225,11 @@ impl Rules {
             || full.is_some_and(|(frac, blocks)| rank.active_blocks_max() as f64 > frac * f64::from(blocks))
     }
 
+    /// What the cost of a rank is multiplied by when it joins.
+    pub(super) fn slow_start_factor(&self) -> f64 {
+        if self.slow_start.is_some() { 1.0 / PROGRESS_MIN } else { 1.0 }
+    }
+
     /// Moves slow starts on.
     pub(super) fn warm_up(&self, ranks: &mut Ranks, now: Timestamp) {
         let Some(SlowStart { fill, longest }) = self.slow_start else { return };

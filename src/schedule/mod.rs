@@ -182,7 +182,7 @@ impl<T> Schedule<T> {
     fn on_membership(&mut self, input: Input<T>, effects: &mut VecDeque<Effect<T>>) {
         self.scratch.forget();
         match input {
-            Input::Admit(admission) => self.ranks.admit(admission, self.now),
+            Input::Admit(admission) => self.ranks.admit(admission, self.rules.slow_start_factor(), self.now),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
             Input::Drain { slot, generation } => self.ranks.drain(slot, generation),
             Input::Conditions(conditions) => self.ranks.set_conditions(conditions),

@@ -53,7 +53,7 @@ pub(super) struct Rank {
     pub(super) rate: Arc<RateCell>,
     /// When it joined.
     pub(super) since: Timestamp,
-    /// What its cost is multiplied by while it warms up; 1 once that is over, for good. 0 before it was looked at.
+    /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
     pub(super) slow_start_factor: f64,
     board: Arc<BoardSlot>,
     /// The last good copy of the board, which one that is, and when it was read.
@@ -154,10 +154,10 @@ impl Ranks {
         self.troubled = self.standings.iter().any(|standing| *standing != Standing::GOOD);
     }
 
-    /// Adds a rank, or replaces an earlier incarnation of it.
-    pub(super) fn admit(&mut self, admission: Admission, now: Timestamp) {
+    /// Adds a rank whose cost is multiplied by `slow_start_factor` at first, or replaces an earlier incarnation of it.
+    pub(super) fn admit(&mut self, admission: Admission, slow_start_factor: f64, now: Timestamp) {
         let draining = admission.draining;
-        let new = Rank::new(admission, now);
+        let new = Rank::new(admission, slow_start_factor, now);
         let position = match self.all.binary_search_by_key(&new.rank, |known| known.rank) {
             Ok(position) => {
                 self.all[position] = new;
@@ -283,7 +283,7 @@ impl Ranks {
 }
 
 impl Rank {
-    fn new(admission: Admission, now: Timestamp) -> Self {
+    fn new(admission: Admission, slow_start_factor: f64, now: Timestamp) -> Self {
         let Admission { rank, slot, generation, board, rate, holdings, traits, draining: _ } = admission;
         let mut version = BoardVersion::default();
         let seen = board.read_since(&mut version).unwrap_or_default();
@@ -295,7 +295,7 @@ impl Rank {
             holdings,
             rate,
             since: now,
-            slow_start_factor: 0.0,
+            slow_start_factor,
             board,
             issued: seen.applied,
             view: View::of(&seen, seen.prefill.at()),
@@ -336,7 +336,7 @@ impl Rank {
         reborn
     }
 
-    /// Whether its slow start is not over, or was never looked at.
+    /// Whether its slow start is not over.
     pub(super) fn is_starting(&self) -> bool {
         self.slow_start_factor != 1.0
     }
