@@ -78,9 +78,14 @@ impl<T> Schedule<T> {
         self.fill_overlaps(&numbered.request.overlaps, scratch);
         let (weights, block_size) = (self.config.tier_weights(), self.config.block_size);
         let cost = self.cost_of(numbered);
-        let ranks = self.ranks.as_slice().iter().enumerate().map(|(position, rank)| {
+        let all = self.ranks.as_slice();
+        // What the others have to prefill matters only to a credit that decays.
+        let open = scratch.verdicts.open().map(|position| all[position].project(numbered.candidate(in_batch)));
+        let prefill_tokens_least = open.map(|projected| projected.prefill_tokens.1).min().unwrap_or(0);
+        let ranks = all.iter().enumerate().map(|(position, rank)| {
             let projected = rank.project(numbered.candidate(in_batch));
             let facts = self.cost_facts(numbered, scratch.overlaps[position], &projected);
+            let facts = CostFacts { prefill_tokens_least, ..facts };
             let lowest = CostFacts {
                 potential_blocks: projected.potential_blocks.0,
                 prefill_tokens: projected.prefill_tokens.0,
