@@ -7,12 +7,15 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use xxhash_rust::xxh3::xxh3_64;
+
 use super::decide::Scratch;
 use super::eligible::Asked;
-use super::{Effect, Numbered, Purpose, Rejection, Request, Schedule, Target, Waits};
+use super::{Effect, Numbered, Purpose, Rejection, Request, Schedule, Target};
+use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey};
-use crate::select::{Filter, RankOverlap};
+use crate::select::{Draw, Filter, RankOverlap};
 
 /// Requests decided from one round of load queries.
 const BATCH_MAX: usize = 64;
@@ -33,24 +36,47 @@ impl<T> Numbered<T> {
         self.request.terms.as_ref().and_then(|terms| terms.due)
     }
 
-    fn arrival(&self) -> Timestamp {
-        self.request.waits.as_ref().map(|waits| waits.arrival).unwrap_or_default()
+    fn arrival(&self) -> Option<Timestamp> {
+        self.request.waits.as_ref().map(|waits| waits.arrival)
+    }
+
+    fn is(&self, booking: BookingId) -> bool {
+        self.request.waits.as_ref().is_some_and(|waits| waits.booking == booking)
+    }
+
+    /// Whether it wants a place, or to know which it would get.
+    fn asks_for_place(&self) -> bool {
+        matches!(self.request.purpose, Purpose::Book | Purpose::Report)
     }
 }
 
 impl<T> Schedule<T> {
     /// Takes a request in. It is looked at when the batch in flight, if there is one, is decided.
-    pub(super) fn arrive(&mut self, request: Request<T>) {
+    pub(super) fn arrive(&mut self, request: Request<T>, effects: &mut VecDeque<Effect<T>>) {
         let number = self.requests;
         self.requests += 1;
         let mark = request.prompt.mark();
         let session = self.session_rank(&request);
-        self.arrivals.push_back(Numbered { number, mark, request, session, class: None });
+        let numbered = Numbered { number, mark, request, session, class: None, overlaps_at: None, cancelled: false };
+        if self.is_expired(&numbered) {
+            effects.push_back(self.expired(numbered));
+        } else {
+            self.arrivals.push_back(numbered);
+        }
     }
 
     fn session_rank(&mut self, request: &Request<T>) -> Option<WorkerRank> {
         let session_id = request.terms.as_ref()?.session_id.as_deref()?;
         self.sessions.rank_of(session_id, self.now)
+    }
+
+    /// Looks the session up again: one decided since may have begun it, or its rank may have gone.
+    pub(super) fn renew_session(&mut self, numbered: &mut Numbered<T>) {
+        let session = self.session_rank(&numbered.request);
+        if session != numbered.session {
+            numbered.session = session;
+            self.scratch.forget();
+        }
     }
 
     /// The requests to decide next; none when all that are here wait.
@@ -62,9 +88,12 @@ impl<T> Schedule<T> {
             let size = self.arrivals.len().min(BATCH_MAX);
             return self.arrivals.drain(..size).collect();
         }
-        self.expire(effects);
         loop {
             if let Some(first) = self.again.pop_front() {
+                if self.is_expired(&first) {
+                    effects.push_back(self.expired(first));
+                    continue;
+                }
                 return VecDeque::from([first]);
             }
             if let Some(numbered) = self.pop_dispatchable() {
@@ -87,10 +116,14 @@ impl<T> Schedule<T> {
 
     /// Decides whether an arrival goes on at once: it comes back if so, else it waits or is refused.
     fn admit(&mut self, mut numbered: Numbered<T>, effects: &mut VecDeque<Effect<T>>) -> Option<Numbered<T>> {
-        let asks = matches!(numbered.request.purpose, Purpose::Book | Purpose::Report);
-        if !asks || numbered.request.target != Target::Any || self.is_expired(&numbered) {
+        if self.is_expired(&numbered) {
+            effects.push_back(self.expired(numbered));
+            return None;
+        }
+        if numbered.request.purpose == Purpose::Survey || numbered.request.target != Target::Any {
             return Some(numbered);
         }
+        self.renew_session(&mut numbered);
         let name = numbered.request.terms.as_ref().and_then(|terms| terms.policy_class.as_deref());
         let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
         let uncached_tokens = numbered.request.isl_tokens.saturating_sub(cached_tokens);
@@ -103,28 +136,45 @@ impl<T> Schedule<T> {
             }
         };
         numbered.class = Some(class);
+        if !numbered.asks_for_place() {
+            return Some(numbered); // it is explained that it would have to wait
+        }
         self.rules.judge(&self.ranks, numbered.asked(), &mut self.scratch.verdicts);
         let verdicts = &self.scratch.verdicts;
         // Only a busy rank is worth waiting for; everything else is said at once.
         if verdicts.any_open() || !verdicts.has(Filter::Busy) {
             return Some(numbered);
         }
-        let terms = queue_terms(&numbered, cached_tokens);
-        if let Err(backpressure) = self.may_wait(&numbered, class) {
+        self.hold(numbered, class, effects)
+    }
+
+    /// Lets a request wait for which everybody is busy, or refuses it. Comes back what is not for waiting: a question,
+    /// or a booking that nobody could cancel. It is decided as if nobody were busy.
+    pub(super) fn hold(
+        &mut self,
+        mut numbered: Numbered<T>,
+        class: ClassId,
+        effects: &mut VecDeque<Effect<T>>,
+    ) -> Option<Numbered<T>> {
+        let waited = numbered.overlaps_at.is_some(); // it was let in once
+        if !waited && let Err(backpressure) = self.may_wait(&numbered, class) {
             let reason = Rejection::Backpressure(backpressure);
             effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
             return None;
         }
-        match numbered.request.purpose {
-            Purpose::Book if numbered.request.waits.is_some() => {
-                self.enqueue(numbered, class, terms);
-                None
-            }
-            Purpose::Book | Purpose::Report | Purpose::Survey | Purpose::Explain => {
-                numbered.class = None; // a question is answered as if nobody were busy
-                Some(numbered)
-            }
+        let Some(waits) = numbered.request.waits.as_ref().filter(|_| numbered.request.purpose == Purpose::Book) else {
+            numbered.class = None;
+            return Some(numbered);
+        };
+        let (booking, refreshes) = (waits.booking, waits.block_hashes.is_some());
+        let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
+        let (terms, lane) = (queue_terms(&numbered, cached_tokens), self.lane_of(&numbered));
+        let overlaps_at = *numbered.overlaps_at.get_or_insert(self.now);
+        self.queue.push(booking.0, class, lane, terms, numbered);
+        if refreshes {
+            self.overlap_ages.insert((overlaps_at, booking));
         }
+        None
     }
 
     fn may_wait(&self, numbered: &Numbered<T>, class: ClassId) -> Result<(), Backpressure> {
@@ -135,30 +185,13 @@ impl<T> Schedule<T> {
         self.queue.check_limits(class, ranks, self.now)
     }
 
-    /// Lets a request wait.
-    fn enqueue(&mut self, numbered: Numbered<T>, class: ClassId, terms: crate::queue::Terms) {
-        let Some(Waits { booking, block_hashes, .. }) = &numbered.request.waits else {
-            return self.again.push_back(numbered); // cannot be named, so cannot wait
-        };
-        let (booking, refreshes, lane) = (*booking, block_hashes.is_some(), self.lane_of(&numbered));
-        self.queue.push(booking.0, class, lane, terms, numbered);
-        if refreshes {
-            self.overlap_ages.push_back((self.now, booking));
-        }
-    }
-
-    /// Puts back a request that has left the queue for a rank that has become busy meanwhile.
-    pub(super) fn wait_on(&mut self, numbered: Numbered<T>, class: ClassId) {
-        let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
-        let terms = queue_terms(&numbered, cached_tokens);
-        self.enqueue(numbered, class, terms);
-    }
-
-    /// Those who wait for the same ranks stand in one lane.
+    /// Those who wait for the same ranks stand in one lane: whatever narrows the choice is part of its key.
     fn lane_of(&self, numbered: &Numbered<T>) -> LaneKey {
-        let lane = numbered.request.terms.as_ref().map_or(0, |terms| terms.constraints.lane());
-        let bound = numbered.session.filter(|_| self.rules.session_affinity == crate::config::SessionAffinity::Hard);
-        LaneKey(bound.map_or(lane, |rank| lane ^ crate::select::Draw { seed: 1, request: 0 }.key(rank)))
+        let Some(terms) = numbered.request.terms.as_deref() else { return LaneKey::default() };
+        let adapter = terms.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
+        let bound = numbered.session.filter(|_| self.rules.session_affinity == SessionAffinity::Hard);
+        let bound = bound.map_or(0, |rank| Draw { seed: 1, request: 0 }.key(rank));
+        LaneKey(terms.constraints.lane() ^ adapter ^ bound)
     }
 
     /// Prompt tokens cached on the best of the ranks that may serve the request, now or after a wait.
@@ -184,41 +217,57 @@ impl<T> Schedule<T> {
     }
 
     /// Answers those whose time is up.
-    fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
+    pub(super) fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
         while let Some((_, numbered)) = self.queue.pop_expired(self.now) {
             effects.push_back(self.expired(numbered));
         }
     }
 
     pub(super) fn is_expired(&self, numbered: &Numbered<T>) -> bool {
-        numbered.due().is_some_and(|due| due <= self.now)
+        numbered.asks_for_place() && numbered.due().is_some_and(|due| due <= self.now)
     }
 
     pub(super) fn expired(&self, numbered: Numbered<T>) -> Effect<T> {
-        let waited = self.now.since(numbered.arrival());
+        let waited = numbered.arrival().map_or(Duration::ZERO, |arrival| self.now.since(arrival));
         Effect::Reject { ticket: numbered.request.ticket, reason: Rejection::DeadlineExceeded { waited } }
     }
 
-    /// A waiting request's caller has gone.
+    /// A request's caller has gone: it leaves from wherever it stands, or when its answers are in.
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
-        if let Some(numbered) = self.queue.remove(booking.0) {
+        let mut not_waiting = [&mut self.again, &mut self.arrivals].into_iter();
+        let removed = self.queue.remove(booking.0).or_else(|| {
+            not_waiting.find_map(|line| {
+                let at = line.iter().position(|numbered| numbered.is(booking))?;
+                line.remove(at)
+            })
+        });
+        if let Some(numbered) = removed {
             effects.push_back(Effect::Cancelled { ticket: numbered.request.ticket });
+            return;
         }
+        let in_flight = self.in_flight.iter_mut().flat_map(|batch| &mut batch.requests);
+        in_flight.filter(|numbered| numbered.is(booking)).for_each(|numbered| numbered.cancelled = true);
     }
 
     /// Asks the index again about those whose overlap has aged.
     pub(super) fn refresh_overlaps(&mut self, effects: &mut VecDeque<Effect<T>>) {
         let Some(after) = self.overlap_refresh_after else { return };
         for _ in 0..REFRESHES_MAX {
-            let Some((_, booking)) = self.overlap_ages.front().copied().filter(|(since, _)| *since + after <= self.now)
-            else {
+            let Some((since, booking)) = self.overlap_ages.first().copied() else { return };
+            if self.now < since + after {
                 return;
-            };
-            self.overlap_ages.pop_front();
-            let waiting = self.queue.get(booking.0).and_then(|numbered| numbered.request.waits.as_ref());
-            if let Some(block_hashes) = waiting.and_then(|waits| waits.block_hashes.clone()) {
-                effects.push_back(Effect::Refresh { booking, block_hashes });
             }
+            self.overlap_ages.pop_first();
+            let waiting = self.queue.get_mut(booking.0).filter(|numbered| numbered.overlaps_at == Some(since));
+            let Some(numbered) = waiting else { continue };
+            let Some(block_hashes) = numbered.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone())
+            else {
+                continue;
+            };
+            // Should the answer be lost, it is asked for again when as much time has passed.
+            numbered.overlaps_at = Some(self.now);
+            self.overlap_ages.insert((self.now, booking));
+            effects.push_back(Effect::Refresh { booking, block_hashes });
         }
     }
 
@@ -229,9 +278,12 @@ impl<T> Schedule<T> {
         let cached_tokens = self.best_cached_tokens(Asked { terms: terms.as_deref(), session, class }, &overlaps);
         if let Some(numbered) = self.queue.get_mut(booking.0) {
             numbered.request.overlaps = overlaps;
+            let since = numbered.overlaps_at.replace(self.now);
+            if since.is_some_and(|since| self.overlap_ages.remove(&(since, booking))) {
+                self.overlap_ages.insert((self.now, booking));
+            }
         }
         self.queue.set_cached_tokens(booking.0, cached_tokens);
-        self.overlap_ages.push_back((self.now, booking));
     }
 
     /// Answers those whom nobody may serve any more.
@@ -260,7 +312,7 @@ impl<T> Schedule<T> {
             return None;
         }
         let refresh =
-            self.overlap_refresh_after.zip(self.overlap_ages.front()).map(|(after, (since, _))| *since + after);
+            self.overlap_refresh_after.zip(self.overlap_ages.first()).map(|(after, (since, _))| *since + after);
         let decays = self.ranks.as_slice().iter().any(super::rank::Rank::decays).then(|| self.now + DECAY_RECHECK);
         [self.queue.next_due(), refresh, decays].into_iter().flatten().min()
     }
@@ -284,7 +336,7 @@ fn queue_terms<T>(numbered: &Numbered<T>, cached_tokens: u32) -> crate::queue::T
         strict_priority: terms.map_or(0, |terms| terms.strict_priority),
         priority_jump: terms.map_or(0.0, |terms| terms.priority_jump),
         due: numbered.due(),
-        arrival: numbered.arrival(),
+        arrival: numbered.arrival().unwrap_or_default(),
         isl_tokens: numbered.request.isl_tokens,
         cached_tokens,
     }

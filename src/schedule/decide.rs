@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
-use crate::config::PrefillModel;
+use crate::config::{PoolRole, PrefillModel};
 use crate::load::{PrefillFacts, PrefillLoadHint};
 use crate::protocol::Slot;
 use crate::select::{
@@ -47,7 +47,7 @@ enum Choice {
     Rank(usize),
     /// A rank that nobody asked could still win: ask again with what is left of the batch.
     AskAgain,
-    /// Everybody has become busy since it was taken from the queue.
+    /// Everybody is busy, though somebody was not when it was let through.
     Wait,
     None(Rejection),
 }
@@ -118,20 +118,29 @@ impl<T> Schedule<T> {
         effects: &mut VecDeque<Effect<T>>,
     ) {
         let mut in_batch = 0;
-        while let Some(numbered) = requests.pop_front() {
+        while let Some(mut numbered) = requests.pop_front() {
             let settle = !asked && in_batch == 0;
+            self.renew_session(&mut numbered);
             match numbered.request.purpose {
                 Purpose::Survey => effects.push_back(self.survey(in_batch, numbered)),
                 Purpose::Explain => effects.push_back(self.explain(in_batch, numbered)),
                 Purpose::Book | Purpose::Report if self.is_expired(&numbered) => {
                     effects.push_back(self.expired(numbered));
                 }
+                Purpose::Book | Purpose::Report if numbered.cancelled => {
+                    effects.push_back(Effect::Cancelled { ticket: numbered.request.ticket });
+                }
                 Purpose::Book | Purpose::Report => match (self.choose(in_batch, settle, &numbered), numbered.class) {
                     (Choice::Rank(position), _) => effects.push_back(self.place(in_batch, position, numbered)),
                     (Choice::None(reason), _) => {
                         effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
                     }
-                    (Choice::Wait, Some(class)) => self.wait_on(numbered, class),
+                    (Choice::Wait, Some(class)) => {
+                        if let Some(numbered) = self.hold(numbered, class, effects) {
+                            requests.push_front(numbered);
+                            break;
+                        }
+                    }
                     (Choice::AskAgain, _) | (Choice::Wait, None) => {
                         requests.push_front(numbered);
                         break;
@@ -527,11 +536,14 @@ impl<T> Schedule<T> {
         let cost = self.config.kv_cost();
         let Some(terms) = &numbered.request.terms else { return cost };
         let otherwise = terms.overrides;
+        let overlap_score_credit = otherwise.overlap_score_credit.unwrap_or(cost.overlap_score_credit);
+        let track_prefill_tokens = self.tracks_prefill(numbered);
         KvCost {
-            overlap_score_credit: otherwise.overlap_score_credit.unwrap_or(cost.overlap_score_credit),
+            overlap_score_credit,
             prefill_load_scale: otherwise.prefill_load_scale.unwrap_or(cost.prefill_load_scale),
             shared_cache_multiplier: otherwise.shared_cache_multiplier.unwrap_or(cost.shared_cache_multiplier),
-            track_prefill_tokens: self.tracks_prefill(numbered),
+            track_prefill_tokens,
+            decode_only: self.config.role == PoolRole::Decode && !track_prefill_tokens && overlap_score_credit > 0.0,
             ..cost
         }
     }

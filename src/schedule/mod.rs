@@ -21,7 +21,7 @@ mod terms;
 mod tests;
 mod types;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub use types::{
 
 use crate::config::RouterConfig;
 use crate::load::{PrefillEstimator, PromptMark};
-use crate::protocol::{Timestamp, WorkerRank};
+use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{ClassId, Queue};
 use crate::select::WorkerSelector;
 use crate::session::Sessions;
@@ -76,7 +76,7 @@ pub struct Schedule<T> {
     again: VecDeque<Numbered<T>>,
     queue: Queue<Numbered<T>>,
     /// Waiting requests by the age of their overlap, oldest first; those that have left are skipped.
-    overlap_ages: VecDeque<(Timestamp, crate::protocol::BookingId)>,
+    overlap_ages: BTreeSet<(Timestamp, BookingId)>,
     in_flight: Option<Batch<T>>,
     /// Requests numbered so far.
     requests: u64,
@@ -95,10 +95,14 @@ struct Numbered<T> {
     /// Where the prompt stands in ranks' sketches.
     mark: PromptMark,
     request: Request<T>,
-    /// Where its session was served last.
+    /// Where its session was served last, as was known when it was last looked at.
     session: Option<WorkerRank>,
     /// The class whose busy ranks it keeps away from; absent for what never waits.
     class: Option<ClassId>,
+    /// As of when its overlap is known; absent for what has never waited.
+    overlaps_at: Option<Timestamp>,
+    /// Whether its caller has gone while it was asked about.
+    cancelled: bool,
 }
 
 /// Requests whose load queries are out.
@@ -128,7 +132,7 @@ impl<T> Schedule<T> {
             arrivals: VecDeque::new(),
             again: VecDeque::new(),
             queue: Queue::new(&config),
-            overlap_ages: VecDeque::new(),
+            overlap_ages: BTreeSet::new(),
             in_flight: None,
             requests: base,
             batches: base,
@@ -143,7 +147,7 @@ impl<T> Schedule<T> {
     pub fn step(&mut self, input: Input<T>, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
         self.now = self.now.max(now);
         match input {
-            Input::Request(request) => self.arrive(request),
+            Input::Request(request) => self.arrive(request, effects),
             Input::Loads { batch, answers } => self.on_loads(batch, answers, effects),
             Input::Cancel(booking) => self.on_cancel(booking, effects),
             Input::Overlaps { booking, overlaps } => self.on_overlaps(booking, overlaps),
@@ -153,6 +157,9 @@ impl<T> Schedule<T> {
             | Input::Drain { .. }
             | Input::Retire { .. }
             | Input::Conditions(_) => self.on_membership(input, effects),
+        }
+        if self.queueing {
+            self.expire(effects);
         }
         self.start_batches(effects);
         if self.queueing {

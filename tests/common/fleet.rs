@@ -1,0 +1,368 @@
+//! The pure scheduler with a fleet around it: plain [`ActiveSequences`] that answer its queries, at once or late.
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use pointsman::RouterConfig;
+use pointsman::hashing::sequence_hashes;
+use pointsman::index::Holdings;
+use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
+use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::schedule::{
+    Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose,
+    Rejection, Request, Schedule, Target, Terms, Waits,
+};
+use pointsman::select::{RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
+
+pub const BLOCK_SIZE: u32 = 16;
+
+pub fn config() -> RouterConfig {
+    RouterConfig { block_size: BLOCK_SIZE, seed: 11, ..RouterConfig::default() }
+}
+
+pub fn rank(worker: u64) -> WorkerRank {
+    WorkerRank::new(WorkerId(worker), 0)
+}
+
+/// One rank, as its sequence actor and its worker keep it.
+pub struct Node {
+    pub rank: WorkerRank,
+    pub slot: Slot,
+    pub generation: Generation,
+    pub active: ActiveSequences,
+    pub board: Arc<BoardSlot>,
+    pub holdings: Arc<Holdings>,
+    pub traits: RankTraits,
+    pub draining: bool,
+    pub retired: bool,
+    pub applied: u32,
+    pub incarnation: u32,
+}
+
+impl Node {
+    pub fn publish(&self, now: Timestamp) {
+        let load = self.active.load(now);
+        self.board.publish(&BoardLoad {
+            incarnation: self.incarnation,
+            applied: self.applied,
+            active_blocks: load.active_blocks,
+            requests: load.requests,
+            prefill: self.active.prefill_curve(),
+            prompts: self.active.sketch(),
+        });
+    }
+}
+
+/// How a request left.
+#[derive(Debug)]
+pub enum Outcome {
+    Booked(Decision, Option<Box<Explanation>>),
+    Reported(Decision),
+    Surveyed(Vec<PotentialLoad>),
+    Explained(Box<Explanation>),
+    Rejected(Rejection),
+    Cancelled,
+}
+
+/// A request, for the tests to fill in.
+#[derive(Clone)]
+pub struct Ask {
+    pub blocks: u32,
+    /// Prompts of one seed begin alike.
+    pub prompt: u64,
+    /// Device blocks by node.
+    pub cached: Vec<(usize, u32)>,
+    pub shared_cache: SharedHits,
+    pub terms: Terms,
+    pub purpose: Purpose,
+    pub target: Target,
+    pub waits: bool,
+    pub refreshes: bool,
+}
+
+impl Default for Ask {
+    fn default() -> Self {
+        Self {
+            blocks: 4,
+            prompt: 1,
+            cached: Vec::new(),
+            shared_cache: SharedHits::default(),
+            terms: Terms::default(),
+            purpose: Purpose::Book,
+            target: Target::Any,
+            waits: true,
+            refreshes: false,
+        }
+    }
+}
+
+pub fn asks(terms: Terms) -> Ask {
+    Ask { terms, ..Ask::default() }
+}
+
+pub struct Fleet {
+    pub config: RouterConfig,
+    pub schedule: Schedule<u64>,
+    pub nodes: Vec<Node>,
+    pub now: Timestamp,
+    /// Queries not answered yet.
+    pub asked: VecDeque<LoadQuery>,
+    pub asked_ranks: usize,
+    /// Whether queries are answered as they come.
+    pub prompt_answers: bool,
+    /// Who left, in order.
+    pub left: Vec<(u64, Outcome)>,
+    pub refreshes: Vec<(BookingId, usize)>,
+    prompts: BTreeMap<u64, PromptBlocks>,
+    effects: VecDeque<Effect<u64>>,
+}
+
+impl Fleet {
+    pub fn new(config: RouterConfig, ranks: usize) -> Self {
+        Self::with(config, ranks, Extensions::default())
+    }
+
+    pub fn with(config: RouterConfig, ranks: usize, extensions: Extensions) -> Self {
+        config.validate().expect("tests follow the rules");
+        let mut fleet = Self {
+            schedule: Schedule::new(config.clone(), 0, extensions),
+            config,
+            nodes: Vec::new(),
+            now: Timestamp(1_000_000_000),
+            asked: VecDeque::new(),
+            asked_ranks: 0,
+            prompt_answers: true,
+            left: Vec::new(),
+            refreshes: Vec::new(),
+            prompts: BTreeMap::new(),
+            effects: VecDeque::new(),
+        };
+        for worker in 0..ranks {
+            fleet.admit(rank(worker as u64), RankTraits::default());
+        }
+        fleet
+    }
+
+    /// Adds a rank in a slot of its own; its position.
+    pub fn admit(&mut self, rank: WorkerRank, traits: RankTraits) -> usize {
+        let slot = Slot(self.nodes.len() as u32);
+        self.admit_in(slot, Generation(1), rank, traits)
+    }
+
+    pub fn admit_in(&mut self, slot: Slot, generation: Generation, rank: WorkerRank, traits: RankTraits) -> usize {
+        let (board, holdings) = (Arc::new(BoardSlot::default()), Arc::new(Holdings::default()));
+        let node = Node {
+            rank,
+            slot,
+            generation,
+            active: ActiveSequences::new(self.config.assume_kv_reuse),
+            board: Arc::clone(&board),
+            holdings: Arc::clone(&holdings),
+            traits: traits.clone(),
+            draining: false,
+            retired: false,
+            applied: 0,
+            incarnation: 0,
+        };
+        let position = slot.index();
+        if position < self.nodes.len() {
+            self.nodes[position] = node;
+        } else {
+            self.nodes.push(node);
+        }
+        let admission =
+            Admission { holdings, traits: Arc::new(traits), ..Admission::new(rank, slot, generation, board) };
+        self.step(Input::Admit(admission));
+        position
+    }
+
+    pub fn describe(&mut self, node: usize, traits: RankTraits) {
+        self.nodes[node].traits = traits.clone();
+        let Node { slot, generation, .. } = self.nodes[node];
+        self.step(Input::Describe { slot, generation, traits: Arc::new(traits) });
+    }
+
+    pub fn drain(&mut self, node: usize) {
+        self.nodes[node].draining = true;
+        let Node { slot, generation, .. } = self.nodes[node];
+        self.step(Input::Drain { slot, generation });
+    }
+
+    pub fn retire(&mut self, node: usize) {
+        self.nodes[node].retired = true;
+        let Node { slot, generation, .. } = self.nodes[node];
+        self.step(Input::Retire { slot, generation });
+    }
+
+    pub fn set_conditions(&mut self, overloaded: &[u64], unavailable: &[u64]) {
+        let ranks = |workers: &[u64]| workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
+        let conditions = RankConditions { overloaded: ranks(overloaded), unavailable: ranks(unavailable) };
+        self.step(Input::Conditions(Arc::new(conditions)));
+    }
+
+    pub fn overlaps(&self, cached: &[(usize, u32)]) -> Vec<RankOverlap> {
+        let overlap = |&(node, device_blocks): &(usize, u32)| RankOverlap {
+            slot: self.nodes[node].slot,
+            generation: self.nodes[node].generation,
+            overlap: TierOverlap { device_blocks, ..TierOverlap::default() },
+        };
+        cached.iter().map(overlap).collect()
+    }
+
+    pub fn ask(&mut self, ticket: u64, ask: &Ask) {
+        let blocks: Vec<BlockHash> =
+            (0..u64::from(ask.blocks)).map(|n| BlockHash((ask.prompt << 32) ^ n ^ 0x5eed)).collect();
+        let prompt = if self.config.assume_kv_reuse {
+            PromptBlocks::Hashed(sequence_hashes(&blocks))
+        } else {
+            PromptBlocks::Counted(ask.blocks)
+        };
+        self.prompts.insert(ticket, prompt.clone());
+        let waits = ask.waits.then(|| Waits {
+            booking: BookingId(ticket),
+            arrival: self.now,
+            block_hashes: ask.refreshes.then(|| blocks.into()),
+        });
+        let terms = (ask.terms != Terms::default()).then(|| Box::new(ask.terms.clone()));
+        let request = Request {
+            overlaps: self.overlaps(&ask.cached),
+            shared_cache: ask.shared_cache.clone(),
+            target: ask.target,
+            purpose: ask.purpose,
+            terms,
+            waits,
+            ..Request::new(ticket, prompt, ask.blocks * self.config.block_size)
+        };
+        self.step(Input::Request(request));
+    }
+
+    pub fn step(&mut self, input: Input<u64>) {
+        self.schedule.step(input, self.now, &mut self.effects);
+        self.perform();
+    }
+
+    pub fn wake(&mut self) {
+        self.step(Input::Wake);
+    }
+
+    pub fn cancel(&mut self, ticket: u64) {
+        self.step(Input::Cancel(BookingId(ticket)));
+    }
+
+    fn perform(&mut self) {
+        while let Some(effect) = self.effects.pop_front() {
+            match effect {
+                Effect::Query(query) => {
+                    self.asked_ranks += query.slots.len();
+                    self.asked.push_back(query);
+                    if self.prompt_answers {
+                        self.answer(&[]);
+                    }
+                }
+                Effect::Refresh { booking, block_hashes } => self.refreshes.push((booking, block_hashes.len())),
+                Effect::Book { ticket, decision, number, trace } => {
+                    let node = &mut self.nodes[decision.slot.index()];
+                    assert_eq!((node.rank, node.generation), (decision.rank, decision.generation));
+                    assert_eq!((number.incarnation, number.number), (node.incarnation, node.applied + 1));
+                    node.applied = number.number;
+                    let prompt = self.prompts.get(&ticket).expect("it was asked for").clone();
+                    node.active.book(BookingId(ticket), prompt, decision.hint, self.now).expect("booked once");
+                    node.publish(self.now);
+                    self.left.push((ticket, Outcome::Booked(decision, trace)));
+                }
+                Effect::Report { ticket, decision } => self.left.push((ticket, Outcome::Reported(decision))),
+                Effect::Survey { ticket, loads } => self.left.push((ticket, Outcome::Surveyed(loads))),
+                Effect::Explain { ticket, explanation } => self.left.push((ticket, Outcome::Explained(explanation))),
+                Effect::Reject { ticket, reason } => self.left.push((ticket, Outcome::Rejected(reason))),
+                Effect::Cancelled { ticket } => self.left.push((ticket, Outcome::Cancelled)),
+            }
+        }
+    }
+
+    /// Answers the oldest open query, except for the nodes in `missing`.
+    pub fn answer(&mut self, missing: &[usize]) {
+        let Some(query) = self.asked.pop_front() else { return };
+        let answers = self.answers_to(&query, missing);
+        self.step(Input::Loads { batch: query.batch, answers });
+    }
+
+    pub fn answers_to(&self, query: &LoadQuery, missing: &[usize]) -> Vec<LoadAnswer> {
+        let present = |slot: &&Slot| !missing.contains(&slot.index()) && !self.nodes[slot.index()].retired;
+        let answers = query.slots.iter().filter(present).map(|&slot| {
+            let Node { active, generation, .. } = &self.nodes[slot.index()];
+            let shared_blocks = query.prompts.iter().map(|prompt| active.project(prompt).shared_blocks).collect();
+            LoadAnswer { slot, generation: *generation, load: active.load(self.now), shared_blocks }
+        });
+        answers.collect()
+    }
+
+    /// Frees a request wherever it runs. Wakes nobody.
+    pub fn free(&mut self, ticket: u64) {
+        for node in &mut self.nodes {
+            node.active.free(BookingId(ticket), self.now);
+            node.publish(self.now);
+        }
+    }
+
+    pub fn complete_prefill(&mut self, ticket: u64) {
+        for node in &mut self.nodes {
+            node.active.complete_prefill(BookingId(ticket), self.now);
+            node.publish(self.now);
+        }
+    }
+
+    /// How a request left, which it must have.
+    pub fn outcome(&self, ticket: u64) -> &Outcome {
+        let outcome = self.left.iter().find(|(left, _)| *left == ticket);
+        &outcome.unwrap_or_else(|| panic!("{ticket} has not left")).1
+    }
+
+    pub fn has_left(&self, ticket: u64) -> bool {
+        self.left.iter().any(|(left, _)| *left == ticket)
+    }
+
+    pub fn decision(&self, ticket: u64) -> &Decision {
+        match self.outcome(ticket) {
+            Outcome::Booked(decision, _) | Outcome::Reported(decision) => decision,
+            other => panic!("{ticket} was to be placed, not {other:?}"),
+        }
+    }
+
+    /// The worker that a request was placed on.
+    pub fn worker(&self, ticket: u64) -> u64 {
+        self.decision(ticket).rank.worker.0
+    }
+
+    pub fn rejection(&self, ticket: u64) -> &Rejection {
+        match self.outcome(ticket) {
+            Outcome::Rejected(reason) => reason,
+            other => panic!("{ticket} was to be refused, not {other:?}"),
+        }
+    }
+
+    pub fn explanation(&self, ticket: u64) -> &Explanation {
+        match self.outcome(ticket) {
+            Outcome::Explained(explanation) => explanation,
+            other => panic!("{ticket} was to be explained, not {other:?}"),
+        }
+    }
+
+    /// Tickets booked, in order.
+    pub fn booked(&self) -> Vec<u64> {
+        let booked = self.left.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Booked(..)));
+        booked.map(|(ticket, _)| *ticket).collect()
+    }
+
+    /// Requests that wait, of all classes.
+    pub fn waiting(&self) -> u64 {
+        self.schedule.depths().map(|(_, depth)| depth.requests).sum()
+    }
+}
+
+/// The nth number of a fixed sequence that looks like none.
+pub fn scattered(n: u64) -> u64 {
+    let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    mixed ^ (mixed >> 31)
+}

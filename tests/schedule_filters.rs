@@ -1,0 +1,427 @@
+//! Who may serve a request, and whom the scheduler prefers: filters, pins, adapters, taints, sessions and slow starts,
+//! each by a worked example.
+
+#[path = "common/fleet.rs"]
+mod fleet;
+
+use std::collections::BTreeSet;
+
+use fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
+use pointsman::RouterConfig;
+use pointsman::config::{QueueClass, SessionAffinity};
+use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
+use pointsman::schedule::{Purpose, Rejection, Target, Terms};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
+use pointsman::session::SessionId;
+use std::time::Duration;
+
+fn taints(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|&name| name.to_owned()).collect()
+}
+
+fn tainted(names: &[&str]) -> RankTraits {
+    RankTraits { taints: taints(names), ..RankTraits::default() }
+}
+
+fn with_adapter(name: &str) -> RankTraits {
+    RankTraits { lora_adapters: [name.to_owned()].into(), ..RankTraits::default() }
+}
+
+fn constrained(constraints: Constraints) -> Ask {
+    asks(Terms { constraints, ..Terms::default() })
+}
+
+fn pinned(worker: u64, mode: PinMode) -> Constraints {
+    Constraints { pin: Some(Pin { worker: WorkerId(worker), rank: None, mode }), ..Constraints::default() }
+}
+
+fn allowed(workers: &[u64]) -> Constraints {
+    Constraints { allowed_workers: Some(workers.iter().copied().map(WorkerId).collect()), ..Constraints::default() }
+}
+
+fn of_session(id: &str) -> Terms {
+    Terms { session_id: Some(SessionId::new(id).unwrap()), ..Terms::default() }
+}
+
+/// A rank is busy with more than `tokens` to prefill.
+fn busy_above(tokens: u64) -> RouterConfig {
+    let class = QueueClass { busy_prefill_tokens: Some(tokens), ..QueueClass::named("only") };
+    RouterConfig { queue_classes: vec![class], ..config() }
+}
+
+/// Gives a rank one block to prefill and hold.
+fn occupy(fleet: &mut Fleet, ticket: u64, worker: u64) {
+    occupy_with(fleet, ticket, worker, 1);
+}
+
+fn occupy_with(fleet: &mut Fleet, ticket: u64, worker: u64, blocks: u32) {
+    let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
+    fleet.ask(ticket, &Ask { blocks, prompt: 900 + ticket, target, waits: false, ..Ask::default() });
+    assert_eq!(fleet.worker(ticket), worker);
+}
+
+/// What a fresh fleet of two says to this request.
+fn refused(prepare: impl FnOnce(&mut Fleet), ask: &Ask) -> Rejection {
+    let mut fleet = Fleet::new(config(), 2);
+    prepare(&mut fleet);
+    fleet.ask(0, ask);
+    assert_eq!(fleet.schedule.pending(), 0);
+    fleet.rejection(0).clone()
+}
+
+#[test]
+fn every_filter_is_named_with_its_count() {
+    let nobody = Constraints { required_taints: taints(&["gold"]), ..Constraints::default() };
+    let said = |prepare: &dyn Fn(&mut Fleet), constraints: Constraints| {
+        refused(|fleet| prepare(fleet), &constrained(constraints)).to_string()
+    };
+    let any = Constraints::default;
+    assert_eq!(said(&|_| {}, allowed(&[9])), "no rank is eligible: 2 not allowed");
+    assert_eq!(said(&|_| {}, nobody.clone()), "no rank is eligible: 2 without a required taint");
+    assert_eq!(said(&|fleet| fleet.set_conditions(&[], &[0, 1]), any()), "no rank is eligible: 2 unavailable");
+    let drained = |fleet: &mut Fleet| (0..2).for_each(|node| fleet.drain(node));
+    assert_eq!(said(&drained, any()), "no rank is eligible: 2 draining");
+    assert_eq!(said(&|fleet| fleet.drain(1), allowed(&[1])), "no rank is eligible: 1 not allowed, 1 draining");
+    let overloaded = |fleet: &mut Fleet| fleet.set_conditions(&[0, 1], &[]);
+    assert_eq!(said(&overloaded, any()), "all eligible workers are overloaded: 2 overloaded");
+    let gone = |fleet: &mut Fleet| (0..2).for_each(|node| fleet.retire(node));
+    assert_eq!(said(&gone, any()), "no rank is registered");
+    // The adapter and the answer are asked only of some, so these two refuse only beside another filter.
+    let adapter = |fleet: &mut Fleet| {
+        fleet.describe(1, with_adapter("sql"));
+        fleet.set_conditions(&[1], &[]);
+    };
+    let ask = asks(Terms { lora_name: Some("sql".into()), ..Terms::default() });
+    assert_eq!(
+        refused(adapter, &ask).to_string(),
+        "all eligible workers are overloaded: 1 without the LoRA adapter, 1 overloaded"
+    );
+    let silent = |fleet: &mut Fleet| {
+        fleet.prompt_answers = false;
+        occupy(fleet, 8, 1);
+        fleet.ask(9, &Ask { purpose: Purpose::Survey, prompt: 908, ..Ask::default() });
+        fleet.answer(&[1]);
+        fleet.set_conditions(&[0], &[]);
+    };
+    assert_eq!(
+        refused(silent, &Ask::default()).to_string(),
+        "all eligible workers are overloaded: 1 unresponsive, 1 overloaded"
+    );
+}
+
+#[test]
+fn the_first_filter_that_refuses_counts() {
+    let mut fleet = Fleet::new(config(), 3);
+    fleet.describe(2, tainted(&["gold"]));
+    fleet.drain(0);
+    fleet.set_conditions(&[0, 1, 2], &[1]);
+    fleet.ask(0, &constrained(Constraints { required_taints: taints(&["gold"]), ..allowed(&[1, 2]) }));
+    assert_eq!(
+        fleet.rejection(0).to_string(),
+        "all eligible workers are overloaded: 1 not allowed, 1 without a required taint, 1 overloaded"
+    );
+    let Rejection::AllOverloaded { removed } = fleet.rejection(0) else { panic!("overload is its own error") };
+    assert_eq!((removed.by(Filter::Allowed), removed.by(Filter::Draining)), (1, 0));
+}
+
+#[test]
+fn overload_is_judged_by_tokens_by_steps_and_by_blocks() {
+    let traits = RankTraits { max_num_batched_tokens: Some(64), total_kv_blocks: Some(10), ..RankTraits::default() };
+    let limits: [fn(&mut RouterConfig); 3] = [
+        |config| config.overload_prefill_tokens = Some(31),
+        |config| config.overload_prefill_frac = Some(0.49),
+        |config| config.overload_blocks_frac = Some(0.19),
+    ];
+    for (n, limit) in limits.into_iter().enumerate() {
+        let mut config = config();
+        limit(&mut config);
+        let mut fleet = Fleet::new(config, 0);
+        fleet.admit(rank(0), traits.clone());
+        fleet.ask(0, &Ask { blocks: 1, prompt: 5, ..Ask::default() });
+        fleet.ask(1, &Ask { blocks: 1, prompt: 6, ..Ask::default() }); // 16 tokens, 1 block
+        fleet.ask(2, &Ask { blocks: 1, prompt: 7, ..Ask::default() }); // 32 tokens, 2 blocks
+        assert_eq!(fleet.booked(), [0, 1], "limit {n}");
+        assert_eq!(fleet.rejection(2).to_string(), "all eligible workers are overloaded: 1 overloaded", "limit {n}");
+        fleet.free(0);
+        fleet.ask(3, &Ask { blocks: 1, ..Ask::default() });
+        assert_eq!(fleet.worker(3), 0, "limit {n}");
+    }
+}
+
+#[test]
+fn a_hard_pin_says_what_stands_against_its_rank() {
+    let pin = pinned(1, PinMode::Hard);
+    let said = |prepare: &dyn Fn(&mut Fleet), constraints: &Constraints| {
+        refused(|fleet| prepare(fleet), &constrained(constraints.clone())).to_string()
+    };
+    assert_eq!(said(&|_| {}, &pinned(9, PinMode::Hard)), "pinned to 9, which is not registered");
+    assert_eq!(said(&|fleet| fleet.drain(1), &pin), "pinned to 1, which is draining");
+    assert_eq!(said(&|fleet| fleet.set_conditions(&[], &[1]), &pin), "pinned to 1, which is unavailable");
+    assert_eq!(said(&|fleet| fleet.set_conditions(&[1], &[]), &pin), "pinned to 1, which is overloaded");
+    let tainted = Constraints { required_taints: taints(&["gold"]), ..pin.clone() };
+    assert_eq!(said(&|_| {}, &tainted), "pinned to 1, which is without a required taint");
+    let elsewhere = Constraints { allowed_workers: allowed(&[0]).allowed_workers, ..pin.clone() };
+    assert_eq!(said(&|_| {}, &elsewhere), "pinned to 1, which is not allowed");
+    let one = Constraints { pin: Some(Pin { worker: WorkerId(1), rank: Some(3), mode: PinMode::Hard }), ..pin.clone() };
+    assert_eq!(said(&|_| {}, &one), "pinned to 1/3, which is not registered");
+    let mut fleet = Fleet::new(config(), 2);
+    fleet.ask(0, &Ask { cached: vec![(0, 4)], ..constrained(pin) });
+    assert_eq!(fleet.worker(0), 1, "whatever it costs");
+}
+
+#[test]
+fn a_pinned_worker_has_all_its_ranks() {
+    let mut fleet = Fleet::new(config(), 1);
+    fleet.admit(WorkerRank::new(WorkerId(7), 0), RankTraits::default());
+    fleet.admit(WorkerRank::new(WorkerId(7), 1), RankTraits::default());
+    let ask = constrained(pinned(7, PinMode::Hard));
+    (0..4).for_each(|ticket| fleet.ask(ticket, &Ask { prompt: ticket, ..ask.clone() }));
+    let ranks: BTreeSet<WorkerRank> = (0..4).map(|ticket| fleet.decision(ticket).rank).collect();
+    assert_eq!(ranks, [0, 1].map(|n| WorkerRank::new(WorkerId(7), n)).into());
+}
+
+#[test]
+fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
+    let dear = Ask { cached: vec![(0, 4)], ..constrained(pinned(1, PinMode::Soft)) };
+    let placed = |config: RouterConfig, prepare: &dyn Fn(&mut Fleet)| {
+        let mut fleet = Fleet::new(config, 2);
+        prepare(&mut fleet);
+        fleet.ask(0, &dear);
+        fleet.worker(0)
+    };
+    assert_eq!(placed(config(), &|_| {}), 1, "whatever it costs");
+    assert_eq!(placed(config(), &|fleet| fleet.drain(1)), 0);
+    assert_eq!(placed(config(), &|fleet| fleet.retire(1)), 0);
+    assert_eq!(placed(config(), &|fleet| fleet.set_conditions(&[1], &[])), 0);
+    assert_eq!(placed(config(), &|fleet| fleet.set_conditions(&[], &[1])), 0);
+    assert_eq!(placed(busy_above(0), &|fleet| occupy(fleet, 9, 1)), 0, "busy");
+    assert_eq!(placed(busy_above(0), &|fleet| occupy(fleet, 9, 0)), 1);
+}
+
+#[test]
+fn adapters_narrow_the_choice_where_anybody_has_them() {
+    let sql = Ask { cached: vec![(0, 4)], ..asks(Terms { lora_name: Some("sql".into()), ..Terms::default() }) };
+    let mut fleet = Fleet::new(config(), 3);
+    fleet.ask(0, &sql);
+    assert_eq!(fleet.worker(0), 0, "nobody has it: the warmest");
+    fleet.describe(1, with_adapter("sql"));
+    fleet.ask(1, &sql);
+    assert_eq!(fleet.worker(1), 1);
+    fleet.ask(2, &Ask { terms: Terms { constraints: allowed(&[0, 2]), ..sql.terms.clone() }, ..sql.clone() });
+    assert_eq!(fleet.worker(2), 0, "nobody of those allowed has it");
+    fleet.drain(1);
+    fleet.ask(3, &sql);
+    assert_eq!(fleet.worker(3), 0, "who has it gets nothing more");
+}
+
+#[test]
+fn who_waits_for_an_adapter_holds_nobody_else_up() {
+    let mut fleet = Fleet::new(busy_above(0), 2);
+    fleet.describe(0, with_adapter("sql"));
+    occupy(&mut fleet, 90, 0);
+    occupy(&mut fleet, 91, 1);
+    fleet.ask(0, &asks(Terms { lora_name: Some("sql".into()), ..Terms::default() }));
+    fleet.ask(1, &Ask::default());
+    assert_eq!(fleet.waiting(), 2);
+    fleet.complete_prefill(91);
+    fleet.wake();
+    assert_eq!(fleet.worker(1), 1, "it needs no adapter");
+    assert_eq!(fleet.waiting(), 1);
+    fleet.complete_prefill(90);
+    fleet.wake();
+    assert_eq!(fleet.worker(0), 0);
+}
+
+#[test]
+fn preferred_taints_multiply_the_cost() {
+    let prefer = |weight: f64| {
+        let preferred_taints = [("near".to_owned(), weight)].into();
+        Ask { cached: vec![(0, 3)], ..constrained(Constraints { preferred_taints, ..Constraints::default() }) }
+    };
+    // 1 block to compute and 4 to hold, against 4 and 4.
+    let placed = |weight: f64| {
+        let mut fleet = Fleet::new(config(), 2);
+        fleet.describe(1, tainted(&["near"]));
+        fleet.ask(0, &Ask { purpose: Purpose::Explain, ..prefer(weight) });
+        let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
+        assert_eq!(costs, [5.0, 8.0 * preference_factor(weight)]);
+        fleet.ask(1, &prefer(weight));
+        assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank));
+        fleet.worker(1)
+    };
+    assert_eq!(placed(1.0), 1, "8 times 0.467 is 3.7");
+    assert_eq!(placed(0.2), 0, "8 times 0.82 is 6.6");
+    assert_eq!(placed(-1.0), 0);
+}
+
+#[test]
+fn a_soft_session_can_be_overruled_by_cost() {
+    let mut fleet = Fleet::new(config(), 2);
+    let chat = Ask { prompt: 3, ..asks(of_session("chat")) };
+    fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
+    assert_eq!(fleet.worker(0), 1);
+    fleet.free(0);
+    fleet.ask(1, &chat);
+    assert_eq!(fleet.worker(1), 1, "all else equal, where it was");
+    fleet.free(1);
+    fleet.ask(2, &Ask { cached: vec![(0, 1)], ..chat.clone() });
+    assert_eq!(fleet.worker(2), 1, "7 are more than 8 times 0.63");
+    fleet.free(2);
+    fleet.ask(3, &Ask { cached: vec![(0, 4)], ..chat.clone() });
+    assert_eq!(fleet.worker(3), 0, "4 are less than 8 times 0.63");
+    fleet.free(3);
+    fleet.ask(4, &chat);
+    assert_eq!(fleet.worker(4), 0, "and from now on there");
+    let off = RouterConfig { session_affinity: SessionAffinity::Off, ..config() };
+    let mut fleet = Fleet::new(off, 2);
+    fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
+    fleet.ask(1, &Ask { cached: vec![(0, 1)], ..chat });
+    assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 0));
+}
+
+#[test]
+fn a_hard_session_stays_until_its_rank_is_gone() {
+    let hard = RouterConfig { session_affinity: SessionAffinity::Hard, ..config() };
+    let chat = Ask { prompt: 3, ..asks(of_session("chat")) };
+    for leave in [Fleet::drain as fn(&mut Fleet, usize), Fleet::retire] {
+        let mut fleet = Fleet::new(hard.clone(), 2);
+        fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
+        fleet.ask(1, &Ask { cached: vec![(0, 4)], ..chat.clone() });
+        assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 1), "whatever it costs");
+        leave(&mut fleet, 1);
+        fleet.ask(2, &chat);
+        assert_eq!(fleet.worker(2), 0);
+        fleet.admit_in(Slot(1), Generation(2), rank(1), RankTraits::default());
+        fleet.ask(3, &Ask { cached: vec![(1, 4)], ..chat.clone() });
+        assert_eq!(fleet.worker(3), 0, "bound to its new rank");
+    }
+}
+
+/// A burst decides like one request after the other: the second finds the session that the first has begun.
+#[test]
+fn a_session_begun_in_the_same_batch_is_found() {
+    for threshold in [None, Some(1.0)] {
+        let hard = RouterConfig { session_affinity: SessionAffinity::Hard, queue_threshold: threshold, ..config() };
+        let mut fleet = Fleet::new(hard, 2);
+        occupy(&mut fleet, 90, 0);
+        occupy(&mut fleet, 91, 1);
+        fleet.prompt_answers = false;
+        fleet.ask(0, &Ask { prompt: 990, ..Ask::default() }); // must be asked about; the others arrive meanwhile
+        fleet.ask(1, &Ask { prompt: 3, cached: vec![(1, 4)], ..asks(of_session("chat")) });
+        fleet.ask(2, &Ask { prompt: 4, cached: vec![(0, 4)], ..asks(of_session("chat")) });
+        while !fleet.asked.is_empty() {
+            fleet.answer(&[]);
+        }
+        assert_eq!((fleet.worker(1), fleet.worker(2)), (1, 1), "threshold {threshold:?}");
+    }
+}
+
+/// Both wait while the session has no rank yet; where the first goes the second follows, even to wait there.
+#[test]
+fn waiting_requests_of_one_hard_session_end_on_one_rank() {
+    let mut fleet = Fleet::new(RouterConfig { session_affinity: SessionAffinity::Hard, ..busy_above(0) }, 2);
+    occupy(&mut fleet, 90, 0);
+    occupy(&mut fleet, 91, 1);
+    fleet.ask(0, &asks(of_session("chat")));
+    fleet.ask(1, &asks(of_session("chat")));
+    fleet.complete_prefill(90);
+    fleet.wake();
+    assert_eq!((fleet.worker(0), fleet.waiting()), (0, 1));
+    fleet.complete_prefill(91);
+    fleet.wake();
+    assert_eq!(fleet.waiting(), 1, "its rank is the other one");
+    fleet.complete_prefill(0);
+    fleet.wake();
+    assert_eq!(fleet.worker(1), 0);
+}
+
+#[test]
+fn who_waits_for_a_sessions_rank_that_goes_is_free() {
+    let mut fleet = Fleet::new(RouterConfig { session_affinity: SessionAffinity::Hard, ..busy_above(0) }, 2);
+    fleet.ask(0, &Ask { cached: vec![(0, 1)], ..asks(of_session("chat")) });
+    assert_eq!(fleet.worker(0), 0);
+    fleet.ask(1, &asks(of_session("chat")));
+    assert_eq!(fleet.waiting(), 1, "its rank is busy, though the other is not");
+    fleet.retire(0);
+    assert_eq!(fleet.worker(1), 1);
+}
+
+fn new_ranks_cost(fleet: &mut Fleet, ticket: u64) -> f64 {
+    fleet.ask(ticket, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+    let row = fleet.explanation(ticket).ranks.last().unwrap();
+    assert_eq!(row.cost_hi, row.cost_terms.total() * row.facts.preference);
+    row.facts.preference
+}
+
+#[test]
+fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
+    let slow = RouterConfig { slow_start_fill: 0.5, slow_start_max_ms: 1_000, ..config() };
+    let capacity = RankTraits { total_kv_blocks: Some(100), ..RankTraits::default() };
+    let mut fleet = Fleet::new(slow.clone(), 1);
+    let position = fleet.admit(rank(1), capacity.clone());
+    assert_eq!(new_ranks_cost(&mut fleet, 0), 10.0);
+    fleet.ask(1, &Ask { cached: vec![(1, 4)], ..Ask::default() });
+    assert_eq!(fleet.worker(1), 0, "8 are less than 4 times 10");
+    fleet.nodes[position].holdings.publish(25, fleet.now);
+    assert_eq!(new_ranks_cost(&mut fleet, 2), 2.0, "half of what it must hold");
+    fleet.nodes[position].holdings.publish(50, fleet.now);
+    assert_eq!(new_ranks_cost(&mut fleet, 3), 1.0);
+    fleet.nodes[position].holdings.publish(0, fleet.now);
+    assert_eq!(new_ranks_cost(&mut fleet, 4), 1.0, "over for good");
+    let mut fleet = Fleet::new(slow, 1);
+    fleet.admit(rank(1), capacity);
+    fleet.now = fleet.now + Duration::from_millis(250);
+    assert_eq!(new_ranks_cost(&mut fleet, 0), 4.0);
+    fleet.now = fleet.now + Duration::from_millis(750);
+    assert_eq!(new_ranks_cost(&mut fleet, 1), 1.0);
+}
+
+#[test]
+fn the_median_rank_says_what_an_unknown_capacity_must_hold() {
+    let mut fleet = Fleet::new(RouterConfig { slow_start_fill: 0.5, ..config() }, 3);
+    fleet.ask(9, &Ask::default()); // they start empty, together: nothing to catch up with
+    for (node, held) in [(0, 80), (1, 100), (2, 400)] {
+        fleet.nodes[node].holdings.publish(held, fleet.now);
+    }
+    let position = fleet.admit(rank(3), RankTraits::default());
+    fleet.nodes[position].holdings.publish(25, fleet.now);
+    assert_eq!(new_ranks_cost(&mut fleet, 0), 2.0, "half of half of 100");
+}
+
+#[test]
+fn a_rank_that_joins_while_others_are_asked_is_charged_as_new() {
+    let mut fleet = Fleet::new(RouterConfig { slow_start_fill: 0.5, ..config() }, 1);
+    occupy(&mut fleet, 90, 0);
+    fleet.prompt_answers = false;
+    fleet.ask(0, &Ask { prompt: 990, blocks: 2, ..Ask::default() });
+    assert_eq!(fleet.asked.len(), 1);
+    fleet.admit(rank(1), RankTraits { total_kv_blocks: Some(100), ..RankTraits::default() });
+    fleet.answer(&[]);
+    while !fleet.asked.is_empty() {
+        fleet.answer(&[]);
+    }
+    assert_eq!(fleet.worker(0), 0, "3 prefill and 2 held are less than 4 times 10");
+}
+
+#[test]
+fn backpressure_names_class_limit_current_and_when_to_come_back() {
+    let class = QueueClass { requests_max_per_rank: Some(1), ..busy_above(0).queue_classes[0].clone() };
+    let mut fleet = Fleet::new(RouterConfig { queue_classes: vec![class], ..config() }, 2);
+    occupy(&mut fleet, 90, 0);
+    occupy(&mut fleet, 91, 1);
+    (0..3).for_each(|ticket| fleet.ask(ticket, &Ask::default()));
+    assert_eq!(
+        fleet.rejection(2).to_string(),
+        "class only takes no more waiting requests: limit requests is 2, 2 are waiting, retry after 1s"
+    );
+    fleet.ask(3, &asks(Terms { do_not_queue: true, ..Terms::default() }));
+    let Rejection::Backpressure(refused) = fleet.rejection(3) else { panic!("it may not wait") };
+    assert_eq!((&*refused.class, refused.limit.name(), refused.current), ("only", "do_not_queue", 2));
+    fleet.ask(4, &asks(Terms { policy_class: Some("gold".into()), ..Terms::default() }));
+    assert_eq!(
+        fleet.rejection(4).to_string(),
+        "class is \"gold\", must be the name or the family of one of queue_classes"
+    );
+    assert!(!fleet.left.iter().any(|(_, outcome)| matches!(outcome, Outcome::Booked(d, _) if d.request > 2)));
+    assert_eq!(u64::from(BLOCK_SIZE) * 8, fleet.schedule.depths().map(|(_, depth)| depth.raw_tokens).sum::<u64>());
+}
