@@ -1,0 +1,393 @@
+//! What a choice is made by and how it is told: overrides, the shared cache, the embedder's selector, explanations and
+//! traces, and that the shortlist places like asking everyone whatever requests ask for.
+
+#[path = "common/fleet.rs"]
+mod fleet;
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
+use pointsman::RouterConfig;
+use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
+use pointsman::protocol::{WorkerId, WorkerRank};
+use pointsman::schedule::{Explanation, Extensions, Purpose, Rejection, Target, Terms};
+use pointsman::select::{
+    Candidate, Constraints, Filter, Pin, PinMode, RankTraits, Selection, SelectorError, SharedHits, WorkerSelector,
+};
+use pointsman::session::SessionId;
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+
+fn overriding(overrides: RouterConfigOverride) -> Ask {
+    asks(Terms { overrides, ..Terms::default() })
+}
+
+/// Books `blocks` on a rank; they are to be prefilled.
+fn occupy(fleet: &mut Fleet, ticket: u64, worker: u64, blocks: u32) {
+    let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
+    fleet.ask(ticket, &Ask { blocks, prompt: 900 + ticket, target, waits: false, ..Ask::default() });
+    assert_eq!(fleet.worker(ticket), worker);
+}
+
+/// The worker that this override leads to, and the one that is chosen without.
+fn with_and_without(
+    config: RouterConfig,
+    prepare: fn(&mut Fleet),
+    ask: &Ask,
+    otherwise: RouterConfigOverride,
+) -> [u64; 2] {
+    [otherwise, RouterConfigOverride::default()].map(|overrides| {
+        let mut fleet = Fleet::new(config.clone(), 2);
+        prepare(&mut fleet);
+        let terms = Terms { overrides, ..ask.terms.clone() };
+        fleet.ask(0, &Ask { terms: terms.clone(), purpose: Purpose::Explain, ..ask.clone() });
+        fleet.ask(1, &Ask { terms, ..ask.clone() });
+        assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank));
+        fleet.worker(1)
+    })
+}
+
+#[test]
+fn overrides_change_one_requests_choice() {
+    let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
+    let busy: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 2);
+    // Warm and with two blocks to prefill and hold, 2 + 6, or cold and idle, 4 + 4 (and one block more of credit).
+    let ask = Ask { blocks: 4, cached: vec![(0, 5)], ..Ask::default() };
+    let no_credit = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
+    assert_eq!(with_and_without(config(), busy, &ask, no_credit), [1, 0]);
+    let no_prefill = RouterConfigOverride { prefill_load_scale: Some(0.0), ..RouterConfigOverride::default() };
+    assert_eq!(with_and_without(config(), busy, &ask, no_prefill), [1, 0], "blocks held alone");
+    let untracked = RouterConfigOverride { track_prefill_tokens: Some(false), ..RouterConfigOverride::default() };
+    assert_eq!(with_and_without(config(), busy, &ask, untracked), [1, 0]);
+    let shared_cache = SharedHits::new(vec![0..4]);
+    let shared = RouterConfigOverride { shared_cache_multiplier: Some(1.0), ..RouterConfigOverride::default() };
+    let idle: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 1);
+    let ask = Ask { shared_cache, ..warm };
+    let none = RouterConfig { shared_cache_multiplier: Some(0.0), ..config() };
+    assert_eq!(with_and_without(none, idle, &ask, shared), [1, 0], "all of it is in the shared cache");
+}
+
+#[test]
+fn an_override_of_tracking_charges_nothing() {
+    let mut fleet = Fleet::new(config(), 1);
+    let overrides = RouterConfigOverride { track_prefill_tokens: Some(false), ..RouterConfigOverride::default() };
+    fleet.ask(0, &overriding(overrides));
+    assert_eq!(fleet.decision(0).hint, None);
+    fleet.ask(1, &Ask { prompt: 2, ..Ask::default() });
+    assert_eq!(fleet.decision(1).hint.map(|hint| hint.effective_tokens()), Some(64));
+}
+
+#[test]
+fn an_override_of_the_temperature_spreads_one_request() {
+    let mut fleet = Fleet::new(config(), 2);
+    let overrides = RouterConfigOverride { temperature: Some(1.0), ..RouterConfigOverride::default() };
+    let mut dear = [0; 2];
+    for ticket in 0..200 {
+        let ask = if ticket % 2 == 0 { overriding(overrides) } else { Ask::default() };
+        fleet.ask(ticket, &Ask { cached: vec![(0, 4)], ..ask });
+        dear[(ticket % 2) as usize] += fleet.worker(ticket);
+        fleet.free(ticket);
+    }
+    assert!((15..40).contains(&dear[0]), "27 % of 100 by the softmax of two: {dear:?}");
+    assert_eq!(dear[1], 0, "the others take the least cost");
+}
+
+/// Which formula holds for a decode pool follows from tracking and credit as they are for the request.
+#[test]
+fn overrides_reach_the_formula_of_decode_pools() {
+    let decode = RouterConfig { role: PoolRole::Decode, track_prefill_tokens: false, ..config() };
+    let terms_of = |overrides: RouterConfigOverride| {
+        let mut fleet = Fleet::new(decode.clone(), 1);
+        let ask = Ask { cached: vec![(0, 1)], purpose: Purpose::Explain, ..overriding(overrides) };
+        fleet.ask(0, &ask);
+        let terms = fleet.explanation(0).ranks[0].cost_terms;
+        (terms.prefill_blocks, terms.held_blocks)
+    };
+    assert_eq!(terms_of(RouterConfigOverride::default()), (0.0, 3.0));
+    let tracked = RouterConfigOverride { track_prefill_tokens: Some(true), ..RouterConfigOverride::default() };
+    assert_eq!(terms_of(tracked), (3.0, 4.0), "the credit is taken off the prefill");
+    let no_credit = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
+    assert_eq!(terms_of(no_credit), (0.0, 4.0));
+}
+
+#[test]
+fn shared_cache_hits_change_the_choice() {
+    let placed = |hits: SharedHits| {
+        let mut fleet = Fleet::new(config(), 2);
+        occupy(&mut fleet, 9, 0, 1); // 5 + 5 less what is cached, or 4 + 4
+        fleet.ask(0, &Ask { cached: vec![(0, 3)], shared_cache: hits, ..Ask::default() });
+        (fleet.worker(0), fleet.decision(0).shared_cache_blocks)
+    };
+    assert_eq!(placed(SharedHits::default()), (0, 0), "7 are less than 8");
+    assert_eq!(placed(SharedHits::new(vec![0..4])), (1, 4), "6.5 are more than 6");
+    assert_eq!(placed(SharedHits::new(vec![3..4])), (0, 1), "one block more for each");
+}
+
+/// Notes what it is shown, and answers as told.
+#[derive(Default)]
+struct Told {
+    shown: Mutex<Vec<(u64, Vec<Candidate>)>>,
+    answer: Mutex<Option<usize>>,
+    panics: Mutex<bool>,
+}
+
+impl WorkerSelector for Told {
+    fn select(&self, selection: &Selection<'_>) -> Option<usize> {
+        self.shown.lock().unwrap().push((selection.request, selection.candidates.to_vec()));
+        let panics = *self.panics.lock().unwrap();
+        assert!(!panics, "as told");
+        *self.answer.lock().unwrap()
+    }
+}
+
+fn told(config: RouterConfig, ranks: usize) -> (Fleet, Arc<Told>) {
+    let selector = Arc::new(Told::default());
+    let extensions = Extensions { selector: Some(selector.clone()), ..Extensions::default() };
+    (Fleet::with(config, ranks, extensions), selector)
+}
+
+#[test]
+fn a_selector_is_shown_exact_facts_of_every_eligible_rank() {
+    let (mut fleet, selector) = told(config(), 4);
+    let traits = RankTraits { max_num_batched_tokens: Some(512), total_kv_blocks: Some(77), ..RankTraits::default() };
+    fleet.describe(1, traits);
+    fleet.drain(2);
+    occupy(&mut fleet, 9, 1, 3);
+    occupy(&mut fleet, 8, 1, 2);
+    fleet.complete_prefill(8);
+    fleet.nodes[1].holdings.publish(12, fleet.now);
+    fleet.now = fleet.now + Duration::from_millis(7);
+    *selector.answer.lock().unwrap() = Some(1);
+    // The prompt of what runs on rank 1: two of its three blocks are shared.
+    fleet.ask(0, &Ask { prompt: 909, blocks: 2, cached: vec![(1, 1)], ..Ask::default() });
+    assert_eq!(fleet.worker(0), 1);
+    let shown = selector.shown.lock().unwrap().clone();
+    let [(_, candidates)] = &shown[..] else { panic!("asked once") };
+    let ranks: Vec<u64> = candidates.iter().map(|candidate| candidate.rank.worker.0).collect();
+    assert_eq!(ranks, [0, 1, 3]);
+    let busy = &candidates[1];
+    assert_eq!((busy.overlap.device_blocks, busy.prefill_tokens, busy.potential_blocks), (1, 48, 5));
+    assert_eq!((busy.active_requests, busy.held_blocks), (2, 12));
+    assert_eq!((busy.max_num_batched_tokens, busy.total_kv_blocks), (Some(512), Some(77)));
+    assert_eq!((busy.index_age, busy.preference), (Some(Duration::from_millis(7)), 1.0));
+    let idle = &candidates[2];
+    assert_eq!((idle.prefill_tokens, idle.potential_blocks, idle.active_requests), (0, 2, 0));
+}
+
+#[test]
+fn a_selectors_wrong_answer_is_one_requests_error() {
+    let (mut fleet, selector) = told(config(), 2);
+    let refused = |fleet: &mut Fleet, ticket: u64| {
+        fleet.ask(ticket, &Ask::default());
+        let Rejection::Selector(error) = fleet.rejection(ticket).clone() else { panic!("the selector's error") };
+        error
+    };
+    assert_eq!(refused(&mut fleet, 0), SelectorError::Refused { candidates: 2 });
+    *selector.answer.lock().unwrap() = Some(2);
+    assert_eq!(refused(&mut fleet, 1), SelectorError::OutOfRange { position: 2, candidates: 2 });
+    *selector.answer.lock().unwrap() = Some(0);
+    *selector.panics.lock().unwrap() = true;
+    assert_eq!(refused(&mut fleet, 2), SelectorError::Panicked);
+    selector.panics.clear_poison();
+    *selector.panics.lock().unwrap() = false;
+    fleet.ask(3, &Ask::default());
+    assert_eq!(fleet.worker(3), 0);
+    assert_eq!(fleet.schedule.pending(), 0);
+}
+
+fn busy_above(tokens: u64) -> RouterConfig {
+    let class = QueueClass { busy_prefill_tokens: Some(tokens), ..QueueClass::named("only") };
+    RouterConfig { queue_classes: vec![class], ..config() }
+}
+
+#[test]
+fn explaining_books_nothing_and_has_a_row_for_everybody() {
+    let mut fleet = Fleet::new(config(), 3);
+    occupy(&mut fleet, 9, 2, 2);
+    fleet.drain(1);
+    fleet.ask(0, &Ask { purpose: Purpose::Explain, cached: vec![(0, 1)], ..Ask::default() });
+    fleet.ask(1, &Ask { purpose: Purpose::Explain, cached: vec![(0, 1)], ..Ask::default() });
+    let (first, again) = (fleet.explanation(0), fleet.explanation(1));
+    assert_eq!(first.ranks, again.ranks, "nothing was booked");
+    assert_eq!((first.schema, first.isl_tokens, first.custom_selector), (Explanation::SCHEMA, 64, false));
+    assert_eq!((first.chosen, &first.refused), (Some(rank(0)), &None));
+    let rows: Vec<_> = first.ranks.iter().map(|row| (row.facts.rank, row.refused_by, row.cost_hi)).collect();
+    assert_eq!(rows, [(rank(0), None, 7.0), (rank(1), Some(Filter::Draining), 8.0), (rank(2), None, 12.0)]);
+    assert!(first.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
+    assert_eq!(first.ranks[0].cached_tokens, 16);
+    assert!(fleet.nodes[0].active.is_empty() && fleet.nodes[1].active.is_empty());
+    fleet.ask(2, &Ask { cached: vec![(0, 1)], ..Ask::default() });
+    assert_eq!(fleet.worker(2), 0);
+}
+
+#[test]
+fn an_explanation_knows_who_is_busy() {
+    let mut fleet = Fleet::new(busy_above(0), 2);
+    occupy(&mut fleet, 9, 0, 1);
+    let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
+    fleet.ask(0, &Ask { purpose: Purpose::Explain, ..warm.clone() });
+    fleet.ask(1, &warm);
+    assert_eq!(fleet.explanation(0).ranks[0].refused_by, Some(Filter::Busy));
+    assert_eq!((fleet.explanation(0).chosen, fleet.worker(1)), (Some(rank(1)), 1));
+    fleet.ask(2, &Ask { purpose: Purpose::Explain, ..warm.clone() });
+    assert_eq!((fleet.explanation(2).chosen, fleet.explanation(2).refused.as_deref()), (None, Some("busy")));
+    fleet.ask(3, &Ask { purpose: Purpose::Report, ..warm });
+    assert_eq!(fleet.worker(3), 0, "a report says where it would go at last");
+    assert_eq!(fleet.waiting(), 0, "and nothing waits");
+}
+
+#[test]
+fn an_explanation_says_why_nobody_is_chosen() {
+    let mut fleet = Fleet::new(config(), 1);
+    fleet.drain(0);
+    fleet.ask(0, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+    assert_eq!(fleet.explanation(0).refused.as_deref(), Some("no rank is eligible: 1 draining"));
+}
+
+#[test]
+fn an_explanation_has_the_decayed_credit() {
+    let mut fleet = Fleet::new(RouterConfig { overlap_score_credit_decay: 1.0, ..config() }, 2);
+    occupy(&mut fleet, 9, 0, 5);
+    occupy(&mut fleet, 8, 1, 1);
+    // 4 blocks busier than the least, by a prompt of 4: half the credit.
+    fleet.ask(0, &Ask { purpose: Purpose::Explain, cached: vec![(0, 4), (1, 4)], ..Ask::default() });
+    let credits: Vec<f64> = fleet.explanation(0).ranks.iter().map(|row| row.cost_terms.credit_blocks).collect();
+    assert_eq!(credits, [2.0, 4.0]);
+}
+
+#[test]
+fn decisions_are_traced_in_the_share_asked_for() {
+    let traced = |share: f64, seed: u64| -> Vec<u64> {
+        let mut fleet = Fleet::new(RouterConfig { decision_trace: share, seed, ..config() }, 3);
+        for ticket in 0..1_000 {
+            fleet.ask(ticket, &Ask { cached: vec![((ticket % 3) as usize, 4)], ..Ask::default() });
+            fleet.free(ticket);
+        }
+        let traces = fleet.left.iter().filter_map(|(ticket, outcome)| match outcome {
+            Outcome::Booked(decision, Some(trace)) => {
+                assert_eq!((trace.request, trace.chosen), (decision.request, Some(decision.rank)));
+                assert_eq!(trace.ranks.len(), 3);
+                Some(*ticket)
+            }
+            _ => None,
+        });
+        traces.collect()
+    };
+    assert_eq!(traced(1.0, 1), (0..1_000).collect::<Vec<_>>());
+    assert_eq!(traced(0.0, 1), []);
+    let some = traced(0.1, 1);
+    assert!((70..130).contains(&some.len()), "{}", some.len());
+    assert_eq!(some, traced(0.1, 1));
+    assert_ne!(some, traced(0.1, 2));
+}
+
+/// Terms of all kinds, by the digits of a number that looks random.
+fn some_terms(noise: u64, workers: u64) -> Terms {
+    let pick = |at: u32, of: u64| (noise >> at) % of;
+    let mut constraints = Constraints::default();
+    if pick(0, 4) == 0 {
+        let allowed: BTreeSet<WorkerId> = (0..workers).filter(|n| (noise >> (4 + n)) & 1 == 1).map(WorkerId).collect();
+        constraints.allowed_workers = Some(allowed);
+    }
+    if pick(14, 6) == 0 {
+        let mode = if pick(17, 2) == 0 { PinMode::Hard } else { PinMode::Soft };
+        constraints.pin = Some(Pin { worker: WorkerId(pick(18, workers)), rank: None, mode });
+    }
+    if pick(22, 8) == 0 {
+        constraints.required_taints = ["odd".to_owned()].into();
+    }
+    if pick(25, 3) == 0 {
+        constraints.preferred_taints = [("odd".to_owned(), pick(27, 5) as f64 - 2.0), ("third".to_owned(), 0.7)].into();
+    }
+    let given = |at: u32, value: f64| (pick(at, 5) == 0).then_some(value);
+    Terms {
+        constraints,
+        lora_name: (pick(30, 6) == 0).then(|| "sql".into()),
+        session_id: (pick(33, 2) == 0).then(|| SessionId::new(&format!("s{}", pick(34, 4))).unwrap()),
+        overrides: RouterConfigOverride {
+            overlap_score_credit: given(37, pick(40, 3) as f64),
+            prefill_load_scale: given(42, pick(44, 3) as f64),
+            temperature: given(46, 0.5),
+            track_prefill_tokens: (pick(48, 6) == 0).then_some(false),
+            shared_cache_multiplier: given(51, 1.0),
+            ..RouterConfigOverride::default()
+        },
+        ..Terms::default()
+    }
+}
+
+/// One request after the other on a fleet that is drained, overloaded and described as `seeds` say.
+fn placed(config: &RouterConfig, workers: u64, seeds: &[u64]) -> (Vec<Option<WorkerRank>>, usize) {
+    let mut fleet = Fleet::new(config.clone(), 0);
+    for worker in 0..workers {
+        let mut traits = RankTraits { total_kv_blocks: Some(60), ..RankTraits::default() };
+        traits.taints.extend((worker % 2 == 1).then(|| "odd".to_owned()));
+        traits.taints.extend((worker % 3 == 0).then(|| "third".to_owned()));
+        traits.lora_adapters.extend((worker % 4 == 2).then(|| "sql".to_owned()));
+        let node = fleet.admit(rank(worker), traits);
+        fleet.nodes[node].holdings.publish(7 * node, fleet.now);
+    }
+    for (ticket, &seed) in (0..).zip(seeds) {
+        match scattered(seed) % 16 {
+            0 => fleet.drain((seed % workers) as usize),
+            1 => fleet.set_conditions(&[seed % workers], &[(seed >> 8) % workers]),
+            2 => fleet.set_conditions(&[], &[]),
+            _ => {}
+        }
+        fleet.now = fleet.now + Duration::from_millis(seed % 50);
+        let cached = (0..workers as usize).map(|node| (node, (scattered(seed + node as u64) % 9) as u32));
+        let ask = Ask {
+            blocks: 1 + (seed >> 12) as u32 % 12,
+            prompt: (seed >> 16) % 4,
+            cached: cached.filter(|(_, blocks)| *blocks > 0).collect(),
+            shared_cache: SharedHits::new(vec![0..(seed >> 20) as u32 % 9]),
+            terms: some_terms(scattered(seed ^ 7), workers),
+            waits: false,
+            ..Ask::default()
+        };
+        fleet.ask(ticket, &ask);
+        if seed % 3 == 0 {
+            fleet.complete_prefill(ticket);
+        }
+        if ticket > 8 {
+            fleet.free(ticket - 8);
+        }
+    }
+    let placed = fleet.left.iter().map(|(_, outcome)| match outcome {
+        Outcome::Booked(decision, _) => Some(decision.rank),
+        _ => None,
+    });
+    (placed.collect(), fleet.asked_ranks)
+}
+
+#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
+fn effort() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(64);
+    let seeds = FileFailurePersistence::Direct("tests/schedule_choice.proptest-regressions");
+    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(effort())]
+
+    #[test]
+    fn the_shortlist_places_like_asking_everyone_whatever_is_asked(
+        workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..80), slow: bool, hard: bool, overload: bool,
+    ) {
+        let config = RouterConfig {
+            slow_start_fill: if slow { 0.6 } else { 0.0 },
+            slow_start_max_ms: 1_000,
+            session_affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft },
+            overload_prefill_tokens: overload.then_some(300),
+            overload_blocks_frac: overload.then_some(0.5),
+            ..config()
+        };
+        let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();
+        let (everyone, asked_all) = placed(&RouterConfig { fanout: Fanout::All, ..config.clone() }, workers, &seeds);
+        let (shortlist, asked) = placed(&config, workers, &seeds);
+        prop_assert_eq!(everyone, shortlist);
+        prop_assert!(asked <= asked_all);
+    }
+}
