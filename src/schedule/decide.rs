@@ -357,7 +357,6 @@ impl<T> Schedule<T> {
         }
         let trace = self.is_traced(numbered.number).then(|| {
             let mut scratch = std::mem::take(&mut self.scratch);
-            self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
             let explanation = self.explanation(in_batch, &numbered, Ok(decision.rank), &mut scratch);
             self.scratch = scratch;
             explanation

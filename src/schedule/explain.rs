@@ -67,7 +67,7 @@ impl<T> Schedule<T> {
         share > 0.0 && Draw { seed: self.config.seed ^ TRACE_SEED, request }.unit() < share
     }
 
-    /// The table, as things stand. Expects the request's verdicts in `scratch`.
+    /// The table, as things stand.
     pub(super) fn explanation(
         &self,
         in_batch: usize,
@@ -75,6 +75,7 @@ impl<T> Schedule<T> {
         outcome: Result<WorkerRank, String>,
         scratch: &mut Scratch,
     ) -> Box<Explanation> {
+        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_overlaps(&numbered.request.overlaps, scratch);
         let (weights, block_size) = (self.config.tier_weights(), self.config.block_size);
         let cost = self.cost_of(numbered);

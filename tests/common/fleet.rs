@@ -7,7 +7,7 @@ use std::sync::Arc;
 use pointsman::RouterConfig;
 use pointsman::hashing::sequence_hashes;
 use pointsman::index::Holdings;
-use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
+use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose,
@@ -114,6 +114,8 @@ pub struct Fleet {
     /// Who left, in order.
     pub left: Vec<(u64, Outcome)>,
     pub refreshes: Vec<(BookingId, usize)>,
+    /// What was on the rank before each Book.
+    pub before: BTreeMap<u64, RankLoad>,
     prompts: BTreeMap<u64, PromptBlocks>,
     effects: VecDeque<Effect<u64>>,
 }
@@ -135,6 +137,7 @@ impl Fleet {
             prompt_answers: true,
             left: Vec::new(),
             refreshes: Vec::new(),
+            before: BTreeMap::new(),
             prompts: BTreeMap::new(),
             effects: VecDeque::new(),
         };
@@ -266,6 +269,7 @@ impl Fleet {
                     assert_eq!((node.rank, node.generation), (decision.rank, decision.generation));
                     assert_eq!((number.incarnation, number.number), (node.incarnation, node.applied + 1));
                     node.applied = number.number;
+                    self.before.insert(ticket, node.active.load(self.now));
                     let prompt = self.prompts.get(&ticket).expect("it was asked for").clone();
                     node.active.book(BookingId(ticket), prompt, decision.hint, self.now).expect("booked once");
                     node.publish(self.now);

@@ -1,0 +1,594 @@
+//! A fleet to which anything may happen, and a literal account of what may follow from it.
+//!
+//! Everything that is done is drawn from the numbers given, so that one list of numbers is one history.
+#![allow(unreachable_pub, reason = "shared by test binaries")]
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman::RouterConfig;
+use pointsman::config::{Fanout, QueueClass, QueueOrder, RouterConfigOverride, SessionAffinity};
+use pointsman::load::{PrefillEstimator, PrefillFacts};
+use pointsman::protocol::{BookingId, Generation, Timestamp, WorkerId, WorkerRank};
+use pointsman::queue::LimitKind;
+use pointsman::schedule::{Decision, Extensions, Input, LoadQuery, Purpose, Rejection, Target, Terms};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, SharedHits};
+use pointsman::session::SessionId;
+
+use crate::fleet::{Ask, BLOCK_SIZE, Fleet, Node, Outcome, config, rank, scattered};
+
+const WORKERS: u64 = 6;
+const CLASSES: [&str; 3] = ["tokens", "share", "small"];
+
+/// Numbers that look random, from one.
+pub struct Dice(u64);
+
+impl Dice {
+    pub fn new(seed: u64) -> Self {
+        Self(scattered(seed))
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = scattered(self.0);
+        (self.0 >> 16) % n
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// A thousand tokens take a tenth of a second.
+struct Steady;
+
+impl PrefillEstimator for Steady {
+    fn estimate(&self, facts: &PrefillFacts) -> Option<Duration> {
+        Some(Duration::from_micros(u64::from(facts.new_tokens) * 100))
+    }
+}
+
+struct Pending {
+    ask: Ask,
+    /// Whether it was seen to wait.
+    waited: bool,
+    cancelled: bool,
+    /// As of when its overlap is known, or later.
+    overlaps_at: Timestamp,
+}
+
+pub struct World {
+    fleet: Fleet,
+    pending: BTreeMap<u64, Pending>,
+    running: Vec<u64>,
+    tickets: u64,
+    /// By node: it let a question time out and has given no sign since.
+    suspect: Vec<bool>,
+    /// Queries closed without all their answers.
+    late: VecDeque<LoadQuery>,
+    overloaded: BTreeSet<WorkerRank>,
+    unavailable: BTreeSet<WorkerRank>,
+    seen: usize,
+    /// The most ranks there were since nothing was in flight.
+    ranks_before: u64,
+    pub waited: u64,
+    pub refreshed: u64,
+}
+
+fn some_config(dice: &mut Dice) -> RouterConfig {
+    let policies =
+        [Policy::Kv, Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded];
+    let affinities = [SessionAffinity::Off, SessionAffinity::Soft, SessionAffinity::Hard];
+    let classes = vec![
+        QueueClass {
+            busy_prefill_tokens: Some(dice.below(200)),
+            requests_max_per_rank: (!dice.one_in(3)).then_some(dice.below(4) as u32),
+            ..QueueClass::named(CLASSES[0])
+        },
+        QueueClass {
+            busy_prefill_frac: Some(0.5),
+            raw_tokens_max_per_rank: dice.one_in(2).then_some(dice.below(300)),
+            order: QueueOrder::Wspt,
+            ..QueueClass::named(CLASSES[1])
+        },
+        QueueClass {
+            busy_prefill_tokens: Some(64),
+            quantum_tokens: 32,
+            order: QueueOrder::Lcfs,
+            cached_tokens_max_per_rank: dice.one_in(2).then_some(40),
+            ..QueueClass::named(CLASSES[2])
+        },
+    ];
+    RouterConfig {
+        queue_classes: if dice.one_in(5) { Vec::new() } else { classes },
+        policy: policies[dice.below(6) as usize],
+        session_affinity: affinities[dice.below(3) as usize],
+        fanout: if dice.one_in(4) { Fanout::All } else { Fanout::Shortlist },
+        assume_kv_reuse: !dice.one_in(4),
+        overlap_score_credit_decay: if dice.one_in(4) { 0.5 } else { 0.0 },
+        overlap_refresh_after_ms: [0, 50, 1_000][dice.below(3) as usize],
+        overload_prefill_tokens: dice.one_in(3).then_some(400),
+        overload_blocks_frac: dice.one_in(3).then_some(0.8),
+        slow_start_fill: if dice.one_in(3) { 0.3 } else { 0.0 },
+        decision_trace: 0.1,
+        ..config()
+    }
+}
+
+fn some_traits(dice: &mut Dice) -> RankTraits {
+    let mut traits = RankTraits {
+        max_num_batched_tokens: dice.one_in(2).then_some(256),
+        total_kv_blocks: dice.one_in(2).then_some(40),
+        ..RankTraits::default()
+    };
+    traits.taints.extend(dice.one_in(2).then(|| "gold".to_owned()));
+    traits.lora_adapters.extend(dice.one_in(3).then(|| "sql".to_owned()));
+    traits
+}
+
+impl World {
+    pub fn new(seed: u64) -> Self {
+        let mut dice = Dice::new(seed);
+        let config = some_config(&mut dice);
+        let estimator = dice.one_in(3).then(|| Arc::new(Steady) as Arc<dyn PrefillEstimator>);
+        let mut fleet = Fleet::with(config, 0, Extensions { estimator, ..Extensions::default() });
+        fleet.prompt_answers = false;
+        let mut world = Self {
+            fleet,
+            pending: BTreeMap::new(),
+            running: Vec::new(),
+            tickets: 0,
+            suspect: Vec::new(),
+            late: VecDeque::new(),
+            overloaded: BTreeSet::new(),
+            unavailable: BTreeSet::new(),
+            seen: 0,
+            ranks_before: 0,
+            waited: 0,
+            refreshed: 0,
+        };
+        (0..dice.below(WORKERS)).for_each(|_| world.admit(&mut dice));
+        world
+    }
+
+    /// Something happens.
+    pub fn step(&mut self, noise: u64) {
+        let dice = &mut Dice::new(noise);
+        match dice.below(100) {
+            0..32 => self.ask(dice),
+            32..44 => self.answer(0),
+            44..49 => self.answer(dice.below(1 << WORKERS)),
+            49..52 => self.answer_late(),
+            52..62 => {
+                if let Some(ticket) = self.some_running(dice) {
+                    self.fleet.complete_prefill(ticket);
+                }
+            }
+            62..75 => {
+                if let Some(ticket) = self.some_running(dice) {
+                    self.running.retain(|running| *running != ticket);
+                    self.fleet.free(ticket);
+                }
+            }
+            75..80 => {
+                if let Some(ticket) = self.some_pending(dice) {
+                    self.cancel(ticket);
+                }
+            }
+            80..88 => self.pass_time(Duration::from_millis(dice.below(60))),
+            88..90 => {
+                if let Some(ticket) = self.some_pending(dice) {
+                    self.tell_overlaps(ticket, dice);
+                }
+            }
+            90..92 => {
+                if let Some(node) = self.some_node(dice) {
+                    self.fleet.describe(node, some_traits(dice));
+                }
+            }
+            92 => {
+                if let Some(node) = self.some_node(dice) {
+                    self.fleet.drain(node);
+                }
+            }
+            93..95 => {
+                if let Some(node) = self.some_node(dice) {
+                    self.fleet.retire(node);
+                }
+            }
+            95..98 => self.admit(dice),
+            98 => self.set_conditions(dice),
+            _ => self.restart(dice),
+        }
+        self.check();
+    }
+
+    fn some_running(&self, dice: &mut Dice) -> Option<u64> {
+        (!self.running.is_empty()).then(|| self.running[dice.below(self.running.len() as u64) as usize])
+    }
+
+    fn some_pending(&self, dice: &mut Dice) -> Option<u64> {
+        let nth = dice.below(self.pending.len().max(1) as u64);
+        self.pending.keys().nth(nth as usize).copied()
+    }
+
+    /// A node that is registered.
+    fn some_node(&self, dice: &mut Dice) -> Option<usize> {
+        let nodes: Vec<usize> = (0..self.fleet.nodes.len()).filter(|node| !self.fleet.nodes[*node].retired).collect();
+        (!nodes.is_empty()).then(|| nodes[dice.below(nodes.len() as u64) as usize])
+    }
+
+    fn admit(&mut self, dice: &mut Dice) {
+        let traits = some_traits(dice);
+        let node = self.fleet.nodes.len();
+        if node < WORKERS as usize {
+            self.suspect.push(false);
+            self.fleet.admit(rank(node as u64), traits);
+            return;
+        }
+        // An answer names who gives it by its slot, so slots are taken again only where no answer is due.
+        let Some(node) = (0..node).find(|node| self.fleet.nodes[*node].retired) else { return };
+        if self.fleet.asked.is_empty() {
+            self.late.clear();
+            self.suspect[node] = false;
+            let Node { slot, generation, rank, .. } = self.fleet.nodes[node];
+            self.fleet.admit_in(slot, Generation(generation.0 + 1), rank, traits);
+        }
+    }
+
+    fn set_conditions(&mut self, dice: &mut Dice) {
+        let (overloaded, unavailable) = match dice.below(3) {
+            0 => (vec![dice.below(WORKERS), dice.below(WORKERS)], vec![dice.below(WORKERS)]),
+            1 => (vec![dice.below(WORKERS)], vec![]),
+            _ => (vec![], vec![]),
+        };
+        self.overloaded = overloaded.iter().copied().map(rank).collect();
+        self.unavailable = unavailable.iter().copied().map(rank).collect();
+        self.fleet.set_conditions(&overloaded, &unavailable);
+    }
+
+    /// A sequence actor dies and comes back with what its leases say.
+    fn restart(&mut self, dice: &mut Dice) {
+        if let Some(node) = self.some_node(dice).filter(|_| self.fleet.asked.is_empty()) {
+            self.suspect[node] = false;
+            let node = &mut self.fleet.nodes[node];
+            (node.incarnation, node.applied) = (node.incarnation + 1, 0);
+            node.publish(self.fleet.now);
+        }
+    }
+
+    fn some_terms(&mut self, dice: &mut Dice) -> Terms {
+        let mut constraints = Constraints::default();
+        if dice.one_in(8) {
+            constraints.allowed_workers = Some((0..3).map(|_| WorkerId(dice.below(WORKERS))).collect());
+        }
+        if dice.one_in(6) {
+            let mode = if dice.one_in(2) { PinMode::Hard } else { PinMode::Soft };
+            constraints.pin = Some(Pin { worker: WorkerId(dice.below(WORKERS)), rank: None, mode });
+        }
+        if dice.one_in(8) {
+            constraints.required_taints.insert("gold".to_owned());
+        }
+        if dice.one_in(4) {
+            constraints.preferred_taints.insert("gold".to_owned(), 1.0);
+        }
+        let class = if dice.one_in(40) { "unknown" } else { CLASSES[dice.below(3) as usize] };
+        let classes = !self.fleet.config.queue_classes.is_empty();
+        Terms {
+            strict_priority: dice.below(8).saturating_sub(6) as u32,
+            priority_jump: if dice.one_in(4) { dice.below(5) as f64 } else { 0.0 },
+            due: dice.one_in(4).then(|| self.fleet.now + Duration::from_millis(dice.below(80))),
+            policy_class: (classes && !dice.one_in(4)).then(|| class.into()),
+            do_not_queue: dice.one_in(12),
+            constraints,
+            lora_name: dice.one_in(6).then(|| "sql".into()),
+            session_id: dice.one_in(4).then(|| SessionId::new(&format!("s{}", dice.below(5))).unwrap()),
+            overrides: RouterConfigOverride {
+                temperature: dice.one_in(8).then_some(0.5),
+                overlap_score_credit: dice.one_in(8).then_some(0.0),
+                track_prefill_tokens: dice.one_in(8).then_some(false),
+                ..RouterConfigOverride::default()
+            },
+            ..Terms::default()
+        }
+    }
+
+    fn ask(&mut self, dice: &mut Dice) {
+        let (purpose, waits) = match dice.below(20) {
+            0 => (Purpose::Report, false),
+            1 => (Purpose::Survey, false),
+            2 => (Purpose::Explain, false),
+            3 => (Purpose::Book, false),
+            _ => (Purpose::Book, true),
+        };
+        let terms = if dice.one_in(3) { Terms::default() } else { self.some_terms(dice) };
+        let exactly = Target::Exactly { rank: rank(dice.below(WORKERS)), cached_tokens: None, expected_duration: None };
+        let exact = dice.one_in(30);
+        let ask = Ask {
+            blocks: 1 + dice.below(6) as u32,
+            prompt: dice.below(5),
+            cached: self.some_overlaps(dice),
+            shared_cache: SharedHits::new(vec![0..dice.below(3) as u32]),
+            terms,
+            purpose,
+            target: if exact { exactly } else { Target::Any },
+            waits: waits && !exact,
+            refreshes: dice.one_in(2),
+        };
+        let ticket = self.tickets;
+        self.tickets += 1;
+        let pending = Pending { ask: ask.clone(), waited: false, cancelled: false, overlaps_at: self.fleet.now };
+        self.pending.insert(ticket, pending);
+        self.fleet.ask(ticket, &ask);
+    }
+
+    fn some_overlaps(&self, dice: &mut Dice) -> Vec<(usize, u32)> {
+        let nodes = self.fleet.nodes.len();
+        (0..nodes).map(|node| (node, dice.below(5) as u32)).filter(|(_, blocks)| *blocks > 1).collect()
+    }
+
+    fn tell_overlaps(&mut self, ticket: u64, dice: &mut Dice) {
+        let overlaps = self.fleet.overlaps(&self.some_overlaps(dice));
+        if let Some(known) = self.pending.get_mut(&ticket).filter(|_| self.fleet.asked.is_empty()) {
+            known.overlaps_at = self.fleet.now;
+        }
+        self.fleet.step(Input::Overlaps { booking: BookingId(ticket), overlaps });
+    }
+
+    fn cancel(&mut self, ticket: u64) {
+        if let Some(pending) = self.pending.get_mut(&ticket) {
+            pending.cancelled = true;
+        }
+        self.fleet.cancel(ticket);
+    }
+
+    /// Answers the open query, except for the nodes in `missing`.
+    fn answer(&mut self, missing: u64) {
+        let Some(query) = self.fleet.asked.front().cloned() else { return };
+        let missing: Vec<usize> = (0..WORKERS as usize).filter(|node| missing >> node & 1 == 1).collect();
+        for slot in &query.slots {
+            self.suspect[slot.index()] = missing.contains(&slot.index());
+        }
+        self.late.push_back(query);
+        self.fleet.answer(&missing);
+    }
+
+    fn answer_late(&mut self) {
+        let Some(query) = self.late.pop_front() else { return };
+        query.slots.iter().for_each(|slot| self.suspect[slot.index()] = false);
+        let answers = self.fleet.answers_to(&query, &[]);
+        self.fleet.step(Input::Loads { batch: query.batch, answers });
+    }
+
+    fn pass_time(&mut self, time: Duration) {
+        let until = self.fleet.now + time;
+        while let Some(wake) = self.fleet.schedule.next_wake().filter(|wake| *wake <= until) {
+            self.fleet.now = self.fleet.now.max(wake);
+            self.fleet.wake();
+            self.check_who_left();
+            if self.fleet.schedule.next_wake().is_some_and(|again| again <= self.fleet.now) {
+                // Only who waits behind a batch may make it look again at once.
+                assert!(self.fleet.schedule.batch_in_flight().is_some(), "woken in vain");
+                break;
+            }
+        }
+        self.fleet.now = self.fleet.now.max(until);
+        self.fleet.wake();
+    }
+
+    /// Whether this rank has a standing that lets it serve the request, whatever its load.
+    fn may_serve(&self, node: usize, ask: &Ask) -> bool {
+        let known = &self.fleet.nodes[node];
+        !known.retired
+            && !known.draining
+            && !self.unavailable.contains(&known.rank)
+            && ask.terms.constraints.refused_by(known.rank, &known.traits).is_none()
+    }
+
+    fn is_bound(&self, ask: &Ask) -> bool {
+        self.fleet.config.session_affinity == SessionAffinity::Hard && ask.terms.session_id.is_some()
+    }
+
+    /// Nodes that may serve the request, whatever their load.
+    fn eligible(&self, ask: &Ask) -> Vec<usize> {
+        let mut nodes: Vec<usize> = (0..self.fleet.nodes.len()).filter(|node| self.may_serve(*node, ask)).collect();
+        if self.is_bound(ask) {
+            return nodes; // its session comes before what follows
+        }
+        if nodes.iter().any(|node| !self.suspect[*node]) {
+            nodes.retain(|node| !self.suspect[*node]);
+        }
+        if let Some(adapter) = ask.terms.lora_name.as_deref() {
+            let has = |node: &usize| self.fleet.nodes[*node].traits.lora_adapters.contains(adapter);
+            if nodes.iter().any(has) {
+                nodes.retain(has);
+            }
+        }
+        nodes
+    }
+
+    fn is_overloaded(&self, node: usize, prefill_tokens: u64, active_blocks: u32) -> bool {
+        let (config, known) = (&self.fleet.config, &self.fleet.nodes[node]);
+        let full = config.overload_blocks_frac.zip(known.traits.total_kv_blocks);
+        self.overloaded.contains(&known.rank)
+            || config.overload_prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
+            || full.is_some_and(|(frac, blocks)| f64::from(active_blocks) > frac * f64::from(blocks))
+    }
+
+    fn class(&self, ask: &Ask) -> Option<usize> {
+        let name = ask.terms.policy_class.as_deref();
+        name.map_or(Some(0), |name| CLASSES.iter().position(|class| *class == name))
+    }
+
+    fn is_busy(&self, node: usize, ask: &Ask, prefill_tokens: u64) -> bool {
+        let Some(class) = self.class(ask).and_then(|class| self.fleet.config.queue_classes.get(class)) else {
+            return false;
+        };
+        let step = self.fleet.nodes[node].traits.max_num_batched_tokens.unwrap_or(10_000_000);
+        class.busy_prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
+            || class.busy_prefill_frac.is_some_and(|frac| prefill_tokens as f64 > frac * f64::from(step))
+    }
+
+    fn check(&mut self) {
+        self.check_who_left();
+        self.fleet.wake(); // a load may have fallen, or a Book just have been shown
+        self.check_who_left();
+        assert_eq!(self.fleet.schedule.pending(), self.pending.len(), "nothing is lost");
+        let in_flight = self.fleet.schedule.batch_in_flight().is_some();
+        let now = self.fleet.now;
+        let late = self.pending.values().filter(|known| (known.waited || !in_flight) && is_late(&known.ask, now));
+        assert!(late.count() <= usize::from(in_flight), "who is late is told at once, unless it is asked about");
+        if !in_flight {
+            self.check_who_waits();
+            self.ranks_before = 0;
+        }
+        self.ranks_before = self.ranks_before.max(self.ranks());
+    }
+
+    fn ranks(&self) -> u64 {
+        self.fleet.nodes.iter().filter(|node| !node.retired).count() as u64
+    }
+
+    fn check_who_left(&mut self) {
+        let left: Vec<(u64, Outcome)> = self.fleet.left.drain(..).collect();
+        for (ticket, outcome) in left {
+            let known = self.pending.remove(&ticket).expect("it is answered once");
+            self.seen += 1;
+            match (outcome, known.ask.purpose) {
+                (Outcome::Booked(decision, _), Purpose::Book) => {
+                    self.check_book(ticket, &known, &decision);
+                    self.running.push(ticket);
+                }
+                (Outcome::Cancelled, Purpose::Book) => assert!(known.cancelled && known.ask.waits),
+                (Outcome::Rejected(reason), _) => self.check_rejection(&known, &reason),
+                (Outcome::Reported(_), Purpose::Report)
+                | (Outcome::Surveyed(_), Purpose::Survey)
+                | (Outcome::Explained(_), Purpose::Explain) => {}
+                (outcome, purpose) => panic!("{outcome:?} is no answer to {purpose:?}"),
+            }
+        }
+        self.check_refreshes();
+    }
+
+    fn check_book(&mut self, ticket: u64, known: &Pending, decision: &Decision) {
+        let (node, ask) = (decision.slot.index(), &known.ask);
+        let before = self.fleet.before.remove(&ticket).expect("noted at every Book");
+        assert!(!(known.cancelled && ask.waits), "its caller has gone");
+        assert!(!is_late(ask, self.fleet.now), "booked too late");
+        assert!(!self.fleet.nodes[node].retired);
+        if let Target::Exactly { rank, .. } = ask.target {
+            return assert_eq!(rank, decision.rank);
+        }
+        assert!(self.eligible(ask).contains(&node), "booked on {} that may not serve it", decision.rank);
+        assert!(!self.is_overloaded(node, before.prefill_tokens, before.active_blocks), "overloaded");
+        assert!(!ask.waits || !self.is_busy(node, ask, before.prefill_tokens), "booked on a busy rank");
+    }
+
+    fn check_rejection(&self, known: &Pending, reason: &Rejection) {
+        let ask = &known.ask;
+        let with_standing = (0..self.fleet.nodes.len()).any(|node| self.may_serve(node, ask));
+        match reason {
+            Rejection::NoRanks => assert!(self.fleet.nodes.iter().all(|node| node.retired)),
+            Rejection::UnknownRank(_) => assert_ne!(ask.target, Target::Any),
+            Rejection::NoneEligible { .. } => assert!(!with_standing, "somebody could serve it"),
+            Rejection::Pinned { refused_by, .. } => {
+                let passing = refused_by.is_some_and(Filter::passes);
+                assert!(ask.terms.constraints.hard_pin().is_some() && passing == with_standing);
+            }
+            Rejection::AllOverloaded { removed } => assert!(with_standing && removed.by(Filter::Overloaded) > 0),
+            Rejection::DeadlineExceeded { .. } => assert!(is_late(ask, self.fleet.now), "too early"),
+            Rejection::Backpressure(refused) => {
+                assert!(!known.waited, "let in and turned away");
+                assert_eq!(ask.terms.do_not_queue, refused.limit == LimitKind::DoNotQueue);
+            }
+            Rejection::UnknownClass(_) => assert!(self.class(ask).is_none()),
+            Rejection::Selector(_) => unreachable!("there is none"),
+        }
+    }
+
+    fn check_refreshes(&mut self) {
+        let asked: Vec<u64> = self.fleet.refreshes.drain(..).map(|(booking, _)| booking.0).collect();
+        for ticket in asked {
+            self.refreshed += 1;
+            let known = self.pending.get_mut(&ticket).expect("only who waits is asked for");
+            let after = Duration::from_millis(self.fleet.config.overlap_refresh_after_ms);
+            assert!(known.ask.refreshes && !after.is_zero() && known.overlaps_at + after <= self.fleet.now);
+            known.overlaps_at = self.fleet.now;
+        }
+    }
+
+    /// Nothing is in flight: whoever has not left waits.
+    fn check_who_waits(&mut self) {
+        let depths: Vec<_> = self.fleet.schedule.depths().map(|(_, depth)| depth).collect();
+        let ranks = self.ranks_before.max(self.ranks());
+        for (class, depth) in depths.iter().enumerate() {
+            let tokens = |known: &Pending| u64::from(known.ask.blocks * BLOCK_SIZE);
+            let of_class = || self.pending.values().filter(|known| self.class(&known.ask) == Some(class));
+            assert_eq!(depth.requests, of_class().count() as u64);
+            assert_eq!(depth.raw_tokens, of_class().map(tokens).sum::<u64>());
+            assert_eq!(depth.oldest.is_some(), depth.requests > 0);
+            let Some(settings) = self.fleet.config.queue_classes.get(class) else { continue };
+            let newly = || of_class().filter(|known| !known.waited);
+            if let Some(smallest) = newly().map(tokens).min() {
+                let within = |max: Option<u64>, before: u64| max.is_none_or(|max| before < max * ranks);
+                assert!(within(settings.requests_max_per_rank.map(u64::from), depth.requests - 1));
+                let most = newly().map(tokens).max().unwrap_or(smallest);
+                assert!(within(settings.raw_tokens_max_per_rank, depth.raw_tokens - most));
+            }
+        }
+        for known in self.pending.values() {
+            let ask = &known.ask;
+            assert!(ask.waits && ask.purpose == Purpose::Book && ask.target == Target::Any, "no waiter waits");
+            assert!(!known.cancelled && !ask.terms.do_not_queue);
+            assert!(self.may_open(ask), "nobody can ever serve it");
+            assert!(self.is_bound(ask) || !self.is_any_open(ask), "it waits though somebody could serve it");
+            if let Some(due) = ask.terms.due {
+                assert!(self.fleet.schedule.next_wake().is_some_and(|wake| wake <= due), "nobody will look in time");
+            }
+        }
+        for known in self.pending.values_mut().filter(|known| !known.waited) {
+            known.waited = true;
+            self.waited += 1;
+        }
+    }
+
+    fn may_open(&self, ask: &Ask) -> bool {
+        (0..self.fleet.nodes.len()).any(|node| self.may_serve(node, ask))
+    }
+
+    fn is_any_open(&self, ask: &Ask) -> bool {
+        self.eligible(ask).into_iter().any(|node| {
+            let known = &self.fleet.nodes[node].active;
+            let (_, prefill_tokens) = known.prefill_curve().bounds(self.fleet.now);
+            let active_blocks = known.load(self.fleet.now).active_blocks;
+            !self.is_overloaded(node, prefill_tokens, active_blocks) && !self.is_busy(node, ask, prefill_tokens)
+        })
+    }
+
+    /// Everybody who waits goes, everything ends: nothing may be left.
+    pub fn finish(&mut self) {
+        while !self.fleet.asked.is_empty() {
+            self.answer(0);
+            self.check();
+        }
+        let waiting: Vec<u64> = self.pending.keys().copied().collect();
+        for ticket in waiting {
+            self.cancel(ticket);
+            self.check();
+        }
+        for ticket in std::mem::take(&mut self.running) {
+            self.fleet.free(ticket);
+        }
+        self.check();
+        assert_eq!((self.fleet.schedule.pending(), self.seen as u64), (0, self.tickets));
+        for (class, depth) in self.fleet.schedule.depths() {
+            assert_eq!((depth, class), (pointsman::queue::Depth::default(), class));
+        }
+        assert_eq!(self.fleet.schedule.next_wake(), None);
+        assert!(self.fleet.nodes.iter().all(|node| node.active.is_empty()));
+    }
+}
+
+fn is_late(ask: &Ask, now: Timestamp) -> bool {
+    matches!(ask.purpose, Purpose::Book | Purpose::Report) && ask.terms.due.is_some_and(|due| due <= now)
+}
