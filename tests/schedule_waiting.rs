@@ -7,6 +7,15 @@ mod fleet;
 #[path = "common/world.rs"]
 mod world;
 
+use std::ops::Range;
+use std::time::Duration;
+
+use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
+use pointsman::RouterConfig;
+use pointsman::config::{QueueClass, QueueOrder};
+use pointsman::protocol::{BookingId, WorkerId};
+use pointsman::schedule::{Input, Purpose, Target, Terms};
+use pointsman::select::{Pin, PinMode};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use world::World;
@@ -42,4 +51,293 @@ fn a_hundred_thousand_steps_leave_nothing_behind() {
         refreshed += world.refreshed;
     }
     assert!(waited > 1_000 && refreshed > 100, "{waited} waited, {refreshed} were refreshed");
+}
+
+/// A rank is busy with any prefill: requests are served one at a time, when the one before has been prefilled.
+fn one_at_a_time(classes: &[(&str, u32)]) -> RouterConfig {
+    let class = |(name, quantum_tokens): &(&str, u32)| QueueClass {
+        busy_prefill_tokens: Some(0),
+        quantum_tokens: *quantum_tokens,
+        ..QueueClass::named(*name)
+    };
+    RouterConfig { queue_classes: classes.iter().map(class).collect(), block_size: 1, ..config() }
+}
+
+fn of_class(class: &str, blocks: u32) -> Ask {
+    let terms = Terms { policy_class: Some(class.into()), ..Terms::default() };
+    Ask { blocks, ..asks(terms) }
+}
+
+/// Gives each worker something to prefill.
+fn occupy(fleet: &mut Fleet, tickets: Range<u64>) {
+    for (worker, ticket) in (0..).zip(tickets) {
+        let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
+        fleet.ask(ticket, &Ask { blocks: 1, prompt: 1_000 + ticket, target, waits: false, ..Ask::default() });
+    }
+}
+
+fn complete(fleet: &mut Fleet, ticket: u64) {
+    fleet.complete_prefill(ticket);
+    fleet.wake();
+}
+
+fn finish(fleet: &mut Fleet, ticket: u64) {
+    fleet.free(ticket);
+    fleet.wake();
+}
+
+/// Classes that always have requests waiting for the one rank.
+struct Backlog {
+    fleet: Fleet,
+    names: Vec<String>,
+    costs: Vec<(u32, u32)>,
+    classes: Vec<usize>,
+    last: u64,
+}
+
+impl Backlog {
+    fn new(quanta: &[u32], costs: Vec<(u32, u32)>) -> Self {
+        let names: Vec<String> = (0..quanta.len()).map(|class| format!("class-{class}")).collect();
+        let classes: Vec<(&str, u32)> = names.iter().map(String::as_str).zip(quanta.iter().copied()).collect();
+        let mut fleet = Fleet::new(one_at_a_time(&classes), 1);
+        occupy(&mut fleet, 1_000_000..1_000_001);
+        let mut backlog = Self { fleet, names, costs, classes: Vec::new(), last: 1_000_000 };
+        (0..quanta.len() * 3).for_each(|n| backlog.ask(n % quanta.len()));
+        backlog
+    }
+
+    fn cost(&self, ticket: u64) -> u32 {
+        let (least, most) = self.costs[self.classes[ticket as usize]];
+        least + (scattered(ticket) % u64::from(most - least + 1)) as u32
+    }
+
+    fn ask(&mut self, class: usize) {
+        let ticket = self.classes.len() as u64;
+        self.classes.push(class);
+        // A pinned request waits in a lane of its own, and shares as the others do.
+        let mut ask = of_class(&self.names[class], self.cost(ticket));
+        let pin = Pin { worker: WorkerId(0), rank: None, mode: PinMode::Hard };
+        ask.terms.constraints.pin = ticket.is_multiple_of(3).then_some(pin);
+        self.fleet.ask(ticket, &ask);
+    }
+
+    /// Ends what runs, so that the next one is sent: its class, and what it cost.
+    fn send(&mut self) -> (usize, u64) {
+        self.fleet.left.clear();
+        finish(&mut self.fleet, self.last);
+        let [sent] = self.fleet.booked()[..] else { panic!("one is sent at a time: {:?}", self.fleet.left) };
+        self.last = sent;
+        let class = self.classes[sent as usize];
+        self.ask(class);
+        (class, u64::from(self.cost(sent)))
+    }
+}
+
+fn costs() -> impl Strategy<Value = (u32, u32)> {
+    (1u32..300, 1u32..300).prop_map(|(a, b)| (a.min(b), a.max(b)))
+}
+
+proptest! {
+    #![proptest_config(effort())]
+
+    #[test]
+    fn backlogged_classes_share_as_their_quanta(classes in prop::collection::vec((50u32..200, costs()), 2..4)) {
+        let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
+        let all_quanta: u64 = quanta.iter().map(|quantum| u64::from(*quantum)).sum();
+        let mut backlog = Backlog::new(&quanta, costs);
+        let mut sent = vec![0; quanta.len()];
+        let rounds = 60 * 300 / u64::from(*quanta.iter().min().unwrap()) + 60;
+        while sent.iter().sum::<u64>() < rounds * all_quanta {
+            let (class, cost) = backlog.send();
+            sent[class] += cost;
+        }
+        let all: u64 = sent.iter().sum();
+        for (sent, quantum) in sent.iter().zip(&quanta) {
+            let (share, due) = (*sent as f64 / all as f64, f64::from(*quantum) / all_quanta as f64);
+            prop_assert!((share / due - 1.0).abs() < 0.02, "{share} of the tokens sent, {due} of the quanta");
+        }
+    }
+
+    /// The bound that the queue documents.
+    #[test]
+    fn no_class_starves(classes in prop::collection::vec((1u32..200, costs()), 2..4)) {
+        let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
+        let bound = |class: usize| -> u64 {
+            let quanta_needed = u64::from(costs[class].1.div_ceil(quanta[class]));
+            let others = (0..quanta.len()).filter(|other| *other != class);
+            let saved = |other: usize| u64::from(quanta[other].max(costs[other].1) - 1);
+            others.map(|other| saved(other) + quanta_needed * u64::from(quanta[other])).sum()
+        };
+        let mut backlog = Backlog::new(&quanta, costs.clone());
+        let mut passed = vec![0; quanta.len()];
+        for _ in 0..300 {
+            let (sent, cost) = backlog.send();
+            for class in 0..quanta.len() {
+                passed[class] = if class == sent { 0 } else { passed[class] + cost };
+                prop_assert!(passed[class] <= bound(class), "{} tokens passed class {class}", passed[class]);
+            }
+        }
+    }
+}
+
+#[test]
+fn classes_share_as_in_the_worked_example() {
+    let mut backlog = Backlog::new(&[512, 128], vec![(128, 128); 2]);
+    let first = (0..320).filter(|_| backlog.send().0 == 0).count();
+    assert!((254..=257).contains(&first), "{first} of 320");
+}
+
+#[test]
+fn ten_thousand_wait_half_are_cancelled_and_the_rest_are_served_in_order() {
+    let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
+    occupy(&mut fleet, 20_000..20_001);
+    let blocks = |ticket: u64| 1 + (scattered(ticket) % 5) as u32;
+    let mut depth = (0, 0);
+    for ticket in 0..10_000 {
+        fleet.now = fleet.now + Duration::from_micros(1);
+        fleet.ask(ticket, &Ask { blocks: blocks(ticket), ..Ask::default() });
+        depth = (depth.0 + 1, depth.1 + u64::from(blocks(ticket)));
+    }
+    let depth_of = |fleet: &Fleet| {
+        let (_, depth) = fleet.schedule.depths().next().expect("the only class");
+        (depth.requests, depth.raw_tokens)
+    };
+    assert_eq!(depth_of(&fleet), depth);
+    let mut order: Vec<u64> = (0..10_000).collect();
+    order.sort_unstable_by_key(|ticket| scattered(*ticket));
+    let (cancelled, mut kept) = (order[..5_000].to_vec(), order[5_000..].to_vec());
+    for ticket in cancelled {
+        fleet.cancel(ticket);
+        depth = (depth.0 - 1, depth.1 - u64::from(blocks(ticket)));
+        assert_eq!(depth_of(&fleet), depth);
+        assert!(matches!(fleet.left.last(), Some((last, Outcome::Cancelled)) if *last == ticket));
+    }
+    fleet.left.clear();
+    let mut running = 20_000;
+    kept.sort_unstable();
+    for ticket in kept {
+        finish(&mut fleet, running);
+        let [(sent, Outcome::Booked(..))] = fleet.left[..] else { panic!("one at a time: {:?}", fleet.left) };
+        assert_eq!(sent, ticket, "first come, first served");
+        fleet.left.clear();
+        running = sent;
+    }
+    finish(&mut fleet, running);
+    assert_eq!((depth_of(&fleet), fleet.schedule.pending(), fleet.schedule.next_wake()), ((0, 0), 0, None));
+    assert!(fleet.nodes[0].active.is_empty());
+}
+
+#[test]
+fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
+    let wspt = QueueClass { order: QueueOrder::Wspt, ..one_at_a_time(&[("only", 2_048)]).queue_classes[0].clone() };
+    let config = RouterConfig { queue_classes: vec![wspt], overlap_refresh_after_ms: 100, ..config() };
+    let mut fleet = Fleet::new(config, 1);
+    occupy(&mut fleet, 90..91);
+    let after = |fleet: &mut Fleet, millis: u64| {
+        fleet.now = fleet.now + Duration::from_millis(millis);
+        fleet.wake();
+        std::mem::take(&mut fleet.refreshes)
+    };
+    fleet.ask(0, &Ask { blocks: 8, refreshes: true, ..Ask::default() });
+    fleet.ask(1, &Ask { blocks: 4, refreshes: false, ..Ask::default() });
+    let asked_at = fleet.now;
+    assert_eq!(fleet.schedule.next_wake(), Some(asked_at + Duration::from_millis(100)));
+    assert_eq!(after(&mut fleet, 99), []);
+    assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)]);
+    assert_eq!(after(&mut fleet, 50), []);
+    let overlaps = fleet.overlaps(&[(0, 6)]);
+    fleet.step(Input::Overlaps { booking: BookingId(0), overlaps });
+    assert_eq!(fleet.schedule.depths().map(|(_, depth)| depth.cached_tokens).sum::<u64>(), 6 * 16);
+    assert_eq!(after(&mut fleet, 99), [], "an age since it was told");
+    assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)]);
+    assert_eq!(after(&mut fleet, 99), []);
+    assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)], "the answer was lost: once more");
+    complete(&mut fleet, 90);
+    assert_eq!(fleet.booked(), [90, 0], "2 blocks are fewer than 4");
+    assert_eq!(fleet.decision(0).overlap.device_blocks, 6);
+    complete(&mut fleet, 0);
+    assert_eq!(fleet.booked(), [90, 0, 1]);
+    assert_eq!((after(&mut fleet, 1_000), fleet.schedule.next_wake()), (vec![], None));
+}
+
+/// Whoever is let through to a rank that goes while it is asked about is held like an arrival.
+#[test]
+fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
+    let terms = |do_not_queue| Terms { do_not_queue, ..Terms::default() };
+    let limited = |requests_max_per_rank| {
+        let class = one_at_a_time(&[("only", 2_048)]).queue_classes[0].clone();
+        RouterConfig { queue_classes: vec![QueueClass { requests_max_per_rank, ..class }], ..config() }
+    };
+    let asked_about = |config: RouterConfig, ask: &Ask| {
+        let mut fleet = Fleet::new(config, 2);
+        // Rank 0 has the prompt active but nothing to prefill: it must be asked about. Rank 1 is busy.
+        fleet.ask(80, &Ask { cached: vec![(0, 4)], ..Ask::default() });
+        let busy = Target::Exactly { rank: rank(1), cached_tokens: None, expected_duration: None };
+        fleet.ask(81, &Ask { target: busy, waits: false, prompt: 2, ..Ask::default() });
+        fleet.prompt_answers = false;
+        fleet.ask(0, ask);
+        assert_eq!((fleet.asked.len(), fleet.worker(80)), (1, 0));
+        fleet.drain(0);
+        fleet.answer(&[]);
+        while !fleet.asked.is_empty() {
+            fleet.answer(&[]);
+        }
+        fleet
+    };
+    assert_eq!(asked_about(limited(None), &Ask::default()).waiting(), 1);
+    let refused = asked_about(limited(None), &asks(terms(true))).rejection(0).to_string();
+    assert!(refused.starts_with("class only takes no more waiting requests: limit do_not_queue"), "{refused}");
+    let refused = asked_about(limited(Some(0)), &Ask::default()).rejection(0).to_string();
+    assert!(refused.starts_with("class only takes no more waiting requests: limit requests is 0"), "{refused}");
+    for purpose in [Purpose::Book, Purpose::Report] {
+        let fleet = asked_about(limited(None), &Ask { purpose, waits: false, ..Ask::default() });
+        assert_eq!((fleet.worker(0), fleet.waiting()), (1, 0), "it never waits");
+    }
+    let fleet = asked_about(limited(None), &Ask { purpose: Purpose::Explain, waits: false, ..Ask::default() });
+    assert_eq!(fleet.explanation(0).refused.as_deref(), Some("busy"));
+}
+
+#[test]
+fn deadlines_pass_while_others_are_asked_about() {
+    let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 2);
+    occupy(&mut fleet, 90..92);
+    let due = |fleet: &Fleet, millis: u64| {
+        let due = Some(fleet.now + Duration::from_millis(millis));
+        Ask { prompt: 1_090, ..asks(Terms { due, ..Terms::default() }) }
+    };
+    let (soon, later) = (due(&fleet, 5), due(&fleet, 6));
+    fleet.ask(0, &soon);
+    assert_eq!((fleet.waiting(), fleet.schedule.next_wake()), (1, soon.terms.due));
+    fleet.prompt_answers = false;
+    fleet.ask(1, &Ask { purpose: Purpose::Survey, prompt: 1_090, ..Ask::default() });
+    fleet.ask(2, &later);
+    assert_eq!(fleet.asked.len(), 1, "the third is behind the survey");
+    fleet.now = fleet.now + Duration::from_millis(5);
+    fleet.wake();
+    assert_eq!(fleet.rejection(0).to_string(), "the deadline passed after 5 ms");
+    fleet.now = fleet.now + Duration::from_millis(1);
+    fleet.ask(3, &later);
+    assert_eq!(fleet.rejection(3).to_string(), "the deadline passed after 0 ms", "late when it came");
+    fleet.answer(&[]);
+    assert_eq!(fleet.rejection(2).to_string(), "the deadline passed after 6 ms");
+    assert!(fleet.asked.is_empty(), "nobody is asked about who is late");
+}
+
+#[test]
+fn a_cancellation_finds_its_request_wherever_it_stands() {
+    let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
+    fleet.ask(90, &Ask { cached: vec![(0, 64)], blocks: 4, ..Ask::default() });
+    fleet.prompt_answers = false;
+    fleet.ask(0, &Ask::default()); // in flight
+    fleet.ask(1, &Ask::default()); // behind it
+    assert_eq!(fleet.asked.len(), 1);
+    fleet.cancel(1);
+    assert!(matches!(fleet.outcome(1), Outcome::Cancelled));
+    fleet.cancel(0);
+    assert!(!fleet.has_left(0), "its answers are awaited");
+    fleet.answer(&[]);
+    assert!(matches!(fleet.outcome(0), Outcome::Cancelled));
+    fleet.cancel(0);
+    fleet.cancel(77);
+    assert_eq!((fleet.left.len(), fleet.schedule.pending()), (3, 0));
 }
