@@ -5,6 +5,7 @@
 mod fleet;
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,11 +15,16 @@ use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, Sess
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::schedule::{Explanation, Extensions, Purpose, Rejection, Target, Terms};
 use pointsman::select::{
-    Candidate, Constraints, Filter, Pin, PinMode, RankTraits, Selection, SelectorError, SharedHits, WorkerSelector,
+    Candidate, Constraints, Filter, Pin, PinMode, Policy, RankTraits, Selection, SelectorError, SharedHits,
+    WorkerSelector,
 };
 use pointsman::session::SessionId;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
+
+fn hits(range: Range<u32>) -> SharedHits {
+    SharedHits::new([range].into())
+}
 
 fn overriding(overrides: RouterConfigOverride) -> Ask {
     asks(Terms { overrides, ..Terms::default() })
@@ -61,7 +67,7 @@ fn overrides_change_one_requests_choice() {
     assert_eq!(with_and_without(config(), busy, &ask, no_prefill), [1, 0], "blocks held alone");
     let untracked = RouterConfigOverride { track_prefill_tokens: Some(false), ..RouterConfigOverride::default() };
     assert_eq!(with_and_without(config(), busy, &ask, untracked), [1, 0]);
-    let shared_cache = SharedHits::new(vec![0..4]);
+    let shared_cache = hits(0..4);
     let shared = RouterConfigOverride { shared_cache_multiplier: Some(1.0), ..RouterConfigOverride::default() };
     let idle: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 1);
     let ask = Ask { shared_cache, ..warm };
@@ -121,8 +127,8 @@ fn shared_cache_hits_change_the_choice() {
         (fleet.worker(0), fleet.decision(0).shared_cache_blocks)
     };
     assert_eq!(placed(SharedHits::default()), (0, 0), "7 are less than 8");
-    assert_eq!(placed(SharedHits::new(vec![0..4])), (1, 4), "6.5 are more than 6");
-    assert_eq!(placed(SharedHits::new(vec![3..4])), (0, 1), "one block more for each");
+    assert_eq!(placed(hits(0..4)), (1, 4), "6.5 are more than 6");
+    assert_eq!(placed(hits(3..4)), (0, 1), "one block more for each");
 }
 
 /// Notes what it is shown, and answers as told.
@@ -135,10 +141,10 @@ struct Told {
 
 impl WorkerSelector for Told {
     fn select(&self, selection: &Selection<'_>) -> Option<usize> {
-        self.shown.lock().unwrap().push((selection.request, selection.candidates.to_vec()));
-        let panics = *self.panics.lock().unwrap();
+        self.shown.lock().expect("never poisoned").push((selection.request, selection.candidates.to_vec()));
+        let panics = *self.panics.lock().expect("never poisoned");
         assert!(!panics, "as told");
-        *self.answer.lock().unwrap()
+        *self.answer.lock().expect("never poisoned")
     }
 }
 
@@ -159,11 +165,11 @@ fn a_selector_is_shown_exact_facts_of_every_eligible_rank() {
     fleet.complete_prefill(8);
     fleet.nodes[1].holdings.publish(12, fleet.now);
     fleet.now = fleet.now + Duration::from_millis(7);
-    *selector.answer.lock().unwrap() = Some(1);
+    *selector.answer.lock().expect("never poisoned") = Some(1);
     // The prompt of what runs on rank 1: two of its three blocks are shared.
     fleet.ask(0, &Ask { prompt: 909, blocks: 2, cached: vec![(1, 1)], ..Ask::default() });
     assert_eq!(fleet.worker(0), 1);
-    let shown = selector.shown.lock().unwrap().clone();
+    let shown = selector.shown.lock().expect("never poisoned").clone();
     let [(_, candidates)] = &shown[..] else { panic!("asked once") };
     let ranks: Vec<u64> = candidates.iter().map(|candidate| candidate.rank.worker.0).collect();
     assert_eq!(ranks, [0, 1, 3]);
@@ -185,13 +191,13 @@ fn a_selectors_wrong_answer_is_one_requests_error() {
         error
     };
     assert_eq!(refused(&mut fleet, 0), SelectorError::Refused { candidates: 2 });
-    *selector.answer.lock().unwrap() = Some(2);
+    *selector.answer.lock().expect("never poisoned") = Some(2);
     assert_eq!(refused(&mut fleet, 1), SelectorError::OutOfRange { position: 2, candidates: 2 });
-    *selector.answer.lock().unwrap() = Some(0);
-    *selector.panics.lock().unwrap() = true;
+    *selector.answer.lock().expect("never poisoned") = Some(0);
+    *selector.panics.lock().expect("never poisoned") = true;
     assert_eq!(refused(&mut fleet, 2), SelectorError::Panicked);
     selector.panics.clear_poison();
-    *selector.panics.lock().unwrap() = false;
+    *selector.panics.lock().expect("never poisoned") = false;
     fleet.ask(3, &Ask::default());
     assert_eq!(fleet.worker(3), 0);
     assert_eq!(fleet.schedule.pending(), 0);
@@ -305,7 +311,7 @@ fn some_terms(noise: u64, workers: u64) -> Terms {
     Terms {
         constraints,
         lora_name: (pick(30, 6) == 0).then(|| "sql".into()),
-        session_id: (pick(33, 2) == 0).then(|| SessionId::new(&format!("s{}", pick(34, 4))).unwrap()),
+        session_id: (pick(33, 2) == 0).then(|| SessionId::new(&format!("s{}", pick(34, 4))).expect("a good id")),
         overrides: RouterConfigOverride {
             overlap_score_credit: given(37, pick(40, 3) as f64),
             prefill_load_scale: given(42, pick(44, 3) as f64),
@@ -318,8 +324,14 @@ fn some_terms(noise: u64, workers: u64) -> Terms {
     }
 }
 
-/// One request after the other on a fleet that is drained, overloaded and described as `seeds` say.
-fn placed(config: &RouterConfig, workers: u64, seeds: &[u64]) -> (Vec<Option<WorkerRank>>, usize) {
+/// One request after the other on a fleet that is drained, overloaded and described as `seeds` say. With a `burst` so
+/// many come before answers do, and nothing else happens.
+fn placed(
+    config: &RouterConfig,
+    workers: u64,
+    seeds: &[u64],
+    burst: Option<usize>,
+) -> (Vec<Option<WorkerRank>>, usize) {
     let mut fleet = Fleet::new(config.clone(), 0);
     for worker in 0..workers {
         let mut traits = RankTraits { total_kv_blocks: Some(60), ..RankTraits::default() };
@@ -329,25 +341,34 @@ fn placed(config: &RouterConfig, workers: u64, seeds: &[u64]) -> (Vec<Option<Wor
         let node = fleet.admit(rank(worker), traits);
         fleet.nodes[node].holdings.publish(7 * node, fleet.now);
     }
+    fleet.prompt_answers = burst.is_none();
     for (ticket, &seed) in (0..).zip(seeds) {
-        match scattered(seed) % 16 {
-            0 => fleet.drain((seed % workers) as usize),
-            1 => fleet.set_conditions(&[seed % workers], &[(seed >> 8) % workers]),
-            2 => fleet.set_conditions(&[], &[]),
-            _ => {}
+        if burst.is_none() {
+            match scattered(seed) % 16 {
+                0 => fleet.drain((seed % workers) as usize),
+                1 => fleet.set_conditions(&[seed % workers], &[(seed >> 8) % workers]),
+                2 => fleet.set_conditions(&[], &[]),
+                _ => {}
+            }
+            fleet.now = fleet.now + Duration::from_millis(seed % 50);
         }
-        fleet.now = fleet.now + Duration::from_millis(seed % 50);
         let cached = (0..workers as usize).map(|node| (node, (scattered(seed + node as u64) % 9) as u32));
         let ask = Ask {
             blocks: 1 + (seed >> 12) as u32 % 12,
             prompt: (seed >> 16) % 4,
             cached: cached.filter(|(_, blocks)| *blocks > 0).collect(),
-            shared_cache: SharedHits::new(vec![0..(seed >> 20) as u32 % 9]),
+            shared_cache: hits(0..(seed >> 20) as u32 % 9),
             terms: some_terms(scattered(seed ^ 7), workers),
             waits: false,
             ..Ask::default()
         };
         fleet.ask(ticket, &ask);
+        if let Some(burst) = burst {
+            while (ticket as usize).is_multiple_of(burst) && !fleet.asked.is_empty() {
+                fleet.answer(&[]);
+            }
+            continue;
+        }
         if seed % 3 == 0 {
             fleet.complete_prefill(ticket);
         }
@@ -355,6 +376,10 @@ fn placed(config: &RouterConfig, workers: u64, seeds: &[u64]) -> (Vec<Option<Wor
             fleet.free(ticket - 8);
         }
     }
+    while !fleet.asked.is_empty() {
+        fleet.answer(&[]);
+    }
+    fleet.left.sort_by_key(|(ticket, _)| *ticket);
     let placed = fleet.left.iter().map(|(_, outcome)| match outcome {
         Outcome::Booked(decision, _) => Some(decision.rank),
         _ => None,
@@ -385,9 +410,26 @@ proptest! {
             ..config()
         };
         let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();
-        let (everyone, asked_all) = placed(&RouterConfig { fanout: Fanout::All, ..config.clone() }, workers, &seeds);
-        let (shortlist, asked) = placed(&config, workers, &seeds);
+        let (everyone, asked_all) = placed(&RouterConfig { fanout: Fanout::All, ..config.clone() }, workers, &seeds, None);
+        let (shortlist, asked) = placed(&config, workers, &seeds, None);
         prop_assert_eq!(everyone, shortlist);
         prop_assert!(asked <= asked_all);
+    }
+    #[test]
+    fn a_burst_is_placed_like_one_after_the_other_whatever_is_asked(
+        workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..60), burst in 2usize..20,
+        hard: bool, everyone: bool, policy in prop::sample::select(vec![Policy::Kv, Policy::PowerOfTwo]),
+    ) {
+        let config = RouterConfig {
+            session_affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft },
+            fanout: if everyone { Fanout::All } else { Fanout::Shortlist },
+            overload_prefill_tokens: Some(600),
+            policy,
+            ..config()
+        };
+        let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();
+        let (serial, _) = placed(&config, workers, &seeds, Some(1));
+        let (batched, _) = placed(&config, workers, &seeds, Some(burst));
+        prop_assert_eq!(serial, batched);
     }
 }

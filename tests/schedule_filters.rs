@@ -40,7 +40,7 @@ fn allowed(workers: &[u64]) -> Constraints {
 }
 
 fn of_session(id: &str) -> Terms {
-    Terms { session_id: Some(SessionId::new(id).unwrap()), ..Terms::default() }
+    Terms { session_id: Some(SessionId::new(id).expect("a good id")), ..Terms::default() }
 }
 
 /// A rank is busy with more than `tokens` to prefill.
@@ -348,7 +348,7 @@ fn who_waits_for_a_sessions_rank_that_goes_is_free() {
 
 fn new_ranks_cost(fleet: &mut Fleet, ticket: u64) -> f64 {
     fleet.ask(ticket, &Ask { purpose: Purpose::Explain, ..Ask::default() });
-    let row = fleet.explanation(ticket).ranks.last().unwrap();
+    let row = fleet.explanation(ticket).ranks.last().expect("a row a rank");
     assert_eq!(row.cost_hi, row.cost_terms.total() * row.facts.preference);
     row.facts.preference
 }

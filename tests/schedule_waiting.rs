@@ -172,9 +172,9 @@ proptest! {
         let mut passed = vec![0; quanta.len()];
         for _ in 0..300 {
             let (sent, cost) = backlog.send();
-            for class in 0..quanta.len() {
-                passed[class] = if class == sent { 0 } else { passed[class] + cost };
-                prop_assert!(passed[class] <= bound(class), "{} tokens passed class {class}", passed[class]);
+            for (class, passed) in passed.iter_mut().enumerate() {
+                *passed = if class == sent { 0 } else { *passed + cost };
+                prop_assert!(*passed <= bound(class), "{passed} tokens passed class {class}");
             }
         }
     }

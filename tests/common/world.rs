@@ -282,7 +282,7 @@ impl World {
             do_not_queue: dice.one_in(12),
             constraints,
             lora_name: dice.one_in(6).then(|| "sql".into()),
-            session_id: dice.one_in(4).then(|| SessionId::new(&format!("s{}", dice.below(5))).unwrap()),
+            session_id: dice.one_in(4).then(|| SessionId::new(&format!("s{}", dice.below(5))).expect("a good id")),
             overrides: RouterConfigOverride {
                 temperature: dice.one_in(8).then_some(0.5),
                 overlap_score_credit: dice.one_in(8).then_some(0.0),
@@ -308,7 +308,7 @@ impl World {
             blocks: 1 + dice.below(6) as u32,
             prompt: dice.below(5),
             cached: self.some_overlaps(dice),
-            shared_cache: SharedHits::new(vec![0..dice.below(3) as u32]),
+            shared_cache: SharedHits::new(std::iter::once(0..dice.below(3) as u32).collect()),
             terms,
             purpose,
             target: if exact { exactly } else { Target::Any },
