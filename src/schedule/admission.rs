@@ -166,7 +166,8 @@ impl<T> Schedule<T> {
             numbered.class = None;
             return Some(numbered);
         };
-        let (booking, refreshes) = (waits.booking, waits.block_hashes.is_some());
+        let refreshes = waits.block_hashes.is_some() && self.overlap_refresh_after.is_some();
+        let booking = waits.booking;
         let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
         let (terms, lane) = (queue_terms(&numbered, cached_tokens), self.lane_of(&numbered));
         let overlaps_at = *numbered.overlaps_at.get_or_insert(self.now);
@@ -258,12 +259,9 @@ impl<T> Schedule<T> {
                 return;
             }
             self.overlap_ages.pop_first();
-            let waiting = self.queue.get_mut(booking.0).filter(|numbered| numbered.overlaps_at == Some(since));
-            let Some(numbered) = waiting else { continue };
-            let Some(block_hashes) = numbered.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone())
-            else {
-                continue;
-            };
+            let Some(numbered) = self.queue.get_mut(booking.0) else { continue }; // not waiting, or not just now
+            let block_hashes = numbered.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone());
+            let Some(block_hashes) = block_hashes else { continue };
             // Should the answer be lost, it is asked for again when as much time has passed.
             numbered.overlaps_at = Some(self.now);
             self.overlap_ages.insert((self.now, booking));

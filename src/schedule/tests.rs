@@ -385,3 +385,20 @@ fn an_answer_to_an_earlier_incarnation_is_nobodys() {
     };
     assert_ne!(first_question(0), first_question(1));
 }
+
+#[test]
+fn ages_are_kept_only_where_overlaps_are_refreshed() {
+    for (overlap_refresh_after_ms, kept) in [(0, 0), (10, 1)] {
+        let queueing = config(Policy::Kv, true, Fanout::Shortlist);
+        let config = RouterConfig { queue_threshold: Some(0.0), overlap_refresh_after_ms, ..queueing };
+        let mut fleet = Fleet::new(config, 1);
+        for ticket in 0..2 {
+            let block_hashes = Some([BlockHash(ticket)].into());
+            let waits = Some(Waits { booking: BookingId(ticket), arrival: NOW, block_hashes });
+            let plain = Request::new(ticket, PromptBlocks::Counted(1), 4);
+            fleet.prompts.insert(ticket, plain.prompt.clone());
+            fleet.step(Input::Request(Request { waits, ..plain }));
+        }
+        assert_eq!((fleet.schedule.queue.len(), fleet.schedule.overlap_ages.len()), (1, kept));
+    }
+}

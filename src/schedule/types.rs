@@ -107,7 +107,7 @@ pub enum Input<T> {
         /// Answers, in any order; ranks that were lost or slow are absent.
         answers: Vec<LoadAnswer>,
     },
-    /// A waiting request's caller has gone.
+    /// The caller of a request that may wait has gone: it leaves at once, or when the answers to its batch are in.
     Cancel(BookingId),
     /// A waiting request's overlap as it is now: the answer to [`Effect::Refresh`].
     Overlaps {
