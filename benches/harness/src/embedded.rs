@@ -77,6 +77,12 @@ impl Embedded {
         let drill = options.kill_every.map(Drill::new);
         Ok(Self { router: builder.start().await?, drill })
     }
+
+    /// The router itself, for what a closed loop does not ask.
+    #[must_use]
+    pub fn router(&self) -> &Router {
+        &self.router
+    }
 }
 
 impl Drill {

@@ -1,6 +1,8 @@
-//! The same closed loop over Pointsman and its nearest peer, `dynamo-kv-router`, run by run in alternation.
+//! The same closed loop over Pointsman and its nearest peer, `dynamo-kv-router`, run by run in alternation; and both
+//! side by side over one fleet, to see whether they choose alike.
 
 mod compare;
+mod parity;
 mod peer;
 mod table;
 
@@ -26,6 +28,8 @@ struct Arguments {
 enum Command {
     /// Makes a single run in this process
     Run(Run),
+    /// Drives both routers side by side and counts where they choose differently
+    Parity(parity::Parity),
 }
 
 #[derive(Args)]
@@ -72,6 +76,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let result = match &arguments.command {
         Some(Command::Run(run)) => run.run(),
+        Some(Command::Parity(parity)) => parity.run(),
         None => arguments.compare.run(),
     };
     match result {

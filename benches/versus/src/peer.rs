@@ -1,5 +1,5 @@
 //! The peer as a target of the closed loop: the selection core of `dynamo-kv-router`, embedded as its documentation
-//! lets a host do.
+//! lets a host do. And what a parity run asks of it beyond that.
 //!
 //! Everything is at the peer's defaults but what the loop fixes (block size, fleet). A host that has its own event
 //! transport feeds the index itself; so does this one, for the default transport would keep a socket per rank busy
@@ -15,13 +15,14 @@ use dynamo_kv_router::identity::RoutingPartitionId;
 use dynamo_kv_router::plugins::RouterPluginRegistry;
 use dynamo_kv_router::protocols::{
     BlockHashOptions, ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData, KvCacheStoreData,
-    KvCacheStoredBlockData, LocalBlockHash, RouterEvent, RoutingConstraints, StorageTier, compute_block_hash_for_seq,
+    KvCacheStoredBlockData, LocalBlockHash, RouterEvent, RoutingConstraints, StorageTier, WorkerWithDpRank,
+    compute_block_hash_for_seq,
 };
 use dynamo_kv_router::services::indexer::backend::Indexer;
 use dynamo_kv_router::services::indexer::registry::WorkerRegistry;
 use dynamo_kv_router::services::selection::{
-    DEFAULT_MODEL_NAME, KvEventIngress, KvIndexSource, PromptRequest, SelectAndReserveRequest, SelectionService,
-    SelectionServiceBuilder, WorkerRequest,
+    DEFAULT_MODEL_NAME, KvEventIngress, KvIndexSource, OverlapScoresRequest, PotentialLoadsRequest, PromptRequest,
+    SelectAndReserveRequest, SelectRequest, SelectionService, SelectionServiceBuilder, WorkerRequest,
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
 use pointsman::protocol::{BlockHash, StoredBlock, WorkerId, WorkerRank};
@@ -29,6 +30,8 @@ use pointsman::select::Policy;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::engine::Change;
 use pointsman_bench::target::{Call, Refusal, Routed, Target};
+
+use crate::parity::{Facts, View};
 
 /// How long the peer may take until it would schedule on every worker.
 const READY_MAX: Duration = Duration::from_secs(30);
@@ -98,6 +101,143 @@ impl Peer {
     }
 }
 
+/// Selecting and booking.
+impl Peer {
+    /// Books on `pinned`, or where the peer likes best.
+    async fn reserve(&self, call: Call, pinned: Option<WorkerRank>) -> Result<Routed<String>, Refusal> {
+        let request = SelectAndReserveRequest {
+            model_name: DEFAULT_MODEL_NAME.to_owned(),
+            routing_group: DEFAULT_ROUTING_GROUP.to_owned(),
+            selection_id: Some(call.id),
+            prompt: prompt(call.tokens),
+            router_config_override: None,
+            expected_output_tokens: None,
+            priority_jump: None,
+            strict_priority: None,
+            session_id: None,
+            session_context: None,
+            affinity_target: None,
+            pinned_worker: pinned.map(|rank| WorkerWithDpRank::new(rank.worker.0, rank.rank)),
+            allowed_worker_ids: None,
+            routing_constraints: RoutingConstraints::default(),
+        };
+        let response = self.service.core().select_and_reserve(request).await?;
+        Ok(Routed {
+            rank: WorkerRank::new(WorkerId(response.worker_id), response.dp_rank),
+            handle: response.selection_id.ok_or("a reservation without its id")?,
+        })
+    }
+
+    /// Books on `rank`.
+    ///
+    /// # Errors
+    /// The peer refuses, or books elsewhere.
+    pub async fn reserve_on(&self, call: Call, rank: WorkerRank) -> Result<String, Refusal> {
+        let routed = self.reserve(call, Some(rank)).await?;
+        if routed.rank == rank {
+            Ok(routed.handle)
+        } else {
+            Err(format!("{rank} asked, {} booked", routed.rank).into())
+        }
+    }
+
+    /// Returns when every event taken before has been applied.
+    ///
+    /// # Errors
+    /// Its index is down.
+    pub async fn flush(&self) -> Result<(), Refusal> {
+        match &self.indexer {
+            Indexer::Single { primary, .. } => drop(primary.flush_and_wait().await?),
+            Indexer::Concurrent { primary, .. } => primary.flush_and_wait().await?,
+            Indexer::Remote { .. } | Indexer::None => {}
+        }
+        Ok(())
+    }
+
+    /// Which rank the peer would choose for `tokens` now, without a booking, and what it knows of each.
+    ///
+    /// Its answers give facts but no cost. That is computed here, as its reference scorer does without lower tiers, a
+    /// shared cache or a decaying credit; a parity run holds each choice against it.
+    ///
+    /// # Errors
+    /// The peer refuses.
+    pub async fn view(&self, tokens: &[u32]) -> Result<View, Refusal> {
+        let core = self.service.core();
+        let (model_name, routing_group) = (DEFAULT_MODEL_NAME.to_owned(), DEFAULT_ROUTING_GROUP.to_owned());
+        let advice = core.select(advisory(tokens)).await?;
+        let loads = PotentialLoadsRequest {
+            model_name: model_name.clone(),
+            routing_group: routing_group.clone(),
+            prompt: prompt(tokens.to_vec()),
+            router_config_override: None,
+        };
+        let overlaps = OverlapScoresRequest {
+            model_name,
+            routing_group,
+            prompt: prompt(tokens.to_vec()),
+            router_config_override: None,
+        };
+        let mut loads = core.potential_loads(loads).await?;
+        loads.sort_unstable_by_key(|load| (load.worker_id, load.dp_rank));
+        let overlaps = core.overlap_scores(overlaps).await?; // in rank order
+        if loads.len() != overlaps.workers.len() {
+            return Err(format!("{} loads, {} overlaps", loads.len(), overlaps.workers.len()).into());
+        }
+
+        let (config, isl_tokens) = (KvRouterConfig::default(), tokens.len());
+        let ranks = loads.iter().zip(&overlaps.workers).map(|(load, overlap)| {
+            let rank = WorkerRank::new(WorkerId(load.worker_id), load.dp_rank);
+            if (overlap.worker_id, overlap.dp_rank) != (load.worker_id, load.dp_rank) {
+                return Err(format!("{rank} has a load and no overlap").into());
+            }
+            // What is still to compute of this request is in the load; the formula takes the whole prompt and the
+            // credit apart.
+            let cached_tokens = (overlap.device_blocks * overlaps.block_size as usize).min(isl_tokens);
+            let raw_tokens = load.potential_prefill_tokens + cached_tokens;
+            let raw_blocks = raw_tokens as f64 / f64::from(overlaps.block_size);
+            let prefill_blocks = (raw_blocks - config.overlap_score_credit * overlap.device_blocks as f64).max(0.0);
+            Ok(Facts {
+                rank,
+                overlap_blocks: overlap.device_blocks as u64,
+                potential_blocks: load.potential_decode_blocks as u64,
+                prefill_tokens: (raw_tokens - isl_tokens) as u64,
+                active_requests: load.active_requests as u64,
+                cost: config.prefill_load_scale * prefill_blocks
+                    + load.potential_decode_blocks as f64
+                    + config.decode_active_request_weight * load.active_requests as f64,
+            })
+        });
+        Ok(View {
+            chosen: WorkerRank::new(WorkerId(advice.worker_id), advice.dp_rank),
+            ranks: ranks.collect::<Result<_, Refusal>>()?,
+        })
+    }
+}
+
+fn prompt(tokens: Vec<u32>) -> PromptRequest {
+    PromptRequest { token_ids: Some(tokens), ..PromptRequest::default() }
+}
+
+fn advisory(tokens: &[u32]) -> SelectRequest {
+    SelectRequest {
+        model_name: DEFAULT_MODEL_NAME.to_owned(),
+        routing_group: DEFAULT_ROUTING_GROUP.to_owned(),
+        selection_id: None,
+        prompt: prompt(tokens.to_vec()),
+        router_config_override: None,
+        expected_output_tokens: None,
+        priority_jump: None,
+        strict_priority: None,
+        session_id: None,
+        session_context: None,
+        affinity_target: None,
+        pinned_worker: None,
+        allowed_worker_ids: None,
+        routing_constraints: RoutingConstraints::default(),
+        advisory: true,
+    }
+}
+
 fn worker_request(worker: WorkerId, options: &Replay) -> WorkerRequest {
     WorkerRequest {
         worker_id: worker.0,
@@ -154,27 +294,7 @@ impl Target for Peer {
     }
 
     async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {
-        let request = SelectAndReserveRequest {
-            model_name: DEFAULT_MODEL_NAME.to_owned(),
-            routing_group: DEFAULT_ROUTING_GROUP.to_owned(),
-            selection_id: Some(call.id),
-            prompt: PromptRequest { token_ids: Some(call.tokens), ..PromptRequest::default() },
-            router_config_override: None,
-            expected_output_tokens: None,
-            priority_jump: None,
-            strict_priority: None,
-            session_id: None,
-            session_context: None,
-            affinity_target: None,
-            pinned_worker: None,
-            allowed_worker_ids: None,
-            routing_constraints: RoutingConstraints::default(),
-        };
-        let response = self.service.core().select_and_reserve(request).await?;
-        Ok(Routed {
-            rank: WorkerRank::new(WorkerId(response.worker_id), response.dp_rank),
-            handle: response.selection_id.ok_or("a reservation without its id")?,
-        })
+        self.reserve(call, None).await
     }
 
     async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Refusal> {

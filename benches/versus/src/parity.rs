@@ -1,0 +1,251 @@
+//! Both routers side by side over one fleet, to see whether they choose alike.
+//!
+//! One request at a time: both have applied every event and every end, both are asked where they would send it, and
+//! both are made to book it where Pointsman would. So each decision of either is made in the same state, whatever the
+//! decisions before it were, and a difference is one of that decision alone.
+//!
+//! A request first prefills: it weighs on its rank and has no blocks in the cache. When its prefill is done the rank's
+//! [`Engine`] holds its blocks and both routers get the events; later it ends. Which one gets on next is drawn from
+//! the seed, so requests do not end in the order in which they came.
+
+mod tally;
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::num::NonZeroU32;
+
+use clap::Args;
+use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
+use pointsman::select::Draw;
+use pointsman::{AddRequest, Prompt, RouteRequest};
+use pointsman_bench::cli::{Common, Replay};
+use pointsman_bench::embedded::Embedded;
+use pointsman_bench::engine::{Change, Engine, name_blocks};
+use pointsman_bench::fleet::Fleet;
+use pointsman_bench::target::{Call, Refusal, Target};
+use pointsman_bench::workload;
+use serde_json::json;
+
+use self::tally::{Decision, Tally, Verdict};
+pub(crate) use self::tally::{Facts, View};
+use crate::PeerOptions;
+use crate::peer::Peer;
+
+/// A comparison of choices.
+#[derive(Args, Debug)]
+pub(crate) struct Parity {
+    #[command(flatten)]
+    common: Common,
+    /// Simulated workers, one or several values
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_values_t = [8, 64],
+        value_parser = clap::value_parser!(u32).range(1..=65_536)
+    )]
+    workers: Vec<u32>,
+    /// Requests in prefill at a time, of those in flight; the rest decode
+    #[arg(long, default_value_t = 64)]
+    prefilling: usize,
+    /// Runtime threads
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    threads: u32,
+    #[command(flatten)]
+    peer: PeerOptions,
+    /// Fail when a smaller share of the untied decisions agrees, in %
+    #[arg(long, default_value_t = 99.0)]
+    agreement_min: f64,
+    /// Print what both knew at the first so many differences, on standard error
+    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    explain_differences: u64,
+    /// Print one JSON object; the table goes to standard error
+    #[arg(long)]
+    json: bool,
+}
+
+impl Parity {
+    /// Runs every fleet and prints the table.
+    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+        if self.common.take_turns {
+            return Err("--take-turns: a parity run has one caller, and nobody to take turns with".into());
+        }
+        let prompts = self.common.prompts()?;
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(self.threads as usize).enable_all().build()?;
+        let mut fleets = Vec::new();
+        for &workers in &self.workers {
+            let tally = runtime.block_on(self.replay(workers, &prompts)).map_err(|error| error.to_string())?;
+            fleets.push((workers * self.common.dp_size, tally));
+        }
+        let table = tally::markdown(&fleets);
+        if self.json {
+            write!(io::stderr(), "{table}")?;
+            let rows = fleets.iter().map(|(ranks, tally)| json!({ "ranks": ranks, "tally": tally }));
+            writeln!(io::stdout(), "{}", json!({ "fleets": rows.collect::<Vec<_>>() }))?;
+        } else {
+            write!(io::stdout(), "{table}")?;
+        }
+        for (ranks, tally) in &fleets {
+            let agreement =
+                tally.agreement_percent().ok_or_else(|| format!("{ranks} ranks: every decision is tied"))?;
+            if agreement < self.agreement_min {
+                return Err(format!("{ranks} ranks: {agreement:.3} % agree, under {} %", self.agreement_min).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Replays `prompts` over both routers and a fresh fleet.
+    async fn replay(&self, workers: u32, prompts: &[workload::Prompt]) -> Result<Tally, Refusal> {
+        let options = Replay {
+            common: self.common.clone(),
+            workers,
+            clients: 1,
+            threads: self.threads as usize,
+            kill_every: None,
+            json: false,
+            metrics: false,
+        };
+        let ours = Embedded::start(&options).await?;
+        let theirs = Peer::start(&options, self.peer.peer_event_threads).await?;
+        let mut pair = Pair::new(ours, theirs, options.fleet(), self.common.kv_blocks);
+        let mut draws = Draws { seed: self.common.seed, drawn: 0 };
+        let (mut tally, mut prefilling, mut decoding) = (Tally::default(), Vec::new(), Vec::new());
+
+        for (number, tokens) in prompts.iter().enumerate() {
+            let decision = pair.decide(tokens).await?;
+            let verdict = decision.verdict();
+            if matches!(verdict, Verdict::Differs(_)) && tally.differing() < self.explain_differences {
+                let (isl_tokens, out) = (tokens.len(), decision.markdown());
+                writeln!(io::stderr(), "{workers} workers, request {number}, {isl_tokens} tokens:\n{out}")?;
+            }
+            tally.count(&decision, &verdict);
+
+            let blocks = name_blocks(&hashed(tokens, self.common.block_size)?);
+            prefilling.push(pair.book(format!("request-{number}"), tokens, decision.ours.chosen, blocks).await?);
+            if prefilling.len() > self.prefilling.min(self.common.inflight) {
+                let next = prefilling.swap_remove(draws.below(prefilling.len()));
+                decoding.push(pair.complete_prefill(next).await?);
+            }
+            if prefilling.len() + decoding.len() > self.common.inflight {
+                pair.free(decoding.swap_remove(draws.below(decoding.len()))).await?;
+            }
+        }
+        for booked in prefilling.into_iter().chain(decoding) {
+            pair.free(booked).await?;
+        }
+        pair.ours.shutdown().await;
+        pair.theirs.shutdown().await;
+        Ok(tally)
+    }
+}
+
+/// Block hashes of `tokens`, on which both routers must agree: engines send one kind of event to either.
+fn hashed(tokens: &[u32], block_size: NonZeroU32) -> Result<Vec<BlockHash>, Refusal> {
+    let hashes = Embedded::hash(tokens, block_size);
+    if hashes == Peer::hash(tokens, block_size) {
+        Ok(hashes)
+    } else {
+        Err("the routers hash blocks differently".into())
+    }
+}
+
+/// A stream of positions, fixed by its seed.
+struct Draws {
+    seed: u64,
+    drawn: u64,
+}
+
+impl Draws {
+    fn below(&mut self, count: usize) -> usize {
+        self.drawn += 1;
+        let position = Draw { seed: self.seed, request: self.drawn }.unit() * count as f64;
+        (position as usize).min(count.saturating_sub(1))
+    }
+}
+
+/// A request that both routers have booked.
+struct Booked {
+    id: String,
+    rank: WorkerRank,
+    blocks: Box<[StoredBlock]>,
+}
+
+/// Both routers, and the engines that serve them both.
+struct Pair {
+    ours: Embedded,
+    theirs: Peer,
+    fleet: Fleet,
+    engines: Vec<Engine>,
+    change: Change,
+}
+
+impl Pair {
+    fn new(ours: Embedded, theirs: Peer, fleet: Fleet, kv_blocks: usize) -> Self {
+        let engines = (0..fleet.ranks()).map(|_| Engine::new(kv_blocks)).collect();
+        Self { ours, theirs, fleet, engines, change: Change::default() }
+    }
+
+    /// What either would do with `tokens`, with nothing on its way to either.
+    async fn decide(&self, tokens: &[u32]) -> Result<Decision, Refusal> {
+        let router = self.ours.router();
+        router.flush().await?;
+        self.theirs.flush().await?;
+        let request = RouteRequest::query(Prompt::Tokens(tokens));
+        // Asks every rank, so ends and prefills are counted in; what `route` would do, with its shortlist, comes after.
+        let explanation = router.explain(request).await?;
+        let chosen = router.find_best_match(request).await?.rank();
+        let ranks = explanation.ranks.iter().map(|row| {
+            if !row.exact {
+                return Err(format!("{} was explained by bounds", row.facts.rank).into());
+            }
+            Ok(Facts {
+                rank: row.facts.rank,
+                overlap_blocks: row.facts.overlap.device_blocks.into(),
+                potential_blocks: row.facts.potential_blocks,
+                prefill_tokens: row.facts.prefill_tokens,
+                active_requests: row.facts.active_requests.into(),
+                cost: row.cost_hi,
+            })
+        });
+        let ours = View { chosen, ranks: ranks.collect::<Result<_, Refusal>>()? };
+        let theirs = self.theirs.view(tokens).await?;
+        if ours.ranks.iter().map(|row| row.rank).ne(theirs.ranks.iter().map(|row| row.rank)) {
+            return Err("the routers know different ranks".into());
+        }
+        Ok(Decision { ours, theirs })
+    }
+
+    /// Books with both on `rank`.
+    async fn book(
+        &self,
+        id: String,
+        tokens: &[u32],
+        rank: WorkerRank,
+        blocks: Box<[StoredBlock]>,
+    ) -> Result<Booked, Refusal> {
+        self.ours.router().add_request(AddRequest::new(&id, rank, Prompt::Tokens(tokens))).await?;
+        let id = self.theirs.reserve_on(Call { id, tokens: tokens.to_vec() }, rank).await?;
+        Ok(Booked { id, rank, blocks })
+    }
+
+    /// Lets the engine serve the request; both routers hear of its blocks, then of its first token.
+    async fn complete_prefill(&mut self, mut booked: Booked) -> Result<Booked, Refusal> {
+        let Booked { id, rank, blocks } = &mut booked;
+        let index = self.fleet.index(*rank).ok_or("no rank of the fleet")?;
+        self.engines[index].serve(blocks, &mut self.change);
+        let (mut events, mut their_events) = (Vec::new(), Vec::new());
+        self.ours.encode(*rank, blocks, &self.change, &mut events);
+        self.theirs.encode(*rank, blocks, &self.change, &mut their_events);
+        self.ours.apply_events(events).await?;
+        self.theirs.apply_events(their_events).await?;
+        self.ours.router().mark_prefill_completed(id)?;
+        self.theirs.prefill_completed(id).await?;
+        Ok(booked)
+    }
+
+    async fn free(&self, booked: Booked) -> Result<(), Refusal> {
+        self.ours.router().free(&booked.id)?;
+        self.theirs.free(booked.id).await
+    }
+}
