@@ -7,11 +7,11 @@ use std::time::Duration;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
-use crate::config::{PoolRole, PrefillModel};
+use crate::config::PrefillModel;
 use crate::load::{PrefillFacts, PrefillLoadHint};
 use crate::protocol::Slot;
 use crate::select::{
-    Bounds, Candidate, CostFacts, Draw, Filter, KvCost, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
+    Bounds, Candidate, CostFacts, Draw, Filter, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
 };
 
 /// Buffers kept between decisions.
@@ -22,11 +22,11 @@ pub(super) struct Scratch {
     /// The current request's overlap on each rank, by position.
     pub(super) overlaps: Vec<TierOverlap>,
     /// The current request's bounds on each rank, by position.
-    bounds: Vec<Bounds>,
+    pub(super) bounds: Vec<Bounds>,
     /// The one request whose bounds these still are but for the answers since, if its batch has no other.
     bounds_of: Option<u64>,
     /// Slots on the shortlist.
-    listed: Vec<Slot>,
+    pub(super) listed: Vec<Slot>,
 }
 
 impl Scratch {
@@ -447,158 +447,7 @@ impl<T> Schedule<T> {
         self.scratch = scratch;
         Effect::Explain { ticket: numbered.request.ticket, explanation }
     }
-
-    pub(super) fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
-        scratch.overlaps.clear();
-        scratch.overlaps.resize(self.ranks.as_slice().len(), TierOverlap::default());
-        for known in overlaps {
-            if let Some(position) = self.ranks.position_of(known.slot, known.generation) {
-                scratch.overlaps[position] = known.overlap;
-            }
-        }
-    }
-
-    /// Judges the request, and fills in bounds of every rank's cost; `settle` takes each at its worst.
-    fn fill_bounds(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, settle: bool, scratch: &mut Scratch) {
-        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
-        self.fill_overlaps(&numbered.request.overlaps, scratch);
-        let cost = self.cost_of(numbered);
-        let Scratch { verdicts, overlaps, bounds, .. } = scratch;
-        bounds.clear();
-        if verdicts.is_plain() {
-            let ranks = self.ranks.as_slice().iter().zip(overlaps);
-            let plain = |(rank, overlap): (&Rank, &mut TierOverlap)| {
-                self.plain_bounds(&cost, rank, settle, candidate, numbered, *overlap)
-            };
-            bounds.extend(ranks.map(plain));
-            return;
-        }
-        for (position, overlap) in overlaps.iter().enumerate() {
-            bounds.push(self.bounds(&cost, position, settle, candidate, numbered, *overlap, verdicts));
-        }
-    }
-
-    /// Brings bounds that were filled before the queries up to date: only who was asked can have changed, or lost its
-    /// standing.
-    fn update_bounds(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
-        let cost = self.cost_of(numbered);
-        let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
-        for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
-            bounds[position] = self.bounds(&cost, position, false, candidate, numbered, overlaps[position], verdicts);
-        }
-    }
-
-    /// Bounds of a rank's cost. One that nobody can ask is taken at its worst.
-    #[inline]
-    #[expect(clippy::too_many_arguments, reason = "the loop's invariants, kept in registers")]
-    fn bounds(
-        &self,
-        cost: &KvCost,
-        position: usize,
-        settle: bool,
-        candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
-        overlap: TierOverlap,
-        verdicts: &Verdicts,
-    ) -> Bounds {
-        if !verdicts.is_open(position) {
-            return NOT_ELIGIBLE;
-        }
-        let settle = settle || self.ranks.standings()[position].suspect;
-        let rank = &self.ranks.as_slice()[position];
-        let bounds = self.plain_bounds(cost, rank, settle, candidate, numbered, overlap);
-        let factor = verdicts.factor(position);
-        Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
-    }
-
-    /// Bounds of the cost of a rank that is open, at its own cost.
-    #[inline]
-    fn plain_bounds(
-        &self,
-        cost: &KvCost,
-        rank: &Rank,
-        settle: bool,
-        candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
-        overlap: TierOverlap,
-    ) -> Bounds {
-        let mut projected = rank.project(candidate);
-        if settle {
-            projected.take_worst();
-        }
-        let facts = self.cost_facts(numbered, overlap, &projected);
-        cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
-    }
-
-    /// The cost's parameters, as the request has them.
-    pub(super) fn cost_of(&self, numbered: &Numbered<T>) -> KvCost {
-        let cost = self.config.kv_cost();
-        let Some(terms) = &numbered.request.terms else { return cost };
-        let otherwise = terms.overrides;
-        let overlap_score_credit = otherwise.overlap_score_credit.unwrap_or(cost.overlap_score_credit);
-        let track_prefill_tokens = self.tracks_prefill(numbered);
-        KvCost {
-            overlap_score_credit,
-            prefill_load_scale: otherwise.prefill_load_scale.unwrap_or(cost.prefill_load_scale),
-            shared_cache_multiplier: otherwise.shared_cache_multiplier.unwrap_or(cost.shared_cache_multiplier),
-            track_prefill_tokens,
-            decode_only: self.config.role == PoolRole::Decode && !track_prefill_tokens && overlap_score_credit > 0.0,
-            ..cost
-        }
-    }
-
-    fn temperature(&self, numbered: &Numbered<T>) -> f64 {
-        let terms = numbered.request.terms.as_ref();
-        terms.and_then(|terms| terms.overrides.temperature).unwrap_or(self.config.temperature)
-    }
-
-    fn tracks_prefill(&self, numbered: &Numbered<T>) -> bool {
-        let terms = numbered.request.terms.as_ref();
-        terms.and_then(|terms| terms.overrides.track_prefill_tokens).unwrap_or(self.config.track_prefill_tokens)
-    }
-
-    /// The facts of a rank taken at their upper ends, which for exact ones are the only ends.
-    #[inline]
-    pub(super) fn cost_facts(&self, numbered: &Numbered<T>, overlap: TierOverlap, projected: &Projected) -> CostFacts {
-        CostFacts {
-            isl_tokens: u64::from(numbered.request.isl_tokens),
-            overlap,
-            shared_cache_blocks: numbered.request.shared_cache.beyond(overlap.device_blocks),
-            prefill_tokens: projected.prefill_tokens.1,
-            prefill_tokens_least: 0,
-            potential_blocks: projected.potential_blocks.1,
-            active_requests: projected.requests,
-        }
-    }
-
-    /// Everything known of a rank and the request, raw. Expects overlaps and verdicts in `scratch`.
-    pub(super) fn candidate_facts(
-        &self,
-        numbered: &Numbered<T>,
-        position: usize,
-        projected: &Projected,
-        scratch: &Scratch,
-    ) -> Candidate {
-        let (rank, overlap) = (&self.ranks.as_slice()[position], scratch.overlaps[position]);
-        Candidate {
-            rank: rank.rank,
-            overlap,
-            shared_cache_blocks: numbered.request.shared_cache.beyond(overlap.device_blocks),
-            prefill_tokens: projected.prefill_tokens.1,
-            potential_blocks: projected.potential_blocks.1,
-            active_requests: projected.requests,
-            max_num_batched_tokens: rank.traits.max_num_batched_tokens,
-            total_kv_blocks: rank.traits.total_kv_blocks,
-            held_blocks: rank.holdings.held_blocks(),
-            load_age: self.now.since(rank.seen_at()),
-            index_age: rank.holdings.changed_at().map(|changed_at| self.now.since(changed_at)),
-            preference: scratch.verdicts.factor(position),
-        }
-    }
 }
-
-/// The cost of a rank that may not be chosen. Every other cost is finite.
-const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
 
 fn overlap_on(overlaps: &[RankOverlap], rank: &Rank) -> TierOverlap {
     let known = overlaps.iter().find(|known| (known.slot, known.generation) == (rank.slot, rank.generation));

@@ -12,6 +12,7 @@
 //! ```
 
 mod admission;
+mod cost;
 mod decide;
 mod eligible;
 mod explain;
