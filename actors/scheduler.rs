@@ -22,7 +22,7 @@ use super::sequence::{Book, Sequence, SequenceAfter, SequenceMsg};
 use super::supervisor::{DrainAck, RetireAck};
 use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
-use crate::directory::Lease;
+use crate::directory::{Lease, LeaseState};
 use crate::load::PromptBlocks;
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
@@ -225,6 +225,15 @@ impl Scheduler {
         self.step_schedule(Input::Conditions(conditions));
     }
 
+    /// A request whose caller went while the index was asked must not wait: its cancellation has come and gone.
+    fn on_decide(&mut self, request: Request<Ticket>) {
+        let over = |lease: &Arc<Lease>| lease.state() == LeaseState::Ended;
+        if self.queueing && request.ticket.lease.as_ref().is_some_and(over) {
+            return self.after.cancelled.push(request.ticket);
+        }
+        self.step_schedule(Input::Request(request));
+    }
+
     fn on_drain(&mut self, slot: Slot, generation: Generation, ack: DrainAck) {
         self.step_schedule(Input::Drain { slot, generation });
         if let Some(Some((seated, turn))) = self.peers.get(slot.index())
@@ -399,7 +408,7 @@ impl Step for Scheduler {
 
     fn step(&mut self, msg: SchedulerMsg) -> Option<SchedulerAfter> {
         match msg {
-            SchedulerMsg::Decide(request) => self.step_schedule(Input::Request(request)),
+            SchedulerMsg::Decide(request) => self.on_decide(request),
             SchedulerMsg::Loads { batch, answers } => self.step_schedule(Input::Loads { batch, answers }),
             SchedulerMsg::Timeout => self.on_timeout(),
             SchedulerMsg::Cancel(booking) => self.step_schedule(Input::Cancel(booking)),

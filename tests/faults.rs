@@ -448,3 +448,27 @@ async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
     // More blocks than the gate ever lets wait take all of it, one batch at a time.
     router.apply_events(vec![stored(rank(0), &tokens(3, 40))]).await.expect("up");
 }
+
+/// The cancellation overtakes the request, whose overlap is still being asked for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
+    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
+    let builder = Router::builder(RouterConfig { queue_threshold: Some(0.5), ..config() });
+    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let wedge = router.wedge(Fault::Radix(rank(0))).expect("a shard");
+    let mut route = Box::pin(router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))));
+    tokio::select! {
+        biased;
+        placed = &mut route => panic!("the shard stands still, and yet: {placed:?}"),
+        () = std::future::ready(()) => {}
+    }
+    drop(route);
+    drop(wedge); // the shard answers at last
+    router.flush().await.expect("up");
+    let waiting: u64 = router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum();
+    assert_eq!(waiting, 0);
+    drop(busy);
+    assert_at_rest(&router).await;
+}
