@@ -19,6 +19,7 @@ use crate::disagg::{DisaggConfig, DisaggError, DisaggFacts, RemotePrefill, Side,
 use crate::error::{RequestError, RouteError};
 use crate::protocol::{WorkerConfig, WorkerRank};
 use crate::schedule::PotentialLoad;
+use crate::select::Constraints;
 
 /// A prefill and a decode pool that serve requests together. Cheap to clone.
 ///
@@ -73,6 +74,9 @@ impl Disaggregated {
 
     /// Places a request on a decode rank, and its prefill on a prefill rank if that is worth it.
     ///
+    /// Pins and allowed workers of the request are meant for the decode side, whose ids they are; taints for both. The
+    /// prefill side follows the decode rank's KV-transfer domain.
+    ///
     /// Costs one decision of each pool, and hashes the prompt once where both cut it alike. Where load matters it also
     /// costs one survey of the pool in question, and one more decision of the prefill pool. Cancel-safe: dropping the
     /// future frees whatever was booked.
@@ -80,10 +84,25 @@ impl Disaggregated {
     /// # Errors
     /// Which side failed, and how. Nothing stays booked.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<DisaggPlacement, DisaggError> {
+        let constraints = request.constraints;
+        let taints =
+            |constraints: &Constraints| Constraints { allowed_workers: None, pin: None, ..constraints.clone() };
+        self.route_between(request, &constraints.map(taints).unwrap_or_default()).await
+    }
+
+    /// Places a request whose prefill has constraints of its own: those of the request hold for the decode side alone.
+    ///
+    /// # Errors
+    /// As for [`Disaggregated::route`].
+    pub async fn route_between(
+        &self,
+        request: RouteRequest<'_>,
+        prefill: &Constraints,
+    ) -> Result<DisaggPlacement, DisaggError> {
         let cut_alike = cut(&self.prefill) == cut(&self.decode);
         let hashing = RouteRequest { routing_hashes: request.routing_hashes || cut_alike, ..request };
         let decode = self.decode.route(hashing).await.map_err(on(Side::Decode))?;
-        let prefill = match self.place_prefill(request, &decode).await {
+        let prefill = match self.place_prefill(request, prefill, &decode).await {
             Err(DisaggError { side: Side::Prefill, error })
                 if self.config.decode_fallback && is_about_the_pool(&error) =>
             {
@@ -113,21 +132,43 @@ impl Disaggregated {
     }
 
     /// Books the prefill, or says why it stays on the decode rank.
-    async fn place_prefill(&self, request: RouteRequest<'_>, decode: &Placement) -> Result<Prefill, DisaggError> {
-        let request = self.prefill_request(request, decode);
+    async fn place_prefill(
+        &self,
+        request: RouteRequest<'_>,
+        wanted: &Constraints,
+        decode: &Placement,
+    ) -> Result<Prefill, DisaggError> {
+        let hashed = decode.routing_hashes().filter(|_| cut(&self.prefill) == cut(&self.decode));
+        let constraints = self.prefill_constraints(wanted, decode);
+        let request = RouteRequest {
+            prompt: hashed.map_or(request.prompt, Prompt::Hashed),
+            constraints: Some(&constraints).filter(|constraints| !constraints.is_empty()),
+            routing_hashes: false,
+            ..request
+        };
         match self.weigh(request, decode).await? {
             RemotePrefill::Skip(reason) => Ok(Prefill::Local(WhyLocal::Skipped(reason))),
             RemotePrefill::Worth => self.prefill.route(request).await.map(Prefill::Remote).map_err(on(Side::Prefill)),
         }
     }
 
-    /// What the prefill side is asked for, now that it is known where the request decodes.
-    ///
-    /// This is the one place where the decode rank can bear upon the choice of the prefill rank. The blocks must get
-    /// from the one to the other, and that either can reach the other is the same question from both ends.
-    fn prefill_request<'a>(&self, request: RouteRequest<'a>, decode: &'a Placement) -> RouteRequest<'a> {
-        let hashed = decode.routing_hashes().filter(|_| cut(&self.prefill) == cut(&self.decode));
-        RouteRequest { prompt: hashed.map_or(request.prompt, Prompt::Hashed), routing_hashes: false, ..request }
+    /// Who may do the prefill of a request that decodes there: whoever `wanted` allows, where the blocks can get from the
+    /// one to the other. That either can reach the other is the same question from both ends, so the domain may be
+    /// stated by the workers of either pool; the decode worker's word comes first.
+    fn prefill_constraints(&self, wanted: &Constraints, decode: &Placement) -> Constraints {
+        let mut constraints = wanted.clone();
+        let decodes = self.decode.workers();
+        let Some(decode) = decodes.iter().find(|known| known.worker == decode.rank().worker) else {
+            return constraints;
+        };
+        let prefills = self.prefill.workers();
+        let candidates = std::iter::once(decode).chain(prefills.iter());
+        let stated = candidates.map(|known| &known.config).find(|config| config.kv_transfer_domain.is_some());
+        if let Some(stated) = stated {
+            let topology_domains = decode.config.topology_domains.clone();
+            constraints.follow_transfer(&WorkerConfig { topology_domains, ..stated.clone() });
+        }
+        constraints
     }
 
     /// Whether the prefill should be remote. The prefill side is asked only if that can change the answer.

@@ -5,9 +5,9 @@ mod common;
 use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
 use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason, WhyLocal};
 use pointsman::error::RouteError;
-use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
-use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 /// Prefill workers 0 to `prefills` − 1, and decode workers likewise, which know what they have cached.
 async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregated {
@@ -173,4 +173,35 @@ async fn pools_that_do_not_fit_are_refused() {
         "decode.overlap_score_credit is 0, must be above 0 where policy is isl_bounding or isl_or_load"
     );
     Disaggregated::new(prefill, decode, enabled(SkipPolicy::PrefillLoad)).expect("load needs no index");
+}
+
+#[tokio::test]
+async fn the_prefill_stays_in_the_decode_ranks_transfer_domain() {
+    let zone = |endpoint: &str, zone: &str, enforcement| WorkerConfig {
+        topology_domains: [("zone".to_owned(), zone.to_owned())].into(),
+        kv_transfer_domain: Some("zone".to_owned()),
+        kv_transfer_enforcement: enforcement,
+        ..WorkerConfig::at(endpoint)
+    };
+    for enforcement in [KvTransferEnforcement::Required, KvTransferEnforcement::Preferred] {
+        let prefill = Router::builder(RouterConfig::default().for_prefill())
+            .worker(WorkerId(1), zone("http://prefill-a", "a", enforcement))
+            .worker(WorkerId(2), zone("http://prefill-b", "b", enforcement));
+        let decode = Router::builder(RouterConfig::default().for_decode()).worker(
+            WorkerId(3),
+            WorkerConfig { kv_transfer_domain: None, ..zone("http://decode-b", "b", enforcement) },
+        );
+        let (prefill, decode) = (prefill.start().await.expect("valid"), decode.start().await.expect("valid"));
+        let pools = Disaggregated::new(prefill.clone(), decode, DisaggConfig::default()).expect("valid");
+        for id in ["1", "2", "3"] {
+            let placement = pools.route(RouteRequest::new(id, Prompt::Tokens(&[7; 64]))).await.expect("placed");
+            assert_eq!(placement.prefill().map(Placement::endpoint), Some("http://prefill-b"), "{enforcement:?}");
+        }
+        prefill.remove_worker(WorkerId(2)).await.expect("registered");
+        let without = pools.route(RouteRequest::new("4", Prompt::Tokens(&[7; 64]))).await;
+        match enforcement {
+            KvTransferEnforcement::Required => assert_eq!(without.expect_err("nobody near").side, Side::Prefill),
+            KvTransferEnforcement::Preferred => assert!(without.expect("placed far off").prefill().is_some()),
+        }
+    }
 }
