@@ -91,6 +91,9 @@ pub enum SessionAffinity {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RouterConfig {
+    /// The pool's name: every metric carries it. Routers of one process want different ones. Default `default`; letters,
+    /// digits, `_`, `.` and `-`.
+    pub pool: String,
     /// Tokens a KV block; must be the engines' own. Default 64, at least 1.
     pub block_size: u32,
     /// What the pool's ranks do. Default aggregated.
@@ -204,6 +207,7 @@ pub struct RouterConfig {
 impl Default for RouterConfig {
     fn default() -> Self {
         Self {
+            pool: "default".to_owned(),
             block_size: 64,
             role: PoolRole::default(),
             is_eagle: false,
@@ -304,6 +308,7 @@ impl RouterConfig {
     /// Every field that breaks its rule.
     pub fn validate(&self) -> Result<(), ConfigErrors> {
         let mut problems = Problems::default();
+        problems.check("pool", &self.pool, queue::is_name(&self.pool), queue::NAME_RULE);
         let not_negative = [
             ("overlap_score_credit", self.overlap_score_credit),
             ("overlap_score_credit_decay", self.overlap_score_credit_decay),
@@ -498,6 +503,7 @@ mod tests {
             config.validate().expect_err("must be refused").to_string()
         };
         assert_eq!(refused(r#"{"block_size":0}"#), "block_size is 0, must be at least 1");
+        assert_eq!(refused(r#"{"pool":"a b"}"#), "pool is a b, must be one or more letters, digits, _, . or -");
         assert_eq!(refused(r#"{"temperature":-0.5}"#), "temperature is -0.5, must be between 0 and 1e9");
         assert_eq!(
             refused(r#"{"host_cache_hit_weight":1.5}"#),

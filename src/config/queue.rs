@@ -100,11 +100,11 @@ impl QueueClass {
 }
 
 /// A name that can stand in a label, a header and a key.
-fn is_name(name: &str) -> bool {
+pub(super) fn is_name(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
 }
 
-const NAME_RULE: &str = "one or more letters, digits, _, . or -";
+pub(super) const NAME_RULE: &str = "one or more letters, digits, _, . or -";
 
 pub(super) fn check_classes(classes: &[QueueClass], buckets: &[UncachedBucket], problems: &mut Problems) {
     for (n, class) in classes.iter().enumerate() {

@@ -175,8 +175,9 @@ mod tests {
 
     #[test]
     fn fields_are_known_by_name_and_kind() {
-        assert_eq!(fields_of::<RouterConfig>()[0].name, "block_size", "in the order of the struct");
+        assert_eq!(fields_of::<RouterConfig>()[0].name, "pool", "in the order of the struct");
         assert_eq!(kind("block_size"), Kind::Integer { max: 4_294_967_295 });
+        assert_eq!(kind("pool"), Kind::Text);
         assert_eq!(kind("seed"), Kind::Integer { max: i64::MAX });
         assert_eq!(kind("is_eagle"), Kind::Switch);
         assert_eq!(kind("temperature"), Kind::Number);
