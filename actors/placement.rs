@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::router::BestMatch;
 use super::shared::{Hold, Seat};
+use super::telemetry::Prediction;
 use crate::error::RequestError;
 use crate::hashing::HashedPrompt;
 use crate::load::Weight;
@@ -19,11 +20,17 @@ pub struct Placement {
     hold: Hold,
     seat: Arc<Seat>,
     best: BestMatch,
+    prediction: Prediction,
 }
 
 impl Placement {
-    pub(crate) fn new(hold: Hold, seat: Arc<Seat>, best: BestMatch) -> Self {
-        Self { hold, seat, best }
+    pub(crate) fn new(hold: Hold, seat: Arc<Seat>, best: BestMatch, prediction: Prediction) -> Self {
+        Self { hold, seat, best, prediction }
+    }
+
+    /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
+    pub(crate) fn leave_to_id(self) {
+        self.hold.leave_to_id();
     }
 
     /// The decision's number: the router's decisions fall in this order, and follow from it and the seed. Counted from 0;
@@ -91,6 +98,15 @@ impl Placement {
     pub fn prefill_completed(&self) {
         if self.hold.lease().complete_prefill() {
             self.hold.shared().look(&self.seat, self.hold.lease());
+        }
+    }
+
+    /// The engine has found so many tokens of the prompt in its cache, as engines say in the usage of an answer. Only the
+    /// first report counts. It goes into metrics: how much of what was chosen was there, and whether predictions of one
+    /// kind of request never come true.
+    pub fn delivered_cached_tokens(&self, tokens: u32) {
+        if self.prediction.is_first_report() {
+            self.hold.shared().meters.delivered(self.prediction.kind(), self.cached_tokens(), tokens);
         }
     }
 

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use super::clock::Clock;
 use super::radix::{Radix, RadixAfter, RadixMsg, shard_of};
 use super::shared::Shared;
+use super::telemetry::Pool;
 use super::turn::{Afters, Turn};
 use crate::config::RouterConfig;
 use crate::index::{Index, Overlaps};
@@ -30,11 +31,11 @@ pub(crate) struct Beliefs {
 
 impl Beliefs {
     /// Nothing at all where a configuration predicts nothing.
-    pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock) -> Option<Self> {
+    pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock, pool: &Pool) -> Option<Self> {
         // Each shard has its share of the bound, as it has of the ranks.
         let blocks_max = u64::from(config.predicted_blocks_max / config.index_shards.max(1)).max(1);
         let predictions = Predictions::new(Kind::of(config)?, blocks_max);
-        Some(Self { predictions, clock, counters: Counters::new(shard), counted: Counts::default() })
+        Some(Self { predictions, clock, counters: Counters::new(pool, shard), counted: Counts::default() })
     }
 
     pub(crate) fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity: Option<u32>) {
@@ -150,15 +151,15 @@ struct Counters {
 }
 
 impl Counters {
-    fn new(shard: usize) -> Self {
-        let blocks = |result: &'static str| metrics::counter!("pointsman_predicted_blocks_total", "result" => result);
+    fn new(pool: &Pool, shard: usize) -> Self {
+        let blocks = |result| pool.counter("pointsman_predicted_blocks_total", &[("result", result)]);
         Self {
             confirmed: blocks("confirmed"),
             wrong: blocks("wrong"),
             retracted: blocks("retracted"),
             evicted: blocks("evicted"),
             expired: blocks("expired"),
-            believed: metrics::gauge!("pointsman_believed_blocks", "shard" => shard.to_string()),
+            believed: pool.gauge("pointsman_believed_blocks", &[("shard", &shard.to_string())]),
         }
     }
 

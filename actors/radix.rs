@@ -18,6 +18,7 @@ use super::scheduler::{Scheduler, SchedulerMsg, Ticket};
 use super::shared::Seat;
 use super::shared_cache::SharedCacheFailure;
 use super::supervisor::SupervisorMsg;
+use super::telemetry::Pool;
 use super::turn::{After, Step, Turn};
 use crate::config::RouterConfig;
 use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
@@ -135,6 +136,9 @@ impl Onward<RankOverlap> for OverlapNext {
         let scheduler = self.scheduler.upgrade();
         match (ask, scheduler) {
             (Some(Ask::Decide(request)), Some(scheduler)) => {
+                if let Some(marks) = &request.ticket.marks {
+                    marks.mark_found();
+                }
                 let shared_cache = self.shared_cache.get().and_then(|found| found.as_ref().ok()).cloned();
                 let shared_cache = shared_cache.unwrap_or_default();
                 scheduler.tell(SchedulerMsg::Decide(Request { overlaps, shared_cache, ..request }));
@@ -186,11 +190,12 @@ impl Radix {
         cold: BTreeSet<WorkerRank>,
         clock: Clock,
         supervisor: ActorRef<SupervisorMsg>,
+        pool: &Pool,
     ) -> Self {
-        let (beliefs, budget) = (Beliefs::of(config, shard, clock), ShardBudget::of(config, shard));
-        let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new());
+        let (beliefs, budget) = (Beliefs::of(config, shard, clock, pool), ShardBudget::of(config, shard));
+        let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new(pool));
         index.set_budget(budget.bytes_max);
-        let (holdings, gauges) = (Vec::new(), budget.gauges());
+        let (holdings, gauges) = (Vec::new(), budget.gauges(pool));
         let mut radix =
             Self { index, holdings, found, beliefs, incarnation, cold, clock, supervisor, counters, gauges };
         for tenant in tenants {
@@ -355,9 +360,9 @@ struct Counters {
 }
 
 impl Counters {
-    fn new() -> Self {
-        let blocks = |result: &'static str| metrics::counter!("pointsman_kv_event_blocks_total", "result" => result);
-        let refused = |reason: &'static str| metrics::counter!("pointsman_kv_events_refused_total", "reason" => reason);
+    fn new(pool: &Pool) -> Self {
+        let blocks = |result| pool.counter("pointsman_kv_event_blocks_total", &[("result", result)]);
+        let refused = |reason| pool.counter("pointsman_kv_events_refused_total", &[("reason", reason)]);
         Self {
             stored: blocks("stored"),
             duplicates: blocks("duplicate"),
@@ -402,12 +407,12 @@ impl ShardBudget {
         Self { shard, bytes_max: config.index_bytes_max.map(|bytes| bytes / shards) }
     }
 
-    fn gauges(&self) -> Option<BudgetGauges> {
+    fn gauges(&self, pool: &Pool) -> Option<BudgetGauges> {
         self.bytes_max?;
         let shard = self.shard.to_string();
         Some(BudgetGauges {
-            bytes: metrics::gauge!("pointsman_index_bytes", "shard" => shard.clone()),
-            evicted_blocks: metrics::counter!("pointsman_index_evicted_blocks_total", "shard" => shard),
+            bytes: pool.gauge("pointsman_index_bytes", &[("shard", &shard)]),
+            evicted_blocks: pool.counter("pointsman_index_evicted_blocks_total", &[("shard", &shard)]),
             shown: 0,
         })
     }

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use ractor::ActorRef;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tracing::Span;
 
 pub use builder::RouterBuilder;
 pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
@@ -29,6 +30,7 @@ use super::scheduler::{Answered, SchedulerMsg, Ticket};
 use super::shared::{Hold, Phase, Shared};
 use super::shared_cache;
 use super::supervisor::SupervisorMsg;
+use super::telemetry::{self, Marks, Prediction, Verdict};
 use crate::config::RouterConfig;
 use crate::directory::Lease;
 use crate::error::{Down, RequestError, RouteError};
@@ -112,15 +114,32 @@ impl Router {
     /// # Errors
     /// See [`RouteError`]. A request that was lost with an actor is tried again before it is given up.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<Placement, RouteError> {
+        let Shared { config, meters, .. } = &**self.shared();
+        let span = telemetry::route_span(&config.pool, request.request_id);
+        let undecided = meters.decisions.begin(&span);
+        let placed = self.place(&request, &span).await;
+        undecided.end(&placed, Verdict::Chosen);
+        placed
+    }
+
+    async fn place(&self, request: &RouteRequest<'_>, span: &Span) -> Result<Placement, RouteError> {
         let request_id = request.request_id.ok_or(RouteError::MissingRequestId)?;
-        let prepared = self.prepare(&request)?;
+        let prepared = self.prepare(request)?;
+        telemetry::trace_hashes(span, prepared.hashes());
         let mut attempts = 0;
         loop {
-            let (hold, decision) = self.book(request_id, &prepared, Target::Any).await?;
+            let (hold, decision) = self.book(request_id, &prepared, Target::Any, span).await?;
             // A rank that was removed meanwhile has ended the booking.
             if let Some(seat) = self.shared().seat(decision.slot, decision.generation) {
-                let hashes = request.routing_hashes.then(|| prepared.hashes()).flatten();
-                return Ok(Placement::new(hold, seat, BestMatch::new(&decision, &self.shared().config, hashes)));
+                let Shared { config, meters, .. } = &**self.shared();
+                let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
+                let best = BestMatch::new(&decision, config, hashes);
+                let prediction = Prediction::new(prepared.predicted_kind());
+                if !span.is_disabled() {
+                    span.record("rank", tracing::field::display(best.rank()));
+                }
+                meters.placed(prepared.isl_tokens(), config.block_size, &best, prediction.kind().is_some());
+                return Ok(Placement::new(hold, seat, best, prediction));
             }
             attempts += 1;
             if attempts == ATTEMPTS_MAX {
@@ -135,7 +154,7 @@ impl Router {
     /// See [`RouteError`].
     pub async fn find_best_match(&self, request: RouteRequest<'_>) -> Result<BestMatch, RouteError> {
         let prepared = self.prepare(&request)?;
-        let hashes = request.routing_hashes.then(|| prepared.hashes()).flatten();
+        let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
         match self.ask(&prepared, Purpose::Report).await? {
             Answered::Placed(decision) => Ok(BestMatch::new(&decision, &self.shared().config, hashes)),
             Answered::Rejected(reason) => Err(reason.into()),
@@ -148,11 +167,19 @@ impl Router {
     /// # Errors
     /// See [`RouteError`]; [`RouteError::UnknownRank`] when the rank is not registered.
     pub async fn add_request(&self, request: AddRequest<'_>) -> Result<(), RouteError> {
+        let span = Span::none();
+        let undecided = self.shared().meters.decisions.begin(&span);
+        let added = self.add(request, &span).await;
+        undecided.end(&added, Verdict::Given);
+        added
+    }
+
+    async fn add(&self, request: AddRequest<'_>, span: &Span) -> Result<(), RouteError> {
         let AddRequest { rank, cached_tokens, expected_prefill_duration, .. } = request;
         let prepared = self.prepare(&request.as_route())?;
         let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
-        let (hold, _) = self.book(request.request_id, &prepared, target).await?;
+        let (hold, _) = self.book(request.request_id, &prepared, target, span).await?;
         hold.leave_to_id();
         Ok(())
     }
@@ -225,15 +252,24 @@ impl Router {
         request_id: &str,
         prepared: &Prepared,
         target: Target,
+        span: &Span,
     ) -> Result<(Hold, Decision), RouteError> {
-        for _ in 0..ATTEMPTS_MAX {
+        for attempt in 0..ATTEMPTS_MAX {
             let permit = self.admit()?;
             let restarts = self.shared().status.borrow().restarts;
             let lease = self.shared().directory.enter(request_id, prepared.prompt(), self.shared().clock.now())?;
             let hold = Hold::new(self.shared(), Arc::clone(&lease));
-            let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit);
+            // The time of a request that was lost is that of a restart.
+            let Shared { meters, clock, .. } = &**self.shared();
+            let marks = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
+            let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, marks.clone());
             match answer.await {
-                Ok(Answered::Placed(decision)) => return Ok((hold, decision)),
+                Ok(Answered::Placed(decision)) => {
+                    if let Some(marks) = marks {
+                        meters.phases.record(&marks, prepared.started(), hold.lease(), span);
+                    }
+                    return Ok((hold, decision));
+                }
                 Ok(Answered::Rejected(reason)) => return Err(reason.into()),
                 Ok(Answered::Surveyed(_) | Answered::Explained(_)) => {}
                 Err(_lost) if hold.lease().is_freed() => return Err(RouteError::Freed),
@@ -251,7 +287,7 @@ impl Router {
         for _ in 0..ATTEMPTS_MAX {
             let permit = self.admit()?;
             let restarts = self.shared().status.borrow().restarts;
-            match self.submit(prepared, Target::Any, purpose, None, permit).await {
+            match self.submit(prepared, Target::Any, purpose, None, permit, None).await {
                 Ok(answered) => return Ok(answered),
                 Err(_lost) => self.wait_for_restart(restarts).await?,
             }
@@ -279,6 +315,7 @@ impl Router {
         purpose: Purpose,
         lease: Option<Arc<Lease>>,
         permit: OwnedSemaphorePermit,
+        marks: Option<Arc<Marks>>,
     ) -> oneshot::Receiver<Answered> {
         let (sender, answer) = oneshot::channel();
         let shared = self.shared();
@@ -290,7 +327,7 @@ impl Router {
             block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
         });
         let guess = lease.as_ref().and_then(|_| prepared.guess());
-        let ticket = Ticket { lease, answer: sender, permit, guess };
+        let ticket = Ticket { lease, answer: sender, permit, guess, marks };
         let terms = prepared.terms();
         let plain = Request::new(ticket, prepared.prompt(), prepared.isl_tokens());
         let request = Request { target, purpose, terms, waits, ..plain };
@@ -308,7 +345,7 @@ impl Router {
         let first = Leg::first(0, next);
         if !hashes.is_empty() {
             if let Some(cache) = shared.shared_cache.as_ref().filter(|_| with_shared_cache) {
-                let (cache, meters) = (Arc::clone(cache), Arc::clone(&shared.meters.shared_cache));
+                let (cache, meters) = (Arc::clone(cache), shared.meters.shared_cache.clone());
                 let timeout_ms = shared.config.shared_cache_timeout_ms;
                 tokio::spawn(shared_cache::ask(cache, timeout_ms, meters, first.fork()));
             }

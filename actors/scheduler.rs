@@ -20,6 +20,7 @@ use super::predict::Believers;
 use super::radix::{Ask, OverlapNext, Radix, RadixAfter, RadixMsg};
 use super::sequence::{Book, Sequence, SequenceAfter, SequenceMsg};
 use super::supervisor::{DrainAck, RetireAck};
+use super::telemetry::{Marks, QueueMeters};
 use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
 use crate::directory::{Lease, LeaseState};
@@ -49,6 +50,8 @@ pub(crate) enum SchedulerMsg {
     Wake { at: Option<Timestamp> },
     /// What waits, class by class?
     Pending(oneshot::Sender<Vec<PendingClass>>),
+    /// Show in metrics what waits. Dropped when that is done or lost.
+    ShowQueue(Arc<()>),
     /// A rank joins.
     Admit(Peer),
     /// A rank's worker says otherwise of itself.
@@ -73,6 +76,8 @@ pub(crate) struct Ticket {
     pub(crate) permit: OwnedSemaphorePermit,
     /// What its booking will leave in a cache, where that is guessed.
     pub(crate) guess: Option<Guess>,
+    /// Present when its time is measured.
+    pub(crate) marks: Option<Arc<Marks>>,
 }
 
 /// What a caller is told.
@@ -167,6 +172,7 @@ pub(crate) struct Scheduler {
     load_query_timeout: Duration,
     /// Whether requests may have to wait.
     queueing: bool,
+    queue_meters: Option<QueueMeters>,
     /// When the earliest timer for waiting requests fires.
     wake_at: Option<Timestamp>,
     around: Surroundings,
@@ -197,6 +203,7 @@ impl Scheduler {
         Self {
             load_query_timeout: config.load_query_timeout(),
             queueing: config.queueing(),
+            queue_meters: config.queueing().then(|| QueueMeters::new(&config)),
             schedule: Schedule::new(config, incarnation, extensions),
             peers: Vec::new(),
             effects: VecDeque::new(),
@@ -280,6 +287,12 @@ impl Scheduler {
         self.after.pending.push((answer, pending.collect()));
     }
 
+    fn on_show_queue(&self) {
+        if let Some(meters) = &self.queue_meters {
+            meters.show(self.schedule.depths(), self.around.clock.now());
+        }
+    }
+
     fn step_schedule(&mut self, input: Input<Ticket>) {
         self.schedule.step(input, self.around.clock.now(), &mut self.effects);
     }
@@ -300,7 +313,10 @@ impl Scheduler {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
                     }
-                    let Ticket { lease: Some(lease), answer, permit, guess } = ticket else { continue };
+                    let Ticket { lease: Some(lease), answer, permit, guess, marks } = ticket else { continue };
+                    if let Some(marks) = marks {
+                        marks.mark_decided();
+                    }
                     let Some(Some((_, turn))) = self.peers.get(decision.slot.index()) else { continue };
                     // Before the Book, so that whoever hears of the booking and asks again finds the guess.
                     let claim = guess.and_then(|guess| {
@@ -415,6 +431,10 @@ impl Step for Scheduler {
             SchedulerMsg::Refreshed { booking, overlaps } => self.step_schedule(Input::Overlaps { booking, overlaps }),
             SchedulerMsg::Wake { at } => self.on_wake(at),
             SchedulerMsg::Pending(answer) => self.on_pending(answer),
+            SchedulerMsg::ShowQueue(asked) => {
+                self.on_show_queue();
+                drop(asked);
+            }
             SchedulerMsg::Admit(peer) => self.admit(peer),
             SchedulerMsg::Describe { slot, generation, traits } => {
                 self.step_schedule(Input::Describe { slot, generation, traits });

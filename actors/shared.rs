@@ -112,14 +112,14 @@ impl Shared {
             holds_bookings: matches!(Kind::of(&config), Some(Kind::Lru { .. })),
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
             extensions,
-            shared_cache,
-            meters: Meters::new(),
+            meters: Meters::new(&config, shared_cache.is_some()),
             wake: Arc::default(),
             conditions: Mutex::default(),
             seats: RwLock::default(),
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
             cold: watch::Sender::default(),
+            shared_cache,
             config,
         }
     }
@@ -169,6 +169,12 @@ impl Shared {
     pub(crate) fn seat_of(&self, rank: WorkerRank) -> Option<Arc<Seat>> {
         let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
         seats.iter().flatten().find(|seat| seat.rank == rank).cloned()
+    }
+
+    /// The ranks that are there, those on their way out included.
+    pub(crate) fn seats(&self) -> Vec<Arc<Seat>> {
+        let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
+        seats.iter().flatten().cloned().collect()
     }
 
     pub(crate) fn set_seat(&self, slot: Slot, seat: Option<Arc<Seat>>) {

@@ -59,7 +59,7 @@ pub enum SharedCacheFailure {
 pub(crate) async fn ask(
     cache: Arc<dyn SharedCache>,
     timeout_ms: u64,
-    meters: Arc<SharedCacheMeters>,
+    meters: Option<Arc<SharedCacheMeters>>,
     leg: Leg<RankOverlap, OverlapNext>,
 ) {
     let query = cache.query(Arc::clone(leg.next().hashes()));
@@ -68,6 +68,8 @@ pub(crate) async fn ask(
         Ok(Err(error)) => Err(SharedCacheFailure::Error(error.to_string())),
         Err(_) => Err(SharedCacheFailure::Late(timeout_ms)),
     };
-    meters.count(&found);
+    if let Some(meters) = meters {
+        meters.count(&found, leg.next().hashes().len());
+    }
     leg.next().set_shared_cache(found);
 }

@@ -21,6 +21,7 @@ use super::radix::{Radix, RadixMsg, Tenant, shard_of};
 use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
 use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
+use super::telemetry::Restarts;
 use super::turn::{Step, Turn, TurnActor, Wake};
 use crate::config::PrefillModel;
 use crate::error::MembershipError;
@@ -142,6 +143,14 @@ impl Role {
             Self::Scheduler => "scheduler",
             Self::Radix(_) => "radix",
             Self::Sequence(_) => "sequence",
+        }
+    }
+
+    fn counter(self, restarts: &Restarts) -> &metrics::Counter {
+        match self {
+            Self::Scheduler => &restarts.scheduler,
+            Self::Radix(_) => &restarts.radix,
+            Self::Sequence(_) => &restarts.sequence,
         }
     }
 }
@@ -297,7 +306,8 @@ impl State {
         let actor = self.spawn(&turn, Role::Radix(shard)).await?;
         let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat, &self.traits_of(seat.rank)));
         let (config, clock, place) = (&self.shared.config, self.shared.clock, (shard, self.radix_incarnations[shard]));
-        turn.open(actor, || Radix::new(config, place, tenants, cold, clock, self.myself.clone()));
+        let pool = &self.shared.meters.pool;
+        turn.open(actor, || Radix::new(config, place, tenants, cold, clock, self.myself.clone(), pool));
         Ok(())
     }
 
@@ -343,7 +353,7 @@ impl State {
     /// A child has died. Ours to restart, unless it was removed on purpose.
     async fn on_death(&mut self, actor: ActorId, reason: &str) -> Result<(), ActorProcessingErr> {
         let Some(role) = self.children.remove(&actor) else { return Ok(()) };
-        metrics::counter!("pointsman_restarts_total", "role" => role.name()).increment(1);
+        role.counter(&self.shared.meters.restarts).increment(1);
         if !self.budget.spend(self.shared.clock.now()) {
             tracing::error!(
                 role = role.name(),

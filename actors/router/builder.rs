@@ -12,6 +12,7 @@ use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Shared;
 use crate::actors::shared_cache::SharedCache;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
+use crate::actors::telemetry;
 use crate::config::RouterConfig;
 use crate::error::StartError;
 use crate::load::PrefillEstimator;
@@ -89,16 +90,20 @@ impl RouterBuilder {
 
     /// Starts the actors, registers the workers given, and waits for `min_initial_workers`.
     ///
+    /// Metrics go to the recorder that is installed by now.
+    ///
     /// # Errors
     /// See [`StartError`]. Nothing runs on after an error.
     pub async fn start(self) -> Result<Router, StartError> {
         self.config.validate()?;
         let wanted = self.config.min_initial_workers;
+        telemetry::describe();
         let shared = Arc::new(Shared::new(self.config, self.extensions, self.shared_cache, Clock::start()));
         let (supervisor, _) = Actor::spawn(None, Supervisor, Arc::clone(&shared))
             .await
             .map_err(|error| StartError::Spawn(error.to_string()))?;
         liveness::watch(&shared);
+        telemetry::publish_gauges(&shared);
         let router = Router { inner: Arc::new(Inner { shared, supervisor }) };
         for (worker, config) in self.workers {
             router.upsert_worker(worker, config).await?;

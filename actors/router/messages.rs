@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use super::{BestMatch, Prompt, RouteRequest, Router};
+use super::{Prompt, RouteRequest, Router};
 use crate::error::{HandleError, RequestError, RouteError};
 use crate::hashing::HashScheme;
 use crate::message::{LoadMessage, MessagePrompt, PromptMessage, RouterRequest, RouterResponse};
-use crate::schedule::{Rejection, Target};
+use crate::schedule::Rejection;
 
 impl Router {
     /// Carries out one message. `context_id` is the id of the request that the embedder is serving: what is booked is
@@ -36,17 +36,17 @@ impl Router {
 
     async fn handle_new(&self, context_id: &str, message: &PromptMessage) -> Result<RouterResponse, HandleError> {
         let prompt = message.prompt(&self.scheme(message))?;
-        let prepared = self.prepare(&as_route(message, &prompt))?;
-        match self.book(context_id, &prepared, Target::Any).await {
-            Ok((hold, decision)) => {
-                let best = BestMatch::new(&decision, self.config(), None);
-                hold.leave_to_id();
-                Ok(RouterResponse::New {
-                    worker_id: best.rank().worker,
-                    dp_rank: best.rank().rank,
-                    overlap_blocks: best.overlap_blocks(),
-                    cached_tokens: best.cached_tokens(),
-                })
+        let request = RouteRequest { request_id: Some(context_id), ..as_route(message, &prompt) };
+        match self.route(request).await {
+            Ok(placement) => {
+                let placed = RouterResponse::New {
+                    worker_id: placement.rank().worker,
+                    dp_rank: placement.rank().rank,
+                    overlap_blocks: placement.overlap_blocks(),
+                    cached_tokens: placement.cached_tokens(),
+                };
+                placement.leave_to_id();
+                Ok(placed)
             }
             Err(RouteError::Rejected(Rejection::Backpressure(refused))) => Ok(refused.into()),
             Err(error) => Err(error.into()),

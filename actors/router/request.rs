@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::actors::telemetry::PromptKind;
 use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
@@ -66,6 +67,20 @@ pub struct RouteRequest<'a> {
 }
 
 impl<'a> RouteRequest<'a> {
+    /// What goes into its hashes besides tokens.
+    fn kind(&self) -> PromptKind {
+        let is_given = |name: Option<&str>| name.is_some_and(|name| !name.is_empty());
+        if is_given(self.lora_name) {
+            PromptKind::Lora
+        } else if is_given(self.cache_salt) {
+            PromptKind::Salt
+        } else if !self.mm_spans.is_empty() {
+            PromptKind::Images
+        } else {
+            PromptKind::Plain
+        }
+    }
+
     /// What it asks for beyond its prompt; nothing for most.
     fn terms(&self, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
@@ -273,6 +288,9 @@ pub(super) struct Prepared {
     terms: Option<Box<Terms>>,
     /// What a booking will leave in a cache, where that is guessed.
     guess: Option<Guess>,
+    kind: PromptKind,
+    /// When hashing began.
+    started: Timestamp,
 }
 
 impl Prepared {
@@ -314,7 +332,7 @@ impl Prepared {
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?;
         let guess = hashes.as_ref().filter(|_| Kind::of(config).is_some());
         let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
-        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, guess })
+        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, guess, kind: request.kind(), started: now })
     }
 
     /// The caller knows what is cached: nobody need be asked.
@@ -344,7 +362,17 @@ impl Prepared {
         self.hashes.as_ref().filter(|_| self.wants_overlap).map(HashedPrompt::block_hashes)
     }
 
-    pub(super) fn hashes(&self) -> Option<HashedPrompt> {
-        self.hashes.clone()
+    pub(super) fn hashes(&self) -> Option<&HashedPrompt> {
+        self.hashes.as_ref()
+    }
+
+    pub(super) fn started(&self) -> Timestamp {
+        self.started
+    }
+
+    /// The kind of request whose cached tokens are predicted; absent where nobody is asked what is cached, and for
+    /// prompts shorter than a block, of which nothing can be.
+    pub(super) fn predicted_kind(&self) -> Option<PromptKind> {
+        self.block_hashes().filter(|hashes| !hashes.is_empty()).map(|_| self.kind)
     }
 }

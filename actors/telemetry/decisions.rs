@@ -1,0 +1,241 @@
+//! What became of requests for a booking: one verdict each, also where the caller has gone.
+
+use metrics::Counter;
+
+use super::Pool;
+use crate::config::{QueueClass, RouterConfig};
+use crate::error::RouteError;
+use crate::queue::{Backpressure, LimitKind};
+use crate::schedule::Rejection;
+
+/// How a request ended at the edge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// On the rank that the router chose.
+    Chosen,
+    /// On the rank that the embedder gave.
+    Given,
+    NoRanks,
+    UnknownRank,
+    NoneEligible,
+    AllOverloaded,
+    Pinned,
+    DeadlineExceeded,
+    Backpressure,
+    UnknownClass,
+    Selector,
+    RequestsMax,
+    MissingRequestId,
+    DuplicateRequest,
+    Hashes,
+    Multimodal,
+    PromptTooLong,
+    PriorityJump,
+    Constraints,
+    Overrides,
+    Session,
+    Freed,
+    Lost,
+    Down,
+    /// Its caller did not wait for the answer.
+    Cancelled,
+}
+
+impl Verdict {
+    /// In the order of their declaration, by which counters are held.
+    pub(super) const ALL: [Self; 25] = [
+        Self::Chosen,
+        Self::Given,
+        Self::NoRanks,
+        Self::UnknownRank,
+        Self::NoneEligible,
+        Self::AllOverloaded,
+        Self::Pinned,
+        Self::DeadlineExceeded,
+        Self::Backpressure,
+        Self::UnknownClass,
+        Self::Selector,
+        Self::RequestsMax,
+        Self::MissingRequestId,
+        Self::DuplicateRequest,
+        Self::Hashes,
+        Self::Multimodal,
+        Self::PromptTooLong,
+        Self::PriorityJump,
+        Self::Constraints,
+        Self::Overrides,
+        Self::Session,
+        Self::Freed,
+        Self::Lost,
+        Self::Down,
+        Self::Cancelled,
+    ];
+
+    fn of(error: &RouteError) -> Self {
+        match error {
+            RouteError::Rejected(rejection) => match rejection {
+                Rejection::NoRanks => Self::NoRanks,
+                Rejection::UnknownRank(_) => Self::UnknownRank,
+                Rejection::NoneEligible { .. } => Self::NoneEligible,
+                Rejection::AllOverloaded { .. } => Self::AllOverloaded,
+                Rejection::Pinned { .. } => Self::Pinned,
+                Rejection::DeadlineExceeded { .. } => Self::DeadlineExceeded,
+                Rejection::Backpressure(_) => Self::Backpressure,
+                Rejection::UnknownClass(_) => Self::UnknownClass,
+                Rejection::Selector(_) => Self::Selector,
+            },
+            RouteError::Overloaded { .. } => Self::RequestsMax,
+            RouteError::MissingRequestId => Self::MissingRequestId,
+            RouteError::DuplicateRequest(_) => Self::DuplicateRequest,
+            RouteError::Hashes(_) => Self::Hashes,
+            RouteError::Multimodal(_) => Self::Multimodal,
+            RouteError::PromptTooLong { .. } => Self::PromptTooLong,
+            RouteError::PriorityJump(_) => Self::PriorityJump,
+            RouteError::Constraints(_) => Self::Constraints,
+            RouteError::Overrides(_) => Self::Overrides,
+            RouteError::Session(_) => Self::Session,
+            RouteError::Freed => Self::Freed,
+            RouteError::Lost { .. } => Self::Lost,
+            RouteError::Down(_) => Self::Down,
+        }
+    }
+
+    pub(super) fn outcome(self) -> &'static str {
+        match self {
+            Self::Chosen | Self::Given => "placed",
+            Self::NoRanks
+            | Self::UnknownRank
+            | Self::NoneEligible
+            | Self::AllOverloaded
+            | Self::Pinned
+            | Self::DeadlineExceeded
+            | Self::Backpressure
+            | Self::UnknownClass
+            | Self::Selector
+            | Self::RequestsMax => "rejected",
+            Self::MissingRequestId
+            | Self::DuplicateRequest
+            | Self::Hashes
+            | Self::Multimodal
+            | Self::PromptTooLong
+            | Self::PriorityJump
+            | Self::Constraints
+            | Self::Overrides
+            | Self::Session
+            | Self::Freed
+            | Self::Lost
+            | Self::Down
+            | Self::Cancelled => "error",
+        }
+    }
+
+    pub(super) fn reason(self) -> &'static str {
+        match self {
+            Self::Chosen => "chosen",
+            Self::Given => "given",
+            Self::NoRanks => "no_ranks",
+            Self::UnknownRank => "unknown_rank",
+            Self::NoneEligible => "none_eligible",
+            Self::AllOverloaded => "all_overloaded",
+            Self::Pinned => "pinned",
+            Self::DeadlineExceeded => "deadline_exceeded",
+            Self::Backpressure => "backpressure",
+            Self::UnknownClass => "unknown_class",
+            Self::Selector => "selector",
+            Self::RequestsMax => "requests_max",
+            Self::MissingRequestId => "missing_request_id",
+            Self::DuplicateRequest => "duplicate_request",
+            Self::Hashes => "hashes",
+            Self::Multimodal => "multimodal",
+            Self::PromptTooLong => "prompt_too_long",
+            Self::PriorityJump => "priority_jump",
+            Self::Constraints => "constraints",
+            Self::Overrides => "overrides",
+            Self::Session => "session",
+            Self::Freed => "freed",
+            Self::Lost => "lost",
+            Self::Down => "down",
+            Self::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// Counts verdicts, and what a refusal to wait was about.
+pub(crate) struct Decisions {
+    /// By verdict.
+    counts: Vec<Counter>,
+    backpressure: Vec<BackpressureCount>,
+}
+
+/// How often one limit of one class has refused a request.
+struct BackpressureCount {
+    class: String,
+    limit: LimitKind,
+    count: Counter,
+}
+
+/// A request that has no verdict yet. Dropped without one, its caller has gone.
+#[must_use = "dropping it counts a caller that has gone"]
+pub(crate) struct Undecided<'a> {
+    decisions: &'a Decisions,
+    span: &'a tracing::Span,
+    verdict: Verdict,
+}
+
+impl Decisions {
+    pub(super) fn new(pool: &Pool, config: &RouterConfig) -> Self {
+        let count = |verdict: Verdict| {
+            let labels = &[("outcome", verdict.outcome()), ("reason", verdict.reason())];
+            pool.counter("pointsman_decisions_total", labels)
+        };
+        let limits = [LimitKind::Requests, LimitKind::RawTokens, LimitKind::CachedTokens, LimitKind::DoNotQueue];
+        let of_class = |class: QueueClass| {
+            limits.map(|limit| {
+                let labels = &[("class", class.name.as_str()), ("limit", limit.name())];
+                let count = pool.counter("pointsman_queue_backpressure_total", labels);
+                BackpressureCount { class: class.name.clone(), limit, count }
+            })
+        };
+        let classes = if config.queueing() { config.classes() } else { Vec::new() };
+        Self {
+            counts: Verdict::ALL.into_iter().map(count).collect(),
+            backpressure: classes.into_iter().flat_map(of_class).collect(),
+        }
+    }
+
+    /// A request comes in.
+    pub(crate) fn begin<'a>(&'a self, span: &'a tracing::Span) -> Undecided<'a> {
+        Undecided { decisions: self, span, verdict: Verdict::Cancelled }
+    }
+
+    fn count_backpressure(&self, refused: &Backpressure) {
+        let same = |known: &&BackpressureCount| *known.class == *refused.class && known.limit == refused.limit;
+        if let Some(known) = self.backpressure.iter().find(same) {
+            known.count.increment(1);
+        }
+    }
+}
+
+impl Undecided<'_> {
+    /// It was placed in this way, or not at all.
+    pub(crate) fn end<T>(mut self, result: &Result<T, RouteError>, placed: Verdict) {
+        self.verdict = match result {
+            Ok(_) => placed,
+            Err(error) => {
+                if let RouteError::Rejected(Rejection::Backpressure(refused)) = error {
+                    self.decisions.count_backpressure(refused);
+                }
+                Verdict::of(error)
+            }
+        };
+    }
+}
+
+impl Drop for Undecided<'_> {
+    fn drop(&mut self) {
+        self.decisions.counts[self.verdict as usize].increment(1);
+        if !self.span.is_disabled() {
+            self.span.record("outcome", self.verdict.outcome()).record("reason", self.verdict.reason());
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Whether predictions of cached tokens come true, where the embedder reports what engines had.
+//!
+//! Owns the comparison and the alarm. A report that both sides call 0 says nothing; it *agrees* where both are above 0,
+//! and *contradicts* where just one is. When [`NEVER_MATCHED_AFTER`] reports in a row of one kind contradict, this kind
+//! of request most likely never matches, because router and engine hash it differently, and the alarm counts one; after
+//! as many more, another.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use metrics::{Counter, Histogram};
+
+use super::Pool;
+
+/// Contradictions in a row that raise the alarm. A power of two, so that counting may wrap.
+pub(super) const NEVER_MATCHED_AFTER: u32 = 64;
+
+/// What goes into a request's hashes besides tokens: the first that applies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PromptKind {
+    Lora,
+    Salt,
+    Images,
+    Plain,
+}
+
+impl PromptKind {
+    pub(super) const ALL: [Self; 4] = [Self::Lora, Self::Salt, Self::Images, Self::Plain];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Lora => "lora",
+            Self::Salt => "salt",
+            Self::Images => "images",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+/// What a placement may be held to, once.
+pub(crate) struct Prediction {
+    /// Absent where nobody was asked what is cached.
+    kind: Option<PromptKind>,
+    reported: AtomicBool,
+}
+
+impl Prediction {
+    pub(crate) fn new(kind: Option<PromptKind>) -> Self {
+        Self { kind, reported: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn kind(&self) -> Option<PromptKind> {
+        self.kind
+    }
+
+    /// Whether this is the first report.
+    pub(crate) fn is_first_report(&self) -> bool {
+        !self.reported.swap(true, Ordering::Relaxed)
+    }
+}
+
+/// The instruments.
+pub(crate) struct Predictions {
+    predicted: Counter,
+    delivered: Counter,
+    over: Histogram,
+    under: Histogram,
+    exact: Histogram,
+    /// By kind.
+    streaks: [Streak; 4],
+}
+
+struct Streak {
+    contradictions: AtomicU32,
+    alarms: Counter,
+}
+
+impl Predictions {
+    pub(super) fn new(pool: &Pool) -> Self {
+        let tokens = |side| pool.counter("pointsman_prediction_tokens_total", &[("side", side)]);
+        let error = |result| pool.histogram("pointsman_prediction_error_tokens", &[("result", result)]);
+        let streak = |kind: PromptKind| Streak {
+            contradictions: AtomicU32::new(0),
+            alarms: pool.counter("pointsman_never_matched_total", &[("kind", kind.name())]),
+        };
+        Self {
+            predicted: tokens("predicted"),
+            delivered: tokens("delivered"),
+            over: error("over"),
+            under: error("under"),
+            exact: error("exact"),
+            streaks: PromptKind::ALL.map(streak),
+        }
+    }
+
+    pub(super) fn count(&self, kind: PromptKind, predicted: u32, delivered: u32) {
+        self.predicted.increment(u64::from(predicted));
+        self.delivered.increment(u64::from(delivered));
+        let error = match predicted.cmp(&delivered) {
+            std::cmp::Ordering::Greater => &self.over,
+            std::cmp::Ordering::Less => &self.under,
+            std::cmp::Ordering::Equal => &self.exact,
+        };
+        error.record(f64::from(predicted.abs_diff(delivered)));
+        let streak = &self.streaks[kind as usize];
+        if streak.is_alarming(predicted, delivered) {
+            streak.alarms.increment(1);
+            tracing::warn!(
+                kind = kind.name(),
+                reports = NEVER_MATCHED_AFTER,
+                "requests of this kind never find what is predicted to be cached: router and engine may hash them differently"
+            );
+        }
+    }
+}
+
+impl Streak {
+    fn is_alarming(&self, predicted: u32, delivered: u32) -> bool {
+        match (predicted > 0, delivered > 0) {
+            (false, false) => false,
+            (true, true) => {
+                self.contradictions.store(0, Ordering::Relaxed);
+                false
+            }
+            (true, false) | (false, true) => {
+                let so_far = self.contradictions.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+                so_far.is_multiple_of(NEVER_MATCHED_AFTER)
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Gauges that nobody pays for by the request: read from what is published anyway, once a [`PERIOD`].
+//!
+//! Owns a task that lives as long as the router. Promises that a rank that has gone shows 0 and is not touched again,
+//! and that a router that has gone shows 0 everywhere.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use metrics::Gauge;
+use tokio::time::MissedTickBehavior;
+
+use super::{Pool, as_f64};
+use crate::actors::scheduler::SchedulerMsg;
+use crate::actors::shared::{Phase, Seat, Shared};
+use crate::protocol::{Timestamp, WorkerRank};
+
+/// How old a gauge may be.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Starts to publish, at once and then once a period, until the router is down or dropped.
+pub(crate) fn publish_gauges(shared: &Arc<Shared>) {
+    let (mut gauges, shared) = (Gauges::new(shared), Arc::downgrade(shared));
+    tokio::spawn(async move {
+        let mut ticks = tokio::time::interval(PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while gauges.publish(&shared) {
+            ticks.tick().await;
+        }
+    });
+}
+
+struct Gauges {
+    pool: Pool,
+    by_rank: BTreeMap<WorkerRank, RankGauges>,
+    ranks: ZeroedGauge,
+    cold_ranks: ZeroedGauge,
+    leases: ZeroedGauge,
+    requests_gate: ZeroedGauge,
+    events_gate: ZeroedGauge,
+    /// One more holder while the scheduler has not answered.
+    queue_asked: Arc<()>,
+}
+
+/// A gauge that shows 0 once nobody sets it any more.
+struct ZeroedGauge(Gauge);
+
+impl Drop for ZeroedGauge {
+    fn drop(&mut self) {
+        self.0.set(0.0);
+    }
+}
+
+struct RankGauges {
+    requests: ZeroedGauge,
+    active_blocks: ZeroedGauge,
+    prefill_tokens: ZeroedGauge,
+    held_blocks: ZeroedGauge,
+}
+
+/// What a rank has, over its seats: for a moment it may have two, one of them on its way out.
+#[derive(Default)]
+struct RankSum {
+    requests: u64,
+    active_blocks: u64,
+    prefill_tokens: u64,
+    held_blocks: u64,
+    is_torn: bool,
+}
+
+impl Gauges {
+    fn new(shared: &Shared) -> Self {
+        let pool = shared.meters.pool.clone();
+        let gauge = |name| ZeroedGauge(pool.gauge(name, &[]));
+        let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
+        Self {
+            by_rank: BTreeMap::new(),
+            ranks: gauge("pointsman_ranks"),
+            cold_ranks: gauge("pointsman_cold_ranks"),
+            leases: gauge("pointsman_leases"),
+            requests_gate: gate("requests"),
+            events_gate: gate("events"),
+            queue_asked: Arc::default(),
+            pool,
+        }
+    }
+
+    /// Publishes once; whether there is a router to come back to.
+    fn publish(&mut self, shared: &Weak<Shared>) -> bool {
+        let Some(shared) = shared.upgrade() else { return false };
+        if matches!(shared.status.borrow().phase, Phase::Failed | Phase::Stopped) {
+            return false;
+        }
+        self.publish_ranks(&shared.seats(), shared.clock.now());
+        self.cold_ranks.0.set(as_f64(shared.cold.borrow().len() as u64));
+        self.leases.0.set(as_f64(shared.directory.len() as u64));
+        let config = &shared.config;
+        let waiting = u64::from(config.requests_max) - shared.waiting_room.available_permits() as u64;
+        self.requests_gate.0.set(as_f64(waiting));
+        let free = |gate: &tokio::sync::Semaphore| gate.available_permits() as u64;
+        let in_use = shared.shards.iter().map(|shard| u64::from(config.event_blocks_max) - free(&shard.gate));
+        self.events_gate.0.set(as_f64(in_use.sum()));
+        // A scheduler that stands still is not asked again and again.
+        if config.queueing() && Arc::strong_count(&self.queue_asked) == 1 {
+            shared.scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
+        }
+        true
+    }
+
+    fn publish_ranks(&mut self, seats: &[Arc<Seat>], now: Timestamp) {
+        let mut sums: BTreeMap<WorkerRank, RankSum> = BTreeMap::new();
+        for seat in seats {
+            let sum = sums.entry(seat.rank).or_default();
+            let Some(load) = seat.board.read() else {
+                sum.is_torn = true; // just being written: what was shown before stands for another period
+                continue;
+            };
+            sum.requests += u64::from(load.requests);
+            sum.active_blocks += u64::from(load.active_blocks);
+            sum.prefill_tokens = sum.prefill_tokens.saturating_add(load.prefill.bounds(now).1);
+            sum.held_blocks += u64::from(seat.holdings.held_blocks());
+        }
+        self.by_rank.retain(|rank, _| sums.contains_key(rank));
+        self.ranks.0.set(as_f64(sums.len() as u64));
+        for (rank, sum) in sums {
+            self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank)).set(&sum);
+        }
+    }
+}
+
+impl RankGauges {
+    fn new(pool: &Pool, rank: WorkerRank) -> Self {
+        let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
+        let gauge = |name| ZeroedGauge(pool.gauge(name, &[("worker", &worker), ("rank", &rank)]));
+        Self {
+            requests: gauge("pointsman_rank_active_requests"),
+            active_blocks: gauge("pointsman_rank_active_blocks"),
+            prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
+            held_blocks: gauge("pointsman_rank_held_blocks"),
+        }
+    }
+
+    fn set(&self, sum: &RankSum) {
+        if sum.is_torn {
+            return;
+        }
+        self.requests.0.set(as_f64(sum.requests));
+        self.active_blocks.0.set(as_f64(sum.active_blocks));
+        self.prefill_tokens.0.set(as_f64(sum.prefill_tokens));
+        self.held_blocks.0.set(as_f64(sum.held_blocks));
+    }
+}

@@ -1,0 +1,91 @@
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use super::decisions::Verdict;
+use super::instruments::{INSTRUMENTS, Instrument, Kind};
+use super::predictions::{NEVER_MATCHED_AFTER, Predictions, PromptKind};
+use super::{Meters, Pool};
+use crate::config::RouterConfig;
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+
+const PAGE: &str = "docs/metrics.md";
+
+fn row(instrument: &Instrument) -> String {
+    let Instrument { name, kind, unit, labels, help } = instrument;
+    let kind = match kind {
+        Kind::Counter => "counter",
+        Kind::Gauge => "gauge",
+        Kind::Histogram => "histogram",
+    };
+    let unit = unit.as_ref().map_or("–", metrics::Unit::as_str);
+    let labels: Vec<String> = ["pool"].iter().chain(*labels).map(|label| format!("`{label}`")).collect();
+    format!("| `{name}` | {kind} | {unit} | {} | {help} |", labels.join(", "))
+}
+
+#[test]
+fn the_page_lists_every_instrument_and_nothing_else() {
+    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
+    let listed: Vec<&str> = page.lines().filter(|line| line.starts_with("| `pointsman_")).collect();
+    let expected: Vec<String> = INSTRUMENTS.iter().map(row).collect();
+    assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
+    for verdict in Verdict::ALL {
+        let lists = |line: &&str| line.starts_with(&format!("| `{}` |", verdict.outcome()));
+        let reasons = page.lines().find(lists).expect("a row for each outcome");
+        assert!(reasons.contains(&format!("`{}`", verdict.reason())), "{PAGE} does not explain {verdict:?}");
+    }
+}
+
+#[test]
+fn names_say_what_they_count() {
+    let names: BTreeSet<&str> = INSTRUMENTS.iter().map(|instrument| instrument.name).collect();
+    assert_eq!(names.len(), INSTRUMENTS.len(), "each once");
+    for Instrument { name, kind, unit, .. } in INSTRUMENTS {
+        assert!(name.starts_with("pointsman_"), "{name}");
+        assert_eq!(name.ends_with("_total"), *kind == Kind::Counter, "{name}");
+        assert_eq!(name.ends_with("_seconds"), *unit == Some(metrics::Unit::Seconds), "{name}");
+        assert_eq!(name.ends_with("_bytes"), *unit == Some(metrics::Unit::Bytes), "{name}");
+    }
+}
+
+#[test]
+fn every_verdict_has_its_place_and_its_reason() {
+    let reasons: BTreeSet<&str> = Verdict::ALL.into_iter().map(Verdict::reason).collect();
+    assert_eq!(reasons.len(), Verdict::ALL.len());
+    assert!(Verdict::ALL.into_iter().enumerate().all(|(n, verdict)| verdict as usize == n));
+    assert!(PromptKind::ALL.into_iter().enumerate().all(|(n, kind)| kind as usize == n));
+}
+
+#[test]
+fn only_an_unbroken_row_of_contradictions_raises_the_alarm() {
+    let alarms = |reports: &[(PromptKind, u32, u32)]| {
+        let recorder = DebuggingRecorder::new();
+        metrics::with_local_recorder(&recorder, || {
+            let predictions = Predictions::new(&Pool::new("p"));
+            reports.iter().for_each(|&(kind, predicted, delivered)| predictions.count(kind, predicted, delivered));
+        });
+        let counted = recorder.snapshotter().snapshot().into_vec();
+        let alarms = counted.into_iter().filter(|(key, ..)| key.key().name() == "pointsman_never_matched_total");
+        let alarms = alarms.map(|(key, _, _, value)| match value {
+            DebugValue::Counter(count) => (key.key().labels().nth(1).map(|l| l.value().to_owned()), count),
+            DebugValue::Gauge(_) | DebugValue::Histogram(_) => panic!("alarms are counted"),
+        });
+        alarms.filter(|(_, count)| *count > 0).collect::<Vec<_>>()
+    };
+    let one_short = NEVER_MATCHED_AFTER as usize - 1;
+    let (over, under) = ((PromptKind::Lora, 64, 0), (PromptKind::Lora, 0, 64));
+    assert_eq!(alarms(&vec![over; one_short]), []);
+    let silent = [vec![over; one_short], vec![(PromptKind::Lora, 0, 0); 9], vec![(PromptKind::Plain, 64, 0)]].concat();
+    assert_eq!(alarms(&silent), [], "neither what says nothing counts, nor another kind");
+    let lora = |count| vec![(Some("lora".to_owned()), count)];
+    assert_eq!(alarms(&[silent.clone(), vec![under]].concat()), lora(1), "in whichever direction");
+    let agreed = [vec![over; one_short], vec![(PromptKind::Lora, 64, 16)], vec![over; one_short]].concat();
+    assert_eq!(alarms(&agreed), [], "one agreement begins anew");
+    assert_eq!(alarms(&vec![over; 2 * NEVER_MATCHED_AFTER as usize]), lora(2));
+}
+
+#[test]
+fn making_every_handle_stays_within_the_table() {
+    // Handles outside it do not pass their assertion.
+    let config = RouterConfig { queue_threshold: Some(1.0), ..RouterConfig::default() };
+    drop((Meters::new(&config, true), super::QueueMeters::new(&config)));
+}

@@ -1,0 +1,324 @@
+//! What a router tells a metrics recorder: only what `docs/metrics.md` lists, and the right values.
+//!
+//! Owns nothing. Each test runs a router on one thread, where a recorder of its own sees every handle made, and checks
+//! all that was recorded against the page.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{config, rank, router, stored, tokens};
+use metrics_util::MetricKind;
+use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use pointsman::error::RouteError;
+use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
+use pointsman::schedule::Rejection;
+use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer};
+
+/// What has been recorded since the last look: values by name and labels, such as `name{pool="p",class="c"}`.
+struct Recorded(BTreeMap<String, DebugValue>);
+
+impl Recorded {
+    /// Reads everything, and holds names, types, units, labels and help to the page.
+    fn by(snapshotter: &Snapshotter) -> Self {
+        let documented = documented();
+        let values = snapshotter.snapshot().into_vec().into_iter().map(|(key, unit, help, value)| {
+            let (kind, key) = key.into_parts();
+            let kind = match kind {
+                MetricKind::Counter => "counter",
+                MetricKind::Gauge => "gauge",
+                MetricKind::Histogram => "histogram",
+            };
+            let labels: Vec<_> = key.labels().map(|label| format!("{}={:?}", label.key(), label.value())).collect();
+            let names: Vec<_> = key.labels().map(|label| format!("`{}`", label.key())).collect();
+            let unit = unit.map_or("–", |unit| unit.as_str());
+            let row = [kind, unit, &names.join(", "), &help.expect("described at the start")].map(str::to_owned);
+            assert_eq!(documented.get(key.name()), Some(&row), "{}", key.name());
+            (format!("{}{{{}}}", key.name(), labels.join(",")), value)
+        });
+        Self(values.collect())
+    }
+
+    fn count(&self, name: &str) -> u64 {
+        match &self.0[name] {
+            DebugValue::Counter(count) => *count,
+            other => panic!("{name} is {other:?}"),
+        }
+    }
+
+    fn gauge(&self, name: &str) -> f64 {
+        match &self.0[name] {
+            DebugValue::Gauge(value) => **value,
+            other => panic!("{name} is {other:?}"),
+        }
+    }
+
+    fn values(&self, name: &str) -> Vec<f64> {
+        match &self.0[name] {
+            DebugValue::Histogram(values) => values.iter().map(|value| **value).collect(),
+            other => panic!("{name} is {other:?}"),
+        }
+    }
+
+    /// Decisions, those that are not 0, without the pool.
+    fn decisions(&self) -> Vec<(&str, u64)> {
+        let prefix = "pointsman_decisions_total{pool=\"default\",";
+        let all = self.0.keys().filter_map(|name| Some((name.strip_prefix(prefix)?, self.count(name))));
+        all.filter(|(_, count)| *count > 0).collect()
+    }
+}
+
+/// Type, unit, labels and meaning by name.
+fn documented() -> BTreeMap<String, [String; 4]> {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/metrics.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `pointsman_")?.strip_suffix(" |"));
+    let rows = rows.map(|row| row.split(" | ").map(str::to_owned).collect::<Vec<_>>());
+    rows.filter_map(|cells| {
+        let [name, cells @ ..] = &cells[..] else { return None };
+        Some((format!("pointsman_{}", name.trim_end_matches('`')), cells.to_vec().try_into().ok()?))
+    })
+    .collect()
+}
+
+/// Runs a scenario in paused time, on this thread, with a recorder of its own.
+fn record(scenario: impl AsyncFnOnce(Snapshotter)) {
+    let recorder = DebuggingRecorder::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.expect("a runtime").block_on(scenario(recorder.snapshotter()));
+    });
+}
+
+/// Long enough for gauges to be published once more.
+async fn a_period_passes() {
+    tokio::time::advance(Duration::from_secs(1)).await;
+    for _ in 0..8 {
+        tokio::task::yield_now().await;
+    }
+}
+
+fn request<'a>(id: &'a str, tokens: &'a [u32]) -> RouteRequest<'a> {
+    RouteRequest::new(id, Prompt::Tokens(tokens))
+}
+
+#[test]
+fn a_placed_request_shows_in_funnel_phases_and_gauges() {
+    record(async |snapshotter| {
+        let router = router(RouterConfig { pool: "chat-1".to_owned(), ..config() }, 2).await;
+        let prompt = tokens(1, 20);
+        router.apply_events(vec![stored(rank(1), &prompt[..60])]).await.expect("up");
+        let placement = router.route(request("a", &prompt)).await.expect("placed");
+        assert_eq!((placement.rank(), placement.cached_tokens()), (rank(1), 60));
+        placement.delivered_cached_tokens(40);
+        placement.delivered_cached_tokens(80); // only the first report counts
+        a_period_passes().await;
+
+        let seen = Recorded::by(&snapshotter);
+        let count = |name: &str, labels: &str| seen.count(&format!("pointsman_{name}{{pool=\"chat-1\"{labels}}}"));
+        assert_eq!(count("decisions_total", ",outcome=\"placed\",reason=\"chosen\""), 1);
+        assert_eq!(count("prompt_tokens_total", ""), 80);
+        let funnel = ["reachable", "selected", "delivered"];
+        assert_eq!(funnel.map(|stage| count("cached_tokens_total", &format!(",stage={stage:?}"))), [60, 60, 40]);
+        let sides = ["predicted", "delivered"];
+        assert_eq!(sides.map(|side| count("prediction_tokens_total", &format!(",side={side:?}"))), [60, 40]);
+        assert_eq!(count("kv_event_blocks_total", ",result=\"stored\""), 15);
+        assert_eq!(count("never_matched_total", ",kind=\"plain\""), 0, "there from the start");
+
+        let values = |name: &str, labels: &str| seen.values(&format!("pointsman_{name}{{pool=\"chat-1\"{labels}}}"));
+        assert_eq!(values("overlap_ratio", ""), [0.75]);
+        assert_eq!(values("reachable_overlap_ratio", ""), [0.75]);
+        assert_eq!(values("prediction_error_tokens", ",result=\"over\""), [20.0]);
+        for phase in ["hash", "overlap", "decide", "book", "total"] {
+            let seconds = values("phase_duration_seconds", &format!(",phase={phase:?}"));
+            assert_eq!(seconds, [0.0], "{phase} of the first request is timed, and time is paused");
+        }
+
+        let gauge = |name: &str, labels: &str| seen.gauge(&format!("pointsman_{name}{{pool=\"chat-1\"{labels}}}"));
+        let of_rank = |name: &str| gauge(name, ",worker=\"1\",rank=\"0\"");
+        assert_eq!(
+            ["rank_active_requests", "rank_active_blocks", "rank_prefill_tokens", "rank_held_blocks"].map(of_rank),
+            [1.0, 20.0, 20.0, 15.0]
+        );
+        assert_eq!(["ranks", "cold_ranks", "leases"].map(|name| gauge(name, "")), [2.0, 0.0, 1.0]);
+        assert_eq!(["requests", "events"].map(|gate| gauge("gate_permits", &format!(",gate={gate:?}"))), [0.0; 2]);
+    });
+}
+
+#[test]
+fn one_request_in_sixteen_is_timed() {
+    record(async |snapshotter| {
+        let router = router(config(), 1).await;
+        for _ in 0..33 {
+            drop(router.route(request("a", &tokens(1, 2))).await.expect("placed"));
+        }
+        let seen = Recorded::by(&snapshotter);
+        assert_eq!(seen.values("pointsman_phase_duration_seconds{pool=\"default\",phase=\"total\"}").len(), 3);
+        assert_eq!(seen.decisions(), [("outcome=\"placed\",reason=\"chosen\"}", 33)]);
+    });
+}
+
+#[test]
+fn a_rank_that_has_gone_shows_nothing() {
+    record(async |snapshotter| {
+        let router = router(config(), 2).await;
+        let prompt = tokens(1, 20);
+        for worker in [0, 1] {
+            router.apply_events(vec![stored(rank(worker), &prompt)]).await.expect("up");
+            let id = worker.to_string();
+            router.add_request(AddRequest::new(&id, rank(worker), Prompt::Tokens(&prompt))).await.expect("booked");
+        }
+        a_period_passes().await;
+        router.remove_worker(WorkerId(0)).await.expect("known");
+        a_period_passes().await;
+        let seen = Recorded::by(&snapshotter);
+        for (name, stays) in [("active_requests", 1.0), ("active_blocks", 20.0), ("held_blocks", 20.0)] {
+            let gauge = |worker: &str| {
+                seen.gauge(&format!("pointsman_rank_{name}{{pool=\"default\",worker={worker:?},rank=\"0\"}}"))
+            };
+            assert_eq!([gauge("0"), gauge("1")], [0.0, stays], "{name}");
+        }
+        assert_eq!(seen.gauge("pointsman_ranks{pool=\"default\"}"), 1.0);
+        assert_eq!(seen.decisions(), [("outcome=\"placed\",reason=\"given\"}", 2)]);
+    });
+}
+
+#[test]
+fn what_is_not_placed_is_counted_by_its_reason() {
+    record(async |snapshotter| {
+        let router = router(config(), 0).await;
+        let prompt = tokens(1, 2);
+        let refused = router.route(request("a", &prompt)).await.expect_err("no ranks");
+        assert_eq!(refused, RouteError::Rejected(Rejection::NoRanks));
+        router.upsert_worker(WorkerId(0), WorkerConfig::at("")).await.expect("valid");
+        let _placement = router.route(request("a", &prompt)).await.expect("placed");
+        router.route(request("a", &prompt)).await.expect_err("the id is taken");
+        router.route(RouteRequest { request_id: None, ..request("", &prompt) }).await.expect_err("no id");
+        router.add_request(AddRequest::new("b", rank(7), Prompt::Tokens(&prompt))).await.expect_err("no such rank");
+        assert_eq!(
+            Recorded::by(&snapshotter).decisions(),
+            [
+                ("outcome=\"error\",reason=\"duplicate_request\"}", 1),
+                ("outcome=\"error\",reason=\"missing_request_id\"}", 1),
+                ("outcome=\"placed\",reason=\"chosen\"}", 1),
+                ("outcome=\"rejected\",reason=\"no_ranks\"}", 1),
+                ("outcome=\"rejected\",reason=\"unknown_rank\"}", 1),
+            ]
+        );
+    });
+}
+
+#[test]
+fn the_queue_shows_who_waits_who_may_not_and_who_has_left() {
+    record(async |snapshotter| {
+        let config = RouterConfig { queue_threshold: Some(0.5), ..config() };
+        let worker = WorkerConfig { max_num_batched_tokens: Some(16), ..WorkerConfig::at("") };
+        let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
+        let prompt = tokens(1, 10);
+        let busy = router.route(request("busy", &prompt)).await.expect("placed");
+        let refused = RouteRequest { do_not_queue: true, ..request("refused", &prompt) };
+        router.route(refused).await.expect_err("would have to wait");
+        let (waiting_router, waiting_prompt) = (router.clone(), tokens(2, 10));
+        let waiting = tokio::spawn(async move {
+            drop(waiting_router.route(request("waiting", &waiting_prompt)).await);
+        });
+        a_period_passes().await;
+        a_period_passes().await;
+
+        let seen = Recorded::by(&snapshotter);
+        let gauge = |name: &str| seen.gauge(&format!("pointsman_queue_{name}{{pool=\"default\",class=\"default\"}}"));
+        assert_eq!(["requests", "raw_tokens", "cached_tokens"].map(gauge), [1.0, 40.0, 0.0]);
+        assert!((1.0..=2.0).contains(&gauge("oldest_age_seconds")), "{}", gauge("oldest_age_seconds"));
+        assert_eq!(seen.gauge("pointsman_gate_permits{pool=\"default\",gate=\"requests\"}"), 1.0);
+        let by_limit = |limit: &str| {
+            let labels = format!("{{pool=\"default\",class=\"default\",limit={limit:?}}}");
+            seen.count(&format!("pointsman_queue_backpressure_total{labels}"))
+        };
+        assert_eq!(["requests", "raw_tokens", "cached_tokens", "do_not_queue"].map(by_limit), [0, 0, 0, 1]);
+        assert_eq!(
+            seen.decisions(),
+            [("outcome=\"placed\",reason=\"chosen\"}", 1), ("outcome=\"rejected\",reason=\"backpressure\"}", 1)]
+        );
+
+        waiting.abort();
+        assert!(waiting.await.expect_err("aborted").is_cancelled());
+        a_period_passes().await;
+        let seen = Recorded::by(&snapshotter);
+        assert_eq!(seen.decisions(), [("outcome=\"error\",reason=\"cancelled\"}", 1)]);
+        assert_eq!(seen.gauge("pointsman_queue_requests{pool=\"default\",class=\"default\"}"), 0.0);
+        drop(busy);
+    });
+}
+
+/// Has the first two blocks of everything, fails, or never answers: by the length of the prompt.
+struct Moody;
+
+impl SharedCache for Moody {
+    fn query(&self, block_hashes: Arc<[BlockHash]>) -> SharedCacheAnswer<'_> {
+        Box::pin(async move {
+            match block_hashes.len() {
+                1 => Err("out of order".into()),
+                2 => std::future::pending().await,
+                _ => Ok(vec![0..1, 1..2]),
+            }
+        })
+    }
+}
+
+#[test]
+fn the_shared_cache_shows_hits_and_failures() {
+    record(async |snapshotter| {
+        let builder = Router::builder(config()).worker(WorkerId(0), WorkerConfig::at("")).shared_cache(Arc::new(Moody));
+        let router = builder.start().await.expect("starts");
+        for blocks in [1, 2, 4, 4] {
+            drop(router.route(request("a", &tokens(1, blocks))).await.expect("placed, whatever the cache does"));
+        }
+        let seen = Recorded::by(&snapshotter);
+        let failed =
+            |kind: &str| seen.count(&format!("pointsman_shared_cache_errors_total{{pool=\"default\",kind={kind:?}}}"));
+        assert_eq!([failed("error"), failed("late")], [1, 1]);
+        assert_eq!(seen.values("pointsman_shared_cache_hit_rate{pool=\"default\"}"), [0.5, 0.5]);
+        let beyond = seen.values("pointsman_shared_cache_beyond_blocks{pool=\"default\"}");
+        assert_eq!(beyond, [0.0, 0.0, 2.0, 2.0]);
+    });
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn restarts_are_counted_by_role_and_what_they_leave_cold_is_shown() {
+    use pointsman::Fault;
+
+    record(async |snapshotter| {
+        let router = router(config(), 2).await;
+        for fault in [Fault::Scheduler, Fault::Radix(rank(0)), Fault::Sequence(rank(1))] {
+            let restarts = router.health().restarts;
+            assert!(router.inject(fault));
+            while router.health().restarts == restarts {
+                tokio::task::yield_now().await;
+            }
+        }
+        a_period_passes().await;
+        let seen = Recorded::by(&snapshotter);
+        for role in ["scheduler", "radix", "sequence"] {
+            assert_eq!(seen.count(&format!("pointsman_restarts_total{{pool=\"default\",role={role:?}}}")), 1, "{role}");
+        }
+        assert_eq!(seen.gauge("pointsman_cold_ranks{pool=\"default\"}"), 2.0);
+    });
+}
+
+#[test]
+fn pools_are_told_apart() {
+    record(async |snapshotter| {
+        for pool in ["one", "two"] {
+            let router = router(RouterConfig { pool: pool.to_owned(), ..config() }, 1).await;
+            drop(router.route(request("a", &tokens(1, 2))).await.expect("placed"));
+        }
+        let seen = Recorded::by(&snapshotter);
+        for pool in ["one", "two"] {
+            assert_eq!(seen.count(&format!("pointsman_prompt_tokens_total{{pool={pool:?}}}")), 8);
+        }
+    });
+}
