@@ -412,9 +412,13 @@ impl Scheduler {
     }
 }
 
-/// One structured event for a decision that was drawn for the trace.
+/// One structured event for a decision that was drawn for the trace, with everything it was based on as JSON.
 fn trace_decision(explanation: &Explanation) {
-    let record = format!("{explanation:?}");
+    if !tracing::enabled!(target: "pointsman::decision", tracing::Level::INFO) {
+        return;
+    }
+    // Plain data with string keys is written without fail.
+    let Ok(record) = serde_json::to_string(explanation) else { return };
     tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "a sampled decision");
 }
 
