@@ -165,7 +165,7 @@ impl Router {
     /// Books a request on a rank that the embedder has chosen. The booking lasts until [`Router::free`].
     ///
     /// # Errors
-    /// See [`RouteError`]; [`RouteError::UnknownRank`] when the rank is not registered.
+    /// See [`RouteError`]; [`UnknownRank`](crate::schedule::Rejection::UnknownRank) when the rank is not registered.
     pub async fn add_request(&self, request: AddRequest<'_>) -> Result<(), RouteError> {
         let span = Span::none();
         let undecided = self.shared().meters.decisions.begin(&span);
