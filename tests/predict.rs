@@ -60,7 +60,8 @@ impl Recorder for Counters {
     fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        let labels = key.labels().map(|label| label.value()).collect::<Vec<_>>().join(",");
+        let labels = key.labels().filter(|label| label.key() != "pool");
+        let labels = labels.map(|label| label.value()).collect::<Vec<_>>().join(",");
         let name = format!("{} {labels}", key.name());
         Counter::from_arc(Arc::clone(self.0.lock().expect("no panic").entry(name).or_default()))
     }
