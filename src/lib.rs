@@ -54,7 +54,9 @@
 //! - A prompt run that many ranks hold and one gives up block by block from its end is checked against the others'
 //!   holdings each time.
 //! - With a temperature, a decaying credit or `fanout = all` each decision asks every rank.
-//! - The index and the directory grow with what engines and callers report; nothing caps them yet.
+//! - Where requests may have to wait they are decided one at a time, and a step that finds everybody busy looks at each
+//!   lane that waits.
+//! - Without `index_bytes_max` the index grows with what engines report.
 
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]

@@ -10,9 +10,9 @@ use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
 use pointsman::config::RouterConfigOverride;
 use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
 use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
-use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
+use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
-use pointsman::select::{Constraints, Filter, RankConditions, Selection, SelectorError, WorkerSelector};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, RankConditions, Selection, SelectorError, WorkerSelector};
 use pointsman::{
     AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer, SharedCacheError,
 };
@@ -37,6 +37,20 @@ async fn what_the_embedder_knows_holds_from_the_next_decision_on() {
     assert_eq!(refused.to_string(), "no rank is eligible: 2 unavailable");
     router.set_conditions(RankConditions::default()).await.expect("up");
     router.find_best_match(request).await.expect("all are back");
+}
+
+#[tokio::test]
+async fn the_rank_of_a_single_rank_worker_is_implied() {
+    let two = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://b") };
+    let one = WorkerConfig { data_parallel_start_rank: 3, ..WorkerConfig::at("http://a") };
+    let router = Router::builder(config()).worker(WorkerId(1), one).worker(WorkerId(2), two);
+    let router = router.start().await.expect("valid");
+    assert_eq!(router.unique_rank(WorkerId(1)), Some(WorkerRank::new(WorkerId(1), 3)));
+    assert_eq!((router.unique_rank(WorkerId(2)), router.unique_rank(WorkerId(9))), (None, None));
+    let pin = Pin { worker: WorkerId(1), rank: None, mode: PinMode::Hard };
+    let pinned = Constraints { pin: Some(pin), ..Constraints::default() };
+    let request = RouteRequest { constraints: Some(&pinned), ..RouteRequest::query(Prompt::Tokens(&[1])) };
+    assert_eq!(router.find_best_match(request).await.expect("there").rank(), WorkerRank::new(WorkerId(1), 3));
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use crate::actors::shared::Phase;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::config::{PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
-use crate::protocol::{WorkerConfig, WorkerId};
+use crate::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
 impl Router {
@@ -80,6 +80,17 @@ impl Router {
     #[must_use]
     pub fn workers(&self) -> Arc<[WorkerEntry]> {
         Arc::clone(&self.shared().workers.borrow())
+    }
+
+    /// The one rank of a single-rank worker, so that nobody has to name it; `None` where there is no such worker, or it
+    /// has several.
+    #[must_use]
+    pub fn unique_rank(&self, worker: WorkerId) -> Option<WorkerRank> {
+        let workers = self.workers();
+        match workers.iter().find(|known| known.worker == worker)?.ranks.as_slice() {
+            [rank] => Some(*rank),
+            _ => None,
+        }
     }
 
     /// How the router is.
