@@ -7,7 +7,7 @@ use crate::load::WeightError;
 use crate::message::PromptMessageError;
 use crate::protocol::{WorkerConfigError, WorkerId};
 use crate::schedule::Rejection;
-use crate::select::TaintWeightError;
+use crate::select::{Filter, TaintWeightError};
 use crate::session::SessionIdError;
 
 /// Why the router does nothing at all.
@@ -75,6 +75,78 @@ pub enum RouteError {
     /// The router is down.
     #[error(transparent)]
     Down(#[from] Down),
+}
+
+/// What an error means for whoever answers a client, in the words of gRPC's status codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The request makes no sense as it is: asking again will not help. HTTP 400.
+    InvalidArgument,
+    /// It names something that is not there. HTTP 404.
+    NotFound,
+    /// Its id is taken. HTTP 409.
+    AlreadyExists,
+    /// There is no room for it now. HTTP 429.
+    ResourceExhausted,
+    /// Its deadline has passed. HTTP 504.
+    DeadlineExceeded,
+    /// Its caller has ended it.
+    Cancelled,
+    /// Nobody can serve it now. HTTP 503.
+    Unavailable,
+    /// The embedder's own code, or the router, is at fault. HTTP 500.
+    Internal,
+}
+
+impl RouteError {
+    /// What it means for whoever answers the client.
+    ///
+    /// ```
+    /// use pointsman::error::{ErrorKind, RouteError};
+    /// use pointsman::schedule::Rejection;
+    /// use pointsman::select::Removed;
+    ///
+    /// let overloaded = RouteError::Rejected(Rejection::AllOverloaded { removed: Removed::default() });
+    /// assert_eq!(overloaded.kind(), ErrorKind::ResourceExhausted);
+    /// ```
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::MissingRequestId
+            | Self::Hashes(_)
+            | Self::Multimodal(_)
+            | Self::PromptTooLong { .. }
+            | Self::PriorityJump(_)
+            | Self::Constraints(_)
+            | Self::Overrides(_)
+            | Self::Session(_) => ErrorKind::InvalidArgument,
+            Self::DuplicateRequest(_) => ErrorKind::AlreadyExists,
+            Self::Overloaded { .. } => ErrorKind::ResourceExhausted,
+            Self::Rejected(rejection) => rejection.kind(),
+            Self::Freed => ErrorKind::Cancelled,
+            Self::Lost { .. } | Self::Down(_) => ErrorKind::Unavailable,
+        }
+    }
+}
+
+impl Rejection {
+    /// What it means for whoever answers the client.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::NoRanks | Self::NoneEligible { .. } => ErrorKind::Unavailable,
+            Self::UnknownRank(_) | Self::Pinned { refused_by: None, .. } => ErrorKind::NotFound,
+            Self::AllOverloaded { .. } | Self::Backpressure(_) => ErrorKind::ResourceExhausted,
+            Self::Pinned { refused_by: Some(filter), .. } => match filter {
+                Filter::Allowed | Filter::Pin | Filter::RequiredTaints => ErrorKind::InvalidArgument,
+                Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
+                Filter::Unavailable | Filter::Draining | Filter::Unresponsive | Filter::Lora => ErrorKind::Unavailable,
+            },
+            Self::DeadlineExceeded { .. } => ErrorKind::DeadlineExceeded,
+            Self::UnknownClass(_) => ErrorKind::InvalidArgument,
+            Self::Selector(_) => ErrorKind::Internal,
+        }
+    }
 }
 
 /// Why not every event that was accepted is known to be in the index.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
-use pointsman::config::RouterConfigOverride;
+use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
 use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
@@ -51,6 +51,23 @@ async fn the_rank_of_a_single_rank_worker_is_implied() {
     let pinned = Constraints { pin: Some(pin), ..Constraints::default() };
     let request = RouteRequest { constraints: Some(&pinned), ..RouteRequest::query(Prompt::Tokens(&[1])) };
     assert_eq!(router.find_best_match(request).await.expect("there").rank(), WorkerRank::new(WorkerId(1), 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_is_slow_to_prefill_is_expected_to_be() {
+    let router = router(RouterConfig { prefill_load_model: PrefillModel::Learned, ..config() }, 1).await;
+    let mut expected = Vec::new();
+    for n in 0..128 {
+        let (id, prompt) = (n.to_string(), tokens(n, 250));
+        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+        expected.push(placement.best_match().expected_prefill_duration());
+        tokio::time::advance(Duration::from_secs(2)).await; // 500 tokens a second
+        placement.prefill_completed();
+    }
+    assert_eq!(expected[0], None, "nothing is known of it yet");
+    let last = expected.last().copied().flatten().expect("learned");
+    assert!((last.as_secs_f64() - 2.0).abs() < 0.1, "{last:?}");
+    assert_at_rest(&router).await;
 }
 
 #[tokio::test]
