@@ -49,15 +49,7 @@ struct Node {
 
 impl Node {
     fn publish(&self) {
-        let load = self.active.load(NOW);
-        self.board.publish(&BoardLoad {
-            incarnation: 0,
-            applied: self.applied,
-            active_blocks: load.active_blocks,
-            requests: load.requests,
-            prefill: self.active.prefill_curve(),
-            prompts: self.active.sketch(),
-        });
+        self.board.publish(&BoardLoad::of(&self.active, 0, self.applied, NOW));
     }
 }
 

@@ -7,7 +7,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use super::{PrefillCurve, PromptSketch};
+use super::{ActiveSequences, PrefillCurve, PromptSketch};
+use crate::protocol::Timestamp;
 
 /// One rank's load as its sequence actor last published it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -24,6 +25,22 @@ pub struct BoardLoad {
     pub prefill: PrefillCurve,
     /// What a newcomer can share with the active prompts, at most.
     pub prompts: PromptSketch,
+}
+
+impl BoardLoad {
+    /// What an incarnation of a sequence actor with these bookings has to publish, its `applied`th Book counted in.
+    #[must_use]
+    pub fn of(active: &ActiveSequences, incarnation: u32, applied: u32, now: Timestamp) -> Self {
+        let load = active.load(now);
+        Self {
+            incarnation,
+            applied,
+            active_blocks: load.active_blocks,
+            requests: load.requests,
+            prefill: active.prefill_curve(),
+            prompts: active.sketch(),
+        }
+    }
 }
 
 /// One rank's place on the board: a seqlock of plain atomics on two cache lines.

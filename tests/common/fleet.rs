@@ -42,15 +42,7 @@ pub struct Node {
 
 impl Node {
     pub fn publish(&self, now: Timestamp) {
-        let load = self.active.load(now);
-        self.board.publish(&BoardLoad {
-            incarnation: self.incarnation,
-            applied: self.applied,
-            active_blocks: load.active_blocks,
-            requests: load.requests,
-            prefill: self.active.prefill_curve(),
-            prompts: self.active.sketch(),
-        });
+        self.board.publish(&BoardLoad::of(&self.active, self.incarnation, self.applied, now));
     }
 }
 
