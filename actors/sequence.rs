@@ -161,8 +161,11 @@ impl Sequence {
             self.agree_with(&lease, now);
         }
         self.publish(now);
-        // A lease that ended first has no caller left; its answer is dropped.
-        booked.then_some(SequenceAfter::Booked { answer, decision, permit })
+        if !booked {
+            // A lease that ended first has no caller left; its answer is dropped. What the scheduler had added for it goes.
+            return self.load_fell();
+        }
+        Some(SequenceAfter::Booked { answer, decision, permit })
     }
 
     fn on_look(&mut self, lease: &Lease) -> Option<SequenceAfter> {

@@ -397,6 +397,10 @@ impl State {
         if let Some(Some(running)) = self.seats.get_mut(slot.index()) {
             running.actor = actor;
         }
+        if self.shared.config.queueing() {
+            // What ended while nobody looked has ended unheard.
+            self.shared.scheduler.tell(SchedulerMsg::Wake { at: None });
+        }
         Ok(())
     }
 

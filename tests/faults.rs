@@ -472,3 +472,50 @@ async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
     drop(busy);
     assert_at_rest(&router).await;
 }
+
+/// What ended while its sequence actor was dead frees the rank all the same.
+#[tokio::test]
+async fn who_waits_for_a_rank_hears_of_what_ended_while_it_was_dead() {
+    without_reports_of_drills();
+    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
+    let builder = Router::builder(RouterConfig { queue_threshold: Some(0.5), overlap_refresh_after_ms: 0, ..config() });
+    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let mut route = Box::pin(router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))));
+    tokio::select! {
+        biased;
+        placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
+        () = std::future::ready(()) => {}
+    }
+    assert!(router.inject(Fault::Sequence(rank(0))));
+    drop(busy); // nobody is there to look
+    drop(route.await.expect("the rank is back, and idle"));
+    assert_at_rest(&router).await;
+}
+
+/// Whoever waited is lost with the scheduler, tries again, and waits again.
+#[tokio::test]
+async fn who_waits_outlives_the_scheduler() {
+    without_reports_of_drills();
+    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
+    let builder = Router::builder(RouterConfig { queue_threshold: Some(0.5), ..config() });
+    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let waiting = tokio::spawn({
+        let (router, prompt) = (router.clone(), prompt.clone());
+        async move { router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.map(drop) }
+    });
+    let waits = async || router.pending().await.is_ok_and(|pending| pending[0].depth.requests == 1);
+    while !waits().await {
+        tokio::task::yield_now().await;
+    }
+    assert!(router.inject(Fault::Scheduler));
+    while router.health().restarts == 0 || !waits().await {
+        tokio::task::yield_now().await;
+    }
+    drop(busy);
+    assert_eq!(waiting.await.expect("no panic"), Ok(()));
+    assert_at_rest(&router).await;
+}
