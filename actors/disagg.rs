@@ -12,13 +12,15 @@
 
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
 use super::placement::Placement;
 use super::router::{Prompt, RouteRequest, Router};
 use crate::config::{ConfigErrors, PoolRole, Problems};
 use crate::disagg::{DisaggConfig, DisaggError, DisaggFacts, RemotePrefill, Side, WhyLocal, decide};
 use crate::error::{RequestError, RouteError};
 use crate::protocol::{WorkerConfig, WorkerRank};
-use crate::schedule::PotentialLoad;
+use crate::schedule::{PotentialLoad, Rejection};
 use crate::select::Constraints;
 
 /// A prefill and a decode pool that serve requests together. Cheap to clone.
@@ -101,7 +103,14 @@ impl Disaggregated {
     ) -> Result<DisaggPlacement, DisaggError> {
         let cut_alike = cut(&self.prefill) == cut(&self.decode);
         let hashing = RouteRequest { routing_hashes: request.routing_hashes || cut_alike, ..request };
+        let started = Instant::now();
         let decode = self.decode.route(hashing).await.map_err(on(Side::Decode))?;
+        let request = RouteRequest {
+            // One deadline for both sides, and a class where the pool has it.
+            deadline: request.deadline.map(|deadline| deadline.saturating_sub(started.elapsed())),
+            policy_class: request.policy_class.filter(|name| self.prefill.config().knows_class(name)),
+            ..request
+        };
         let prefill = match self.place_prefill(request, prefill, &decode).await {
             Err(DisaggError { side: Side::Prefill, error })
                 if self.config.decode_fallback && is_about_the_pool(&error) =>
@@ -213,10 +222,11 @@ fn on(side: Side) -> impl FnOnce(RouteError) -> DisaggError {
     move |error| DisaggError { side, error }
 }
 
-/// Whether another pool may still serve a request that failed so. One that was freed is over, and one whose id is
-/// taken was sent twice.
+/// Whether another pool may still serve a request that failed so. One that was freed is over, one whose deadline has
+/// passed too, and one whose id is taken was sent twice.
 fn is_about_the_pool(error: &RouteError) -> bool {
-    !matches!(error, RouteError::Freed | RouteError::DuplicateRequest(_))
+    let late = matches!(error, RouteError::Rejected(Rejection::DeadlineExceeded { .. }));
+    !late && !matches!(error, RouteError::Freed | RouteError::DuplicateRequest(_))
 }
 
 /// The rank's load as it is, if the rank is still there: what it would be with an empty prompt on top.

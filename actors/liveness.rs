@@ -20,9 +20,12 @@ pub(crate) fn watch(shared: &Arc<Shared>) {
 
 async fn sweep(shared: Weak<Shared>, liveness: Duration) {
     loop {
-        tokio::time::sleep((liveness / LOOKS).max(Duration::from_millis(1))).await;
+        tokio::time::sleep(liveness / LOOKS).await;
         let Some(shared) = shared.upgrade() else { return };
         for lease in shared.directory.silent(liveness, shared.clock.now()) {
+            if !lease.is_silent(liveness, shared.clock.now()) {
+                continue; // heard of since it was found
+            }
             tracing::warn!(request_id = lease.request_id(), "a booking fell silent and is ended");
             shared.meters.expired.increment(1);
             shared.end(&lease);

@@ -210,6 +210,9 @@ impl Radix {
             beliefs.register(rank, slot, generation, capacity_blocks);
         }
         if self.index.register(rank, slot, generation) {
+            if holdings.held_blocks() > 0 && self.index.held_blocks_of(slot) == 0 {
+                holdings.publish(0, self.clock.now()); // after a loss, what is shown is of before
+            }
             if self.holdings.len() <= slot.index() {
                 self.holdings.resize(slot.index() + 1, None);
             }

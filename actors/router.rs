@@ -36,7 +36,7 @@ use crate::directory::Lease;
 use crate::error::{Down, RequestError, RouteError};
 use crate::load::Weight;
 use crate::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
-use crate::schedule::{Decision, Purpose, Request, Target, Waits};
+use crate::schedule::{Decision, Purpose, Rejection, Request, Target, Waits};
 use request::Prepared;
 
 /// Times a request that was lost with an actor is tried again.
@@ -179,7 +179,10 @@ impl Router {
         let prepared = self.prepare(&request.as_route())?;
         let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
-        let (hold, _) = self.book(request.request_id, &prepared, target, span).await?;
+        let (hold, decision) = self.book(request.request_id, &prepared, target, span).await?;
+        if self.shared().seat(decision.slot, decision.generation).is_none() {
+            return Err(Rejection::UnknownRank(rank).into()); // removed meanwhile, and the booking with it
+        }
         hold.leave_to_id();
         Ok(())
     }
@@ -270,7 +273,10 @@ impl Router {
                     }
                     return Ok((hold, decision));
                 }
-                Ok(Answered::Rejected(reason)) => return Err(reason.into()),
+                Ok(Answered::Rejected(reason)) => {
+                    hold.was_refused();
+                    return Err(reason.into());
+                }
                 Ok(Answered::Surveyed(_) | Answered::Explained(_)) => {}
                 Err(_lost) if hold.lease().is_freed() => return Err(RouteError::Freed),
                 Err(_lost) => {

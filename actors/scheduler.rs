@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -60,8 +60,8 @@ pub(crate) enum SchedulerMsg {
     Drain { slot: Slot, generation: Generation, ack: DrainAck },
     /// A rank leaves: nothing is booked on it from here on, and its sequence actor hears so behind the last Book.
     Retire { slot: Slot, generation: Generation, ack: RetireAck },
-    /// What the embedder knows of the ranks. The answer says that it holds from here on.
-    Conditions { conditions: Arc<RankConditions>, done: Option<oneshot::Sender<()>> },
+    /// What the embedder knows of the ranks has changed. The answer says that it holds from here on.
+    Conditions { done: Option<oneshot::Sender<()>> },
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
     Fault(super::faults::Trip),
@@ -133,6 +133,8 @@ pub(crate) struct Surroundings {
     pub(crate) shards: Vec<Arc<Turn<Radix>>>,
     pub(crate) believers: Believers,
     pub(crate) wake: Arc<WakeFlag>,
+    /// What the embedder knows of the ranks: looked at when told to, so that what was said last holds.
+    pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -228,7 +230,8 @@ impl Scheduler {
     }
 
     /// Takes over what the embedder knows. Also used to fill a fresh scheduler before it opens.
-    pub(crate) fn set_conditions(&mut self, conditions: Arc<RankConditions>) {
+    pub(crate) fn look_at_conditions(&mut self) {
+        let conditions = Arc::clone(&self.around.conditions.lock().unwrap_or_else(PoisonError::into_inner));
         self.step_schedule(Input::Conditions(conditions));
     }
 
@@ -445,8 +448,8 @@ impl Step for Scheduler {
             }
             SchedulerMsg::Drain { slot, generation, ack } => self.on_drain(slot, generation, ack),
             SchedulerMsg::Retire { slot, generation, ack } => self.on_retire(slot, generation, ack),
-            SchedulerMsg::Conditions { conditions, done } => {
-                self.set_conditions(conditions);
+            SchedulerMsg::Conditions { done } => {
+                self.look_at_conditions();
                 self.after.conditions.extend(done);
             }
             #[cfg(feature = "faults")]

@@ -96,6 +96,8 @@ pub(crate) enum SequenceAfter {
         answer: oneshot::Sender<Answered>,
         decision: Decision,
         permit: OwnedSemaphorePermit,
+        /// Present when requests wait for load to fall, and what the scheduler had added for Books has fallen away.
+        fell: Option<Arc<Turn<Scheduler>>>,
     },
     Drained(#[expect(dead_code, reason = "dropping it is the answer")] DrainAck),
     Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
@@ -127,7 +129,7 @@ impl Sequence {
         let leases = directory.booked_on(slot, generation);
         for lease in &leases {
             lease.clear_dirty(); // a look on its way to the dead actor is lost
-            sequence.book(lease, lease.arrival()); // its prefill has been under way since about then
+            sequence.book(lease, lease.booked_at()); // its prefill has been under way since then
         }
         for lease in &leases {
             sequence.agree_with(lease, now);
@@ -149,7 +151,8 @@ impl Sequence {
         if number.incarnation == self.incarnation {
             self.applied = number.number;
         }
-        let booked = decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint);
+        let booked =
+            decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint, now);
         if booked {
             if let Some(claim) = claim {
                 claim.leave_to_lease();
@@ -161,26 +164,34 @@ impl Sequence {
             self.agree_with(&lease, now);
         }
         self.publish(now);
+        // What it weighs is on the board now, in place of what the scheduler had added for it, and may be less.
+        let fell = self.waking();
         if !booked {
-            // A lease that ended first has no caller left; its answer is dropped. What the scheduler had added for it goes.
-            return self.load_fell();
+            return fell.map(SequenceAfter::LoadFell); // a lease that ended first has no caller left; its answer is dropped
         }
-        Some(SequenceAfter::Booked { answer, decision, permit })
+        Some(SequenceAfter::Booked { answer, decision, permit, fell })
     }
 
     fn on_look(&mut self, lease: &Lease) -> Option<SequenceAfter> {
         let now = self.clock.now();
         lease.clear_dirty(); // before reading: what changes from here on asks for another look
+        let before = self.wakes.as_ref().map(|_| self.active.load(now));
         self.agree_with(lease, now);
         self.publish(now);
         let drained = if self.is_idle() { self.draining.take().map(SequenceAfter::Drained) } else { None };
-        drained.or_else(|| self.load_fell())
+        drained.or_else(|| {
+            let (before, after) = (before?, self.active.load(now));
+            let fell = after.requests < before.requests
+                || after.active_blocks < before.active_blocks
+                || after.prefill_tokens < before.prefill_tokens;
+            if fell { self.waking().map(SequenceAfter::LoadFell) } else { None }
+        })
     }
 
-    /// Whoever waits for load to fall is told, once each time it asks.
-    fn load_fell(&self) -> Option<SequenceAfter> {
+    /// The scheduler, if requests wait for load to fall: it is told once each time it asks. Call after publishing.
+    fn waking(&self) -> Option<Arc<Turn<Scheduler>>> {
         let wakes = self.wakes.as_ref().filter(|wakes| wakes.flag.take())?;
-        Some(SequenceAfter::LoadFell(Arc::clone(&wakes.scheduler)))
+        Some(Arc::clone(&wakes.scheduler))
     }
 
     fn on_drain(&mut self, ack: DrainAck) -> Option<SequenceAfter> {
@@ -262,10 +273,13 @@ impl Step for Sequence {
 impl After for SequenceAfter {
     fn deliver(self) {
         match self {
-            Self::Booked { answer, decision, permit } => {
+            Self::Booked { answer, decision, permit, fell } => {
                 drop(permit);
                 // A caller that has gone has ended its lease, and asked for the look that frees the booking.
                 drop(answer.send(Answered::Placed(decision)));
+                if let Some(scheduler) = fell {
+                    scheduler.tell(SchedulerMsg::Wake { at: None });
+                }
             }
             Self::Drained(_) | Self::Retired(_) => {}
             Self::LoadFell(scheduler) => scheduler.tell(SchedulerMsg::Wake { at: None }),

@@ -24,7 +24,7 @@ use crate::error::Down;
 use crate::index::Holdings;
 use crate::load::{BoardSlot, RateCell};
 use crate::predict::Kind;
-use crate::protocol::{Generation, Slot, WorkerRank};
+use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::schedule::Extensions;
 use crate::select::RankConditions;
 
@@ -47,7 +47,7 @@ pub(crate) struct Shared {
     /// Up while requests wait for some rank's load to fall.
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks.
-    pub(crate) conditions: Mutex<Arc<RankConditions>>,
+    pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
     /// By slot. Written by the supervisor.
     seats: RwLock<Vec<Option<Arc<Seat>>>>,
     /// Whether the router is up, and how often a part of it was restarted.
@@ -70,6 +70,8 @@ pub(crate) struct Seat {
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) endpoint: Arc<str>,
+    /// When it joined.
+    pub(crate) since: Timestamp,
     /// Where its sequence actor publishes its load.
     pub(crate) board: Arc<BoardSlot>,
     /// Where its index shard publishes what it holds.
@@ -114,7 +116,7 @@ impl Shared {
             extensions,
             meters: Meters::new(&config, shared_cache.is_some()),
             wake: Arc::default(),
-            conditions: Mutex::default(),
+            conditions: Arc::default(),
             seats: RwLock::default(),
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
@@ -154,9 +156,9 @@ impl Shared {
         });
     }
 
-    /// What the embedder last said of the ranks.
-    pub(crate) fn conditions(&self) -> Arc<RankConditions> {
-        Arc::clone(&self.conditions.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Takes over what the embedder says of the ranks. The scheduler must be told to look.
+    pub(crate) fn set_conditions(&self, conditions: RankConditions) {
+        *self.conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(conditions);
     }
 
     pub(crate) fn seat(&self, slot: Slot, generation: Generation) -> Option<Arc<Seat>> {
@@ -194,6 +196,11 @@ impl Shared {
 
     /// Ends a lease, frees what it held and gives its request id back.
     pub(crate) fn end(&self, lease: &Arc<Lease>) {
+        self.end_as(lease, true);
+    }
+
+    /// As [`Shared::end`]; `may_wait` unless it is known that the request is not in the queue.
+    fn end_as(&self, lease: &Arc<Lease>, may_wait: bool) {
         let ended = lease.end();
         self.directory.leave(lease);
         match ended {
@@ -204,7 +211,9 @@ impl Shared {
                 }
             }
             // It may be waiting: a request whose caller has gone stops counting at once.
-            Ended::Pending if self.config.queueing() => self.scheduler.tell(SchedulerMsg::Cancel(lease.booking())),
+            Ended::Pending if may_wait && self.config.queueing() => {
+                self.scheduler.tell(SchedulerMsg::Cancel(lease.booking()));
+            }
             Ended::Pending | Ended::Already => {}
         }
     }
@@ -245,11 +254,13 @@ pub(crate) struct Hold {
     lease: Arc<Lease>,
     /// Cleared when the booking is left to its request id.
     ends_lease: bool,
+    /// Cleared when the request has been refused, and so has left the queue.
+    may_wait: bool,
 }
 
 impl Hold {
     pub(crate) fn new(shared: &Arc<Shared>, lease: Arc<Lease>) -> Self {
-        Self { shared: Arc::clone(shared), lease, ends_lease: true }
+        Self { shared: Arc::clone(shared), lease, ends_lease: true, may_wait: true }
     }
 
     pub(crate) fn lease(&self) -> &Arc<Lease> {
@@ -258,6 +269,11 @@ impl Hold {
 
     pub(crate) fn shared(&self) -> &Shared {
         &self.shared
+    }
+
+    /// The request has been refused: ending its lease need not be told to the queue.
+    pub(crate) fn was_refused(mut self) {
+        self.may_wait = false;
     }
 
     /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
@@ -270,7 +286,7 @@ impl Hold {
 impl Drop for Hold {
     fn drop(&mut self) {
         if self.ends_lease {
-            self.shared.end(&self.lease);
+            self.shared.end_as(&self.lease, self.may_wait);
         }
     }
 }

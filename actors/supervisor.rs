@@ -266,7 +266,8 @@ impl State {
         self.generations[slot.index()].0 += 1;
         let generation = self.generations[slot.index()];
         let (board, rate, holdings) = (Arc::default(), Arc::default(), Arc::default());
-        let seat = Arc::new(Seat { rank, slot, generation, endpoint, board, rate, holdings, turn: Turn::closed() });
+        let (since, turn) = (self.shared.clock.now(), Turn::closed());
+        let seat = Arc::new(Seat { rank, slot, generation, endpoint, since, board, rate, holdings, turn });
         let actor = self.start_sequence(&seat, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
         self.register(&seat, traits);
@@ -319,6 +320,7 @@ impl State {
             shards: shared.shards.iter().map(|shard| Arc::clone(&shard.turn)).collect(),
             believers: Believers::of(shared),
             wake: Arc::clone(&shared.wake),
+            conditions: Arc::clone(&shared.conditions),
             clock: shared.clock,
             runtime: Handle::current(),
         };
@@ -330,7 +332,7 @@ impl State {
                 let draining = self.workers.get(&rank.worker).is_some_and(|known| known.draining);
                 scheduler.admit(peer(&running.seat, &self.traits_of(rank), draining));
             }
-            scheduler.set_conditions(shared.conditions());
+            scheduler.look_at_conditions();
             scheduler
         });
         Ok(())
@@ -426,6 +428,7 @@ fn peer(seat: &Seat, traits: &Arc<RankTraits>, draining: bool) -> Peer {
         rate: Arc::clone(&seat.rate),
         holdings: Arc::clone(&seat.holdings),
         traits: Arc::clone(traits),
+        since: seat.since,
         draining,
     };
     Peer { admission, turn: Arc::clone(&seat.turn) }

@@ -1,6 +1,6 @@
 //! Starting a router.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use ractor::Actor;
 use tokio::sync::{oneshot, watch};
@@ -159,10 +159,10 @@ fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Route
     let shared = Arc::downgrade(router.shared());
     tokio::spawn(async move {
         loop {
-            let conditions = Arc::new(source.borrow_and_update().clone());
+            let conditions = source.borrow_and_update().clone();
             let Some(shared) = shared.upgrade() else { break };
-            *shared.conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&conditions);
-            shared.scheduler.tell(SchedulerMsg::Conditions { conditions, done: None });
+            shared.set_conditions(conditions);
+            shared.scheduler.tell(SchedulerMsg::Conditions { done: None });
             drop(shared);
             if source.changed().await.is_err() {
                 break; // what was said last stays true

@@ -1,6 +1,6 @@
 //! Workers in and out, what is known of them, and the end of the router.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -53,10 +53,9 @@ impl Router {
     /// When the router is down.
     pub async fn set_conditions(&self, conditions: RankConditions) -> Result<(), Down> {
         self.shared().up()?;
-        let conditions = Arc::new(conditions);
-        *self.shared().conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&conditions);
+        self.shared().set_conditions(conditions);
         let (done, held) = oneshot::channel();
-        self.shared().scheduler.tell(SchedulerMsg::Conditions { conditions, done: Some(done) });
+        self.shared().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
         // Lost with a dying scheduler, it is what the next one starts with.
         drop(held.await);
         self.shared().up()

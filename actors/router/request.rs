@@ -10,7 +10,8 @@ use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
 use crate::load::{PrefillLoadHint, PromptBlocks};
 use crate::predict::{Guess, Kind};
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
-use crate::schedule::{Decision, Terms};
+use crate::queue::UnknownClass;
+use crate::schedule::{Decision, Rejection, Terms};
 use crate::select::{Constraints, TierOverlap};
 use crate::session::SessionId;
 
@@ -82,7 +83,7 @@ impl<'a> RouteRequest<'a> {
     }
 
     /// What it asks for beyond its prompt; nothing for most.
-    fn terms(&self, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
+    fn terms(&self, config: &RouterConfig, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
         let asks = self.strict_priority != 0
             || self.priority_jump != 0.0
@@ -96,6 +97,9 @@ impl<'a> RouteRequest<'a> {
             || self.overrides.is_some();
         if !asks {
             return Ok(None);
+        }
+        if let Some(name) = self.policy_class.filter(|name| !config.knows_class(name)) {
+            return Err(Rejection::UnknownClass(UnknownClass(name.to_owned())).into());
         }
         if !self.priority_jump.is_finite() {
             return Err(RouteError::PriorityJump(self.priority_jump));
@@ -295,7 +299,7 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(config: &RouterConfig, request: &RouteRequest<'_>, now: Timestamp) -> Result<Self, RouteError> {
-        let terms = request.terms(now)?;
+        let terms = request.terms(config, now)?;
         let overrides = request.overrides.copied().unwrap_or_default();
         let scheme = HashScheme {
             block_size: config.block_size_nonzero(),

@@ -127,7 +127,10 @@ impl State {
             drop(answer.send(Err(MembershipError::Draining(worker))));
             return;
         }
-        let left: BTreeSet<(Slot, Generation)> = self.seats_of(worker).collect();
+        // Ranks that are being removed already are told so, and have an end of their own.
+        let staying = self.seats.iter().flatten().filter(|running| !running.retiring).map(|running| &running.seat);
+        let staying = staying.filter(|seat| seat.rank.worker == worker);
+        let left: BTreeSet<(Slot, Generation)> = staying.map(|seat| (seat.slot, seat.generation)).collect();
         self.drains_started += 1;
         let drain = self.drains_started;
         self.drains.push(Draining { drain, worker, left: left.clone(), answer });
@@ -171,9 +174,7 @@ impl State {
         let Draining { worker, answer, .. } = self.drains.remove(position);
         let booked = self.seats_of(worker).map(|(slot, generation)| self.shared.directory.booked_on(slot, generation));
         let cut_off = booked.map(|leases| leases.len()).sum();
-        if self.workers.get(&worker).is_some_and(|known| known.from_discovery) {
-            self.drained.insert(worker);
-        }
+        self.drained.insert(worker); // until discovery is seen not to name it
         let left = self.retire_worker(worker);
         self.publish_workers();
         self.removals.push(Removal { left, answer: RemovalAnswer::Drained(answer, cut_off) });

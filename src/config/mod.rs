@@ -74,7 +74,7 @@ pub enum SessionAffinity {
     /// Its cost is lowered by `session_weight`: a preference that cost can overrule.
     #[default]
     Soft,
-    /// It is the only one, while it is eligible.
+    /// It is the only one, while it is there and can be reached; where it is overloaded, so is the session.
     Hard,
 }
 
@@ -139,7 +139,8 @@ pub struct RouterConfig {
     pub queue_threshold: Option<f64>,
     /// Order of the queue where there are no classes. Default `fcfs`.
     pub queue_policy: QueueOrder,
-    /// Classes of waiting requests. Default none: one class, `default`.
+    /// Classes of waiting requests. Default none: one class, `default`. Nothing waits while neither a class nor
+    /// `queue_threshold` says when a rank is busy.
     pub queue_classes: Vec<QueueClass>,
     /// The family of requests that name no class. Default none: the first class.
     pub queue_default_family: Option<String>,
@@ -188,7 +189,7 @@ pub struct RouterConfig {
     /// Sessions remembered; the longest idle goes first. Default 65,536, at least 1.
     pub sessions_max: u32,
     /// How long a booking made by id lasts without any sign of life, in milliseconds. One whose placement is held lasts
-    /// as long as that. Default 300,000, at least 1.
+    /// as long as that. Default 300,000, at least 1,000.
     pub booking_liveness_ms: u64,
     /// Whether reported output blocks count. Default true.
     pub track_output_blocks: bool,
@@ -351,12 +352,13 @@ impl RouterConfig {
             ("shared_cache_timeout_ms", Some(self.shared_cache_timeout_ms)),
             ("session_ttl_ms", Some(self.session_ttl_ms)),
             ("sessions_max", Some(u64::from(self.sessions_max))),
-            ("booking_liveness_ms", Some(self.booking_liveness_ms)),
             ("restart_window_ms", Some(self.restart_window_ms)),
         ];
         for (field, value) in positive {
             problems.check_given(field, value, |value| *value > 0, "at least 1");
         }
+        let liveness_ms = self.booking_liveness_ms;
+        problems.check("booking_liveness_ms", liveness_ms, liveness_ms >= 1_000, "at least 1000");
         let shards = self.index_shards;
         problems.check("index_shards", shards, (1..=Self::INDEX_SHARDS_MAX).contains(&shards), "1 to 64");
         let holds = |bytes: &u64| *bytes >= Self::INDEX_BYTES_MIN;
@@ -402,6 +404,13 @@ impl RouterConfig {
             class.busy_prefill_frac = self.queue_threshold;
         }
         classes
+    }
+
+    /// Whether a request may ask for a class or family of this name.
+    #[must_use]
+    pub fn knows_class(&self, name: &str) -> bool {
+        let named = |class: &QueueClass| class.name == name || class.family.as_deref() == Some(name);
+        self.classes().iter().any(named)
     }
 
     /// Whether any request may ever have to wait for a rank.

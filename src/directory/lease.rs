@@ -55,7 +55,8 @@ pub struct Lease {
     arrival: Timestamp,
     /// Packed [`LeaseState`]: booking is one compare-and-swap, ending one swap.
     state: AtomicU64,
-    hint: OnceLock<Option<PrefillLoadHint>>,
+    /// The prefill it is booked with, and when.
+    hint: OnceLock<(Option<PrefillLoadHint>, Timestamp)>,
     /// Its embedder has freed it, by id.
     freed: AtomicBool,
     prefill_completed: AtomicBool,
@@ -113,7 +114,13 @@ impl Lease {
     /// The prefill it was booked with.
     #[must_use]
     pub fn hint(&self) -> Option<PrefillLoadHint> {
-        self.hint.get().copied().flatten()
+        self.hint.get().and_then(|(hint, _)| *hint)
+    }
+
+    /// When it was booked; when it arrived, before that.
+    #[must_use]
+    pub fn booked_at(&self) -> Timestamp {
+        self.hint.get().map_or(self.arrival, |(_, booked_at)| *booked_at)
     }
 
     /// Where it stands now.
@@ -124,8 +131,8 @@ impl Lease {
 
     /// Books it; `false` when it is not pending any more. Only a sequence actor calls this, for its own slot.
     #[must_use]
-    pub fn book(&self, slot: Slot, generation: Generation, hint: Option<PrefillLoadHint>) -> bool {
-        let _ = self.hint.set(hint); // set before it is booked, so that whoever sees it booked sees the hint
+    pub fn book(&self, slot: Slot, generation: Generation, hint: Option<PrefillLoadHint>, now: Timestamp) -> bool {
+        let _ = self.hint.set((hint, now)); // set before it is booked, so that whoever sees it booked sees the hint
         self.state.compare_exchange(PENDING, pack(slot, generation), Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
@@ -228,7 +235,7 @@ mod tests {
     fn a_lease_ended_before_its_book_is_never_booked() {
         let lease = lease();
         assert_eq!(lease.end(), Ended::Pending);
-        assert!(!lease.book(Slot(0), Generation(0), None));
+        assert!(!lease.book(Slot(0), Generation(0), None, Timestamp(0)));
         assert_eq!(lease.end(), Ended::Already);
         assert_eq!(lease.state(), LeaseState::Ended);
     }
@@ -257,7 +264,7 @@ mod tests {
     fn of_many_who_end_a_lease_one_finds_it_booked() {
         for _ in 0..200 {
             let lease = Arc::new(lease());
-            assert!(lease.book(Slot(1), Generation(2), None));
+            assert!(lease.book(Slot(1), Generation(2), None, Timestamp(0)));
             let enders: Vec<_> = (0..4)
                 .map(|_| {
                     let lease = Arc::clone(&lease);

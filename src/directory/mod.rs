@@ -88,7 +88,7 @@ impl Directory {
         }
     }
 
-    /// Leases booked on one incarnation of a slot, oldest first: what its sequence actor holds.
+    /// Leases booked on one incarnation of a slot, in the order of their booking: what its sequence actor holds.
     ///
     /// Visits every lease.
     #[must_use]
@@ -111,7 +111,7 @@ impl Directory {
             let part = part.lock().unwrap_or_else(PoisonError::into_inner);
             leases.extend(part.iter().filter(|lease| wanted(lease)).cloned());
         }
-        leases.sort_unstable_by_key(|lease| lease.booking());
+        leases.sort_unstable_by_key(|lease| (lease.booked_at(), lease.booking()));
         leases
     }
 
@@ -161,7 +161,7 @@ mod tests {
         let leases: Vec<_> = (0..50).map(|n| enter(&directory, &n.to_string())).collect();
         for (n, lease) in leases.iter().enumerate() {
             let generation = if n % 2 == 0 { generation } else { Generation(0) };
-            assert!(lease.book(slot, generation, None));
+            assert!(lease.book(slot, generation, None, Timestamp(0)));
         }
         leases[10].end();
         let booked: Vec<_> = directory.booked_on(slot, generation).iter().map(|lease| lease.booking().0).collect();

@@ -50,7 +50,8 @@ pub struct WorkerConfig {
     /// Labels that requests may require or prefer.
     #[serde(default)]
     pub taints: BTreeSet<String>,
-    /// LoRA adapters that the worker has loaded: requests for one prefer workers that have it.
+    /// LoRA adapters that the worker has loaded. Requests for one go to workers that have it, overloaded or not, while
+    /// there are any; else to anybody.
     #[serde(default)]
     pub lora_adapters: BTreeSet<String>,
     /// A name that survives restarts of the worker, for placement that must be stable across them.

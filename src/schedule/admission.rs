@@ -208,18 +208,35 @@ impl<T> Schedule<T> {
     }
 
     /// Whoever leaves the queue next.
+    ///
+    /// When nobody can be sent, the lanes are not looked at again before some rank may have opened: what arrives, leaves
+    /// or is booked opens none.
     fn pop_dispatchable(&mut self) -> Option<Numbered<T>> {
+        self.look_again |= self.ranks.take_eased();
+        if !self.look_again {
+            return None;
+        }
         let Self { queue, rules, ranks, scratch, .. } = self;
         let popped = queue.pop(self.now, |_, _, numbered: &Numbered<T>| {
-            rules.judge(ranks, numbered.asked(), &mut scratch.verdicts);
-            scratch.verdicts.any_open()
+            rules.is_open_to(ranks, numbered.asked(), &mut scratch.verdicts)
         });
-        popped.map(|(_, numbered)| numbered)
+        self.look_again = popped.is_some();
+        let (_, numbered) = popped?;
+        self.forget_age(&numbered);
+        Some(numbered)
+    }
+
+    /// A request that leaves the queue needs no refresh.
+    fn forget_age(&mut self, numbered: &Numbered<T>) {
+        if let Some((since, waits)) = numbered.overlaps_at.zip(numbered.request.waits.as_ref()) {
+            self.overlap_ages.remove(&(since, waits.booking));
+        }
     }
 
     /// Answers those whose time is up.
     pub(super) fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
         while let Some((_, numbered)) = self.queue.pop_expired(self.now) {
+            self.forget_age(&numbered);
             effects.push_back(self.expired(numbered));
         }
     }
@@ -235,14 +252,14 @@ impl<T> Schedule<T> {
 
     /// A request's caller has gone: it leaves from wherever it stands, or when its answers are in.
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
-        let mut not_waiting = [&mut self.again, &mut self.arrivals].into_iter();
         let removed = self.queue.remove(booking.0).or_else(|| {
-            not_waiting.find_map(|line| {
+            [&mut self.again, &mut self.arrivals].into_iter().find_map(|line| {
                 let at = line.iter().position(|numbered| numbered.is(booking))?;
                 line.remove(at)
             })
         });
         if let Some(numbered) = removed {
+            self.forget_age(&numbered);
             effects.push_back(Effect::Cancelled { ticket: numbered.request.ticket });
             return;
         }
@@ -296,6 +313,7 @@ impl<T> Schedule<T> {
         }
         for (class, lane) in lanes {
             for (_, numbered) in self.queue.take_lane(class, lane) {
+                self.forget_age(&numbered);
                 self.rules.judge(&self.ranks, numbered.asked(), &mut self.scratch.verdicts);
                 let reason = self.rejection(&numbered, &self.scratch.verdicts);
                 effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });

@@ -159,11 +159,11 @@ impl<T> Schedule<T> {
             prefill_tokens: projected.prefill_tokens.1,
             potential_blocks: projected.potential_blocks.1,
             active_requests: projected.requests,
-            max_num_batched_tokens: rank.traits.max_num_batched_tokens,
-            total_kv_blocks: rank.traits.total_kv_blocks,
-            held_blocks: rank.holdings.held_blocks(),
+            max_num_batched_tokens: rank.about.traits.max_num_batched_tokens,
+            total_kv_blocks: rank.about.traits.total_kv_blocks,
+            held_blocks: rank.about.holdings.held_blocks(),
             load_age: self.now.since(rank.seen_at()),
-            index_age: rank.holdings.changed_at().map(|changed_at| self.now.since(changed_at)),
+            index_age: rank.about.holdings.changed_at().map(|changed_at| self.now.since(changed_at)),
             preference: scratch.verdicts.factor(position),
         }
     }

@@ -2,12 +2,13 @@
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
-use crate::config::PrefillModel;
+use crate::config::{PrefillModel, SessionAffinity};
 use crate::load::{PrefillFacts, PrefillLoadHint};
 use crate::protocol::Slot;
 use crate::select::{
@@ -361,7 +362,10 @@ impl<T> Schedule<T> {
             self.scratch = scratch;
             explanation
         });
-        if let Some(session_id) = request.terms.as_ref().and_then(|terms| terms.session_id.as_ref()) {
+        let remembers = self.rules.session_affinity != SessionAffinity::Off;
+        if let Some(session_id) =
+            request.terms.as_ref().and_then(|terms| terms.session_id.as_ref()).filter(|_| remembers)
+        {
             self.sessions.bind(session_id, decision.rank, self.now);
         }
         let prefill_tokens = decision.hint.map_or(0, |hint| u64::from(hint.effective_tokens()));
@@ -408,31 +412,35 @@ impl<T> Schedule<T> {
     fn expected_duration(&self, rank: &Rank, isl_tokens: u32, cached_tokens: u32) -> Option<Duration> {
         let new_tokens = isl_tokens.saturating_sub(cached_tokens);
         if let Some(estimator) = &self.extensions.estimator {
-            return estimator.estimate(&PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 });
+            let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
+            // The embedder's code: its panic costs an estimate, not the scheduler.
+            return catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
         }
         match self.config.prefill_load_model {
             PrefillModel::None => None,
-            PrefillModel::Learned => rank.rate.estimate(new_tokens),
+            PrefillModel::Learned => rank.about.rate.estimate(new_tokens),
         }
     }
 
-    fn survey(&self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
-        let request = &numbered.request;
-        let weights = self.config.tier_weights();
-        let loads = self.ranks.as_slice().iter().map(|rank| {
+    fn survey(&mut self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
+        let (weights, track) = (self.config.tier_weights(), self.tracks_prefill(&numbered));
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.fill_overlaps(&numbered.request.overlaps, &mut scratch);
+        let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
+        let loads = ranks.map(|(rank, overlap)| {
             let projected = rank.project(numbered.candidate(in_batch));
-            let cached_tokens = overlap_on(&request.overlaps, rank).cached_tokens(weights, self.config.block_size);
-            let track = self.tracks_prefill(&numbered);
-            let new = PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, None);
+            let cached_tokens = overlap.cached_tokens(weights, self.config.block_size);
+            let new = PrefillLoadHint::new(numbered.request.isl_tokens, cached_tokens, track, None);
+            let new_tokens = new.map_or(0, |hint| u64::from(hint.effective_tokens()));
             PotentialLoad {
                 rank: rank.rank,
-                potential_prefill_tokens: projected.prefill_tokens.1
-                    + new.map_or(0, |hint| u64::from(hint.effective_tokens())),
+                potential_prefill_tokens: projected.prefill_tokens.1.saturating_add(new_tokens), // a bound may be "at least"
                 potential_decode_blocks: projected.potential_blocks.1,
                 active_requests: projected.requests,
             }
         });
         let loads = loads.collect();
+        self.scratch = scratch;
         Effect::Survey { ticket: numbered.request.ticket, loads }
     }
 

@@ -52,7 +52,7 @@ impl Limits {
     #[expect(clippy::cast_precision_loss, reason = "token counts stay far below 2^53")]
     fn exceeded_by(&self, rank: &Rank) -> bool {
         let tokens = rank.prefill_tokens_max();
-        let step = rank.traits.max_num_batched_tokens.unwrap_or(MAX_NUM_BATCHED_TOKENS_UNKNOWN);
+        let step = rank.about.traits.max_num_batched_tokens.unwrap_or(MAX_NUM_BATCHED_TOKENS_UNKNOWN);
         self.prefill_tokens.is_some_and(|limit| tokens > limit)
             || self.prefill_frac.is_some_and(|frac| tokens as f64 > frac * f64::from(step))
     }
@@ -176,7 +176,7 @@ impl Rules {
         verdicts.refused_by.resize(all.len(), None);
         if let Some(terms) = asked.terms {
             for (verdict, rank) in verdicts.refused_by.iter_mut().zip(all) {
-                *verdict = terms.constraints.refused_by(rank.rank, &rank.traits);
+                *verdict = terms.constraints.refused_by(rank.rank, &rank.about.traits);
             }
         }
         if !good {
@@ -191,7 +191,7 @@ impl Rules {
             verdicts.narrow(Filter::Unresponsive, |position| !standings[position].suspect);
         }
         if let Some(adapter) = asked.terms.and_then(|terms| terms.lora_name.as_deref()) {
-            verdicts.narrow(Filter::Lora, |position| all[position].traits.lora_adapters.contains(adapter));
+            verdicts.narrow(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));
         }
         verdicts.refuse(Filter::Overloaded, |position| {
             standings[position].overloaded || overload && self.is_overloaded(&all[position])
@@ -205,6 +205,24 @@ impl Rules {
         self.weigh(ranks, asked, verdicts);
     }
 
+    /// Whether anybody would be open to the request. The same as judging it, but a look at one rank where it is pinned to
+    /// one: many may wait so.
+    pub(super) fn is_open_to(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) -> bool {
+        let pin = asked.terms.and_then(|terms| terms.constraints.hard_pin());
+        let Some((terms, rank)) = asked.terms.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
+        else {
+            self.judge(ranks, asked, verdicts);
+            return verdicts.any_open();
+        };
+        let Some(position) = ranks.position(rank) else { return false };
+        let (rank, standing) = (&ranks.as_slice()[position], ranks.standings()[position]);
+        let busy = asked.class.and_then(|class| self.busy.get(class.0 as usize));
+        let refused = terms.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
+        let stands_against = standing.unavailable || standing.draining || standing.overloaded;
+        let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
+        !refused && !stands_against && !loaded
+    }
+
     fn weigh(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
         let liked = asked.terms.filter(|terms| !terms.constraints.preferred_taints.is_empty());
         let session = asked.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
@@ -212,15 +230,15 @@ impl Rules {
             return;
         }
         verdicts.factors.extend(ranks.as_slice().iter().map(|rank| {
-            let taints = liked.map_or(1.0, |terms| terms.constraints.cost_factor(&rank.traits));
+            let taints = liked.map_or(1.0, |terms| terms.constraints.cost_factor(&rank.about.traits));
             let session = if session == Some(rank.rank) { self.session_factor } else { 1.0 };
-            taints * session * rank.slow_start_factor
+            taints * session * rank.about.slow_start_factor
         }));
     }
 
     #[expect(clippy::cast_precision_loss, reason = "block counts stay far below 2^53")]
     fn is_overloaded(&self, rank: &Rank) -> bool {
-        let full = self.overload_blocks_frac.zip(rank.traits.total_kv_blocks);
+        let full = self.overload_blocks_frac.zip(rank.about.traits.total_kv_blocks);
         self.overload.exceeded_by(rank)
             || full.is_some_and(|(frac, blocks)| rank.active_blocks_max() as f64 > frac * f64::from(blocks))
     }
@@ -236,14 +254,14 @@ impl Rules {
         if !ranks.as_slice().iter().any(Rank::is_starting) {
             return;
         }
-        let mut held: Vec<u32> = ranks.as_slice().iter().map(|rank| rank.holdings.held_blocks()).collect();
+        let mut held: Vec<u32> = ranks.as_slice().iter().map(|rank| rank.about.holdings.held_blocks()).collect();
         held.sort_unstable();
         let median = held.get(held.len() / 2).copied().unwrap_or(0);
         for rank in ranks.iter_mut().filter(|rank| rank.is_starting()) {
-            let wanted = fill * f64::from(rank.traits.total_kv_blocks.unwrap_or(median));
-            let filled = if wanted > 0.0 { f64::from(rank.holdings.held_blocks()) / wanted } else { 1.0 };
-            let waited = now.since(rank.since).as_secs_f64() / longest.as_secs_f64();
-            rank.slow_start_factor = 1.0 / filled.max(waited).clamp(PROGRESS_MIN, 1.0);
+            let wanted = fill * f64::from(rank.about.traits.total_kv_blocks.unwrap_or(median));
+            let filled = if wanted > 0.0 { f64::from(rank.about.holdings.held_blocks()) / wanted } else { 1.0 };
+            let waited = now.since(rank.about.since).as_secs_f64() / longest.as_secs_f64();
+            rank.about.slow_start_factor = 1.0 / filled.max(waited).clamp(PROGRESS_MIN, 1.0);
         }
     }
 }

@@ -76,6 +76,8 @@ pub struct Schedule<T> {
     /// Requests that are not decided though they were asked about: next, before all others.
     again: VecDeque<Numbered<T>>,
     queue: Queue<Numbered<T>>,
+    /// Whether somebody who waits may be sent: since the last look at all of them, somebody may have opened.
+    look_again: bool,
     /// Waiting requests by the age of their overlap, oldest first; those that have left are skipped.
     overlap_ages: BTreeSet<(Timestamp, BookingId)>,
     in_flight: Option<Batch<T>>,
@@ -133,6 +135,7 @@ impl<T> Schedule<T> {
             arrivals: VecDeque::new(),
             again: VecDeque::new(),
             queue: Queue::new(&config),
+            look_again: false,
             overlap_ages: BTreeSet::new(),
             in_flight: None,
             requests: base,
@@ -190,7 +193,7 @@ impl<T> Schedule<T> {
     fn on_membership(&mut self, input: Input<T>, effects: &mut VecDeque<Effect<T>>) {
         self.scratch.forget();
         match input {
-            Input::Admit(admission) => self.ranks.admit(admission, self.rules.slow_start_factor(), self.now),
+            Input::Admit(admission) => self.ranks.admit(admission, self.rules.slow_start_factor()),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
             Input::Drain { slot, generation } => self.ranks.drain(slot, generation),
             Input::Conditions(conditions) => self.ranks.set_conditions(conditions),

@@ -20,6 +20,8 @@ pub(super) struct Ranks {
     standings: Vec<Standing>,
     /// Whether something may stand against somebody; looked up once a batch.
     troubled: bool,
+    /// Whether somebody may be open now who was not before: a load has fallen, or a standing has changed.
+    eased: bool,
     /// Slot to position in `all`.
     positions: Vec<Option<usize>>,
     conditions: Arc<RankConditions>,
@@ -47,14 +49,7 @@ pub(super) struct Rank {
     pub(super) rank: WorkerRank,
     pub(super) slot: Slot,
     pub(super) generation: Generation,
-    pub(super) traits: Arc<RankTraits>,
-    pub(super) holdings: Arc<Holdings>,
-    /// How fast it prefills.
-    pub(super) rate: Arc<RateCell>,
-    /// When it joined.
-    pub(super) since: Timestamp,
-    /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
-    pub(super) slow_start_factor: f64,
+    pub(super) about: Box<About>,
     board: Arc<BoardSlot>,
     /// The last good copy of the board, which one that is, and when it was read.
     seen: BoardLoad,
@@ -68,6 +63,19 @@ pub(super) struct Rank {
     answer: Option<Answer>,
     /// What the current batch has booked here.
     booked: SmallVec<[Booked; 1]>,
+}
+
+/// What most decisions do not look at. Apart, so that a look over all ranks passes fewer cache lines.
+#[derive(Debug)]
+pub(super) struct About {
+    pub(super) traits: Arc<RankTraits>,
+    pub(super) holdings: Arc<Holdings>,
+    /// How fast it prefills.
+    pub(super) rate: Arc<RateCell>,
+    /// When it joined.
+    pub(super) since: Timestamp,
+    /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
+    pub(super) slow_start_factor: f64,
 }
 
 /// A rank's load between bounds (each lowest, highest).
@@ -84,6 +92,17 @@ struct Ahead {
     number: u32,
     added_blocks: (u64, u64),
     prefill_tokens: u64,
+}
+
+/// What a look at a rank's board has shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum News {
+    /// Nothing that would open it.
+    Nothing,
+    /// Some of its load is gone.
+    Fell,
+    /// A new incarnation of its sequence actor.
+    Reborn,
 }
 
 /// What became of the question that the current batch asked a rank.
@@ -151,13 +170,19 @@ impl Ranks {
 
     /// Call after a change of standings.
     fn look_for_trouble(&mut self) {
+        self.eased = true;
         self.troubled = self.standings.iter().any(|standing| *standing != Standing::GOOD);
     }
 
+    /// Whether somebody may have opened since the last time this was asked.
+    pub(super) fn take_eased(&mut self) -> bool {
+        std::mem::take(&mut self.eased)
+    }
+
     /// Adds a rank whose cost is multiplied by `slow_start_factor` at first, or replaces an earlier incarnation of it.
-    pub(super) fn admit(&mut self, admission: Admission, slow_start_factor: f64, now: Timestamp) {
+    pub(super) fn admit(&mut self, admission: Admission, slow_start_factor: f64) {
         let draining = admission.draining;
-        let new = Rank::new(admission, slow_start_factor, now);
+        let new = Rank::new(admission, slow_start_factor);
         let position = match self.all.binary_search_by_key(&new.rank, |known| known.rank) {
             Ok(position) => {
                 self.all[position] = new;
@@ -176,14 +201,15 @@ impl Ranks {
 
     pub(super) fn describe(&mut self, slot: Slot, generation: Generation, traits: Arc<RankTraits>) {
         if let Some(position) = self.position_of(slot, generation) {
-            self.all[position].traits = traits;
+            self.all[position].about.traits = traits;
+            self.eased = true;
         }
     }
 
     pub(super) fn drain(&mut self, slot: Slot, generation: Generation) {
         if let Some(position) = self.position_of(slot, generation) {
             self.standings[position].draining = true;
-            self.troubled = true;
+            self.look_for_trouble(); // what only it could narrow is open to others
         }
     }
 
@@ -232,13 +258,18 @@ impl Ranks {
 
     /// Reads every board; a batch decides by what it saw at its start.
     pub(super) fn refresh(&mut self, now: Timestamp) {
-        let mut reborn = false;
+        let (mut reborn, mut fell) = (false, false);
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
-            if rank.refresh(now) {
-                standing.suspect = false; // a new incarnation
-                reborn = true;
+            match rank.refresh(now) {
+                News::Nothing => {}
+                News::Fell => fell = true,
+                News::Reborn => {
+                    standing.suspect = false;
+                    reborn = true;
+                }
             }
         }
+        self.eased |= fell;
         if reborn {
             self.look_for_trouble();
         }
@@ -255,8 +286,7 @@ impl Ranks {
     /// Takes an answer to the current batch's question in.
     pub(super) fn answered(&mut self, answer: LoadAnswer) {
         if let Some(position) = self.position_of(answer.slot, answer.generation) {
-            if self.troubled {
-                self.standings[position].suspect = false;
+            if std::mem::take(&mut self.standings[position].suspect) {
                 self.look_for_trouble();
             }
             self.all[position].answer = Some(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
@@ -270,6 +300,7 @@ impl Ranks {
                 rank.answer = Some(Answer::Missed);
                 standing.suspect = true;
                 self.troubled = true;
+                self.eased = true; // when nobody is left who answers, the others will do
             }
         }
     }
@@ -283,37 +314,33 @@ impl Ranks {
 }
 
 impl Rank {
-    fn new(admission: Admission, slow_start_factor: f64, now: Timestamp) -> Self {
-        let Admission { rank, slot, generation, board, rate, holdings, traits, draining: _ } = admission;
+    fn new(admission: Admission, slow_start_factor: f64) -> Self {
+        let Admission { rank, slot, generation, board, rate, holdings, traits, since, draining: _ } = admission;
         let mut version = BoardVersion::default();
         let seen = board.read_since(&mut version).unwrap_or_default();
         Self {
             rank,
             slot,
             generation,
-            traits,
-            holdings,
-            rate,
-            since: now,
-            slow_start_factor,
+            about: Box::new(About { traits, holdings, rate, since, slow_start_factor }),
             board,
             issued: seen.applied,
             view: View::of(&seen, seen.prefill.at()),
             seen,
             version,
-            seen_at: now,
+            seen_at: since,
             overlay: VecDeque::new(),
             answer: None,
             booked: SmallVec::new(),
         }
     }
 
-    /// Reads the board. Whether a new incarnation of the sequence actor showed itself there.
-    fn refresh(&mut self, now: Timestamp) -> bool {
+    /// Reads the board.
+    fn refresh(&mut self, now: Timestamp) -> News {
         self.answer = None;
         let news = self.board.read_since(&mut self.version);
         if news.is_none() && self.booked.is_empty() && self.overlay.is_empty() && !self.seen.prefill.decays() {
-            return false; // the view stands
+            return News::Nothing; // the view stands
         }
         let mut reborn = false;
         if let Some(load) = news {
@@ -325,6 +352,7 @@ impl Rank {
             self.seen = load;
             self.seen_at = now;
         }
+        let before = self.load_max();
         self.booked.clear();
         while self.overlay.front().is_some_and(|ahead| !is_after(ahead.number, self.seen.applied)) {
             self.overlay.pop_front();
@@ -333,12 +361,23 @@ impl Rank {
         for ahead in &self.overlay {
             self.view.add(ahead.added_blocks, ahead.prefill_tokens);
         }
-        reborn
+        let after = self.load_max();
+        let fell = after.0 < before.0 || after.1 < before.1 || after.2 < before.2;
+        match (reborn, fell) {
+            (true, _) => News::Reborn,
+            (false, true) => News::Fell,
+            (false, false) => News::Nothing,
+        }
+    }
+
+    /// The most blocks, prefill tokens and requests that it can have.
+    fn load_max(&self) -> (u64, u64, u32) {
+        (self.active_blocks_max(), self.prefill_tokens_max(), self.requests())
     }
 
     /// Whether its slow start is not over.
     pub(super) fn is_starting(&self) -> bool {
-        self.slow_start_factor != 1.0
+        self.about.slow_start_factor != 1.0
     }
 
     /// When its load was last seen to change.

@@ -164,6 +164,8 @@ pub struct Admission {
     pub holdings: Arc<Holdings>,
     /// What it offers.
     pub traits: Arc<RankTraits>,
+    /// When it joined.
+    pub since: Timestamp,
     /// Whether it gets no new work.
     pub draining: bool,
 }
@@ -173,7 +175,7 @@ impl Admission {
     #[must_use]
     pub fn new(rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) -> Self {
         let (rate, holdings, traits) = (Arc::default(), Arc::default(), Arc::default());
-        Self { rank, slot, generation, board, rate, holdings, traits, draining: false }
+        Self { rank, slot, generation, board, rate, holdings, traits, since: Timestamp::default(), draining: false }
     }
 }
 

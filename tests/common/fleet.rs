@@ -166,8 +166,12 @@ impl Fleet {
         } else {
             self.nodes.push(node);
         }
-        let admission =
-            Admission { holdings, traits: Arc::new(traits), ..Admission::new(rank, slot, generation, board) };
+        let admission = Admission {
+            holdings,
+            since: self.now,
+            traits: Arc::new(traits),
+            ..Admission::new(rank, slot, generation, board)
+        };
         self.step(Input::Admit(admission));
         position
     }
