@@ -7,25 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
+use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 use pointsman::error::{Down, FlushError, MembershipError, RouteError};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 const WORKERS: u64 = 6;
-
-/// Ten thousand drills would print ten thousand backtraces.
-fn without_reports_of_drills() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        let report = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |panic| {
-            if panic.payload().downcast_ref::<&str>() != Some(&"a drill") {
-                report(panic);
-            }
-        }));
-    });
-}
 
 /// What callers saw. Each call ends in exactly one of these.
 #[derive(Default)]
@@ -447,75 +434,4 @@ async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
     assert_eq!(router.dump_events().await.expect("up").len(), 3);
     // More blocks than the gate ever lets wait take all of it, one batch at a time.
     router.apply_events(vec![stored(rank(0), &tokens(3, 40))]).await.expect("up");
-}
-
-/// The cancellation overtakes the request, whose overlap is still being asked for.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
-    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
-    let builder = Router::builder(RouterConfig { queue_threshold: Some(0.5), ..config() });
-    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
-    let prompt = tokens(1, 25);
-    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    let wedge = router.wedge(Fault::Radix(rank(0))).expect("a shard");
-    let mut route = Box::pin(router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))));
-    tokio::select! {
-        biased;
-        placed = &mut route => panic!("the shard stands still, and yet: {placed:?}"),
-        () = std::future::ready(()) => {}
-    }
-    drop(route);
-    drop(wedge); // the shard answers at last
-    router.flush().await.expect("up");
-    let waiting: u64 = router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum();
-    assert_eq!(waiting, 0);
-    drop(busy);
-    assert_at_rest(&router).await;
-}
-
-/// What ended while its sequence actor was dead frees the rank all the same.
-#[tokio::test]
-async fn who_waits_for_a_rank_hears_of_what_ended_while_it_was_dead() {
-    without_reports_of_drills();
-    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
-    let builder = Router::builder(RouterConfig { queue_threshold: Some(0.5), overlap_refresh_after_ms: 0, ..config() });
-    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
-    let prompt = tokens(1, 25);
-    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    let mut route = Box::pin(router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))));
-    tokio::select! {
-        biased;
-        placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
-        () = std::future::ready(()) => {}
-    }
-    assert!(router.inject(Fault::Sequence(rank(0))));
-    drop(busy); // nobody is there to look
-    drop(route.await.expect("the rank is back, and idle"));
-    assert_at_rest(&router).await;
-}
-
-/// Whoever waited is lost with the scheduler, tries again, and waits again.
-#[tokio::test]
-async fn who_waits_outlives_the_scheduler() {
-    without_reports_of_drills();
-    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
-    let builder = Router::builder(RouterConfig { queue_threshold: Some(0.5), ..config() });
-    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
-    let prompt = tokens(1, 25);
-    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    let waiting = tokio::spawn({
-        let (router, prompt) = (router.clone(), prompt.clone());
-        async move { router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.map(drop) }
-    });
-    let waits = async || router.pending().await.is_ok_and(|pending| pending[0].depth.requests == 1);
-    while !waits().await {
-        tokio::task::yield_now().await;
-    }
-    assert!(router.inject(Fault::Scheduler));
-    while router.health().restarts == 0 || !waits().await {
-        tokio::task::yield_now().await;
-    }
-    drop(busy);
-    assert_eq!(waiting.await.expect("no panic"), Ok(()));
-    assert_at_rest(&router).await;
 }

@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
+use common::{assert_at_rest, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
 use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
@@ -221,12 +221,7 @@ impl WorkerSelector for Unreliable {
 
 #[tokio::test]
 async fn a_wrong_answer_of_a_selector_is_one_requests_error() {
-    let report = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        if panic.payload().downcast_ref::<&str>() != Some(&"a drill") {
-            report(panic);
-        }
-    }));
+    without_reports_of_drills();
     let builder = Router::builder(config()).selector(Arc::new(Unreliable(0.into())));
     let builder = builder.worker(WorkerId(0), WorkerConfig::at("http://a"));
     let router = builder.worker(WorkerId(1), WorkerConfig::at("http://b")).start().await.expect("valid");

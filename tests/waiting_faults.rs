@@ -1,0 +1,191 @@
+//! Waiting while parts of the router die or stand still: whoever waits is served, answered or gone.
+
+mod common;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{assert_at_rest, config, loads, rank, tokens, without_reports_of_drills};
+use pointsman::error::RouteError;
+use pointsman::load::{PrefillEstimator, PrefillFacts};
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
+
+/// A prompt of 25 blocks keeps a rank busy, and nothing but what happens ends a wait.
+fn waits() -> RouterConfig {
+    RouterConfig { queue_threshold: Some(0.5), overlap_refresh_after_ms: 0, ..config() }
+}
+
+fn engine() -> WorkerConfig {
+    WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") }
+}
+
+async fn one_rank(config: RouterConfig) -> Router {
+    Router::builder(config).worker(WorkerId(0), engine()).start().await.expect("valid")
+}
+
+/// Every prefill takes so long.
+struct Takes(Duration);
+
+impl PrefillEstimator for Takes {
+    fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
+        Some(self.0)
+    }
+}
+
+async fn estimated(estimator: impl PrefillEstimator + 'static, config: RouterConfig) -> Router {
+    let builder = Router::builder(config).prefill_estimator(Arc::new(estimator));
+    builder.worker(WorkerId(0), engine()).start().await.expect("valid")
+}
+
+/// A request on its way that cannot be answered yet.
+async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Route<'a> {
+    let mut route: Route<'a> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(prompt))));
+    tokio::select! {
+        biased;
+        placed = &mut route => panic!("nobody could have placed it, and yet: {placed:?}"),
+        () = std::future::ready(()) => {}
+    }
+    route
+}
+
+/// The Book lies before a rank that stands still; its caller goes, and the rank with it becomes free.
+#[tokio::test]
+async fn a_book_that_nobody_wants_any_more_frees_its_rank() {
+    let router = one_rank(waits()).await;
+    let prompt = tokens(1, 25);
+    let wedge = router.wedge(Fault::Sequence(rank(0))).expect("a rank");
+    let gone = under_way(&router, "a", &prompt).await;
+    let waiting = under_way(&router, "b", &prompt).await;
+    drop(gone);
+    drop(wedge);
+    drop(waiting.await.expect("the rank is idle"));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn a_prefill_that_was_over_before_it_was_booked_frees_its_rank() {
+    let router = one_rank(waits()).await;
+    let prompt = tokens(1, 25);
+    let wedge = router.wedge(Fault::Sequence(rank(0))).expect("a rank");
+    let early = under_way(&router, "a", &prompt).await;
+    let waiting = under_way(&router, "b", &prompt).await;
+    router.mark_prefill_completed("a").expect("known");
+    drop(wedge);
+    drop((early.await.expect("booked"), waiting.await.expect("nothing is left to prefill")));
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn load_that_begins_to_fall_when_it_is_booked_ends_a_wait() {
+    let router = estimated(Takes(Duration::from_millis(50)), waits()).await;
+    let prompt = tokens(1, 25);
+    let wedge = router.wedge(Fault::Sequence(rank(0))).expect("a rank");
+    let first = under_way(&router, "a", &prompt).await;
+    let waiting = under_way(&router, "b", &prompt).await;
+    drop(wedge);
+    let first = first.await.expect("booked");
+    drop(waiting.await.expect("its prefill is over by now, as far as anybody knows"));
+    drop(first);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restored_prefill_goes_on_from_its_booking_and_not_its_arrival() {
+    without_reports_of_drills();
+    let router = estimated(Takes(Duration::from_secs(2)), RouterConfig { queue_threshold: Some(0.0), ..waits() }).await;
+    let prompt = tokens(1, 25);
+    let first = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let waited = under_way(&router, "b", &prompt).await;
+    tokio::time::advance(Duration::from_millis(1_900)).await;
+    drop(first);
+    let waited = waited.await.expect("its turn");
+    let before = loads(&router).await[0].2;
+    assert!(before > 95, "{before} of 100 tokens are left when it has just been booked");
+    assert!(router.inject(Fault::Sequence(rank(0))));
+    while router.health().restarts == 0 {
+        tokio::task::yield_now().await;
+    }
+    let after = loads(&router).await[0].2;
+    assert!(before.abs_diff(after) <= 5, "{after} tokens are left after the restart, and {before} were before");
+    drop(waited);
+    assert_at_rest(&router).await;
+}
+
+struct Panics;
+
+impl PrefillEstimator for Panics {
+    fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
+        std::panic::panic_any("a drill")
+    }
+}
+
+#[tokio::test]
+async fn an_estimator_that_panics_costs_its_estimate() {
+    without_reports_of_drills();
+    let router = estimated(Panics, config()).await;
+    let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&tokens(1, 4)))).await.expect("placed");
+    assert_eq!(placement.best_match().expected_prefill_duration(), None);
+    drop(placement);
+    assert_eq!(router.health().restarts, 0);
+    assert_at_rest(&router).await;
+}
+
+/// The cancellation overtakes the request, whose overlap is still being asked for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
+    let router = one_rank(waits()).await;
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let wedge = router.wedge(Fault::Radix(rank(0))).expect("a shard");
+    let route = under_way(&router, "b", &prompt).await;
+    drop(route);
+    drop(wedge); // the shard answers at last
+    router.flush().await.expect("up");
+    let waiting: u64 = router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum();
+    assert_eq!(waiting, 0);
+    drop(busy);
+    assert_at_rest(&router).await;
+}
+
+/// What ended while its sequence actor was dead frees the rank all the same.
+#[tokio::test]
+async fn who_waits_for_a_rank_hears_of_what_ended_while_it_was_dead() {
+    without_reports_of_drills();
+    let router = one_rank(waits()).await;
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let route = under_way(&router, "b", &prompt).await;
+    assert!(router.inject(Fault::Sequence(rank(0))));
+    drop(busy); // nobody is there to look
+    drop(route.await.expect("the rank is back, and idle"));
+    assert_at_rest(&router).await;
+}
+
+/// Whoever waited is lost with the scheduler, tries again, and waits again.
+#[tokio::test]
+async fn who_waits_outlives_the_scheduler() {
+    without_reports_of_drills();
+    let router = one_rank(waits()).await;
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let waiting = tokio::spawn({
+        let (router, prompt) = (router.clone(), prompt.clone());
+        async move { router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.map(drop) }
+    });
+    let waits = async || router.pending().await.is_ok_and(|pending| pending[0].depth.requests == 1);
+    while !waits().await {
+        tokio::task::yield_now().await;
+    }
+    assert!(router.inject(Fault::Scheduler));
+    while router.health().restarts == 0 || !waits().await {
+        tokio::task::yield_now().await;
+    }
+    drop(busy);
+    assert_eq!(waiting.await.expect("no panic"), Ok(()));
+    assert_at_rest(&router).await;
+}
