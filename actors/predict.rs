@@ -99,7 +99,7 @@ pub(crate) struct Believers {
 
 impl Believers {
     pub(crate) fn of(shared: &Shared) -> Self {
-        let predicts = Kind::of(&shared.config).is_some();
+        let predicts = shared.predicts;
         let shards = shared.shards.iter().filter(|_| predicts).map(|shard| Arc::clone(&shard.turn)).collect();
         Self { shards, holds_bookings: shared.holds_bookings }
     }

@@ -310,7 +310,7 @@ impl Router {
     }
 
     fn prepare(&self, request: &RouteRequest<'_>) -> Result<Prepared, RouteError> {
-        Prepared::new(&self.shared().config, request, self.shared().clock.now())
+        Prepared::new(self.shared(), request)
     }
 
     /// Sends a request on its way through the shards to the scheduler.
@@ -326,7 +326,7 @@ impl Router {
         let (sender, answer) = oneshot::channel();
         let shared = self.shared();
         // Only a booking may wait; whoever chose its rank by itself does not.
-        let may_wait = shared.config.queueing() && target == Target::Any;
+        let may_wait = shared.queueing && target == Target::Any;
         let waits = lease.as_ref().filter(|_| may_wait).map(|lease| Waits {
             booking: lease.booking(),
             arrival: lease.arrival(),

@@ -36,6 +36,10 @@ pub(crate) struct Shared {
     pub(crate) scheduler: Arc<Turn<Scheduler>>,
     /// None where overlap counts for nothing.
     pub(crate) shards: Vec<Shard>,
+    /// Whether requests may have to wait.
+    pub(crate) queueing: bool,
+    /// Whether decisions are guesses about caches.
+    pub(crate) predicts: bool,
     /// Whether shards model caches that hold bookings, and so must hear of their ends.
     pub(crate) holds_bookings: bool,
     /// Requests waiting for an answer.
@@ -111,6 +115,8 @@ impl Shared {
             directory: Arc::default(),
             scheduler: Turn::closed(),
             shards: (0..shards).map(|_| Shard { turn: Turn::closed(), gate: gate() }).collect(),
+            queueing: config.queueing(),
+            predicts: Kind::of(&config).is_some(),
             holds_bookings: matches!(Kind::of(&config), Some(Kind::Lru { .. })),
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
             extensions,
@@ -211,7 +217,7 @@ impl Shared {
                 }
             }
             // It may be waiting: a request whose caller has gone stops counting at once.
-            Ended::Pending if may_wait && self.config.queueing() => {
+            Ended::Pending if may_wait && self.queueing => {
                 self.scheduler.tell(SchedulerMsg::Cancel(lease.booking()));
             }
             Ended::Pending | Ended::Already => {}

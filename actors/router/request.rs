@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::actors::shared::Shared;
 use crate::actors::telemetry::PromptKind;
 use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
 use crate::load::{PrefillLoadHint, PromptBlocks};
-use crate::predict::{Guess, Kind};
+use crate::predict::Guess;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::queue::UnknownClass;
 use crate::schedule::{Decision, Rejection, Terms};
@@ -298,7 +299,8 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    pub(super) fn new(config: &RouterConfig, request: &RouteRequest<'_>, now: Timestamp) -> Result<Self, RouteError> {
+    pub(super) fn new(shared: &Shared, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
+        let (config, now) = (&shared.config, shared.clock.now());
         let terms = request.terms(config, now)?;
         let overrides = request.overrides.copied().unwrap_or_default();
         let scheme = HashScheme {
@@ -334,7 +336,7 @@ impl Prepared {
             Some(_) | None => PromptBlocks::Counted(blocks),
         };
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?;
-        let guess = hashes.as_ref().filter(|_| Kind::of(config).is_some());
+        let guess = hashes.as_ref().filter(|_| shared.predicts);
         let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
         Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, guess, kind: request.kind(), started: now })
     }

@@ -197,7 +197,7 @@ impl<T> Schedule<T> {
 
     /// Prompt tokens cached on the best of the ranks that may serve the request, now or after a wait.
     fn best_cached_tokens(&mut self, asked: Asked<'_>, overlaps: &[RankOverlap]) -> u32 {
-        let (weights, block_size) = (self.config.tier_weights(), self.config.block_size);
+        let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let verdicts = &mut self.scratch.verdicts;
         self.rules.judge(&self.ranks, asked, verdicts);
         let may_serve = overlaps.iter().filter(|known| {

@@ -104,7 +104,7 @@ impl<T> Schedule<T> {
 
     /// The cost's parameters, as the request has them.
     pub(super) fn cost_of(&self, numbered: &Numbered<T>) -> KvCost {
-        let cost = self.config.kv_cost();
+        let cost = self.settings.cost;
         let Some(terms) = &numbered.request.terms else { return cost };
         let otherwise = terms.overrides;
         let overlap_score_credit = otherwise.overlap_score_credit.unwrap_or(cost.overlap_score_credit);
@@ -114,19 +114,19 @@ impl<T> Schedule<T> {
             prefill_load_scale: otherwise.prefill_load_scale.unwrap_or(cost.prefill_load_scale),
             shared_cache_multiplier: otherwise.shared_cache_multiplier.unwrap_or(cost.shared_cache_multiplier),
             track_prefill_tokens,
-            decode_only: self.config.role == PoolRole::Decode && !track_prefill_tokens && overlap_score_credit > 0.0,
+            decode_only: self.settings.role == PoolRole::Decode && !track_prefill_tokens && overlap_score_credit > 0.0,
             ..cost
         }
     }
 
     pub(super) fn temperature(&self, numbered: &Numbered<T>) -> f64 {
         let terms = numbered.request.terms.as_ref();
-        terms.and_then(|terms| terms.overrides.temperature).unwrap_or(self.config.temperature)
+        terms.and_then(|terms| terms.overrides.temperature).unwrap_or(self.settings.temperature)
     }
 
     pub(super) fn tracks_prefill(&self, numbered: &Numbered<T>) -> bool {
         let terms = numbered.request.terms.as_ref();
-        terms.and_then(|terms| terms.overrides.track_prefill_tokens).unwrap_or(self.config.track_prefill_tokens)
+        terms.and_then(|terms| terms.overrides.track_prefill_tokens).unwrap_or(self.settings.cost.track_prefill_tokens)
     }
 
     /// The facts of a rank taken at their upper ends, which for exact ones are the only ends.

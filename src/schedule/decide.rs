@@ -87,7 +87,10 @@ impl<T> Schedule<T> {
             (Purpose::Survey | Purpose::Explain, _) => Needs::All,
             (Purpose::Book | Purpose::Report, Target::Exactly { .. }) => Needs::Board,
             (Purpose::Book | Purpose::Report, Target::Any) if self.extensions.selector.is_some() => Needs::All,
-            (Purpose::Book | Purpose::Report, Target::Any) => self.config.needs_at(self.temperature(numbered)),
+            (Purpose::Book | Purpose::Report, Target::Any) if self.temperature(numbered) > 0.0 => {
+                self.settings.needs_at_temperature
+            }
+            (Purpose::Book | Purpose::Report, Target::Any) => self.settings.needs,
         }
     }
 
@@ -175,7 +178,7 @@ impl<T> Schedule<T> {
         }
         let draw = self.draw(numbered);
         let verdicts = &scratch.verdicts;
-        let position = match self.config.policy {
+        let position = match self.settings.policy {
             Policy::Kv => return self.choose_by_cost(in_batch, settle, numbered, draw, scratch),
             Policy::RoundRobin => self.in_turn(verdicts),
             Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
@@ -268,7 +271,7 @@ impl<T> Schedule<T> {
         let selection = Selection {
             request: numbered.number,
             isl_tokens: numbered.request.isl_tokens,
-            block_size: self.config.block_size,
+            block_size: self.settings.cost.block_size,
             expected_output_tokens: terms.and_then(|terms| terms.expected_output_tokens),
             lora_name: terms.and_then(|terms| terms.lora_name.as_deref()),
             session_id: terms.and_then(|terms| terms.session_id.as_deref()),
@@ -345,7 +348,7 @@ impl<T> Schedule<T> {
     }
 
     fn draw(&self, numbered: &Numbered<T>) -> Draw {
-        Draw { seed: self.config.seed, request: numbered.number }
+        Draw { seed: self.settings.seed, request: numbered.number }
     }
 
     /// Books, or reports, the request on the rank at `position`.
@@ -377,7 +380,7 @@ impl<T> Schedule<T> {
     fn decision(&self, position: usize, numbered: &Numbered<T>) -> Decision {
         let (rank, request) = (&self.ranks.as_slice()[position], &numbered.request);
         let overlap = overlap_on(&request.overlaps, rank);
-        let known = overlap.cached_tokens(self.config.tier_weights(), self.config.block_size);
+        let known = overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size);
         let (cached_tokens, expected_duration) = match request.target {
             Target::Exactly { cached_tokens, expected_duration, .. } => {
                 (cached_tokens.unwrap_or(known), expected_duration)
@@ -416,20 +419,20 @@ impl<T> Schedule<T> {
             // The embedder's code: its panic costs an estimate, not the scheduler.
             return catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
         }
-        match self.config.prefill_load_model {
+        match self.settings.prefill_load_model {
             PrefillModel::None => None,
             PrefillModel::Learned => rank.about.rate.estimate(new_tokens),
         }
     }
 
     fn survey(&mut self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
-        let (weights, track) = (self.config.tier_weights(), self.tracks_prefill(&numbered));
+        let (weights, track) = (self.settings.cost.tier_weights, self.tracks_prefill(&numbered));
         let mut scratch = std::mem::take(&mut self.scratch);
         self.fill_overlaps(&numbered.request.overlaps, &mut scratch);
         let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
         let loads = ranks.map(|(rank, overlap)| {
             let projected = rank.project(numbered.candidate(in_batch));
-            let cached_tokens = overlap.cached_tokens(weights, self.config.block_size);
+            let cached_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
             let new = PrefillLoadHint::new(numbered.request.isl_tokens, cached_tokens, track, None);
             let new_tokens = new.map_or(0, |hint| u64::from(hint.effective_tokens()));
             PotentialLoad {

@@ -22,6 +22,8 @@ const PROGRESS_MIN: f64 = 0.1;
 /// The rules that a configuration makes.
 #[derive(Debug)]
 pub(super) struct Rules {
+    /// Whether load and age stand against nobody, ever.
+    lenient: bool,
     overload: Limits,
     overload_blocks_frac: Option<f64>,
     /// Beyond what a rank is busy, by class.
@@ -148,11 +150,12 @@ impl Rules {
         };
         let longest = Duration::from_millis(config.slow_start_max_ms);
         let slow_start = SlowStart { fill: config.slow_start_fill, longest };
+        let overload =
+            Limits { prefill_tokens: config.overload_prefill_tokens, prefill_frac: config.overload_prefill_frac };
+        let overloads = overload.any() || config.overload_blocks_frac.is_some();
         Self {
-            overload: Limits {
-                prefill_tokens: config.overload_prefill_tokens,
-                prefill_frac: config.overload_prefill_frac,
-            },
+            lenient: !overloads && config.slow_start_fill == 0.0,
+            overload,
             overload_blocks_frac: config.overload_blocks_frac,
             busy: classes.iter().map(busy).collect(),
             slow_start: (config.slow_start_fill > 0.0).then_some(slow_start),
@@ -166,8 +169,7 @@ impl Rules {
         let (all, standings) = (ranks.as_slice(), ranks.standings());
         verdicts.factors.clear();
         verdicts.refused_by.clear();
-        let overload = self.overload.any() || self.overload_blocks_frac.is_some();
-        let plain = asked.terms.is_none() && asked.class.is_none() && !overload && self.slow_start.is_none();
+        let plain = self.lenient && asked.terms.is_none() && asked.class.is_none();
         let good = ranks.all_good();
         verdicts.all_open = (plain && good).then_some(all.len());
         if verdicts.is_plain() {
@@ -194,7 +196,7 @@ impl Rules {
             verdicts.narrow(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));
         }
         verdicts.refuse(Filter::Overloaded, |position| {
-            standings[position].overloaded || overload && self.is_overloaded(&all[position])
+            standings[position].overloaded || !self.lenient && self.is_overloaded(&all[position])
         });
         if let Some(limits) = asked.class.and_then(|class| self.busy.get(class.0 as usize)) {
             verdicts.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
@@ -250,6 +252,9 @@ impl Rules {
 
     /// Moves slow starts on.
     pub(super) fn warm_up(&self, ranks: &mut Ranks, now: Timestamp) {
+        if self.lenient {
+            return;
+        }
         let Some(SlowStart { fill, longest }) = self.slow_start else { return };
         if !ranks.as_slice().iter().any(Rank::is_starting) {
             return;

@@ -63,8 +63,8 @@ impl Explanation {
 impl<T> Schedule<T> {
     /// Whether this decision is one of those traced.
     pub(super) fn is_traced(&self, request: u64) -> bool {
-        let share = self.config.decision_trace;
-        share > 0.0 && Draw { seed: self.config.seed ^ TRACE_SEED, request }.unit() < share
+        let share = self.settings.decision_trace;
+        share > 0.0 && Draw { seed: self.settings.seed ^ TRACE_SEED, request }.unit() < share
     }
 
     /// The table, as things stand.
@@ -77,7 +77,7 @@ impl<T> Schedule<T> {
     ) -> Box<Explanation> {
         self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_overlaps(&numbered.request.overlaps, scratch);
-        let (weights, block_size) = (self.config.tier_weights(), self.config.block_size);
+        let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let cost = self.cost_of(numbered);
         let all = self.ranks.as_slice();
         // What the others have to prefill matters only to a credit that decays.
@@ -111,7 +111,7 @@ impl<T> Schedule<T> {
         Box::new(Explanation {
             schema: Explanation::SCHEMA,
             request: numbered.number,
-            policy: self.config.policy,
+            policy: self.settings.policy,
             custom_selector: self.extensions.selector.is_some(),
             isl_tokens: numbered.request.isl_tokens,
             block_size,

@@ -33,11 +33,11 @@ pub use types::{
     Target, Waits,
 };
 
-use crate::config::RouterConfig;
+use crate::config::{PoolRole, PrefillModel, RouterConfig};
 use crate::load::{PrefillEstimator, PromptMark};
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{ClassId, Queue};
-use crate::select::WorkerSelector;
+use crate::select::{KvCost, Needs, Policy, WorkerSelector};
 use crate::session::Sessions;
 
 use eligible::Rules;
@@ -64,7 +64,7 @@ impl std::fmt::Debug for Extensions {
 /// The state machine. See the module's head.
 #[derive(Debug)]
 pub struct Schedule<T> {
-    config: RouterConfig,
+    settings: Settings,
     rules: Rules,
     /// Whether any request may ever have to wait.
     queueing: bool,
@@ -90,6 +90,37 @@ pub struct Schedule<T> {
     /// The time of the current step.
     now: Timestamp,
     scratch: decide::Scratch,
+}
+
+/// What of the configuration each decision looks at, close together.
+#[derive(Debug)]
+struct Settings {
+    cost: KvCost,
+    temperature: f64,
+    seed: u64,
+    decision_trace: f64,
+    /// What must be known at the least cost, and at a temperature.
+    needs: Needs,
+    needs_at_temperature: Needs,
+    policy: Policy,
+    role: PoolRole,
+    prefill_load_model: PrefillModel,
+}
+
+impl Settings {
+    fn of(config: &RouterConfig) -> Self {
+        Self {
+            cost: config.kv_cost(),
+            temperature: config.temperature,
+            seed: config.seed,
+            decision_trace: config.decision_trace,
+            needs: config.needs_at(0.0),
+            needs_at_temperature: config.needs_at(f64::MIN_POSITIVE),
+            policy: config.policy,
+            role: config.role,
+            prefill_load_model: config.prefill_load_model,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -143,7 +174,7 @@ impl<T> Schedule<T> {
             turns: 0,
             now: Timestamp::default(),
             scratch: decide::Scratch::default(),
-            config,
+            settings: Settings::of(&config),
         }
     }
 
@@ -247,6 +278,6 @@ impl<T> Schedule<T> {
     }
 
     fn has_candidates(&self) -> bool {
-        !self.arrivals.is_empty() || !self.again.is_empty() || !self.queue.is_empty()
+        !self.arrivals.is_empty() || self.queueing && !(self.again.is_empty() && self.queue.is_empty())
     }
 }
