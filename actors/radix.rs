@@ -87,7 +87,6 @@ impl Tenant {
 }
 
 /// Who wants to know the overlap, and what then.
-#[expect(clippy::large_enum_variant, reason = "nearly all are requests, and a box would be an allocation for each")]
 pub(crate) enum Ask {
     /// A request: on to the scheduler with it.
     Decide(Request<Ticket>),

@@ -327,12 +327,14 @@ impl Router {
         let shared = self.shared();
         // Only a booking may wait; whoever chose its rank by itself does not.
         let may_wait = shared.queueing && target == Target::Any;
-        let waits = lease.as_ref().filter(|_| may_wait).map(|lease| Waits {
-            booking: lease.booking(),
-            arrival: lease.arrival(),
-            block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
+        let waits = lease.as_ref().filter(|_| may_wait).map(|lease| {
+            Box::new(Waits {
+                booking: lease.booking(),
+                arrival: lease.arrival(),
+                block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
+            })
         });
-        let guess = lease.as_ref().and_then(|_| prepared.guess());
+        let guess = lease.as_ref().and_then(|_| prepared.guess()).map(Box::new);
         let ticket = Ticket { lease, answer: sender, permit, guess, marks };
         let terms = prepared.terms();
         let plain = Request::new(ticket, prepared.prompt(), prepared.isl_tokens());

@@ -75,7 +75,7 @@ pub(crate) struct Ticket {
     /// Its place in the waiting room, given back when it is answered or lost.
     pub(crate) permit: OwnedSemaphorePermit,
     /// What its booking will leave in a cache, where that is guessed.
-    pub(crate) guess: Option<Guess>,
+    pub(crate) guess: Option<Box<Guess>>,
     /// Present when its time is measured.
     pub(crate) marks: Option<Arc<Marks>>,
 }
@@ -324,7 +324,7 @@ impl Scheduler {
                     // Before the Book, so that whoever hears of the booking and asks again finds the guess.
                     let claim = guess.and_then(|guess| {
                         let believers = &self.around.believers;
-                        believers.routed(&decision, lease.booking(), guess, &mut self.after.shards)
+                        believers.routed(&decision, lease.booking(), *guess, &mut self.after.shards)
                     });
                     let book = Book { lease, decision, number, answer, permit, claim, now };
                     turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);

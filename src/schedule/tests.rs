@@ -389,7 +389,7 @@ fn ages_are_kept_only_where_overlaps_are_refreshed() {
             let waits = Some(Waits { booking: BookingId(ticket), arrival: NOW, block_hashes });
             let plain = Request::new(ticket, PromptBlocks::Counted(1), 4);
             fleet.prompts.insert(ticket, plain.prompt.clone());
-            fleet.step(Input::Request(Request { waits, ..plain }));
+            fleet.step(Input::Request(Request { waits: waits.map(Box::new), ..plain }));
         }
         assert_eq!((fleet.schedule.queue.len(), fleet.schedule.overlap_ages.len()), (1, kept));
     }

@@ -34,7 +34,7 @@ pub struct Request<T> {
     /// What it asks for beyond that.
     pub terms: Option<Box<Terms>>,
     /// What makes it wait and be cancelled: absent for what never waits.
-    pub waits: Option<Waits>,
+    pub waits: Option<Box<Waits>>,
 }
 
 impl<T> Request<T> {

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// assert_eq!(hits.beyond(2), 4); // block 2, and 5 to 7
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SharedHits(Vec<Range<u32>>);
+pub struct SharedHits(Option<Box<[Range<u32>]>>);
 
 impl SharedHits {
     /// Takes the ranges in any order; overlapping ones count once, empty and backward ones not at all.
@@ -29,19 +29,19 @@ impl SharedHits {
                 _ => merged.push(range),
             }
         }
-        Self(merged)
+        Self(Some(merged.into_boxed_slice()).filter(|ranges| !ranges.is_empty()))
     }
 
     /// The ranges, in order, none touching the next.
     #[must_use]
     pub fn ranges(&self) -> &[Range<u32>] {
-        &self.0
+        self.0.as_deref().unwrap_or_default()
     }
 
     /// Blocks held at positions from `depth` on.
     #[must_use]
     pub fn beyond(&self, depth: u32) -> u32 {
-        self.0.iter().map(|range| range.end.saturating_sub(range.start.max(depth))).sum()
+        self.ranges().iter().map(|range| range.end.saturating_sub(range.start.max(depth))).sum()
     }
 
     /// Blocks held.

@@ -218,10 +218,12 @@ impl Fleet {
             PromptBlocks::Counted(ask.blocks)
         };
         self.prompts.insert(ticket, prompt.clone());
-        let waits = ask.waits.then(|| Waits {
-            booking: BookingId(ticket),
-            arrival: self.now,
-            block_hashes: ask.refreshes.then(|| blocks.into()),
+        let waits = ask.waits.then(|| {
+            Box::new(Waits {
+                booking: BookingId(ticket),
+                arrival: self.now,
+                block_hashes: ask.refreshes.then(|| blocks.into()),
+            })
         });
         let terms = (ask.terms != Terms::default()).then(|| Box::new(ask.terms.clone()));
         let request = Request {
