@@ -162,7 +162,8 @@ impl Router {
         }
     }
 
-    /// Books a request on a rank that the embedder has chosen. The booking lasts until [`Router::free`].
+    /// Books a request on a rank that the embedder has chosen. The booking lasts until [`Router::free`], or until nothing
+    /// was heard of it for `booking_liveness_ms`.
     ///
     /// # Errors
     /// See [`RouteError`]; [`UnknownRank`](crate::schedule::Rejection::UnknownRank) when the rank is not registered.

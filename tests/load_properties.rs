@@ -2,17 +2,20 @@
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
+#[path = "common/effort.rs"]
+mod effort;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use effort::effort;
 use pointsman::load::reference::ReferenceSequences;
 use pointsman::load::{
     ActiveSequences, Change, OutputBlocks, PrefillCurve, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight,
 };
 use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 /// Few ids, so that repeats, unknown ids and ids used again are common.
 const IDS: u64 = 8;
@@ -228,15 +231,8 @@ fn steps(one_rate: bool) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step(one_rate), 1..60)
 }
 
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-fn config() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
-    let seeds = FileFailurePersistence::Direct("tests/load_properties.proptest-regressions");
-    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
-}
-
 proptest! {
-    #![proptest_config(config())]
+    #![proptest_config(effort(400, "tests/load_properties.proptest-regressions"))]
 
     #[test]
     fn any_calls_give_the_loads_of_the_reference(assume_kv_reuse: bool, steps in steps(false)) {

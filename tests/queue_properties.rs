@@ -2,15 +2,18 @@
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
+#[path = "common/effort.rs"]
+mod effort;
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
 use pointsman::protocol::Timestamp;
 use pointsman::queue::{ClassId, Depth, LaneKey, Queue, Terms};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 fn secs(secs: u64) -> Timestamp {
     Timestamp::default() + Duration::from_secs(secs)
@@ -318,15 +321,8 @@ impl Pair {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-fn config() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
-    let seeds = FileFailurePersistence::Direct("tests/queue_properties.proptest-regressions");
-    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
-}
-
 proptest! {
-    #![proptest_config(config())]
+    #![proptest_config(effort(400, "tests/queue_properties.proptest-regressions"))]
 
     #[test]
     fn any_calls_give_what_the_model_gives(classes in classes(), steps in prop::collection::vec(step(), 1..80)) {

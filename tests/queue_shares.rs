@@ -2,12 +2,15 @@
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
+#[path = "common/effort.rs"]
+mod effort;
+
+use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::QueueClass;
 use pointsman::protocol::Timestamp;
 use pointsman::queue::{ClassId, LaneKey, Queue, Terms};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 fn config_of(quanta: &[u32]) -> RouterConfig {
     let class = |(n, quantum): (usize, &u32)| QueueClass {
@@ -61,15 +64,8 @@ impl Backlog {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-fn config() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(400);
-    let seeds = FileFailurePersistence::Direct("tests/queue_shares.proptest-regressions");
-    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
-}
-
 proptest! {
-    #![proptest_config(config())]
+    #![proptest_config(effort(400, "tests/queue_shares.proptest-regressions"))]
 
     /// Sent tokens are within one round's worth of the quanta's proportion, so within 2 % after fifty such.
     #[test]

@@ -1,6 +1,8 @@
 //! What a choice is made by and how it is told: overrides, the shared cache, the embedder's selector, explanations and
 //! traces, and that the shortlist places like asking everyone whatever requests ask for.
 
+#[path = "common/effort.rs"]
+mod effort;
 #[path = "common/fleet.rs"]
 mod fleet;
 
@@ -9,6 +11,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use effort::effort;
 use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 use pointsman::RouterConfig;
 use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
@@ -20,7 +23,6 @@ use pointsman::select::{
 };
 use pointsman::session::SessionId;
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 fn hits(range: Range<u32>) -> SharedHits {
     SharedHits::new([range].into())
@@ -387,15 +389,8 @@ fn placed(
     (placed.collect(), fleet.asked_ranks)
 }
 
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-fn effort() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(64);
-    let seeds = FileFailurePersistence::Direct("tests/schedule_choice.proptest-regressions");
-    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
-}
-
 proptest! {
-    #![proptest_config(effort())]
+    #![proptest_config(effort(64, "tests/schedule_choice.proptest-regressions"))]
 
     #[test]
     fn the_shortlist_places_like_asking_everyone_whatever_is_asked(

@@ -2,6 +2,8 @@
 //!
 //! `PROPTEST_CASES` sets the number of histories; a failure prints its seed.
 
+#[path = "common/effort.rs"]
+mod effort;
 #[path = "common/fleet.rs"]
 mod fleet;
 #[path = "common/world.rs"]
@@ -10,6 +12,7 @@ mod world;
 use std::ops::Range;
 use std::time::Duration;
 
+use effort::effort;
 use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
@@ -17,18 +20,10 @@ use pointsman::protocol::{BookingId, WorkerId};
 use pointsman::schedule::{Input, Purpose, Target, Terms};
 use pointsman::select::{Pin, PinMode};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use world::World;
 
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-fn effort() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(24);
-    let seeds = FileFailurePersistence::Direct("tests/schedule_waiting.proptest-regressions");
-    ProptestConfig { cases, failure_persistence: Some(Box::new(seeds)), ..ProptestConfig::default() }
-}
-
 proptest! {
-    #![proptest_config(effort())]
+    #![proptest_config(effort(24, "tests/schedule_waiting.proptest-regressions"))]
 
     #[test]
     fn whatever_happens_every_request_leaves_once_and_rightly(
@@ -138,7 +133,7 @@ fn costs() -> impl Strategy<Value = (u32, u32)> {
 }
 
 proptest! {
-    #![proptest_config(effort())]
+    #![proptest_config(effort(24, "tests/schedule_waiting.proptest-regressions"))]
 
     #[test]
     fn backlogged_classes_share_as_their_quanta(classes in prop::collection::vec((50u32..200, costs()), 2..4)) {

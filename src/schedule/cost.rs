@@ -24,7 +24,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Judges the request, and fills in bounds of every rank's cost; `settle` takes each at its worst.
+    /// Fills in bounds of every rank's cost; `settle` takes each at its worst. Expects the request's verdicts in `scratch`.
     pub(super) fn fill_bounds(
         &self,
         candidate: Prospect<'_>,
@@ -32,7 +32,6 @@ impl<T> Schedule<T> {
         settle: bool,
         scratch: &mut Scratch,
     ) {
-        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_overlaps(&numbered.request.overlaps, scratch);
         let cost = self.cost_of(numbered);
         let Scratch { verdicts, overlaps, bounds, .. } = scratch;

@@ -104,6 +104,7 @@ impl<T> Schedule<T> {
 
     /// Lists every rank whose least cost does not exceed the least of the highest costs.
     fn list_bounded(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
+        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_bounds(candidate, numbered, false, scratch);
         let least_hi = scratch.bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, f64::min);
         let Scratch { bounds, listed, .. } = scratch;

@@ -1,7 +1,8 @@
 //! Who may serve one request: each rank's verdict, and what preferences do to its cost.
 //!
-//! Owns how constraints, standings, load and class come together, in the order of [`Filter`]. A request without terms
-//! in a pool without limits and troubles costs one look over the standings.
+//! Owns how constraints, standings, load and class come together. Promises one verdict a rank, that of the first
+//! [`Filter`] that refuses it, and that a request without terms in a pool without limits and troubles costs nothing.
+//! Leaves to `admission` what a verdict means for a wait, and to `decide` the choice among those left.
 
 use std::time::Duration;
 
@@ -252,9 +253,6 @@ impl Rules {
 
     /// Moves slow starts on.
     pub(super) fn warm_up(&self, ranks: &mut Ranks, now: Timestamp) {
-        if self.lenient {
-            return;
-        }
         let Some(SlowStart { fill, longest }) = self.slow_start else { return };
         if !ranks.as_slice().iter().any(Rank::is_starting) {
             return;
