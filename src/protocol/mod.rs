@@ -12,4 +12,4 @@ mod worker;
 pub use event::{KvEvent, RouterEvent, StorageTier, StoredBlock};
 pub use ids::{BlockHash, BookingId, EngineHash, Generation, SequenceHash, Slot, WorkerId, WorkerRank};
 pub use time::Timestamp;
-pub use worker::{KvTransferEnforcement, WorkerConfig, WorkerConfigError, WorkerMap};
+pub use worker::{KvEventsConfig, KvTransferEnforcement, LoadSource, WorkerConfig, WorkerConfigError, WorkerMap};

@@ -20,6 +20,67 @@ pub enum KvTransferEnforcement {
     Preferred,
 }
 
+/// Where an engine publishes its KV events.
+///
+/// vLLM and SGLang publish each data-parallel rank on a port of its own: rank `r` at the port given plus `r`, and
+/// answers to replay requests likewise.
+///
+/// ```
+/// use pointsman::protocol::KvEventsConfig;
+///
+/// let config: KvEventsConfig = serde_json::from_str(r#"{ "endpoint": "tcp://10.0.0.7:5557" }"#)?;
+/// assert_eq!(config.of_rank(2)?.endpoint, "tcp://10.0.0.7:5559");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvEventsConfig {
+    /// `tcp://HOST:PORT` of rank 0's publisher.
+    pub endpoint: String,
+    /// `tcp://HOST:PORT` of rank 0's replay socket. Without it nothing that was lost can be asked for again.
+    #[serde(default)]
+    pub replay_endpoint: Option<String>,
+    /// Prefix of the topics to subscribe to. Default empty: everything.
+    #[serde(default)]
+    pub topic: String,
+}
+
+impl KvEventsConfig {
+    /// The endpoints of one rank.
+    ///
+    /// # Errors
+    /// An endpoint that is not of the form `tcp://HOST:PORT`, or whose port plus `rank` is none.
+    pub fn of_rank(&self, rank: u32) -> Result<Self, WorkerConfigError> {
+        let replay_endpoint = self.replay_endpoint.as_deref().map(|endpoint| endpoint_of_rank(endpoint, rank));
+        Ok(Self {
+            endpoint: endpoint_of_rank(&self.endpoint, rank)?,
+            replay_endpoint: replay_endpoint.transpose()?,
+            topic: self.topic.clone(),
+        })
+    }
+}
+
+fn endpoint_of_rank(endpoint: &str, rank: u32) -> Result<String, WorkerConfigError> {
+    let refused = || WorkerConfigError::Endpoint { endpoint: endpoint.to_owned(), rank };
+    let (host, port) = endpoint.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':')).ok_or_else(refused)?;
+    let base: u16 = port.parse().map_err(|_| refused())?;
+    let port = u16::try_from(rank).ok().and_then(|rank| base.checked_add(rank)).filter(|port| *port > 0);
+    match port {
+        Some(port) if !host.is_empty() => Ok(format!("tcp://{host}:{port}")),
+        Some(_) | None => Err(refused()),
+    }
+}
+
+/// Where an engine says how busy it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LoadSource {
+    /// Its Prometheus page: `http://HOST:PORT/metrics`, of all ranks together.
+    Metrics(String),
+    /// SGLang's load socket: `tcp://HOST:PORT` of rank 0, rank `r` at the port plus `r`.
+    Socket(String),
+}
+
 /// One worker's configuration.
 ///
 /// ```
@@ -72,10 +133,23 @@ pub struct WorkerConfig {
     /// Whether the worker hashes EAGLE windows; must agree with the pool's setting when given.
     #[serde(default)]
     pub is_eagle: Option<bool>,
+    /// Where it publishes its KV events. Default none: the embedder brings them, or nobody does.
+    #[serde(default)]
+    pub kv_events: Option<KvEventsConfig>,
+    /// Where it says how busy it is. Default none: only what was booked counts.
+    #[serde(default)]
+    pub load: Option<LoadSource>,
+    /// Path below `endpoint` that answers 200 while the engine is well. Default `/health`.
+    #[serde(default = "health_path")]
+    pub health_path: String,
 }
 
 fn one() -> u32 {
     1
+}
+
+fn health_path() -> String {
+    "/health".to_owned()
 }
 
 /// Why a worker's configuration was refused.
@@ -98,6 +172,17 @@ pub enum WorkerConfigError {
         /// The field's name.
         field: &'static str,
     },
+    /// A socket that cannot be found.
+    #[error("endpoint {endpoint:?} of rank {rank} must be tcp://HOST:PORT with PORT + {rank} from 1 to 65535")]
+    Endpoint {
+        /// The base endpoint.
+        endpoint: String,
+        /// The rank whose port it gives.
+        rank: u32,
+    },
+    /// A path that is none.
+    #[error("health_path is {0:?}, must begin with /")]
+    HealthPath(String),
     /// A weight that is no number.
     #[error("kv_transfer_preferred_weight is {0}, must be finite")]
     Weight(f64),
@@ -132,6 +217,9 @@ impl WorkerConfig {
             kv_transfer_enforcement: KvTransferEnforcement::default(),
             kv_transfer_preferred_weight: None,
             is_eagle: None,
+            kv_events: None,
+            load: None,
+            health_path: health_path(),
         }
     }
 
@@ -160,6 +248,17 @@ impl WorkerConfig {
                 return Err(WorkerConfigError::Zero { field });
             }
         }
+        if !self.health_path.starts_with('/') {
+            return Err(WorkerConfigError::HealthPath(self.health_path.clone()));
+        }
+        // The last rank's port is the highest.
+        let last = start + size - 1;
+        if let Some(kv_events) = &self.kv_events {
+            kv_events.of_rank(last)?;
+        }
+        if let Some(LoadSource::Socket(endpoint)) = &self.load {
+            endpoint_of_rank(endpoint, last)?;
+        }
         match self.kv_transfer_preferred_weight {
             Some(weight) if !weight.is_finite() => Err(WorkerConfigError::Weight(weight)),
             _ => Ok(()),
@@ -182,6 +281,22 @@ mod tests {
         assert_eq!(with(|c| c.total_kv_blocks = Some(0)), "total_kv_blocks is 0, must be at least 1");
         assert!(with(|c| c.data_parallel_start_rank = u32::MAX).contains("exceeds 4294967295"));
         assert!(with(|c| c.kv_transfer_preferred_weight = Some(f64::NAN)).contains("NaN"));
+        assert_eq!(with(|c| c.health_path = "ok".to_owned()), "health_path is \"ok\", must begin with /");
+    }
+
+    #[test]
+    fn endpoints_of_ranks_are_ports_in_a_row() {
+        let publishing = |endpoint: &str, ranks| {
+            let kv_events =
+                KvEventsConfig { endpoint: endpoint.to_owned(), replay_endpoint: None, topic: String::new() };
+            WorkerConfig { data_parallel_size: ranks, kv_events: Some(kv_events), ..WorkerConfig::at("x") }.validate()
+        };
+        assert_eq!(publishing("tcp://[::1]:5557", 8), Ok(()));
+        for (endpoint, ranks) in [("tcp://h:65535", 2), ("h:1", 1), ("tcp://:1", 1), ("tcp://h:0", 1), ("tcp://h:x", 1)]
+        {
+            let error = publishing(endpoint, ranks).expect_err("must be refused").to_string();
+            assert!(error.contains(endpoint) && error.contains("tcp://HOST:PORT"), "{error}");
+        }
     }
 
     #[test]
