@@ -76,6 +76,7 @@ pub mod schedule;
 pub mod select;
 pub mod session;
 pub mod supervision;
+pub mod zmtp;
 
 #[cfg(feature = "runtime")]
 pub use actors::{

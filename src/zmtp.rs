@@ -1,0 +1,394 @@
+//! What is around an engine's KV event payloads on the wire: ZMTP frames and the parts of a message.
+//!
+//! Owns the limits of what an engine may send ([`Caps`]), the check of a byte stream against them as it goes by
+//! ([`FrameCheck`]), and the two shapes of multi-part messages ([`live`], [`replayed`]). Promises that a stream that
+//! passed holds no frame, and no message, larger than its caps, so that whoever reads it may make room for what a header
+//! announces; and that nothing here makes room for anything. Leaves the protocol itself (handshake, subscriptions) to the
+//! library that speaks it, and payloads to [`crate::wire`].
+//!
+//! Formats: ZMTP 3.0 (ZeroMQ RFC 23): a greeting of 64 bytes (`ff`, eight bytes of padding, `7f`, version, mechanism as
+//! 20 bytes, server flag, 31 bytes of filler), then frames of one flag byte (1 more, 2 long, 4 command) and a length of one
+//! byte, or of eight bytes, big-endian, where long.
+
+/// The most that an engine may send at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caps {
+    /// Bytes a frame.
+    pub frame_bytes_max: u64,
+    /// Bytes of all frames of one message together.
+    pub message_bytes_max: u64,
+    /// Frames of one message.
+    pub message_frames_max: u32,
+}
+
+impl Default for Caps {
+    /// 16 MiB a frame and a message, 8 frames: a batch of 20,000 blocks of 64 tokens is about 7 MB.
+    fn default() -> Self {
+        Self { frame_bytes_max: 16 << 20, message_bytes_max: 16 << 20, message_frames_max: 8 }
+    }
+}
+
+/// Why a stream was cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StreamError {
+    /// What came first is no ZMTP 3 greeting.
+    #[error("byte {at} of the greeting is {found:#04x}, must be {rule}")]
+    Greeting {
+        /// Where.
+        at: usize,
+        /// What stands there.
+        found: u8,
+        /// What must.
+        rule: &'static str,
+    },
+    /// Only the NULL mechanism is spoken: no user, no encryption.
+    #[error("the peer wants a security mechanism other than NULL")]
+    Mechanism,
+    /// Flags that mean nothing, so that no length can be trusted.
+    #[error("a frame has flags {0:#04x}, must be 1 (more), 2 (long), 4 (command) or a sum of them")]
+    Flags(u8),
+    /// A frame of more bytes than allowed.
+    #[error("a frame announces {bytes} bytes, must be at most {bytes_max}")]
+    Frame {
+        /// As announced.
+        bytes: u64,
+        /// The cap.
+        bytes_max: u64,
+    },
+    /// A message of more bytes than allowed.
+    #[error("a message has at least {bytes} bytes, must be at most {bytes_max}")]
+    Message {
+        /// Announced so far.
+        bytes: u64,
+        /// The cap.
+        bytes_max: u64,
+    },
+    /// A message of more frames than allowed.
+    #[error("a message has more than {frames_max} frames")]
+    Frames {
+        /// The cap.
+        frames_max: u32,
+    },
+}
+
+impl StreamError {
+    /// Its name in metrics.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Greeting { .. } => "bad_greeting",
+            Self::Mechanism => "mechanism",
+            Self::Flags(_) => "bad_flags",
+            Self::Frame { .. } => "frame_too_large",
+            Self::Message { .. } => "message_too_large",
+            Self::Frames { .. } => "too_many_frames",
+        }
+    }
+}
+
+const GREETING_BYTES: usize = 64;
+const MECHANISM: &[u8; 20] = b"NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
+
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+
+/// Checks the bytes of one connection, in whatever pieces they come.
+///
+/// ```
+/// use pointsman::zmtp::{Caps, FrameCheck, StreamError};
+///
+/// let mut check = FrameCheck::new(Caps::default());
+/// let error = check.pass(b"HTTP/1.1 400 Bad Request").expect_err("no greeting");
+/// assert_eq!(error, StreamError::Greeting { at: 0, found: b'H', rule: "0xff" });
+/// ```
+#[derive(Debug)]
+pub struct FrameCheck {
+    caps: Caps,
+    state: State,
+    message_bytes: u64,
+    message_frames: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// So many bytes of it have passed.
+    Greeting(usize),
+    Flags,
+    /// `left` bytes of the length are to come; `bytes` is what those that have passed say.
+    Length {
+        flags: u8,
+        left: u8,
+        bytes: u64,
+    },
+    Body {
+        left: u64,
+    },
+}
+
+impl FrameCheck {
+    /// For a connection that has yet to send its greeting.
+    #[must_use]
+    pub fn new(caps: Caps) -> Self {
+        Self { caps, state: State::Greeting(0), message_bytes: 0, message_frames: 0 }
+    }
+
+    /// Looks at the next bytes. They may be passed on when all of them are well.
+    ///
+    /// # Errors
+    /// The first thing that breaks a rule; the connection must be cut then.
+    pub fn pass(&mut self, mut bytes: &[u8]) -> Result<(), StreamError> {
+        while let Some(&first) = bytes.first() {
+            let passed = match self.state {
+                State::Greeting(at) => {
+                    check_greeting(at, first)?;
+                    self.state = if at + 1 == GREETING_BYTES { State::Flags } else { State::Greeting(at + 1) };
+                    1
+                }
+                State::Flags if first & !(MORE | LONG | COMMAND) != 0 => return Err(StreamError::Flags(first)),
+                State::Flags => {
+                    let left = if first & LONG == 0 { 1 } else { 8 };
+                    self.state = State::Length { flags: first, left, bytes: 0 };
+                    1
+                }
+                State::Length { flags, left, bytes } => {
+                    let bytes = bytes << 8 | u64::from(first);
+                    self.state = match left {
+                        1 => self.begin_frame(flags, bytes)?,
+                        _ => State::Length { flags, left: left - 1, bytes },
+                    };
+                    1
+                }
+                State::Body { left } => {
+                    let passed = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
+                    let left = left - passed as u64;
+                    self.state = if left == 0 { State::Flags } else { State::Body { left } };
+                    passed
+                }
+            };
+            bytes = &bytes[passed..];
+        }
+        Ok(())
+    }
+
+    fn begin_frame(&mut self, flags: u8, bytes: u64) -> Result<State, StreamError> {
+        let Caps { frame_bytes_max, message_bytes_max, message_frames_max } = self.caps;
+        if bytes > frame_bytes_max {
+            return Err(StreamError::Frame { bytes, bytes_max: frame_bytes_max });
+        }
+        self.message_bytes += bytes; // both are bounded by their caps
+        if self.message_bytes > message_bytes_max {
+            return Err(StreamError::Message { bytes: self.message_bytes, bytes_max: message_bytes_max });
+        }
+        self.message_frames += 1;
+        if self.message_frames > message_frames_max {
+            return Err(StreamError::Frames { frames_max: message_frames_max });
+        }
+        if flags & MORE == 0 {
+            (self.message_bytes, self.message_frames) = (0, 0);
+        }
+        Ok(if bytes == 0 { State::Flags } else { State::Body { left: bytes } })
+    }
+}
+
+fn check_greeting(at: usize, found: u8) -> Result<(), StreamError> {
+    let wrong = |rule| Err(StreamError::Greeting { at, found, rule });
+    match at {
+        0 if found != 0xff => wrong("0xff"),
+        9 if found != 0x7f => wrong("0x7f"),
+        10 if found < 3 => wrong("at least 3 (ZMTP 3)"),
+        12..32 if MECHANISM.get(at - 12) != Some(&found) => Err(StreamError::Mechanism),
+        _ => Ok(()),
+    }
+}
+
+/// The number that ends an answer to a replay request.
+const END: u64 = u64::MAX;
+
+/// One part of an answer to a replay request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Replayed<P> {
+    /// A message that was published before.
+    Message {
+        /// Its number.
+        sequence: u64,
+        /// Its payload.
+        payload: P,
+    },
+    /// That was all.
+    End,
+}
+
+/// Why a multi-part message was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PartsError {
+    /// Too few or too many parts.
+    #[error("a message has {parts} parts, must have {rule}")]
+    Count {
+        /// As received.
+        parts: usize,
+        /// What it must have.
+        rule: &'static str,
+    },
+    /// A number that is none.
+    #[error("a sequence number has {0} bytes, must have 8")]
+    Sequence(usize),
+}
+
+impl PartsError {
+    /// Its name in metrics.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Count { .. } => "part_count",
+            Self::Sequence(_) => "sequence_length",
+        }
+    }
+}
+
+/// Takes a live message apart: topic, sequence number (8 bytes, big-endian), payload.
+///
+/// ```
+/// let (sequence, payload) = pointsman::zmtp::live(&[&b"kv-events"[..], &[0, 0, 0, 0, 0, 0, 0, 7], b"payload"])?;
+/// assert_eq!((sequence, payload), (7, &&b"payload"[..]));
+/// # Ok::<(), pointsman::zmtp::PartsError>(())
+/// ```
+///
+/// # Errors
+/// Another number of parts, or a sequence number of another length.
+pub fn live<P: AsRef<[u8]>>(parts: &[P]) -> Result<(u64, &P), PartsError> {
+    match parts {
+        [_topic, sequence, payload] => Ok((sequence_of(sequence.as_ref())?, payload)),
+        _ => Err(PartsError::Count { parts: parts.len(), rule: "3 (topic, sequence number, payload)" }),
+    }
+}
+
+/// Takes an answer to a replay request apart: an empty part where the peer sends one, the topic where it sends one (vLLM
+/// from 0.26.0, SGLang from 0.5.22), sequence number, payload.
+///
+/// ```
+/// use pointsman::zmtp::{Replayed, replayed};
+///
+/// let seven = [0, 0, 0, 0, 0, 0, 0, 7];
+/// let message = Replayed::Message { sequence: 7, payload: &&b"payload"[..] };
+/// assert_eq!(replayed(&[&b""[..], &seven, b"payload"])?, message);
+/// assert_eq!(replayed(&[&b""[..], b"kv-events", &seven, b"payload"])?, message);
+/// assert_eq!(replayed(&[&b""[..], b"", &[0xff; 8], b""])?, Replayed::End);
+/// # Ok::<(), pointsman::zmtp::PartsError>(())
+/// ```
+///
+/// # Errors
+/// Another number of parts, or a sequence number of another length.
+pub fn replayed<P: AsRef<[u8]>>(parts: &[P]) -> Result<Replayed<&P>, PartsError> {
+    let (sequence, payload) = match parts {
+        [sequence, payload] | [_, sequence, payload] | [_, _, sequence, payload] => (sequence, payload),
+        _ => {
+            let rule = "2 to 4 (an empty one, topic, sequence number, payload)";
+            return Err(PartsError::Count { parts: parts.len(), rule });
+        }
+    };
+    match sequence_of(sequence.as_ref())? {
+        END => Ok(Replayed::End),
+        _ if payload.as_ref().is_empty() => Ok(Replayed::End),
+        sequence => Ok(Replayed::Message { sequence, payload }),
+    }
+}
+
+fn sequence_of(bytes: &[u8]) -> Result<u64, PartsError> {
+    bytes.try_into().map(u64::from_be_bytes).map_err(|_| PartsError::Sequence(bytes.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn greeting() -> Vec<u8> {
+        let mut bytes = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+        bytes.extend_from_slice(MECHANISM);
+        bytes.resize(GREETING_BYTES, 0);
+        bytes
+    }
+
+    fn frame(flags: u8, bytes: u64) -> Vec<u8> {
+        match u8::try_from(bytes) {
+            Ok(short) if flags & LONG == 0 => vec![flags, short],
+            Ok(_) | Err(_) => [&[flags | LONG][..], &bytes.to_be_bytes()].concat(),
+        }
+    }
+
+    fn with_body(flags: u8, bytes: u64) -> Vec<u8> {
+        let mut frame = frame(flags, bytes);
+        frame.resize(frame.len() + usize::try_from(bytes).expect("small"), 0xab);
+        frame
+    }
+
+    const SMALL: Caps = Caps { frame_bytes_max: 1000, message_bytes_max: 1500, message_frames_max: 3 };
+
+    fn check(parts: &[Vec<u8>]) -> Result<(), StreamError> {
+        FrameCheck::new(SMALL).pass(&[&greeting()[..], &parts.concat()].concat())
+    }
+
+    #[test]
+    fn what_a_peer_may_send_passes() {
+        let ready = with_body(COMMAND, 25);
+        let message = [with_body(MORE, 9), with_body(MORE, 8), with_body(0, 1000)].concat();
+        assert_eq!(check(&[ready, message.clone(), message]), Ok(()));
+        assert_eq!(check(&[with_body(MORE, 0), with_body(0, 0), with_body(LONG, 3)]), Ok(()));
+    }
+
+    #[test]
+    fn greetings_of_others_do_not() {
+        let mut check = FrameCheck::new(SMALL);
+        assert_eq!(check.pass(b"SSH-2.0"), Err(StreamError::Greeting { at: 0, found: b'S', rule: "0xff" }));
+        let mut old = greeting();
+        old[10] = 1;
+        let error = FrameCheck::new(SMALL).pass(&old).expect_err("ZMTP 1");
+        assert_eq!(error.to_string(), "byte 10 of the greeting is 0x01, must be at least 3 (ZMTP 3)");
+        let mut curve = greeting();
+        curve[12..17].copy_from_slice(b"CURVE");
+        assert_eq!(FrameCheck::new(SMALL).pass(&curve), Err(StreamError::Mechanism));
+    }
+
+    #[test]
+    fn what_is_announced_is_believed_before_it_comes() {
+        for bytes in [1001, 8 << 30, 1 << 63, u64::MAX] {
+            assert_eq!(check(&[frame(0, bytes)]), Err(StreamError::Frame { bytes, bytes_max: 1000 }));
+        }
+        let parts = [with_body(MORE, 900), frame(0, 700)];
+        assert_eq!(check(&parts), Err(StreamError::Message { bytes: 1600, bytes_max: 1500 }));
+        let parts = [frame(MORE, 0), frame(MORE, 0), frame(MORE, 0), frame(MORE, 0)];
+        assert_eq!(check(&parts), Err(StreamError::Frames { frames_max: 3 }));
+        assert_eq!(check(&[vec![0x80]]), Err(StreamError::Flags(0x80)));
+    }
+
+    #[test]
+    fn messages_of_another_shape_are_refused() {
+        assert_eq!(live(&[&b"t"[..], b"123"]).expect_err("two parts").name(), "part_count");
+        assert_eq!(live(&[&b"t"[..], b"123", b"p"]), Err(PartsError::Sequence(3)));
+        assert_eq!(replayed::<&[u8]>(&[]).expect_err("none").name(), "part_count");
+        assert_eq!(replayed(&[&b""[..], &[0; 8], b""]), Ok(Replayed::End), "an empty payload ends it");
+    }
+
+    proptest! {
+        /// It does not matter in which pieces the bytes come, and nothing makes the check panic.
+        #[test]
+        fn pieces_do_not_matter(
+            body in proptest::collection::vec(any::<u8>(), 0..3000), greeted: bool, cuts in proptest::collection::vec(1usize..200, 1..40),
+        ) {
+            let bytes = if greeted { [greeting(), body].concat() } else { body };
+            let whole = FrameCheck::new(SMALL).pass(&bytes);
+            let (mut check, mut rest, mut pieces) = (FrameCheck::new(SMALL), &bytes[..], Ok(()));
+            for cut in cuts.iter().cycle() {
+                if rest.is_empty() || pieces.is_err() {
+                    break;
+                }
+                let (piece, after) = rest.split_at((*cut).min(rest.len()));
+                pieces = check.pass(piece);
+                rest = after;
+            }
+            prop_assert_eq!(whole, pieces);
+        }
+    }
+}
