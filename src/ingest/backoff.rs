@@ -1,0 +1,72 @@
+//! How long to wait before the next attempt.
+//!
+//! Owns the count of attempts since the last success. Promises waits that double from 100 ms to 5 s, each off by up to
+//! a quarter, so that sources that lost one switch together do not come back together; equal seeds wait equally. Leaves
+//! the waiting to its caller.
+
+use std::time::Duration;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+const FIRST_MS: u64 = 100;
+const LONGEST_MS: u64 = 5_000;
+
+/// Waits between attempts, jittered by a hash of seed and attempt.
+///
+/// ```
+/// use pointsman::ingest::Backoff;
+///
+/// let mut backoff = Backoff::new(7);
+/// let first = backoff.next_delay();
+/// assert!((75..=125).contains(&first.as_millis()));
+/// assert!((150..=250).contains(&backoff.next_delay().as_millis()));
+/// backoff.reset();
+/// assert_eq!(backoff.next_delay(), first);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Backoff {
+    seed: u64,
+    attempt: u32,
+}
+
+impl Backoff {
+    /// Waits of their own for each `seed`.
+    #[must_use]
+    pub const fn new(seed: u64) -> Self {
+        Self { seed, attempt: 0 }
+    }
+
+    /// How long to wait before the next attempt: 100 ms, 200 ms and so on to 5 s, each 25 % more or less.
+    pub fn next_delay(&mut self) -> Duration {
+        let nominal_ms = FIRST_MS.saturating_mul(1 << self.attempt.min(16)).min(LONGEST_MS);
+        let draw = xxh3_64_with_seed(&self.attempt.to_le_bytes(), self.seed);
+        self.attempt = self.attempt.saturating_add(1);
+        let (least_us, span_us) = (nominal_ms * 750, nominal_ms * 500);
+        Duration::from_micros(least_us + draw % (span_us + 1))
+    }
+
+    /// An attempt succeeded: the next wait is a short one again.
+    pub const fn reset(&mut self) {
+        self.attempt = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_double_to_a_ceiling_and_differ_between_seeds() {
+        let delays = |seed| {
+            let mut backoff = Backoff::new(seed);
+            std::iter::repeat_with(move || backoff.next_delay()).take(100).collect::<Vec<_>>()
+        };
+        for (attempt, delay) in delays(3).into_iter().enumerate() {
+            let nominal = (100 << attempt.min(10)).min(5_000) as f64;
+            let off = delay.as_secs_f64() * 1000.0 / nominal;
+            assert!((0.75..=1.25).contains(&off), "attempt {attempt} waits {delay:?}");
+        }
+        assert_eq!(delays(3), delays(3));
+        assert_ne!(delays(3), delays(4));
+    }
+}

@@ -1,0 +1,546 @@
+//! The event source's rules, one by one.
+
+use std::time::Duration;
+
+use pointsman::ingest::{Applied, Doubt, Effect, Input, Note, Source, SourceConfig, Trust};
+use pointsman::protocol::Timestamp;
+
+type Payload = Vec<u8>;
+
+/// Content of message `sequence` of one life of a publisher.
+fn payload(life: u8, sequence: u64) -> Payload {
+    let mut bytes = vec![life];
+    bytes.extend(sequence.to_le_bytes());
+    bytes
+}
+
+/// A source and everything that came of it.
+struct Bench {
+    source: Source<Payload>,
+    now: Timestamp,
+}
+
+impl Bench {
+    fn new(config: SourceConfig) -> Self {
+        Self { source: Source::new(config, Timestamp::default()), now: Timestamp::default() }
+    }
+
+    /// Connected, replayed `0..count` of life 1, and live.
+    fn live(config: SourceConfig, count: u64) -> Self {
+        let mut bench = Self::new(config);
+        bench.step(Input::Connected);
+        for sequence in 0..count {
+            let _ = if config.has_replay { bench.replayed(1, sequence) } else { bench.live_from(1, sequence) };
+        }
+        bench.step(Input::ReplayEnded);
+        assert_eq!(bench.source.trust(), Trust::Live);
+        bench
+    }
+
+    fn step(&mut self, input: Input<Payload>) -> Vec<Effect<Payload>> {
+        let mut effects = Vec::new();
+        self.source.step(input, self.now, &mut effects);
+        self.source.check_invariants();
+        effects
+    }
+
+    fn live_from(&mut self, life: u8, sequence: u64) -> Vec<Effect<Payload>> {
+        self.step(Input::Live { sequence, payload: payload(life, sequence) })
+    }
+
+    fn replayed(&mut self, life: u8, sequence: u64) -> Vec<Effect<Payload>> {
+        self.step(Input::Replayed { sequence, payload: payload(life, sequence) })
+    }
+
+    fn applied(&mut self, applied: Applied) -> Vec<Effect<Payload>> {
+        self.step(Input::Applied(applied))
+    }
+
+    /// Lets time pass to each tick that is due within `by`, and on to its end.
+    fn pass(&mut self, by: Duration) -> Vec<Effect<Payload>> {
+        let (end, mut effects) = (self.now + by, Vec::new());
+        while let Some(at) = self.source.next_tick().filter(|at| *at <= end) {
+            self.now = self.now.max(at);
+            effects.extend(self.step(Input::Tick));
+        }
+        self.now = end;
+        effects.extend(self.step(Input::Tick));
+        effects
+    }
+}
+
+fn no_replay() -> SourceConfig {
+    SourceConfig { has_replay: false, ..SourceConfig::default() }
+}
+
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+/// Effects without what is only counted, in short: `a3` applies message 3, `clear`, `replay 2`, `live`.
+fn short(effects: &[Effect<Payload>]) -> Vec<String> {
+    let told = effects.iter().filter_map(|effect| match effect {
+        Effect::Apply { sequence, .. } => Some(format!("a{sequence}")),
+        Effect::Clear => Some("clear".to_owned()),
+        Effect::Replay { from } => Some(format!("replay {from}")),
+        Effect::Trust(trust) => Some(trust.name().to_owned()),
+        Effect::Noted(_) => None,
+    });
+    told.collect()
+}
+
+fn notes(effects: &[Effect<Payload>]) -> Vec<(&'static str, u64)> {
+    let noted = effects.iter().filter_map(|effect| match effect {
+        Effect::Noted(note) => Some((note.name(), note.count())),
+        Effect::Apply { .. } | Effect::Clear | Effect::Replay { .. } | Effect::Trust(_) => None,
+    });
+    noted.collect()
+}
+
+#[test]
+fn a_first_connection_asks_for_everything_and_holds_live_messages() {
+    let mut bench = Bench::new(SourceConfig::default());
+    assert_eq!(short(&bench.step(Input::Connected)), ["replay 0"]);
+    assert_eq!(short(&bench.live_from(1, 3)), [""; 0]);
+    assert_eq!(short(&bench.live_from(1, 2)), [""; 0]);
+    assert_eq!(bench.source.held_messages(), 2);
+    assert_eq!(short(&bench.replayed(1, 0)), ["a0"]);
+    assert_eq!(short(&bench.replayed(1, 1)), ["a1", "a2", "a3"]);
+    assert_eq!(notes(&bench.replayed(1, 2)), [("duplicate", 1)]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.live_from(1, 4)), ["a4"]);
+}
+
+#[test]
+fn a_publisher_that_has_said_nothing_is_known_whole() {
+    let mut bench = Bench::new(SourceConfig::default());
+    bench.step(Input::Connected);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.live_from(1, 0)), ["a0"]);
+
+    let mut bench = Bench::new(no_replay());
+    assert_eq!(short(&bench.step(Input::Connected)), [""; 0]);
+    assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
+}
+
+#[test]
+fn a_first_message_that_is_not_the_first_makes_the_rank_cold() {
+    let mut bench = Bench::new(no_replay());
+    bench.step(Input::Connected);
+    assert_eq!(short(&bench.live_from(1, 7)), ["a7", "cold"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::NoReplay { from: 0 }));
+    assert_eq!(short(&bench.live_from(1, 8)), ["a8"]);
+}
+
+#[test]
+fn a_replay_that_begins_late_makes_the_rank_cold() {
+    let mut bench = Bench::new(SourceConfig::default());
+    bench.step(Input::Connected);
+    bench.live_from(1, 2);
+    assert_eq!(short(&bench.replayed(1, 5)), ["a5"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["cold"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayGap { from: 0, first: 5 }));
+}
+
+#[test]
+fn what_was_seen_is_dropped() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    for sequence in 0..5 {
+        let effects = bench.live_from(1, sequence);
+        assert_eq!((short(&effects).len(), notes(&effects)), (0, vec![("duplicate", 1)]), "message {sequence}");
+    }
+}
+
+#[test]
+fn other_bytes_under_a_known_number_are_a_new_publisher() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    let effects = bench.live_from(2, 1);
+    assert_eq!(short(&effects), ["clear", "replay 0", "recovering"]);
+    assert_eq!(notes(&effects), [("incarnation", 1)]);
+    assert_eq!(bench.source.held_messages(), 1);
+    assert_eq!(short(&bench.replayed(2, 0)), ["a0", "a1"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+}
+
+#[test]
+fn without_replay_a_new_publisher_begins_where_it_is_first_heard() {
+    let mut bench = Bench::live(no_replay(), 5);
+    assert_eq!(short(&bench.live_from(2, 0)), ["clear", "a0"]);
+    assert_eq!(bench.source.trust(), Trust::Live);
+    bench.live_from(2, 1);
+    assert_eq!(short(&bench.live_from(3, 1)), ["clear", "a1", "cold"]);
+}
+
+#[test]
+fn a_number_from_before_all_memory_is_a_new_publisher() {
+    let config = SourceConfig { remembered_max: 3, ..SourceConfig::default() };
+    let mut bench = Bench::live(config, 5);
+    bench.live_from(1, 5);
+    assert_eq!(short(&bench.live_from(1, 3)), [""; 0]);
+    assert_eq!(short(&bench.live_from(2, 1)), ["clear", "replay 0", "recovering"]);
+}
+
+#[test]
+fn live_messages_that_a_replay_has_overtaken_are_late_not_new() {
+    let config = SourceConfig { remembered_max: 3, ..SourceConfig::default() };
+    let mut bench = Bench::live(config, 50);
+    for sequence in 10..47 {
+        assert_eq!(notes(&bench.live_from(1, sequence)), [("late", 1)], "message {sequence}");
+    }
+    assert_eq!(short(&bench.live_from(1, 50)), ["a50"]);
+}
+
+#[test]
+fn a_gap_is_asked_for_with_one_message_of_overlap() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    let effects = bench.live_from(1, 7);
+    assert_eq!(short(&effects), ["replay 4", "recovering"]);
+    assert_eq!(notes(&effects), [("gap", 1)]);
+    assert_eq!(notes(&bench.replayed(1, 4)), [("verified", 1)]);
+    assert_eq!(short(&bench.replayed(1, 5)), ["a5"]);
+    assert_eq!(short(&bench.replayed(1, 6)), ["a6", "a7", "live"]);
+    assert_eq!(notes(&bench.replayed(1, 7)), [("late", 1)]);
+}
+
+#[test]
+fn live_messages_that_fill_a_gap_end_it() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 7);
+    assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
+    assert_eq!(short(&bench.live_from(1, 6)), ["a6", "a7", "live"]);
+    assert_eq!(notes(&bench.replayed(1, 4)), [("late", 1)]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0]);
+}
+
+#[test]
+fn live_messages_may_overtake_the_beginning_of_a_replay() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 9);
+    bench.live_from(1, 5);
+    bench.live_from(1, 6);
+    assert_eq!(short(&bench.replayed(1, 6)), [""; 0]);
+    assert_eq!(short(&bench.replayed(1, 7)), ["a7"]);
+    assert_eq!(short(&bench.replayed(1, 8)), ["a8", "a9", "live"]);
+}
+
+#[test]
+fn an_overlap_that_disagrees_is_a_publisher_that_has_counted_past_us() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(2, 7);
+    let effects = bench.replayed(2, 4);
+    assert_eq!(short(&effects), ["clear", "replay 0"]);
+    assert_eq!(notes(&effects), [("dropped", 1), ("incarnation", 1), ("dropped", 1)]);
+    for sequence in 0..8 {
+        assert_eq!(short(&bench.replayed(2, sequence)), [format!("a{sequence}")]);
+    }
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+}
+
+#[test]
+fn without_replay_a_gap_is_a_loss() {
+    let mut bench = Bench::live(no_replay(), 5);
+    let effects = bench.live_from(1, 8);
+    assert_eq!(short(&effects), ["clear", "a8", "cold"]);
+    assert_eq!(notes(&effects), [("gap", 1), ("lost", 3), ("cold", 1)]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::NoReplay { from: 5 }));
+}
+
+#[test]
+fn what_replay_no_longer_has_is_lost() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 30);
+    let effects = bench.replayed(1, 20);
+    assert_eq!(short(&effects), ["clear", "a20"]);
+    assert_eq!(notes(&effects), [("lost", 15), ("cold", 1)]);
+    for sequence in 21..30 {
+        bench.replayed(1, sequence);
+    }
+    assert_eq!((bench.source.trust(), bench.source.held_messages()), (Trust::Cold, 0));
+    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayGap { from: 4, first: 20 }));
+}
+
+#[test]
+fn a_reconnection_verifies_who_is_there() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.step(Input::Disconnected);
+    assert_eq!(short(&bench.step(Input::Connected)), ["replay 4", "recovering"]);
+    assert_eq!(short(&bench.live_from(1, 5)), [""; 0], "held until it is clear whose it is");
+    assert_eq!(short(&bench.replayed(1, 4)), ["a5"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+}
+
+#[test]
+fn a_publisher_that_no_longer_has_the_last_message_counts_from_new() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.step(Input::Disconnected);
+    bench.step(Input::Connected);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["clear", "replay 0"]);
+    assert_eq!(short(&bench.replayed(2, 0)), ["a0"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+}
+
+#[test]
+fn a_reconnection_whose_replay_begins_too_late_is_a_loss() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.step(Input::Disconnected);
+    bench.step(Input::Connected);
+    // One message later is too late as well: nothing shows that the publisher is the same.
+    assert_eq!(short(&bench.replayed(1, 5)), ["clear", "a5"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["cold"]);
+}
+
+#[test]
+fn without_replay_a_reconnection_goes_on_or_starts_over() {
+    let mut bench = Bench::live(no_replay(), 5);
+    bench.step(Input::Disconnected);
+    assert_eq!(short(&bench.step(Input::Connected)), [""; 0]);
+    assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
+    bench.step(Input::Disconnected);
+    bench.step(Input::Connected);
+    assert_eq!(short(&bench.live_from(2, 2)), ["clear", "a2", "cold"]);
+}
+
+#[test]
+fn a_failed_replay_is_asked_for_once_more_and_then_given_up() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    for sequence in [7, 9, 10] {
+        bench.live_from(1, sequence);
+    }
+    assert_eq!(short(&bench.step(Input::ReplayFailed)), [""; 0]);
+    assert_eq!(short(&bench.pass(secs(1))), ["replay 4"]);
+    let effects = bench.step(Input::ReplayFailed);
+    assert_eq!(short(&effects), ["clear", "a9", "a10", "cold"], "behind the last hole");
+    assert_eq!(notes(&effects), [("replay_failed", 1), ("dropped", 1), ("lost", 4), ("cold", 1)]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayFailed { from: 5 }));
+    assert_eq!(short(&bench.live_from(1, 11)), ["a11"]);
+}
+
+#[test]
+fn a_replay_without_progress_times_out_twice() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 7);
+    bench.pass(secs(4));
+    assert_eq!(notes(&bench.replayed(1, 4)), [("verified", 1)], "which is progress");
+    assert_eq!(short(&bench.pass(secs(4))), [""; 0]);
+    assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
+    assert_eq!(short(&bench.pass(secs(5))), ["clear", "a7", "cold"]);
+}
+
+#[test]
+fn late_ticks_lose_nothing() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 7);
+    bench.now = bench.now + secs(3600);
+    assert_eq!(short(&bench.replayed(1, 4)), [""; 0]);
+    bench.replayed(1, 5);
+    assert_eq!(short(&bench.replayed(1, 6)), ["a6", "a7", "live"]);
+}
+
+#[test]
+fn a_replay_with_a_hole_is_asked_for_again_where_it_got_to() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 9);
+    for sequence in [4, 5, 7, 8] {
+        bench.replayed(1, sequence);
+    }
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["replay 5"]);
+    bench.replayed(1, 5);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0]);
+    assert_eq!(short(&bench.pass(secs(1))), ["replay 5"]);
+    bench.replayed(1, 5);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["clear", "a7", "a8", "a9", "cold"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayHole { from: 6 }));
+}
+
+#[test]
+fn a_replay_that_fails_with_nothing_held_starts_over_with_whatever_comes() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.step(Input::Disconnected);
+    bench.step(Input::Connected);
+    bench.step(Input::ReplayFailed);
+    bench.pass(secs(1));
+    assert_eq!(short(&bench.step(Input::ReplayFailed)), ["clear", "cold"]);
+    assert_eq!(short(&bench.live_from(1, 8)), ["a8"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayFailed { from: 5 }));
+}
+
+#[test]
+fn a_cold_rank_heals_by_a_clear_by_turnover_and_by_time() {
+    let config = SourceConfig { capacity_blocks: Some(100), ..no_replay() };
+    let cold = || {
+        let mut bench = Bench::live(config, 5);
+        for _ in 0..5 {
+            bench.applied(Applied { events: 1, usable: 1, stored_blocks: 1, ..Applied::default() });
+        }
+        bench.live_from(1, 9);
+        assert_eq!(bench.source.trust(), Trust::Cold);
+        bench
+    };
+    let stored = |stored_blocks| Applied { events: 1, usable: 1, stored_blocks, ..Applied::default() };
+
+    let mut bench = cold();
+    let effects = bench.applied(Applied { cleared: true, ..stored(0) });
+    assert_eq!((short(&effects), notes(&effects)), (vec!["live".to_owned()], vec![("healed", 1)]));
+
+    let mut bench = cold();
+    assert_eq!(short(&bench.applied(stored(60))), [""; 0]);
+    bench.live_from(1, 10);
+    assert_eq!(short(&bench.applied(stored(40))), ["live"]);
+
+    let mut bench = cold();
+    assert_eq!(short(&bench.pass(secs(599))), [""; 0]);
+    assert_eq!(short(&bench.pass(secs(1))), ["live"]);
+}
+
+#[test]
+fn a_clear_from_before_the_loss_heals_nothing() {
+    let mut bench = Bench::live(no_replay(), 1);
+    bench.live_from(1, 5);
+    let cleared = Applied { events: 1, usable: 1, cleared: true, ..Applied::default() };
+    assert_eq!(short(&bench.applied(cleared)), [""; 0], "it speaks of message 0");
+    assert_eq!(short(&bench.applied(cleared)), ["live"]);
+}
+
+#[test]
+fn a_replay_from_the_start_heals() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 30);
+    bench.replayed(1, 20);
+    assert_eq!(short(&bench.step(Input::Resync)), ["replay 0"]);
+    for sequence in 0..31 {
+        bench.replayed(1, sequence);
+    }
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+}
+
+#[test]
+fn a_lost_index_is_filled_again_or_cold() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    assert_eq!(short(&bench.step(Input::Resync)), ["replay 0", "recovering"]);
+    bench.live_from(1, 5);
+    assert_eq!(short(&bench.replayed(1, 3)), ["a3"]);
+    assert_eq!(short(&bench.replayed(1, 4)), ["a4", "a5"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["cold"]);
+
+    let mut bench = Bench::live(no_replay(), 5);
+    assert_eq!(short(&bench.step(Input::Resync)), ["cold"]);
+    assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
+}
+
+#[test]
+fn batches_that_never_fit_are_a_mismatch_until_one_does() {
+    let none = Applied { events: 2, ..Applied::default() };
+    let some = Applied { usable: 1, ..none };
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.applied(none);
+    bench.applied(none);
+    bench.applied(Applied::default());
+    assert_eq!(bench.source.trust(), Trust::Live, "a batch without events says nothing");
+    assert_eq!(short(&bench.applied(none)), ["mismatched"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::Undecodable { batches: 3 }));
+    assert_eq!(short(&bench.applied(some)), ["live"]);
+
+    let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
+    let mut bench = Bench::live(config, 5);
+    assert_eq!(short(&bench.applied(Applied { engine_block_size: Some(16), ..none })), ["mismatched"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::BlockSize { engine: 16, pool: Some(64) }));
+    assert_eq!(short(&bench.applied(some)), ["live"]);
+    assert_eq!(short(&bench.applied(Applied { foreign_rank: Some(3), ..some })), [""; 0], "some of it was usable");
+    assert_eq!(short(&bench.applied(Applied { foreign_rank: Some(3), ..none })), ["mismatched"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::ForeignRank { found: 3 }));
+}
+
+#[test]
+fn silence_is_no_connection_or_never_a_word() {
+    let mut bench = Bench::new(SourceConfig::default());
+    assert_eq!(short(&bench.pass(secs(9))), [""; 0]);
+    assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::NotConnected { for_ms: 10_000 }));
+    assert_eq!(short(&bench.step(Input::Connected)), ["replay 0", "recovering"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    bench.pass(secs(9));
+    // A connection that comes and goes does not hide it.
+    bench.step(Input::Disconnected);
+    bench.step(Input::Connected);
+    bench.step(Input::ReplayEnded);
+    assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
+    assert_eq!(bench.source.doubt(), Some(Doubt::NeverPublished { for_ms: 10_000 }));
+    assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
+    assert_eq!(short(&bench.pass(secs(3600))), [""; 0], "quiet after having spoken is not silent");
+    bench.step(Input::Disconnected);
+    assert_eq!(short(&bench.pass(secs(10))), ["silent"]);
+}
+
+#[test]
+fn held_messages_keep_within_their_bounds_and_the_rest_is_asked_for() {
+    let config = SourceConfig { held_messages_max: 3, ..SourceConfig::default() };
+    let mut bench = Bench::live(config, 5);
+    for sequence in 7..10 {
+        assert!(bench.source.wants_live());
+        bench.live_from(1, sequence);
+    }
+    assert!(!bench.source.wants_live());
+    assert_eq!(notes(&bench.live_from(1, 10)), [("held_overflow", 1)]);
+    for sequence in 4..7 {
+        bench.replayed(1, sequence);
+    }
+    assert_eq!((bench.source.trust(), bench.source.held_messages()), (Trust::Recovering, 0));
+    assert_eq!(short(&bench.replayed(1, 10)), ["a10", "live"]);
+
+    let config = SourceConfig { held_bytes_max: 20, ..SourceConfig::default() };
+    let mut bench = Bench::live(config, 5);
+    bench.live_from(1, 7);
+    assert!(bench.source.wants_live());
+    bench.live_from(1, 8);
+    assert!(!bench.source.wants_live(), "another of nine bytes would be too much");
+    assert_eq!(bench.source.held_bytes(), 18);
+}
+
+#[test]
+fn a_publisher_that_contradicts_itself_is_asked_less_and_less() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    let mut asked = 0;
+    for life in 2..200 {
+        asked += short(&bench.live_from(life, 1)).iter().filter(|effect| effect.starts_with("replay")).count();
+        asked += short(&bench.pass(Duration::from_millis(10))).len();
+    }
+    assert!(asked < 12, "asked {asked} times in two seconds");
+}
+
+#[test]
+fn the_end_mark_is_no_message() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    assert_eq!(notes(&bench.live_from(1, u64::MAX)), [("refused", 1)]);
+    assert_eq!(short(&bench.live_from(1, u64::MAX - 1)), ["replay 4", "recovering"]);
+    bench.replayed(1, 4);
+    bench.step(Input::ReplayEnded);
+    bench.pass(secs(1));
+    bench.replayed(1, 4);
+    bench.step(Input::ReplayEnded);
+    assert_eq!(bench.source.trust(), Trust::Cold);
+    assert_eq!(short(&bench.live_from(1, 5))[0], "clear", "a number that high is soon taken back");
+}
+
+#[test]
+fn each_doubt_says_what_to_look_at() {
+    let said: [(Doubt, &[&str]); 9] = [
+        (Doubt::NotConnected { for_ms: 7 }, &["7 ms", "base port"]),
+        (Doubt::NeverPublished { for_ms: 7 }, &["7 ms", "topic", "base port"]),
+        (Doubt::BlockSize { engine: 16, pool: None }, &["16", "--block-size"]),
+        (Doubt::ForeignRank { found: 3 }, &["rank 3", "base port"]),
+        (Doubt::Undecodable { batches: 4 }, &["4 batches", "topic"]),
+        (Doubt::ReplayGap { from: 4, first: 9 }, &["from 4", "from 9", "buffer_steps"]),
+        (Doubt::ReplayHole { from: 4 }, &["message 4"]),
+        (Doubt::ReplayFailed { from: 4 }, &["message 4", "replay endpoint"]),
+        (Doubt::NoReplay { from: 4 }, &["message 4", "replay endpoint"]),
+    ];
+    for (doubt, words) in said {
+        let text = doubt.to_string();
+        assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        assert!(!text.ends_with('.') && !doubt.name().contains(' '), "{text}");
+    }
+    for trust in Trust::ALL {
+        assert!((0.0..=1.0).contains(&trust.credit()) && trust.name() == trust.name().to_lowercase());
+    }
+    assert_eq!(Note::Gap.count(), 1);
+}
