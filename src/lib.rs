@@ -12,9 +12,9 @@
 //!
 //! The public modules are what the router knows and decides, as plain synchronous Rust: `now` and seeds are arguments,
 //! and nothing in them waits, performs I/O or reads a clock. [`hashing`] turns prompts into block hashes, [`index`]
-//! knows which rank holds which prefix, [`ingest`] keeps an engine's event stream whole, [`load`] counts what is booked
-//! on a rank, [`select`] weighs, [`queue`] has who must wait, and [`schedule`] decides, one request after the other. The
-//! [`directory`] has every booking's lease by request id.
+//! knows which rank holds which prefix, [`load`] counts what is booked on a rank, [`select`] weighs, [`queue`] has who
+//! must wait, and [`schedule`] decides, one request after the other. The [`directory`] has every booking's lease by
+//! request id. [`zmtp`], [`ingest`] and [`wire`] make events of what engines publish about their caches.
 //!
 //! The actors, behind the default feature `runtime`, own that state and carry the messages: one scheduler, the only one
 //! that books; a sequence actor for each rank; a radix actor for each index shard; a supervisor. Embedders see the
@@ -77,6 +77,7 @@ pub mod schedule;
 pub mod select;
 pub mod session;
 pub mod supervision;
+pub mod wire;
 pub mod zmtp;
 
 #[cfg(feature = "runtime")]

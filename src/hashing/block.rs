@@ -111,6 +111,11 @@ impl<'a> BlockHasher<'a> {
         Self { scheme, seed: scheme.seed() }
     }
 
+    /// A hasher for blocks in a namespace that no request can name: by a seed of its own.
+    pub(crate) fn with_seed(scheme: HashScheme<'a>, seed: u64) -> Self {
+        Self { scheme, seed }
+    }
+
     /// The scheme it hashes under.
     #[must_use]
     pub fn scheme(&self) -> &HashScheme<'a> {

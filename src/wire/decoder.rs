@@ -1,0 +1,377 @@
+//! The decoder of one rank's event stream.
+//!
+//! Owns the order of a batch, the checks that an event must pass before it counts, and what must be remembered from
+//! one event to the next: namespaces and cache groups.
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+use super::event::{Event, Lists, Tag, TokenForm};
+use super::group::Groups;
+use super::keys::Keys;
+use super::msgpack::{Cursor, Item};
+use super::namespace::Namespaces;
+use super::{Finding, Report};
+use crate::hashing::{BlockHasher, HashScheme};
+use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
+
+/// Whose stream it is and how the pool hashes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WireConfig {
+    /// The rank whose stream this is.
+    pub rank: WorkerRank,
+    /// All ranks of its worker. Where there are several, a batch that names another than `rank` is refused.
+    pub ranks: Range<u32>,
+    /// Tokens of the pool's blocks.
+    pub block_size: NonZeroU32,
+    /// Whether the pool hashes EAGLE's pairs.
+    pub is_eagle: bool,
+    /// What a batch may be at most.
+    pub limits: Limits,
+}
+
+/// What one batch may be at most, and what may be remembered between batches.
+///
+/// ```
+/// use pointsman::wire::Limits;
+///
+/// let limits = Limits { payload_bytes_max: 1 << 20, ..Limits::default() };
+/// assert_eq!(limits.nesting_max, 16);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of a batch. Default 16 MiB.
+    pub payload_bytes_max: usize,
+    /// Events of a batch that are read. Default 262,144.
+    pub events_max: usize,
+    /// Block hashes of one event. Default 262,144.
+    pub hashes_max: usize,
+    /// Tokens of one event. Default 4,194,304.
+    pub tokens_max: usize,
+    /// Extra keys of one event. Default 65,536.
+    pub keys_max: usize,
+    /// Levels of arrays and maps inside one field of an event, at most 32. Default 16.
+    pub nesting_max: usize,
+    /// Blocks with an adapter or salt that are remembered, 40 to 80 bytes each. Default 1,048,576.
+    pub namespaces_max: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            payload_bytes_max: 16 << 20,
+            events_max: 1 << 18,
+            hashes_max: 1 << 18,
+            tokens_max: 1 << 22,
+            keys_max: 1 << 16,
+            nesting_max: 16,
+            namespaces_max: 1 << 20,
+        }
+    }
+}
+
+/// Reads the batches of one rank, in order.
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use pointsman::protocol::{EngineHash, KvEvent, WorkerId, WorkerRank};
+/// use pointsman::wire::{Decoder, Limits, WireConfig};
+///
+/// let mut decoder = Decoder::new(WireConfig {
+///     rank: WorkerRank::new(WorkerId(7), 0),
+///     ranks: 0..1,
+///     block_size: NonZeroU32::new(4).expect("not zero"),
+///     is_eagle: false,
+///     limits: Limits::default(),
+/// });
+/// // [1.5, [["BlockRemoved", [17], "GPU"]], 0]
+/// let payload = b"\x93\xca\x3f\xc0\x00\x00\x91\x93\xacBlockRemoved\x91\x11\xa3GPU\x00";
+/// let mut events = Vec::new();
+/// let report = decoder.decode(payload, &mut events);
+/// assert_eq!((report.events, report.usable), (1, 1));
+/// assert!(report.findings.is_empty());
+/// assert_eq!(events[0].data, KvEvent::Removed { blocks: vec![EngineHash(17)] });
+/// ```
+#[derive(Debug)]
+pub struct Decoder {
+    config: WireConfig,
+    namespaces: Namespaces,
+    groups: Groups,
+    lists: Lists,
+    keys: Keys,
+}
+
+impl Decoder {
+    /// A decoder that has seen nothing yet.
+    #[must_use]
+    pub fn new(config: WireConfig) -> Self {
+        Self {
+            config,
+            namespaces: Namespaces::default(),
+            groups: Groups::default(),
+            lists: Lists::default(),
+            keys: Keys::default(),
+        }
+    }
+
+    /// Whose stream it reads, and how.
+    #[must_use]
+    pub fn config(&self) -> &WireConfig {
+        &self.config
+    }
+
+    /// Blocks remembered for their namespace.
+    #[must_use]
+    pub fn namespaces(&self) -> usize {
+        self.namespaces.len()
+    }
+
+    /// Reads one batch and appends what could be read of it to `events`, in order.
+    ///
+    /// Never fails as a whole where a part can be read; the report says what could not. Time and memory are linear in
+    /// the bytes.
+    pub fn decode(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
+        let mut report = Report::default();
+        if payload.len() > self.config.limits.payload_bytes_max {
+            report.findings.add(Finding::TooLarge);
+            return report;
+        }
+        if let Err(finding) = self.batch(Cursor::new(payload), events, &mut report) {
+            report.findings.add(finding);
+        }
+        self.lists.wipe();
+        self.lists.shrink();
+        self.keys.shrink();
+        report
+    }
+
+    /// The rank's cache is gone, and with it all that its events have told: a new incarnation begins.
+    pub fn forget(&mut self) {
+        self.namespaces.clear();
+        self.groups = Groups::default();
+    }
+
+    fn batch(
+        &mut self,
+        mut cursor: Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let Item::Array(n_items) = cursor.item()? else { return Err(Finding::WrongType) };
+        if n_items < 2 {
+            return Err(Finding::WrongShape);
+        }
+        self.pass_time(&mut cursor, report)?;
+        let events_at = cursor;
+        let Item::Array(n_events) = cursor.item()? else { return Err(Finding::WrongType) };
+        report.events = n_events;
+        report.foreign_rank = self.foreign_rank(n_items, events_at, report);
+        if report.foreign_rank.is_some() {
+            return Err(Finding::ForeignRank);
+        }
+        for position in 0..n_events {
+            if position as usize >= self.config.limits.events_max {
+                return Err(Finding::TooLarge);
+            }
+            self.event(&mut cursor, events, report)?;
+        }
+        self.pass(u64::from(n_items) - 2, &mut cursor)?;
+        if cursor.bytes_left() > 0 {
+            report.findings.add(Finding::TrailingBytes);
+        }
+        Ok(())
+    }
+
+    /// When the batch was made does not matter, but that it is no time may tell who publishes.
+    fn pass_time(&self, cursor: &mut Cursor<'_>, report: &mut Report) -> Result<(), Finding> {
+        let start = *cursor;
+        match cursor.item()? {
+            Item::Float(time) if time.is_finite() => {}
+            Item::Float(_) => report.findings.add(Finding::NotFinite),
+            Item::Nil | Item::Uint(_) | Item::Neg(_) => {}
+            Item::Bool(_) | Item::Str(_) | Item::Bin(_) | Item::Ext(_) | Item::Array(_) | Item::Map(_) => {
+                report.findings.add(Finding::WrongType);
+                *cursor = start;
+                self.pass(1, cursor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The rank that the batch says it is of, if that is another than the stream's. It stands behind the events, which
+    /// must not have left a trace by then: so they are passed over first, where the worker has several ranks at all.
+    fn foreign_rank(&self, n_items: u32, events_at: Cursor<'_>, report: &mut Report) -> Option<u32> {
+        if self.config.ranks.len() <= 1 || n_items < 3 {
+            return None;
+        }
+        let mut ahead = events_at;
+        // A batch that breaks off before it says so is taken for the stream's.
+        self.pass(1, &mut ahead).ok()?;
+        match ahead.item().ok()? {
+            Item::Uint(rank) if rank == u64::from(self.config.rank.rank) => None,
+            Item::Uint(rank) => Some(u32::try_from(rank).unwrap_or(u32::MAX)),
+            Item::Neg(_) => Some(u32::MAX),
+            Item::Nil => None,
+            Item::Bool(_)
+            | Item::Float(_)
+            | Item::Str(_)
+            | Item::Bin(_)
+            | Item::Ext(_)
+            | Item::Array(_)
+            | Item::Map(_) => {
+                report.findings.add(Finding::WrongType);
+                None
+            }
+        }
+    }
+
+    /// Passes over items of which nothing is wanted, however deep.
+    fn pass(&self, count: u64, cursor: &mut Cursor<'_>) -> Result<(), Finding> {
+        match cursor.pass(count, self.config.limits.nesting_max) {
+            Err(finding) if finding.ends_batch() => Err(finding),
+            Err(_) | Ok(()) => Ok(()),
+        }
+    }
+
+    /// Reads one event and uses it. An error is the end of the batch.
+    fn event(
+        &mut self,
+        cursor: &mut Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let start = *cursor;
+        match Event::read(cursor, &self.config.limits, &mut self.lists) {
+            Ok(event) => match self.take(event, report) {
+                Ok(taken) => {
+                    report.usable += 1;
+                    events.extend(taken);
+                }
+                Err(refused) => report.findings.add(refused),
+            },
+            Err(broken) if broken.ends_batch() => return Err(broken),
+            Err(refused) => {
+                report.findings.add(refused);
+                *cursor = start;
+                self.pass(1, cursor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What an event means here; nothing, where it says nothing.
+    fn take(&mut self, event: Event<'_>, report: &mut Report) -> Result<Option<RouterEvent>, Finding> {
+        if event.locality.is_some_and(|locality| !locality.eq_ignore_ascii_case(b"local")) {
+            return Err(Finding::NonLocal);
+        }
+        let (tier, data) = match event.tag {
+            Tag::Ignored => return Ok(None),
+            Tag::Cleared => {
+                self.namespaces.clear();
+                report.cleared = true;
+                (StorageTier::Device, KvEvent::Cleared)
+            }
+            Tag::Removed => {
+                self.main_attention(&event)?;
+                let tier = tier(event.medium)?;
+                (tier, self.removed(&event, tier, report)?)
+            }
+            Tag::Stored => {
+                self.main_attention(&event)?;
+                let tier = tier(event.medium)?;
+                (tier, self.stored(&event, tier, report)?)
+            }
+        };
+        let says_something = data == KvEvent::Cleared || data.block_count() > 0;
+        Ok(says_something.then_some(RouterEvent { rank: self.config.rank, tier, data }))
+    }
+
+    fn main_attention(&mut self, event: &Event<'_>) -> Result<(), Finding> {
+        let is_main = self.groups.is_main(event.group_idx, event.spec_kind);
+        if is_main { Ok(()) } else { Err(Finding::NotMainAttention) }
+    }
+
+    fn removed(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
+        if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
+            return Err(Finding::BadHash);
+        }
+        note(event, report);
+        for name in &self.lists.hashes {
+            self.namespaces.removed(*name, tier);
+        }
+        Ok(KvEvent::Removed { blocks: self.lists.hashes.iter().copied().map(EngineHash).collect() })
+    }
+
+    fn stored(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
+        let WireConfig { block_size, is_eagle, limits, .. } = self.config;
+        if event.block_size != Some(u64::from(block_size.get())) {
+            report.engine_block_size = event.block_size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
+            return Err(Finding::BlockSize);
+        }
+        let expected = if is_eagle { TokenForm::Pairs } else { TokenForm::Ids };
+        if event.token_form != expected && event.token_form != TokenForm::None {
+            return Err(Finding::Eagle);
+        }
+        let scheme = HashScheme { is_eagle, ..HashScheme::new(block_size) };
+        let n_blocks = self.lists.hashes.len().min(scheme.block_count(self.lists.tokens.len()));
+        let lacks_tokens = n_blocks < self.lists.hashes.len();
+        if n_blocks == 0 {
+            // With nothing left the whole event is refused, for the first of the reasons.
+            let causes = [
+                (event.bad_hashes > 0, Finding::BadHash),
+                (event.has_bad_token, Finding::BadToken),
+                (lacks_tokens, Finding::TokensMissing),
+            ];
+            if let Some((_, cause)) = causes.into_iter().find(|(is_so, _)| *is_so) {
+                return Err(cause);
+            }
+        }
+        if event.has_bad_token {
+            report.findings.add(Finding::BadToken);
+        } else if lacks_tokens {
+            report.findings.add(Finding::TokensMissing);
+        }
+        note(event, report);
+        let names = &self.lists.hashes[..n_blocks];
+        let parent = event.parent.map(|name| self.namespaces.of(name)).unwrap_or_default();
+        let base = self.keys.read(event, n_blocks, parent, scheme, &limits, &mut report.findings)?;
+        if !(base.is_default() && self.keys.is_uniform()) {
+            self.namespaces.room_for(names, limits.namespaces_max)?;
+        }
+        let mut blocks = Vec::with_capacity(n_blocks);
+        for (end, namespace) in self.keys.runs(base, n_blocks) {
+            let start = blocks.len();
+            let objects = self.keys.objects(start, end);
+            let tokens = &self.lists.tokens[start * block_size.get() as usize..];
+            let hashes = BlockHasher::with_seed(scheme, namespace.seed()).hashes(tokens, &objects);
+            blocks.extend(
+                names[start..end]
+                    .iter()
+                    .zip(hashes)
+                    .map(|(name, block_hash)| StoredBlock { engine_hash: EngineHash(*name), block_hash }),
+            );
+            for name in &names[start..end] {
+                self.namespaces.stored(*name, namespace, tier);
+            }
+        }
+        report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
+        Ok(KvEvent::Stored { parent: event.parent.map(EngineHash), blocks })
+    }
+}
+
+/// Counts what cost only a part of the event.
+fn note(event: &Event<'_>, report: &mut Report) {
+    report.findings.add_many(Finding::BadHash, event.bad_hashes);
+    report.findings.add_many(Finding::WrongType, event.misplaced);
+}
+
+/// The engines' words for where a block lies. Engines that know one place only do not say.
+fn tier(medium: Option<&[u8]>) -> Result<StorageTier, Finding> {
+    match medium {
+        None | Some(b"GPU") => Ok(StorageTier::Device),
+        Some(b"CPU" | b"CPU_PINNED") => Ok(StorageTier::HostPinned),
+        Some(b"STORAGE" | b"DISK") => Ok(StorageTier::Disk),
+        Some(b"EXTERNAL") => Ok(StorageTier::External),
+        Some(_) => Err(Finding::UnknownMedium),
+    }
+}

@@ -1,0 +1,148 @@
+//! Namespaces: who may share blocks with whom.
+//!
+//! Owns which blocks of the rank stand in a namespace that is not everybody's, so that what is stored behind them is
+//! put there too: engines name a salt on the first block of a prompt only. Promises that namespaces of different
+//! origin (adapter by name, salt, adapter by number, keys of unknown meaning) are seeded apart, and no more blocks
+//! than the bound. Does not read events.
+
+use ahash::AHashMap;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+
+use super::Finding;
+use crate::hashing::{BASE_SEED, HashScheme};
+use crate::protocol::StorageTier;
+
+/// Apart from the seeds 0 and 1 of [`HashScheme::seed`]: no name or salt that a request could give makes one of these.
+const KEYS_SEED: u64 = 2;
+const LORA_ID_SEED: u64 = 3;
+const CHAIN_SEED: u64 = 4;
+
+/// What the blocks of a namespace add to the seed of their hashes: nothing, for most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Namespace {
+    /// By the adapter, named with each store; 0 for none.
+    pub(super) lora: u64,
+    /// By the salt and other keys, named where a prompt begins; 0 for none.
+    pub(super) salt: u64,
+}
+
+impl Namespace {
+    pub(super) fn is_default(self) -> bool {
+        self == Self::default()
+    }
+
+    pub(super) fn seed(self) -> u64 {
+        BASE_SEED.wrapping_add(self.lora).wrapping_add(self.salt)
+    }
+
+    /// The namespace inside this one that further keys make.
+    pub(super) fn within(self, keys: u64) -> Self {
+        let salt = match self.salt {
+            0 => keys,
+            salt => {
+                let mut both = [0; 16];
+                both[..8].copy_from_slice(&salt.to_le_bytes());
+                both[8..].copy_from_slice(&keys.to_le_bytes());
+                xxh3_64_with_seed(&both, CHAIN_SEED)
+            }
+        };
+        Self { salt, ..self }
+    }
+}
+
+/// What an adapter's name adds: what requests for it add.
+pub(super) fn of_lora(scheme: HashScheme<'_>, name: &str) -> u64 {
+    HashScheme { lora_name: Some(name), cache_salt: None, ..scheme }.seed().wrapping_sub(BASE_SEED)
+}
+
+/// What a salt adds: what requests with it add.
+pub(super) fn of_salt(scheme: HashScheme<'_>, salt: &str) -> u64 {
+    HashScheme { lora_name: None, cache_salt: Some(salt), ..scheme }.seed().wrapping_sub(BASE_SEED)
+}
+
+/// Hash of an adapter's number.
+pub(super) fn lora_id_hasher() -> Xxh3 {
+    Xxh3::with_seed(LORA_ID_SEED)
+}
+
+/// Hash of keys of unknown meaning.
+pub(super) fn keys_hasher() -> Xxh3 {
+    Xxh3::with_seed(KEYS_SEED)
+}
+
+/// One block outside the default namespace.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    namespace: Namespace,
+    /// One bit for each tier that has the block.
+    tiers: u8,
+}
+
+/// The blocks outside the default namespace, by their engine hash.
+#[derive(Debug, Default)]
+pub(super) struct Namespaces {
+    entries: AHashMap<u64, Entry>,
+}
+
+impl Namespaces {
+    /// Where what follows this block belongs.
+    pub(super) fn of(&self, name: u64) -> Namespace {
+        self.entries.get(&name).map_or(Namespace::default(), |entry| entry.namespace)
+    }
+
+    /// Whether so many names can be remembered.
+    ///
+    /// # Errors
+    /// [`Finding::NamespacesFull`].
+    pub(super) fn room_for(&self, names: &[u64], entries_max: usize) -> Result<(), Finding> {
+        // Most that come again are counted only when it matters.
+        if self.entries.len() + names.len() <= entries_max {
+            return Ok(());
+        }
+        let new = names.iter().filter(|name| !self.entries.contains_key(name)).count();
+        if self.entries.len() + new <= entries_max { Ok(()) } else { Err(Finding::NamespacesFull) }
+    }
+
+    /// A block was stored. The last store of a name decides where it belongs, in every tier.
+    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, tier: StorageTier) {
+        if !namespace.is_default() {
+            let entry = self.entries.entry(name).or_insert(Entry { namespace, tiers: 0 });
+            entry.namespace = namespace;
+            entry.tiers |= bit(tier);
+        } else if !self.entries.is_empty() {
+            self.entries.remove(&name);
+        }
+    }
+
+    /// A block was removed from one tier; forgotten with the last.
+    pub(super) fn removed(&mut self, name: u64, tier: StorageTier) {
+        if self.entries.is_empty() {
+            return;
+        }
+        if let Some(entry) = self.entries.get_mut(&name) {
+            entry.tiers &= !bit(tier);
+            if entry.tiers == 0 {
+                self.entries.remove(&name);
+            }
+        }
+    }
+
+    /// Every block was removed.
+    pub(super) fn clear(&mut self) {
+        self.entries = AHashMap::new();
+    }
+
+    /// Blocks remembered.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+}
+
+fn bit(tier: StorageTier) -> u8 {
+    match tier {
+        StorageTier::Device => 1,
+        StorageTier::HostPinned => 2,
+        StorageTier::Disk => 4,
+        StorageTier::External => 8,
+    }
+}
