@@ -46,7 +46,7 @@ pub struct SourceConfig {
     pub held_messages_max: usize,
     /// Most payload bytes held while something is missing. Default 16 MiB.
     pub held_bytes_max: usize,
-    /// How many of the last applied messages are known again by a hash, 8 bytes each. Default 1,024, at least 1.
+    /// How many of the last applied messages are known again by a hash, 8 bytes each. Default 1,024; 1 to 2^20 count.
     pub remembered_max: usize,
     /// After how long without a connection, or connected without ever a message, a source is silent. Default 10 s.
     pub silent_after: Duration,
@@ -199,11 +199,12 @@ impl Note {
         }
     }
 
-    /// How much to add to its count: messages where it speaks of several, else 1.
+    /// How much to add to its count: messages where it speaks of several, else 1. At most [`u32::MAX`], for a publisher
+    /// may make numbers up, and no counter shared with others shall wrap for it.
     #[must_use]
-    pub const fn count(self) -> u64 {
+    pub fn count(self) -> u64 {
         match self {
-            Self::Lost { messages } | Self::Dropped { messages } => messages,
+            Self::Lost { messages } | Self::Dropped { messages } => messages.min(u64::from(u32::MAX)),
             Self::Gap
             | Self::Recovered
             | Self::Verified

@@ -24,7 +24,7 @@ pub(super) enum Memory {
 
 impl Seen {
     pub(super) fn new(remembered_max: usize) -> Self {
-        let remembered_max = remembered_max.max(1);
+        let remembered_max = remembered_max.clamp(1, 1 << 20);
         Self { hashes: VecDeque::with_capacity(remembered_max), remembered_max }
     }
 

@@ -152,13 +152,13 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
-    /// When time alone will change something: the next [`Input::Tick`] is due then.
+    /// When time alone will change something: the next [`Input::Tick`] is due then. None where that is never.
     #[must_use]
     pub fn next_tick(&self) -> Option<Timestamp> {
         let silent = (self.trust != Trust::Silent).then(|| self.link.silent_at(self.config.silent_after)).flatten();
         let replay = self.replay.map(|replay| replay.due(self.config.replay_timeout));
         let healed = self.cold.map(|cold| cold.since + self.config.cold_heals_after);
-        [silent, replay, healed].into_iter().flatten().min()
+        [silent, replay, healed].into_iter().flatten().min().filter(|at| *at < Timestamp(u64::MAX))
     }
 
     /// Number of messages held until their turn.
@@ -302,10 +302,11 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
-    /// Whether live messages may be applied in their turn: not while it is open whose turn it is.
+    /// Whether live messages may be applied in their turn: not while it is open whose they are.
     fn takes_live(&self) -> bool {
         match self.replay {
-            None | Some(Replay::Waiting { purpose: Purpose::Gap, .. }) => true,
+            None => self.link.is_connected() || !self.config.has_replay,
+            Some(Replay::Waiting { purpose: Purpose::Gap, .. }) => true,
             Some(Replay::Waiting { purpose: Purpose::All | Purpose::Verify, .. }) => false,
             Some(Replay::Running(running)) => running.purpose == Purpose::Gap || !running.is_awaited,
         }
