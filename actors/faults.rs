@@ -24,6 +24,9 @@ pub enum Fault {
     Radix(WorkerRank),
     /// The sequence actor of this rank.
     Sequence(WorkerRank),
+    /// The reader of this rank's KV events.
+    #[cfg(feature = "zmq")]
+    Ingest(WorkerRank),
 }
 
 /// Holds a wedged actor; dropping it lets the actor go on, and waits until it has caught up.
@@ -57,6 +60,17 @@ impl Trip {
                 let _ = stuck.send(());
                 let _ = until_dropped.recv();
             }
+        }
+    }
+}
+
+#[cfg(feature = "zmq")]
+impl Trip {
+    /// As [`Trip::happen`], in a task: standing still takes none of the runtime's threads.
+    pub(crate) async fn happen_aside(self) {
+        match self {
+            Self::Panic => self.happen(),
+            Self::Wedge { .. } => drop(tokio::task::spawn_blocking(move || self.happen()).await),
         }
     }
 }
@@ -96,6 +110,11 @@ impl Router {
                 }
                 None => return false,
             },
+            #[cfg(feature = "zmq")]
+            Fault::Ingest(rank) => {
+                let is_read = self.sources().iter().any(|source| source.rank == rank);
+                return is_read && self.supervisor().send_message(SupervisorMsg::IngestFault(rank, trip)).is_ok();
+            }
         }
         true
     }

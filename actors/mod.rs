@@ -5,9 +5,11 @@
 //! every decision to the pure modules of the crate.
 //!
 //! ```text
-//!             Supervisor           lifecycles, restart budget, membership
-//!        ┌────────┼────────┐
-//!      Radix  Scheduler  Sequence  prefix index, decisions, one rank's bookings
+//!                Supervisor           lifecycles, restart budget, membership
+//!      ┌────────┬─────┴─────┬────────┐
+//!   Ingest    Radix     Scheduler  Sequence
+//!   events    prefix    decisions  one rank's
+//!   in        index                bookings
 //! ```
 
 mod clock;
@@ -15,6 +17,8 @@ mod disagg;
 #[cfg(feature = "faults")]
 mod faults;
 mod gather;
+#[cfg(feature = "zmq")]
+mod ingest;
 mod liveness;
 mod placement;
 mod predict;
@@ -24,6 +28,7 @@ mod scheduler;
 mod sequence;
 mod shared;
 mod shared_cache;
+mod source;
 mod supervisor;
 mod telemetry;
 mod turn;
@@ -38,3 +43,4 @@ pub use router::{
 };
 pub use scheduler::PendingClass;
 pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
+pub use source::SourceStatus;

@@ -6,6 +6,7 @@
 //! hold: they are cold until each is sent again from a `Cleared` on.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use ractor::ActorRef;
@@ -15,8 +16,9 @@ use super::clock::Clock;
 use super::gather::{Leg, Onward};
 use super::predict::Beliefs;
 use super::scheduler::{Scheduler, SchedulerMsg, Ticket};
-use super::shared::Seat;
+use super::shared::{Seat, Shared};
 use super::shared_cache::SharedCacheFailure;
+use super::source::{Doubted, SourceCell};
 use super::supervisor::SupervisorMsg;
 use super::telemetry::Pool;
 use super::turn::{After, Step, Turn};
@@ -41,6 +43,8 @@ pub(crate) enum RadixMsg {
     /// Apply these events, all of ranks of this shard.
     Apply {
         events: Vec<RouterEvent>,
+        /// Where they are all of one rank, which one that was: an engine that has left is not heard for its successor.
+        only: Option<(Slot, Generation)>,
         /// Their place in the queue.
         permit: OwnedSemaphorePermit,
     },
@@ -75,6 +79,8 @@ pub(crate) struct Tenant {
     pub(crate) generation: Generation,
     /// Where the shard publishes what the rank holds.
     pub(crate) holdings: Arc<Holdings>,
+    /// How far what is known of it is trusted.
+    pub(crate) source: Arc<SourceCell>,
     /// KV blocks that it has, where known.
     pub(crate) capacity_blocks: Option<u32>,
 }
@@ -82,7 +88,8 @@ pub(crate) struct Tenant {
 impl Tenant {
     pub(crate) fn of(seat: &Seat, traits: &RankTraits) -> Self {
         let Seat { rank, slot, generation, .. } = *seat;
-        Self { rank, slot, generation, holdings: Arc::clone(&seat.holdings), capacity_blocks: traits.total_kv_blocks }
+        let (holdings, source) = (Arc::clone(&seat.holdings), Arc::clone(&seat.source));
+        Self { rank, slot, generation, holdings, source, capacity_blocks: traits.total_kv_blocks }
     }
 }
 
@@ -157,8 +164,10 @@ impl Onward<RankOverlap> for OverlapNext {
 /// One shard of the index.
 pub(crate) struct Radix {
     index: Index,
-    /// By slot: where what a rank holds is published.
-    holdings: Vec<Option<Arc<Holdings>>>,
+    /// By slot: where what a rank holds is published, and how far it is trusted.
+    tenants: Vec<Option<(Arc<Holdings>, Arc<SourceCell>)>>,
+    /// Ranks of the router that are not trusted in full.
+    doubted: Doubted,
     found: Overlaps,
     /// Present where decisions are guesses.
     beliefs: Option<Beliefs>,
@@ -183,20 +192,30 @@ pub(crate) enum RadixAfter {
 impl Radix {
     /// A shard that knows its ranks and not what they hold. After a loss, all of them are cold.
     pub(crate) fn new(
-        config: &RouterConfig,
+        shared: &Shared,
         (shard, incarnation): (usize, u32),
         tenants: impl IntoIterator<Item = Tenant>,
         cold: BTreeSet<WorkerRank>,
-        clock: Clock,
         supervisor: ActorRef<SupervisorMsg>,
-        pool: &Pool,
     ) -> Self {
+        let (config, clock, pool) = (&shared.config, shared.clock, &shared.meters.pool);
         let (beliefs, budget) = (Beliefs::of(config, shard, clock, pool), ShardBudget::of(config, shard));
         let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new(pool));
         index.set_budget(budget.bytes_max);
-        let (holdings, gauges) = (Vec::new(), budget.gauges(pool));
-        let mut radix =
-            Self { index, holdings, found, beliefs, incarnation, cold, clock, supervisor, counters, gauges };
+        let (known, doubted, gauges) = (Vec::new(), Arc::clone(&shared.doubted), budget.gauges(pool));
+        let mut radix = Self {
+            index,
+            tenants: known,
+            doubted,
+            found,
+            beliefs,
+            incarnation,
+            cold,
+            clock,
+            supervisor,
+            counters,
+            gauges,
+        };
         for tenant in tenants {
             radix.on_register(tenant);
         }
@@ -204,7 +223,7 @@ impl Radix {
     }
 
     fn on_register(&mut self, tenant: Tenant) {
-        let Tenant { rank, slot, generation, holdings, capacity_blocks } = tenant;
+        let Tenant { rank, slot, generation, holdings, source, capacity_blocks } = tenant;
         if let Some(beliefs) = &mut self.beliefs {
             beliefs.register(rank, slot, generation, capacity_blocks);
         }
@@ -212,10 +231,10 @@ impl Radix {
             if holdings.held_blocks() > 0 && self.index.held_blocks_of(slot) == 0 {
                 holdings.publish(0, self.clock.now()); // after a loss, what is shown is of before
             }
-            if self.holdings.len() <= slot.index() {
-                self.holdings.resize(slot.index() + 1, None);
+            if self.tenants.len() <= slot.index() {
+                self.tenants.resize(slot.index() + 1, None);
             }
-            self.holdings[slot.index()] = Some(holdings);
+            self.tenants[slot.index()] = Some((holdings, source));
             self.show_budget();
         }
     }
@@ -239,12 +258,33 @@ impl Radix {
             beliefs.merge_into(leg.next().hashes(), &mut self.found);
         }
         if !self.found.hits().is_empty() {
-            leg.extend(self.found.iter().map(rank_overlap));
+            match self.doubted.load(Ordering::Relaxed) {
+                0 => leg.extend(self.found.iter().map(rank_overlap)),
+                _ => leg.extend(self.found.iter().map(|found| self.as_trusted(rank_overlap(found)))),
+            }
         }
         RadixAfter::Overlap(leg)
     }
 
-    fn on_apply(&mut self, events: &[RouterEvent]) {
+    /// As much of what a rank is known to hold as its source is trusted for.
+    fn as_trusted(&self, found: RankOverlap) -> RankOverlap {
+        let Some(Some((_, source))) = self.tenants.get(found.slot.index()) else { return found };
+        let TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks } = found.overlap;
+        let overlap = TierOverlap {
+            device_blocks: source.credited(device_blocks),
+            host_pinned_blocks: source.credited(host_pinned_blocks),
+            disk_blocks: source.credited(disk_blocks),
+            external_blocks: source.credited(external_blocks),
+        };
+        RankOverlap { overlap, ..found }
+    }
+
+    fn on_apply(&mut self, events: &[RouterEvent], only: Option<(Slot, Generation)>) {
+        if only.is_some_and(|(slot, generation)| self.index.generation(slot) != generation) {
+            self.counters.unknown_ranks.increment(events.len() as u64);
+            return;
+        }
+
         if let Some(beliefs) = &mut self.beliefs {
             beliefs.expire();
         }
@@ -280,7 +320,7 @@ impl Radix {
 
     fn publish_holdings(&self, rank: WorkerRank) {
         let Some(slot) = self.index.slot_of(rank) else { return };
-        if let Some(Some(holdings)) = self.holdings.get(slot.index()) {
+        if let Some(Some((holdings, _))) = self.tenants.get(slot.index()) {
             holdings.publish(self.index.held_blocks_of(slot), self.clock.now());
         }
     }
@@ -312,8 +352,8 @@ impl Step for Radix {
     fn step(&mut self, msg: RadixMsg) -> Option<RadixAfter> {
         match msg {
             RadixMsg::Overlap(leg) => return Some(self.on_overlap(leg)),
-            RadixMsg::Apply { events, permit } => {
-                self.on_apply(&events);
+            RadixMsg::Apply { events, only, permit } => {
+                self.on_apply(&events, only);
                 drop(permit);
             }
             RadixMsg::Register(tenant) => self.on_register(tenant),

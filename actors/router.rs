@@ -68,6 +68,8 @@ pub struct Health {
     pub ranks: usize,
     /// Ranks whose cache contents were lost and must be sent again: routing to them goes by load alone.
     pub cold: BTreeSet<WorkerRank>,
+    /// What is wrong with what is known of the fleet, one sentence each; empty while nothing is.
+    pub doubts: Vec<String>,
     /// Actors restarted since the start.
     pub restarts: u64,
     /// Bookings and requests that have not ended.

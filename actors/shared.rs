@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::clock::Clock;
 use super::radix::{Radix, RadixMsg, shard_of};
@@ -16,6 +16,7 @@ use super::router::WorkerEntry;
 use super::scheduler::{Scheduler, SchedulerMsg, WakeFlag};
 use super::sequence::{Sequence, SequenceMsg};
 use super::shared_cache::SharedCache;
+use super::source::{Doubted, SourceCell};
 use super::telemetry::Meters;
 use super::turn::Turn;
 use crate::config::RouterConfig;
@@ -52,6 +53,8 @@ pub(crate) struct Shared {
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks.
     pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
+    /// Ranks whose sources are not trusted in full.
+    pub(crate) doubted: Doubted,
     /// By slot. Written by the supervisor.
     seats: RwLock<Vec<Option<Arc<Seat>>>>,
     /// Whether the router is up, and how often a part of it was restarted.
@@ -80,6 +83,8 @@ pub(crate) struct Seat {
     pub(crate) board: Arc<BoardSlot>,
     /// Where its index shard publishes what it holds.
     pub(crate) holdings: Arc<Holdings>,
+    /// How far what it publishes is trusted.
+    pub(crate) source: Arc<SourceCell>,
     /// Its learned prefill rate, which outlives its sequence actor.
     pub(crate) rate: Arc<RateCell>,
     pub(crate) turn: Arc<Turn<Sequence>>,
@@ -123,6 +128,7 @@ impl Shared {
             meters: Meters::new(&config, shared_cache.is_some()),
             wake: Arc::default(),
             conditions: Arc::default(),
+            doubted: Doubted::default(),
             seats: RwLock::default(),
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
@@ -191,6 +197,14 @@ impl Shared {
             seats.resize(slot.index() + 1, None);
         }
         seats[slot.index()] = seat;
+    }
+
+    /// A place before a shard for so many blocks. Waits while the shard is behind.
+    pub(crate) async fn pass_gate(&self, shard: usize, blocks: usize) -> Result<OwnedSemaphorePermit, Down> {
+        // A batch larger than the gate takes all of it; an event that names no block still takes a place.
+        let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.config.event_blocks_max);
+        let gate: Arc<Semaphore> = Arc::clone(&self.shards[shard].gate);
+        gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)
     }
 
     /// Tells the lease's actor that it has changed, unless a look is on its way that will see it.

@@ -6,6 +6,8 @@
 //! so. Leaves every request to the others: nothing of it passes here.
 
 mod membership;
+#[cfg(feature = "zmq")]
+mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,6 +23,7 @@ use super::radix::{Radix, RadixMsg, Tenant, shard_of};
 use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
 use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
+use super::source::SourceCell;
 use super::telemetry::Restarts;
 use super::turn::{Step, Turn, TurnActor, Wake};
 use crate::config::PrefillModel;
@@ -34,7 +37,7 @@ use membership::{Draining, Removal};
 /// What the supervisor can be told.
 pub(crate) enum SupervisorMsg {
     /// A worker joins or changes. Answered when it can be chosen.
-    Upsert { worker: WorkerId, config: WorkerConfig, answer: oneshot::Sender<Result<(), MembershipError>> },
+    Upsert { worker: WorkerId, config: Box<WorkerConfig>, answer: oneshot::Sender<Result<(), MembershipError>> },
     /// A worker leaves. Answered when its last booking has ended.
     Remove { worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>> },
     /// These are the workers, says discovery; those that were upserted by hand stay.
@@ -53,6 +56,9 @@ pub(crate) enum SupervisorMsg {
     /// A drill: panic.
     #[cfg(feature = "faults")]
     Fault(super::faults::Trip),
+    /// A drill, for the reader of a rank's events.
+    #[cfg(all(feature = "faults", feature = "zmq"))]
+    IngestFault(WorkerRank, super::faults::Trip),
 }
 
 /// Tells the supervisor, by being dropped, that a rank has no bookings left and will get none.
@@ -103,6 +109,8 @@ pub(crate) struct State {
     drains_started: u64,
     /// Workers that were drained away and that discovery has not stopped naming since.
     drained: BTreeSet<WorkerId>,
+    #[cfg(feature = "zmq")]
+    sources: sources::Sources,
     /// Restarts of the scheduler.
     scheduler_incarnation: u32,
     /// Restarts of each index shard.
@@ -135,6 +143,8 @@ enum Role {
     Scheduler,
     Radix(usize),
     Sequence(Slot),
+    #[cfg(feature = "zmq")]
+    Ingest(Slot),
 }
 
 impl Role {
@@ -143,6 +153,8 @@ impl Role {
             Self::Scheduler => "scheduler",
             Self::Radix(_) => "radix",
             Self::Sequence(_) => "sequence",
+            #[cfg(feature = "zmq")]
+            Self::Ingest(_) => "ingest",
         }
     }
 
@@ -151,6 +163,8 @@ impl Role {
             Self::Scheduler => &restarts.scheduler,
             Self::Radix(_) => &restarts.radix,
             Self::Sequence(_) => &restarts.sequence,
+            #[cfg(feature = "zmq")]
+            Self::Ingest(_) => &restarts.ingest,
         }
     }
 }
@@ -191,6 +205,8 @@ impl Actor for Supervisor {
             drains: Vec::new(),
             drains_started: 0,
             drained: BTreeSet::new(),
+            #[cfg(feature = "zmq")]
+            sources: sources::Sources::new(),
             scheduler_incarnation: 0,
         };
         state.start_scheduler().await?;
@@ -208,7 +224,7 @@ impl Actor for Supervisor {
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             SupervisorMsg::Upsert { worker, config, answer } => {
-                let result = state.on_upsert(worker, config, false).await?;
+                let result = state.on_upsert(worker, *config, false).await?;
                 state.publish_workers();
                 drop(answer.send(result));
             }
@@ -224,6 +240,8 @@ impl Actor for Supervisor {
             SupervisorMsg::Warmed { rank, incarnation } => state.on_warmed(rank, incarnation),
             #[cfg(feature = "faults")]
             SupervisorMsg::Fault(trip) => trip.happen(),
+            #[cfg(all(feature = "faults", feature = "zmq"))]
+            SupervisorMsg::IngestFault(rank, trip) => state.on_ingest_fault(rank, trip),
         }
         Ok(())
     }
@@ -267,7 +285,8 @@ impl State {
         let generation = self.generations[slot.index()];
         let (board, rate, holdings) = (Arc::default(), Arc::default(), Arc::default());
         let (since, turn) = (self.shared.clock.now(), Turn::closed());
-        let seat = Arc::new(Seat { rank, slot, generation, endpoint, since, board, rate, holdings, turn });
+        let source = Arc::new(SourceCell::new(&self.shared.doubted));
+        let seat = Arc::new(Seat { rank, slot, generation, endpoint, since, board, rate, holdings, source, turn });
         let actor = self.start_sequence(&seat, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
         self.register(&seat, traits);
@@ -306,9 +325,8 @@ impl State {
         let turn = Arc::clone(&self.shared.shards[shard].turn);
         let actor = self.spawn(&turn, Role::Radix(shard)).await?;
         let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat, &self.traits_of(seat.rank)));
-        let (config, clock, place) = (&self.shared.config, self.shared.clock, (shard, self.radix_incarnations[shard]));
-        let pool = &self.shared.meters.pool;
-        turn.open(actor, || Radix::new(config, place, tenants, cold, clock, self.myself.clone(), pool));
+        let place = (shard, self.radix_incarnations[shard]);
+        turn.open(actor, || Radix::new(&self.shared, place, tenants, cold, self.myself.clone()));
         Ok(())
     }
 
@@ -356,6 +374,10 @@ impl State {
     async fn on_death(&mut self, actor: ActorId, reason: &str) -> Result<(), ActorProcessingErr> {
         let Some(role) = self.children.remove(&actor) else { return Ok(()) };
         role.counter(&self.shared.meters.restarts).increment(1);
+        #[cfg(feature = "zmq")]
+        if let Role::Ingest(slot) = role {
+            return self.restart_source(actor, slot, reason).await;
+        }
         if !self.budget.spend(self.shared.clock.now()) {
             tracing::error!(
                 role = role.name(),
@@ -375,6 +397,8 @@ impl State {
             }
             Role::Radix(shard) => self.restart_radix(shard).await?,
             Role::Sequence(slot) => self.restart_sequence(slot).await?,
+            #[cfg(feature = "zmq")]
+            Role::Ingest(_) => {} // above
         }
         self.shared.status.send_modify(|Status { restarts, .. }| *restarts += 1);
         Ok(())
@@ -388,6 +412,8 @@ impl State {
         let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).filter(|_| hears).map(|seat| seat.rank).collect();
         self.start_radix(shard, lost.clone()).await?;
         self.shared.cold.send_modify(|cold| cold.extend(lost));
+        #[cfg(feature = "zmq")]
+        self.resync_sources(shard);
         Ok(())
     }
 

@@ -6,6 +6,8 @@
 //! before the router starts, for handles belong to the one that is there when they are made.
 
 mod decisions;
+#[cfg(feature = "zmq")]
+mod ingest;
 mod instruments;
 mod phases;
 mod predictions;
@@ -44,6 +46,8 @@ pub(crate) struct Meters {
     pub(crate) expired: Counter,
     /// Events that came where none are used.
     pub(crate) unused_events: Counter,
+    #[cfg(feature = "zmq")]
+    pub(crate) ingest: ingest::IngestMeters,
     funnel: Funnel,
 }
 
@@ -58,6 +62,8 @@ impl Meters {
             shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
             expired: pool.counter("pointsman_bookings_expired_total", &[]),
             unused_events: pool.counter("pointsman_kv_events_refused_total", &[("reason", "not_used")]),
+            #[cfg(feature = "zmq")]
+            ingest: ingest::IngestMeters::new(&pool),
             funnel: Funnel::new(&pool),
             pool,
         }
@@ -72,6 +78,14 @@ impl Meters {
         if let Some(shared_cache) = &self.shared_cache {
             shared_cache.beyond_blocks.record(f64::from(best.shared_cache_blocks()));
         }
+    }
+
+    /// Kinds of requests that never find what is predicted, in words.
+    pub(crate) fn never_matching(&self) -> impl Iterator<Item = String> {
+        self.predictions.never_matching().map(|kind| {
+            let kind = kind.name();
+            format!("requests with {kind} prompts never find what is predicted to be cached: router and engines may hash them differently")
+        })
     }
 
     /// The engine says how much of a prompt it had cached.
@@ -122,12 +136,20 @@ pub(crate) struct Restarts {
     pub(crate) scheduler: Counter,
     pub(crate) radix: Counter,
     pub(crate) sequence: Counter,
+    #[cfg(feature = "zmq")]
+    pub(crate) ingest: Counter,
 }
 
 impl Restarts {
     fn new(pool: &Pool) -> Self {
         let role = |role| pool.counter("pointsman_restarts_total", &[("role", role)]);
-        Self { scheduler: role("scheduler"), radix: role("radix"), sequence: role("sequence") }
+        Self {
+            scheduler: role("scheduler"),
+            radix: role("radix"),
+            sequence: role("sequence"),
+            #[cfg(feature = "zmq")]
+            ingest: role("ingest"),
+        }
     }
 }
 

@@ -84,7 +84,7 @@ pub mod zmtp;
 pub use actors::{
     AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, PendingClass, Placement,
     Prompt, RankScores, RouteRequest, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary, WorkerEntry,
+    SharedCacheFailure, SharedSummary, SourceStatus, WorkerEntry,
 };
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Wedge};

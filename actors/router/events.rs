@@ -1,12 +1,12 @@
 //! KV events in, and what the index holds out.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 
 use super::{RouteRequest, Router};
 use crate::actors::radix::{RadixMsg, shard_of};
+use crate::actors::source::SourceStatus;
 use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
 use crate::schedule::Rejection;
@@ -43,17 +43,10 @@ impl Router {
     }
 
     async fn apply_to(&self, shard: usize, events: Vec<RouterEvent>) -> Result<(), Down> {
-        let permit = self.pass_gate(shard, events.iter().map(|event| event.data.block_count()).sum()).await?;
-        self.shared().shards[shard].turn.tell(RadixMsg::Apply { events, permit });
+        let blocks = events.iter().map(|event| event.data.block_count()).sum();
+        let permit = self.shared().pass_gate(shard, blocks).await?;
+        self.shared().shards[shard].turn.tell(RadixMsg::Apply { events, only: None, permit });
         Ok(())
-    }
-
-    /// A place before a shard for so many blocks.
-    async fn pass_gate(&self, shard: usize, blocks: usize) -> Result<OwnedSemaphorePermit, Down> {
-        // A batch larger than the gate takes all of it; an event that names no block still takes a place.
-        let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.shared().config.event_blocks_max);
-        let gate: Arc<Semaphore> = Arc::clone(&self.shared().shards[shard].gate);
-        gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)
     }
 
     /// Records that the embedder has sent a prompt to a rank by itself, without a booking: where decisions are guesses
@@ -71,7 +64,7 @@ impl Router {
         }
         let Some(guess) = self.prepare(&request)?.guess() else { return Ok(()) };
         let shard = shard_of(rank, self.shared().shards.len());
-        let permit = self.pass_gate(shard, guess.hashes.len()).await?;
+        let permit = self.shared().pass_gate(shard, guess.hashes.len()).await?;
         self.shared().shards[shard].turn.tell(RadixMsg::Recorded { rank, guess, permit });
         Ok(())
     }
@@ -81,6 +74,17 @@ impl Router {
     #[must_use]
     pub fn resyncs(&self) -> watch::Receiver<BTreeSet<WorkerRank>> {
         self.shared().cold.subscribe()
+    }
+
+    /// How each rank's KV events are doing, in rank order: those of ranks that the router reads by itself
+    /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)).
+    #[must_use]
+    pub fn sources(&self) -> Vec<SourceStatus> {
+        let now = self.shared().clock.now();
+        let mut sources: Vec<SourceStatus> =
+            self.shared().seats().iter().filter_map(|seat| seat.source.status(seat.rank, now)).collect();
+        sources.sort_by_key(|source| source.rank);
+        sources
     }
 
     /// Returns when every event accepted before this call has been applied.

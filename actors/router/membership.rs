@@ -8,6 +8,7 @@ use tokio::sync::oneshot;
 use super::{Health, Router, STOP_WAIT, WorkerEntry};
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Phase;
+use crate::actors::source::SourceStatus;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::config::{PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
@@ -23,6 +24,7 @@ impl Router {
     /// # Errors
     /// When the configuration breaks a rule, or the router is down.
     pub async fn upsert_worker(&self, worker: WorkerId, config: WorkerConfig) -> Result<(), MembershipError> {
+        let config = Box::new(config);
         self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
     }
 
@@ -99,9 +101,19 @@ impl Router {
             state: self.shared().up(),
             ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
             cold: self.shared().cold.borrow().clone(),
+            doubts: self.doubts(),
             restarts: self.shared().status.borrow().restarts,
             leases: self.shared().directory.len(),
         }
+    }
+
+    fn doubts(&self) -> Vec<String> {
+        let sources = self.sources().into_iter();
+        let sources = sources.filter_map(|SourceStatus { rank, trust, doubt, last_error, .. }| {
+            let last_error = last_error.map(|error| format!("; the last error was: {error}")).unwrap_or_default();
+            Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
+        });
+        sources.chain(self.shared().meters.never_matching()).collect()
     }
 
     /// Tokens a block.

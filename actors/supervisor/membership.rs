@@ -80,12 +80,22 @@ impl State {
             }
         }
         self.drained.remove(&worker);
+        #[cfg(feature = "zmq")]
+        let ranks: Vec<Slot> = slots.values().copied().collect();
         self.workers.insert(worker, Worker { config, traits, draining: false, slots, from_discovery });
+        #[cfg(feature = "zmq")]
+        for slot in ranks {
+            self.follow_source(slot).await?;
+        }
         Ok(Ok(()))
     }
 
     fn check(&self, config: &WorkerConfig) -> Result<(), WorkerConfigError> {
         config.validate()?;
+        #[cfg(not(feature = "zmq"))]
+        if config.kv_events.is_some() {
+            return Err(WorkerConfigError::NoReader);
+        }
         let pool = self.shared.config.is_eagle;
         match config.is_eagle {
             Some(worker) if worker != pool => Err(WorkerConfigError::Eagle { worker, pool }),
@@ -235,6 +245,8 @@ impl State {
         let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return };
         running.retiring = true;
         let generation = running.seat.generation;
+        #[cfg(feature = "zmq")]
+        self.leave_source(slot);
         if let Some(shard) = self.shard(rank) {
             shard.tell(RadixMsg::Remove { rank });
         }

@@ -131,6 +131,39 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "Blocks named by KV events, by what the index did with them.",
     ),
     counter("pointsman_kv_events_refused_total", &["reason"], "KV events that changed nothing, by `reason`."),
+    gauge(
+        "pointsman_kv_sources",
+        Unit::Count,
+        &["trust"],
+        "Ranks whose KV events the router reads by itself, by how far they are trusted.",
+    ),
+    gauge(
+        "pointsman_rank_kv_doubted",
+        Unit::Count,
+        RANK,
+        "1 while the rank's KV events are read and in doubt (`Router::sources` says why), else 0.",
+    ),
+    counter(
+        "pointsman_kv_source_notes_total",
+        &["note"],
+        "What was noticed in the sequence of KV events: losses, repetitions, new incarnations, recoveries.",
+    ),
+    counter(
+        "pointsman_kv_source_errors_total",
+        &["cause"],
+        "Connections to engines' event sockets that failed or ended, and messages that were refused, by `cause`.",
+    ),
+    counter(
+        "pointsman_kv_findings_total",
+        &["finding"],
+        "KV events, or parts of them, that could not be used, by what was found.",
+    ),
+    histogram(
+        "pointsman_kv_source_heal_seconds",
+        Some(Unit::Seconds),
+        &[],
+        "From the first doubt in a rank's KV events until they were trusted again.",
+    ),
     counter("pointsman_predicted_blocks_total", &["result"], "Blocks predicted to be cached, by what became of them."),
     gauge(
         "pointsman_believed_blocks",

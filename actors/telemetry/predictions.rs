@@ -113,6 +113,16 @@ impl Predictions {
     }
 }
 
+impl Predictions {
+    /// The kinds of requests of which no report for long has agreed with its prediction.
+    pub(super) fn never_matching(&self) -> impl Iterator<Item = PromptKind> {
+        let alarming = |kind: &PromptKind| {
+            self.streaks[*kind as usize].contradictions.load(Ordering::Relaxed) >= NEVER_MATCHED_AFTER
+        };
+        PromptKind::ALL.into_iter().filter(alarming)
+    }
+}
+
 impl Streak {
     fn is_alarming(&self, predicted: u32, delivered: u32) -> bool {
         match (predicted > 0, delivered > 0) {

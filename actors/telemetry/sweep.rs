@@ -13,6 +13,7 @@ use tokio::time::MissedTickBehavior;
 use super::{Pool, as_f64};
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::{Phase, Seat, Shared};
+use crate::ingest::Trust;
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// How old a gauge may be.
@@ -33,6 +34,8 @@ pub(crate) fn publish_gauges(shared: &Arc<Shared>) {
 struct Gauges {
     pool: Pool,
     by_rank: BTreeMap<WorkerRank, RankGauges>,
+    /// By trust.
+    sources: [(Trust, ZeroedGauge); 5],
     ranks: ZeroedGauge,
     cold_ranks: ZeroedGauge,
     leases: ZeroedGauge,
@@ -56,6 +59,7 @@ struct RankGauges {
     active_blocks: ZeroedGauge,
     prefill_tokens: ZeroedGauge,
     held_blocks: ZeroedGauge,
+    kv_doubted: ZeroedGauge,
 }
 
 /// What a rank has, over its seats: for a moment it may have two, one of them on its way out.
@@ -65,6 +69,7 @@ struct RankSum {
     active_blocks: u64,
     prefill_tokens: u64,
     held_blocks: u64,
+    is_doubted: bool,
     is_torn: bool,
 }
 
@@ -75,6 +80,8 @@ impl Gauges {
         let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
         Self {
             by_rank: BTreeMap::new(),
+            sources: Trust::ALL
+                .map(|trust| (trust, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("trust", trust.name())])))),
             ranks: gauge("pointsman_ranks"),
             cold_ranks: gauge("pointsman_cold_ranks"),
             leases: gauge("pointsman_leases"),
@@ -109,8 +116,13 @@ impl Gauges {
 
     fn publish_ranks(&mut self, seats: &[Arc<Seat>], now: Timestamp) {
         let mut sums: BTreeMap<WorkerRank, RankSum> = BTreeMap::new();
+        let mut by_trust = [0_u64; 5];
         for seat in seats {
             let sum = sums.entry(seat.rank).or_default();
+            if let Some(trust) = seat.source.trust() {
+                by_trust[trust as usize] += 1;
+                sum.is_doubted = trust != Trust::Live;
+            }
             let Some(load) = seat.board.read() else {
                 sum.is_torn = true; // just being written: what was shown before stands for another period
                 continue;
@@ -122,6 +134,9 @@ impl Gauges {
         }
         self.by_rank.retain(|rank, _| sums.contains_key(rank));
         self.ranks.0.set(as_f64(sums.len() as u64));
+        for (trust, gauge) in &self.sources {
+            gauge.0.set(as_f64(by_trust[*trust as usize]));
+        }
         for (rank, sum) in sums {
             self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank)).set(&sum);
         }
@@ -137,10 +152,12 @@ impl RankGauges {
             active_blocks: gauge("pointsman_rank_active_blocks"),
             prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
             held_blocks: gauge("pointsman_rank_held_blocks"),
+            kv_doubted: gauge("pointsman_rank_kv_doubted"),
         }
     }
 
     fn set(&self, sum: &RankSum) {
+        self.kv_doubted.0.set(as_f64(u64::from(sum.is_doubted)));
         if sum.is_torn {
             return;
         }

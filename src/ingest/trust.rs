@@ -117,6 +117,11 @@ pub enum Doubt {
         /// First message that is missing.
         from: u64,
     },
+    /// What reads the messages has failed again and again, and is left alone.
+    ReaderDied {
+        /// How often, in a short time.
+        deaths: u32,
+    },
 }
 
 impl Doubt {
@@ -133,6 +138,7 @@ impl Doubt {
             Self::ReplayHole { .. } => "replay_hole",
             Self::ReplayFailed { .. } => "replay_failed",
             Self::NoReplay { .. } => "no_replay",
+            Self::ReaderDied { .. } => "reader_died",
         }
     }
 }
@@ -190,6 +196,11 @@ impl fmt::Display for Doubt {
                 f,
                 "what came from message {from} on was missed and there is no replay socket to ask: start the engine \
                  with a replay endpoint and name it here"
+            ),
+            Self::ReaderDied { deaths } => write!(
+                f,
+                "the reader of its messages died {deaths} times within a minute and is not started again: remove the \
+                 worker and add it again to try once more, and report what the log says of it"
             ),
         }
     }

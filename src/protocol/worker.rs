@@ -180,6 +180,9 @@ pub enum WorkerConfigError {
         /// The rank whose port it gives.
         rank: u32,
     },
+    /// Nobody here reads events.
+    #[error("kv_events is given, but this build lacks the feature `zmq` that reads them")]
+    NoReader,
     /// A path that is none.
     #[error("health_path is {0:?}, must begin with /")]
     HealthPath(String),

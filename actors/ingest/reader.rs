@@ -1,0 +1,352 @@
+//! The task that reads one rank's events.
+//!
+//! Owns both connections, the decoder and the source's state: tokens come in here, are hashed, and go no further. Promises
+//! that each batch reaches the rank's shard in order and under a permit, so that a shard that is behind is felt by the
+//! publisher and by nobody else; that nothing an engine sends ends the task; and that whatever is lost on the way is
+//! what `ingest::Source` says about it. Leaves lifecycles to the actor around it.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::mpsc;
+
+use super::socket::{ReplayRequest, SocketError, Subscription};
+use crate::actors::radix::{RadixMsg, shard_of};
+use crate::actors::shared::{Seat, Shared};
+use crate::ingest::{Applied, Backoff, Effect, Input, Source, SourceConfig, Trust};
+use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
+use crate::wire::{Decoder, WireConfig};
+use crate::zmtp::{Caps, Replayed};
+
+/// What a reader is given.
+pub(super) struct Job {
+    pub(super) shared: Arc<Shared>,
+    pub(super) seat: Arc<Seat>,
+    pub(super) endpoints: KvEventsConfig,
+    pub(super) source: SourceConfig,
+    pub(super) wire: WireConfig,
+    pub(super) caps: Caps,
+    pub(super) commands: mpsc::Receiver<Command>,
+}
+
+/// What a reader can be told.
+pub(super) enum Command {
+    /// The index lost what it knew of the rank.
+    Resync,
+    /// A drill: panic, or stand still until told to go on.
+    #[cfg(feature = "faults")]
+    Fault(crate::actors::faults::Trip),
+}
+
+/// Reads until it is dropped.
+pub(super) async fn read(job: Job) {
+    let Job { shared, seat, endpoints, source, wire, caps, mut commands } = job;
+    let now = shared.clock.now();
+    let mut link = Link::new(&endpoints, caps, source.seed);
+    let mut replay = Replay::Idle;
+    let mut reader = Reader {
+        source: Source::new(source, now),
+        decoder: Decoder::new(wire),
+        shared,
+        seat,
+        effects: Vec::new(),
+        wanted: VecDeque::new(),
+        unwell_since: None,
+    };
+    loop {
+        let tick = reader.source.next_tick().map(|at| at.since(reader.shared.clock.now()));
+        let input = tokio::select! {
+            biased;
+            Some(command) = commands.recv() => reader.obey(command).await,
+            answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
+            news = link.next(), if reader.source.wants_live() || !link.is_up() => match reader.on_news(news) {
+                Some(input) => input,
+                None => continue,
+            },
+            () = sleep(tick) => Input::Tick,
+        };
+        if input == Input::Disconnected {
+            replay = Replay::Idle; // of a life that may be over
+        }
+        reader.step(input);
+        reader.perform(&mut replay, &endpoints, caps).await;
+    }
+}
+
+async fn sleep(duration: Option<Duration>) {
+    match duration {
+        Some(duration) => tokio::time::sleep(duration).await,
+        None => std::future::pending().await,
+    }
+}
+
+struct Reader {
+    shared: Arc<Shared>,
+    seat: Arc<Seat>,
+    source: Source<Bytes>,
+    decoder: Decoder,
+    effects: Vec<Effect<Bytes>>,
+    wanted: VecDeque<Effect<Bytes>>,
+    /// When the source was last noticed to have lost something, until it is trusted again.
+    unwell_since: Option<Timestamp>,
+}
+
+impl Reader {
+    fn step(&mut self, input: Input<Bytes>) {
+        self.source.step(input, self.shared.clock.now(), &mut self.effects);
+    }
+
+    async fn obey(&mut self, command: Command) -> Input<Bytes> {
+        match command {
+            Command::Resync => {
+                self.decoder.forget();
+                self.apply(vec![self.event(KvEvent::Cleared)]).await; // what comes now is all that is known
+                Input::Resync
+            }
+            #[cfg(feature = "faults")]
+            Command::Fault(trip) => {
+                trip.happen_aside().await;
+                Input::Tick
+            }
+        }
+    }
+
+    fn on_news(&mut self, news: News) -> Option<Input<Bytes>> {
+        match news {
+            News::Up => {
+                self.seat.source.set_connected(true);
+                Some(Input::Connected)
+            }
+            News::Message(sequence, payload) => {
+                self.seat.source.count_message(self.shared.clock.now());
+                Some(Input::Live { sequence, payload })
+            }
+            News::Down { error, was_up } => {
+                self.count_error(&error);
+                if !was_up {
+                    return None; // it tries again and again
+                }
+                self.seat.source.set_connected(false);
+                tracing::info!(rank = %self.seat.rank, reason = %error, "the connection to a rank's KV events is gone; reconnecting");
+                Some(Input::Disconnected)
+            }
+            News::Refused(error) => {
+                self.count_error(&error); // the hole it leaves in the sequence is noticed behind it
+                None
+            }
+        }
+    }
+
+    fn on_replayed(&mut self, answer: Result<Replayed<Bytes>, SocketError>) -> Input<Bytes> {
+        match answer {
+            Ok(Replayed::Message { sequence, payload }) => {
+                self.seat.source.count_message(self.shared.clock.now());
+                Input::Replayed { sequence, payload }
+            }
+            Ok(Replayed::End) => Input::ReplayEnded,
+            Err(error) => {
+                self.count_error(&error);
+                Input::ReplayFailed
+            }
+        }
+    }
+
+    fn count_error(&self, error: &SocketError) {
+        self.shared.meters.ingest.error(error.name());
+        self.seat.source.set_error(error.to_string());
+    }
+
+    /// Does what the state machine wants done; what comes of that may want more.
+    async fn perform(&mut self, replay: &mut Replay, endpoints: &KvEventsConfig, caps: Caps) {
+        loop {
+            self.wanted.extend(self.effects.drain(..));
+            let Some(effect) = self.wanted.pop_front() else { break };
+            match effect {
+                Effect::Apply { sequence, payload } => {
+                    self.decode_and_apply(&payload).await;
+                    self.seat.source.set_applied(sequence);
+                }
+                Effect::Clear => {
+                    self.decoder.forget();
+                    self.apply(vec![self.event(KvEvent::Cleared)]).await;
+                }
+                Effect::Replay { from } => *replay = Replay::ask(endpoints, from, caps),
+                Effect::Trust(trust) => self.on_trust(trust),
+                Effect::Noted(note) => self.shared.meters.ingest.note(note),
+            }
+        }
+    }
+
+    fn on_trust(&mut self, trust: Trust) {
+        let (now, rank, doubt) = (self.shared.clock.now(), self.seat.rank, self.source.doubt());
+        match &doubt {
+            Some(doubt) => {
+                tracing::warn!(%rank, trust = trust.name(), %doubt, "what a rank's KV events say is in doubt")
+            }
+            None => tracing::debug!(%rank, trust = trust.name(), "what a rank's KV events say is trusted"),
+        }
+        self.seat.source.set_trust(trust, doubt);
+        match trust {
+            Trust::Live => {
+                if let Some(since) = self.unwell_since.take() {
+                    self.shared.meters.ingest.healed(now.since(since));
+                }
+            }
+            Trust::Recovering | Trust::Cold | Trust::Mismatched | Trust::Silent => {
+                self.unwell_since.get_or_insert(now);
+            }
+        }
+    }
+
+    async fn decode_and_apply(&mut self, payload: &[u8]) {
+        let mut events = Vec::new();
+        let report = self.decoder.decode(payload, &mut events);
+        self.shared.meters.ingest.findings(&report.findings);
+        if !events.is_empty() {
+            self.apply(events).await;
+        }
+        let applied = Applied {
+            events: if report.findings.is_empty() { report.events } else { report.events.max(1) },
+            usable: report.usable,
+            stored_blocks: report.stored_blocks,
+            cleared: report.cleared,
+            engine_block_size: report.engine_block_size,
+            foreign_rank: report.foreign_rank,
+        };
+        self.step(Input::Applied(applied));
+    }
+
+    fn event(&self, data: KvEvent) -> RouterEvent {
+        RouterEvent { rank: self.seat.rank, tier: StorageTier::default(), data }
+    }
+
+    /// Waits while the shard is behind.
+    async fn apply(&self, events: Vec<RouterEvent>) {
+        let Seat { rank, slot, generation, .. } = *self.seat;
+        let shard = shard_of(rank, self.shared.shards.len());
+        let blocks = events.iter().map(|event| event.data.block_count()).sum();
+        if let Ok(permit) = self.shared.pass_gate(shard, blocks).await {
+            let only = Some((slot, generation));
+            self.shared.shards[shard].turn.tell(RadixMsg::Apply { events, only, permit });
+        }
+    }
+}
+
+/// The subscription, or the way to one.
+struct Link {
+    endpoints: KvEventsConfig,
+    caps: Caps,
+    backoff: Backoff,
+    state: LinkState,
+}
+
+enum LinkState {
+    Down(Connecting),
+    Up(Subscription),
+}
+
+/// What came of the subscription.
+enum News {
+    Up,
+    Message(u64, Bytes),
+    /// A message of another shape.
+    Refused(SocketError),
+    Down {
+        error: SocketError,
+        was_up: bool,
+    },
+}
+
+impl Link {
+    fn new(endpoints: &KvEventsConfig, caps: Caps, seed: u64) -> Self {
+        let state = LinkState::Down(connect(endpoints, caps, Duration::ZERO));
+        Self { endpoints: endpoints.clone(), caps, backoff: Backoff::new(seed), state }
+    }
+
+    fn is_up(&self) -> bool {
+        matches!(self.state, LinkState::Up(_))
+    }
+
+    /// What comes next. Abandoning it loses nothing.
+    async fn next(&mut self) -> News {
+        match &mut self.state {
+            LinkState::Down(connecting) => match connecting.await {
+                Ok(subscription) => {
+                    self.state = LinkState::Up(subscription);
+                    News::Up
+                }
+                Err(error) => self.go_down(error, false),
+            },
+            LinkState::Up(subscription) => match subscription.receive().await {
+                Ok((sequence, payload)) => {
+                    self.backoff.reset(); // whoever only greets, or worse, is asked less and less
+                    News::Message(sequence, payload)
+                }
+                Err(error @ SocketError::Parts(_)) => News::Refused(error),
+                Err(error) => self.go_down(error, true),
+            },
+        }
+    }
+
+    fn go_down(&mut self, error: SocketError, was_up: bool) -> News {
+        self.state = LinkState::Down(connect(&self.endpoints, self.caps, self.backoff.next_delay()));
+        News::Down { error, was_up }
+    }
+}
+
+type Connecting = Pin<Box<dyn Future<Output = Result<Subscription, SocketError>> + Send>>;
+
+fn connect(endpoints: &KvEventsConfig, caps: Caps, wait: Duration) -> Connecting {
+    let KvEventsConfig { endpoint, topic, .. } = endpoints.clone();
+    Box::pin(async move {
+        tokio::time::sleep(wait).await;
+        Subscription::connect(&endpoint, &topic, caps).await
+    })
+}
+
+/// A replay request, if there is one.
+enum Replay {
+    Idle,
+    Asking(Pin<Box<dyn Future<Output = Result<ReplayRequest, SocketError>> + Send>>),
+    Asked(ReplayRequest),
+}
+
+impl Replay {
+    fn ask(endpoints: &KvEventsConfig, from: u64, caps: Caps) -> Self {
+        let endpoint = endpoints.replay_endpoint.clone();
+        Self::Asking(Box::pin(async move {
+            let endpoint = endpoint.ok_or(SocketError::Closed)?; // never asked for where there is none
+            ReplayRequest::ask(&endpoint, from, caps).await
+        }))
+    }
+
+    fn is_idle(&self) -> bool {
+        matches!(self, Self::Idle)
+    }
+
+    /// The next answer. Abandoning it loses nothing. Idle when there is no more to come.
+    async fn next(&mut self) -> Result<Replayed<Bytes>, SocketError> {
+        loop {
+            match self {
+                Self::Idle => return std::future::pending().await,
+                Self::Asking(asking) => match asking.await {
+                    Ok(request) => *self = Self::Asked(request),
+                    Err(error) => {
+                        *self = Self::Idle;
+                        return Err(error);
+                    }
+                },
+                Self::Asked(request) => {
+                    let answer = request.receive().await;
+                    if !matches!(answer, Ok(Replayed::Message { .. })) {
+                        *self = Self::Idle;
+                    }
+                    return answer;
+                }
+            }
+        }
+    }
+}

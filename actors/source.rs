@@ -1,0 +1,162 @@
+//! What is known of each rank's event source, for others to read.
+//!
+//! Owns one cell a rank ([`SourceCell`]) and the words it is shown in ([`SourceStatus`]). Promises that a reader never
+//! waits for a source, and that looking at an overlap costs one relaxed load while every source is trusted. Written by the
+//! rank's ingest only; a rank whose events its embedder brings has a cell that nobody writes, and is trusted.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::ingest::{Doubt, Trust};
+use crate::protocol::{Timestamp, WorkerRank};
+
+/// How one rank's KV events are doing.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SourceStatus {
+    /// The rank.
+    pub rank: WorkerRank,
+    /// Where it publishes.
+    pub endpoint: String,
+    /// Whether the subscription stands.
+    pub connected: bool,
+    /// How far what the index knows of the rank is trusted.
+    pub trust: Trust,
+    /// What is wrong, in words; absent while nothing is.
+    pub doubt: Option<String>,
+    /// Why the last connection, or attempt at one, ended.
+    pub last_error: Option<String>,
+    /// Number of the last message whose events have been handed to the index; absent before the first.
+    pub applied: Option<u64>,
+    /// Messages received, replayed ones included.
+    pub messages: u64,
+    /// Since the last of them; absent where none has come.
+    pub message_age: Option<Duration>,
+}
+
+/// How many ranks are credited with less than all they are known to hold.
+pub(crate) type Doubted = Arc<AtomicUsize>;
+
+/// One rank's cell.
+#[derive(Debug)]
+pub(crate) struct SourceCell {
+    /// Set once, where there is a source.
+    endpoint: Mutex<Option<Arc<str>>>,
+    connected: AtomicBool,
+    /// What is taken off the credit, in thousandths.
+    discount_permille: AtomicU32,
+    trust: Mutex<(Trust, Option<Doubt>)>,
+    last_error: Mutex<Option<String>>,
+    messages: AtomicU64,
+    /// Plus one; 0 before the first.
+    applied: AtomicU64,
+    /// Plus one; 0 before the first message.
+    message_at: AtomicU64,
+    doubted: Doubted,
+}
+
+const PERMILLE: u32 = 1000;
+
+impl SourceCell {
+    pub(crate) fn new(doubted: &Doubted) -> Self {
+        Self {
+            endpoint: Mutex::new(None),
+            connected: AtomicBool::new(false),
+            discount_permille: AtomicU32::new(0),
+            trust: Mutex::new((Trust::Live, None)),
+            last_error: Mutex::new(None),
+            messages: AtomicU64::new(0),
+            applied: AtomicU64::new(0),
+            message_at: AtomicU64::new(0),
+            doubted: Arc::clone(doubted),
+        }
+    }
+
+    /// So many of `blocks` count.
+    #[inline]
+    pub(crate) fn credited(&self, blocks: u32) -> u32 {
+        match self.discount_permille.load(Ordering::Relaxed) {
+            0 => blocks,
+            discount => {
+                let credited = u64::from(blocks) * u64::from(PERMILLE - discount) / u64::from(PERMILLE);
+                u32::try_from(credited).unwrap_or(blocks)
+            }
+        }
+    }
+
+    /// How far it is trusted; `None` where the rank has no source.
+    pub(crate) fn trust(&self) -> Option<Trust> {
+        self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?;
+        Some(self.trust.lock().unwrap_or_else(PoisonError::into_inner).0)
+    }
+
+    /// How the rank's source is; `None` where it has none.
+    pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<SourceStatus> {
+        let endpoint = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        let (trust, doubt) = *self.trust.lock().unwrap_or_else(PoisonError::into_inner);
+        let message_at = self.message_at.load(Ordering::Relaxed).checked_sub(1).map(Timestamp);
+        Some(SourceStatus {
+            rank,
+            endpoint: endpoint.to_string(),
+            connected: self.connected.load(Ordering::Relaxed),
+            trust,
+            doubt: doubt.map(|doubt| doubt.to_string()),
+            last_error: self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            applied: self.applied.load(Ordering::Relaxed).checked_sub(1),
+            messages: self.messages.load(Ordering::Relaxed),
+            message_age: message_at.map(|at| now.since(at)),
+        })
+    }
+}
+
+// For the ingest of a rank, the only one to write.
+#[cfg(feature = "zmq")]
+impl SourceCell {
+    pub(crate) fn begin(&self, endpoint: &str) {
+        *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(endpoint.into());
+    }
+
+    /// There is no source any more: what is known is what the embedder says.
+    pub(crate) fn end(&self) {
+        *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.connected.store(false, Ordering::Relaxed);
+        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.set_trust(Trust::Live, None);
+    }
+
+    pub(crate) fn set_connected(&self, connected: bool) {
+        self.connected.store(connected, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_error(&self, error: String) {
+        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    }
+
+    pub(crate) fn count_message(&self, now: Timestamp) {
+        self.messages.fetch_add(1, Ordering::Relaxed);
+        self.message_at.store(now.0.saturating_add(1), Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_applied(&self, sequence: u64) {
+        self.applied.store(sequence.saturating_add(1), Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_trust(&self, trust: Trust, doubt: Option<Doubt>) {
+        let discount = ((1.0 - trust.credit()) * f64::from(PERMILLE)).round() as u32;
+        let before = self.discount_permille.swap(discount.min(PERMILLE), Ordering::Relaxed);
+        match (before, discount) {
+            (0, 1..) => drop(self.doubted.fetch_add(1, Ordering::Relaxed)),
+            (1.., 0) => drop(self.doubted.fetch_sub(1, Ordering::Relaxed)),
+            _ => {}
+        }
+        *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = (trust, doubt);
+    }
+}
+
+impl Drop for SourceCell {
+    fn drop(&mut self) {
+        if *self.discount_permille.get_mut() > 0 {
+            self.doubted.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Event sources: which ranks' KV events are read, and by whom.
+//!
+//! A source that dies is started again within a budget of its own: what one engine sends can never cost the router its
+//! restarts. When that is spent the rank is no longer read, its overlap counts for nothing, and it says so.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
+
+use super::{Role, State};
+use crate::actors::ingest::{Arguments, Ingest, IngestMsg};
+use crate::ingest::{Doubt, Trust};
+use crate::protocol::{KvEventsConfig, Slot};
+use crate::supervision::RestartBudget;
+
+/// Deaths of one source's reader within [`DEATHS_WINDOW`] before it is left.
+const DEATHS_MAX: u32 = 5;
+
+const DEATHS_WINDOW: Duration = Duration::from_secs(60);
+
+/// The ranks that are read, by slot.
+pub(super) type Sources = BTreeMap<Slot, Followed>;
+
+/// A rank that is read.
+pub(super) struct Followed {
+    kv_events: KvEventsConfig,
+    actor: ActorRef<IngestMsg>,
+    budget: RestartBudget,
+}
+
+impl Drop for Followed {
+    fn drop(&mut self) {
+        self.actor.stop(None);
+    }
+}
+
+impl State {
+    /// Brings the reading of a rank's events in line with what its worker says.
+    pub(super) async fn follow_source(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
+        let wanted = self.worker_of(slot).and_then(|worker| worker.config.kv_events.clone());
+        if self.sources.get(&slot).map(|followed| &followed.kv_events) == wanted.as_ref() {
+            return Ok(());
+        }
+        self.leave_source(slot);
+        match wanted {
+            Some(kv_events) => self.start_source(slot, kv_events, new_budget()).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn start_source(
+        &mut self,
+        slot: Slot,
+        kv_events: KvEventsConfig,
+        budget: RestartBudget,
+    ) -> Result<(), ActorProcessingErr> {
+        let (Some(worker), Some(Some(running))) = (self.worker_of(slot), self.seats.get(slot.index())) else {
+            return Ok(());
+        };
+        let Some(arguments) = Arguments::of(&self.shared, &running.seat, &worker.config)? else { return Ok(()) };
+        let (actor, _) = Actor::spawn_linked(None, Ingest, arguments, self.myself.get_cell()).await?;
+        self.children.insert(actor.get_id(), Role::Ingest(slot));
+        self.sources.insert(slot, Followed { kv_events, actor, budget });
+        Ok(())
+    }
+
+    /// The rank is not read any longer.
+    pub(super) fn leave_source(&mut self, slot: Slot) {
+        if let Some(followed) = self.sources.remove(&slot) {
+            self.children.remove(&followed.actor.get_id());
+        }
+    }
+
+    pub(super) async fn restart_source(
+        &mut self,
+        actor: ActorId,
+        slot: Slot,
+        reason: &str,
+    ) -> Result<(), ActorProcessingErr> {
+        let now = self.shared.clock.now();
+        let Some(followed) = self.sources.get_mut(&slot).filter(|followed| followed.actor.get_id() == actor) else {
+            return Ok(());
+        };
+        let (kv_events, mut budget) = (followed.kv_events.clone(), followed.budget.clone());
+        if budget.spend(now) {
+            tracing::warn!(reason, slot = slot.0, "the reader of a rank's KV events died and is restarted");
+            return self.start_source(slot, kv_events, budget).await;
+        }
+        tracing::error!(reason, slot = slot.0, "the reader of a rank's KV events dies again and again: left alone");
+        if let Some(Some(running)) = self.seats.get(slot.index()) {
+            running.seat.source.begin(&kv_events.endpoint);
+            running.seat.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths: DEATHS_MAX + 1 }));
+        }
+        Ok(())
+    }
+
+    /// A shard has lost what it knew: those of its ranks that are read are asked for it again.
+    pub(super) fn resync_sources(&self, shard: usize) {
+        for seat in self.ranks_of(shard) {
+            if let Some(followed) = self.sources.get(&seat.slot) {
+                drop(followed.actor.send_message(IngestMsg::Resync)); // a dead one starts from nothing anyway
+            }
+        }
+    }
+
+    /// A drill. Where the rank is not read it is dropped, which ends it.
+    #[cfg(feature = "faults")]
+    pub(super) fn on_ingest_fault(&self, rank: crate::protocol::WorkerRank, trip: crate::actors::faults::Trip) {
+        let mut running = self.seats.iter().flatten().filter(|running| !running.retiring);
+        let slot = running.find(|running| running.seat.rank == rank).map(|running| running.seat.slot);
+        if let Some(followed) = slot.and_then(|slot| self.sources.get(&slot)) {
+            drop(followed.actor.send_message(IngestMsg::Fault(trip)));
+        }
+    }
+
+    fn worker_of(&self, slot: Slot) -> Option<&super::Worker> {
+        let running = self.seats.get(slot.index())?.as_ref()?;
+        self.workers.get(&running.seat.rank.worker)
+    }
+}
+
+fn new_budget() -> RestartBudget {
+    RestartBudget::new(DEATHS_MAX, DEATHS_WINDOW)
+}
