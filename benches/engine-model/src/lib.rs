@@ -1,0 +1,56 @@
+//! A deterministic model of one rank of an LLM engine: continuous batching over a paged prefix cache.
+//!
+//! Owns what a rank would do next: which requests run, how many tokens each gets in a step, how long the step takes,
+//! which blocks are shared, evicted, kept in host memory, and what the engine would announce of all that. Promises
+//! that the same calls give the same bytes on every machine, that the announced events alone rebuild
+//! [`Rank::held`] in each tier, and that a step costs in proportion to the sequences and blocks it touches, never to
+//! what is held. Leaves to others: time (a step says how long it takes, the caller waits or adds it up), transport,
+//! text, and a bound on the requests that wait.
+//!
+//! It behaves as engines in the field do:
+//!
+//! - Only complete blocks are cached and announced, in the step that computes their last token, whether it came with
+//!   the prompt or was generated.
+//! - A prompt reuses its leading cached blocks, but at least its last token is always computed: a prompt that is
+//!   cached whole computes its last block again.
+//! - Freeing announces nothing; a freed block is found until its memory is needed. Then the one that was free for the
+//!   longest goes, a sequence's last block before its first, and the removal precedes the store that caused it.
+//! - Blocks that hold nothing findable are taken before any that do.
+//! - A block that turns out to be cached already is swapped for the cached one, and nothing is announced. So a
+//!   block's ancestors are held as long as it is (in some tier), and each announced hash is held once a tier. (SGLang
+//!   does this; vLLM keeps both copies and announces twice.)
+//! - One block of the device's memory is never handed out, like vLLM's null block.
+//! - Where there is no block for a running sequence's next token, the youngest one is preempted: it loses its blocks,
+//!   waits in front of all others and computes again what the cache has lost meanwhile.
+//! - With a host tier, what the device evicts is kept there, and loaded back when asked for. A load reads before
+//!   anything is overwritten: a copy that the same admission pushes out of the host still counts.
+//!
+//! ```
+//! use engine_model::{EngineConfig, Rank, RequestSpec};
+//!
+//! let mut rank = Rank::new(EngineConfig::default())?;
+//! let tokens: Vec<u32> = (0..200).collect();
+//! let request = |id| RequestSpec::new(id, tokens.clone(), 1);
+//! rank.submit(request(1))?;
+//! let step = rank.step().expect("a request waits");
+//! assert_eq!((step.prefill_tokens, step.outputs[0].cached_tokens), (200, 0));
+//!
+//! rank.submit(request(2))?;
+//! let step = rank.step().expect("a request waits");
+//! assert_eq!((step.prefill_tokens, step.outputs[0].cached_tokens), (8, 192));
+//! assert!(rank.step().is_none());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod block;
+mod cache;
+mod config;
+mod list;
+mod rank;
+mod sequence;
+
+pub use block::{Block, EngineHash};
+pub use cache::{CacheEvent, Tier};
+pub use config::{ConfigError, EngineConfig, StepCost, Work};
+pub use rank::{Finish, Load, Output, Rank, Step};
+pub use sequence::{Refused, RequestSpec};
