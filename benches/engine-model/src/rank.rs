@@ -300,16 +300,18 @@ impl Rank {
             let hash = sequence.hash(block_idx, block_size, &mut self.hasher);
             let slot = sequence.slots[block_idx as usize];
             if let Some(cached) = cache.swap_for_cached(slot, &hash) {
+                // Never between two new ones: a cached block's ancestors are cached.
+                debug_assert!(stored.is_empty(), "a new block has a cached child");
                 sequence.slots[block_idx as usize] = cached;
-                // What follows has a parent of its own to name.
-                announce(cache, &mut stored);
             } else {
                 let block = Arc::new(sequence.block(block_idx, block_size));
                 cache.fill(slot, Arc::clone(&block));
                 stored.push(block);
             }
         }
-        announce(cache, &mut stored);
+        if !stored.is_empty() {
+            cache.announce(stored);
+        }
         sequence.computed = computed;
         sequence.scheduled = tokens;
         true
@@ -358,10 +360,4 @@ struct Batch {
     tokens_left: u32,
     work: Work,
     preempted: u32,
-}
-
-fn announce(cache: &mut Cache, stored: &mut Vec<Arc<Block>>) {
-    if !stored.is_empty() {
-        cache.announce(std::mem::take(stored));
-    }
 }

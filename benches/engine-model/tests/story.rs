@@ -201,28 +201,31 @@ fn a_step_serves_decodes_first_and_prompts_in_order_with_the_rest() {
 }
 
 #[test]
-fn the_youngest_is_preempted_and_comes_back_with_the_same_tokens() {
+fn the_youngest_is_preempted_and_comes_back_first_with_the_same_tokens() {
     let prompt = |id: u32| (0..12).map(|token| 100 * id + token).collect::<Vec<u32>>();
-    let alone: Vec<Vec<u32>> = [1, 2]
+    let alone: Vec<Vec<u32>> = [1, 2, 3]
         .map(|id| {
             let steps = run_one(&mut rank(EngineConfig::default()), RequestSpec::new(u64::from(id), prompt(id), 9));
             steps.iter().map(|step| step.outputs[0].token).collect()
         })
         .to_vec();
     let mut rank = rank(EngineConfig::default());
-    rank.submit(RequestSpec::new(1, prompt(1), 9)).expect("sound");
-    rank.submit(RequestSpec::new(2, prompt(2), 9)).expect("sound");
-    let (mut together, mut preempted, mut firsts) = (vec![Vec::new(), Vec::new()], 0, 0);
+    for id in [1, 2, 3] {
+        rank.submit(RequestSpec::new(u64::from(id), prompt(id), 9)).expect("sound");
+    }
+    let (mut together, mut preempted, mut firsts, mut ends) = (vec![Vec::new(); 3], Vec::new(), 0, Vec::new());
     while let Some(step) = rank.step() {
         rank.check_invariants();
-        preempted += step.preempted;
+        preempted.extend((step.preempted > 0).then(|| (step.preempted, rank.load().waiting)));
         for output in step.outputs {
+            ends.extend(output.finished.map(|_| output.id));
             firsts += u32::from(output.first);
             assert_eq!(output.cached_tokens, 0, "as found when it first ran");
             together[output.id as usize - 1].push(output.token);
         }
     }
-    assert_eq!((together, preempted, firsts), (alone, 1, 2));
+    assert_eq!((together, ends, firsts), (alone, vec![1, 2, 3], 3));
+    assert_eq!(preempted, [(1, 2), (1, 1)], "the second, with the third behind it; then the third");
 }
 
 #[test]
