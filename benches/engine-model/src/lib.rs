@@ -7,6 +7,9 @@
 //! what is held. Leaves to others: time (a step says how long it takes, the caller waits or adds it up), transport,
 //! text, and a bound on the requests that wait.
 //!
+//! 10,000 steps of 64 decoding sequences at 1,000 tokens of context, 302 modelled seconds, take 24 ms of one core
+//! (2-core shared AMD EPYC, release). A held block costs its tokens and some 200 bytes.
+//!
 //! It behaves as engines in the field do:
 //!
 //! - Only complete blocks are cached and announced, in the step that computes their last token, whether it came with
@@ -22,6 +25,8 @@
 //! - One block of the device's memory is never handed out, like vLLM's null block.
 //! - Where there is no block for a running sequence's next token, the youngest one is preempted: it loses its blocks,
 //!   waits in front of all others and computes again what the cache has lost meanwhile.
+//! - At most one sequence, the youngest, has prompt left to compute when a step ends. Where it finds no blocks it waits
+//!   with those it has, and nobody is admitted past it.
 //! - With a host tier, what the device evicts is kept there, and loaded back when asked for. A load reads before
 //!   anything is overwritten: a copy that the same admission pushes out of the host still counts.
 //!

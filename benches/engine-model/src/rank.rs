@@ -152,9 +152,9 @@ impl Rank {
         }
         let mut batch = Batch { tokens_left: self.config.step_tokens_max, work: Work::default(), preempted: 0 };
         self.schedule_decodes(&mut batch);
-        self.schedule_prefills(&mut batch);
+        let is_through = self.schedule_prefill(&mut batch);
         // What was just preempted would take its blocks back.
-        if batch.preempted == 0 {
+        if is_through && batch.preempted == 0 {
             self.admit(&mut batch);
         }
         let outputs = self.sample();
@@ -207,6 +207,8 @@ impl Rank {
             assert!(sequence.computed < sequence.len() && sequence.scheduled == 0);
             sequence.slots.iter().for_each(|slot| users[*slot as usize] += 1);
         }
+        let older = &self.running[..self.running.len().saturating_sub(1)];
+        assert!(older.iter().all(Sequence::is_decoding), "only the youngest may have prompt left to compute");
         self.cache.check_invariants(&users);
         assert!(self.waiting.iter().all(|sequence| sequence.slots.is_empty() && sequence.computed == 0));
         assert!(self.running.len() <= self.config.sequences_max as usize);
@@ -235,30 +237,18 @@ impl Rank {
         }
     }
 
-    /// Chunks for the running sequences whose prompts are not computed yet. One that finds no blocks preempts younger
-    /// ones of its kind; if there are none it waits for the decoding ones, which get on.
-    fn schedule_prefills(&mut self, batch: &mut Batch) {
-        let mut at = 0;
-        while at < self.running.len() && batch.tokens_left > 0 {
-            let sequence = &self.running[at];
-            let (context, tokens) = (sequence.computed, batch.tokens_left.min(sequence.len() - sequence.computed));
-            if sequence.scheduled > 0 {
-                at += 1;
-                continue;
-            }
-            let mut is_extended = self.extend(at, tokens);
-            while !is_extended {
-                let younger = (at + 1..self.running.len()).rev().find(|other| self.running[*other].scheduled == 0);
-                let Some(younger) = younger else { break };
-                self.preempt(younger, batch);
-                is_extended = self.extend(at, tokens);
-            }
-            if is_extended {
-                batch.work.add_prefill(tokens, context);
-                batch.tokens_left -= tokens;
-            }
-            at += 1;
+    /// A chunk for the running sequence whose prompt is not computed yet: the youngest, for nobody is admitted before
+    /// it is through. One that finds no blocks waits for the decoding ones, which get on. Says whether others may be
+    /// admitted behind it.
+    fn schedule_prefill(&mut self, batch: &mut Batch) -> bool {
+        let Some(sequence) = self.running.last().filter(|youngest| youngest.scheduled == 0) else { return true };
+        let (context, tokens) = (sequence.computed, batch.tokens_left.min(sequence.len() - sequence.computed));
+        let is_extended = self.extend(self.running.len() - 1, tokens);
+        if is_extended {
+            batch.work.add_prefill(tokens, context);
+            batch.tokens_left -= tokens;
         }
+        is_extended
     }
 
     /// Admits from the head of the queue while there are tokens, sequences and blocks for it.

@@ -110,6 +110,10 @@ fn generated_tokens_fill_blocks_that_are_announced_and_found() {
     let events: Vec<Vec<String>> = steps.iter().map(|step| told(&step.events, &mut names)).collect();
     // The third step computes the second token generated; the fourth token is never computed.
     assert_eq!(events, [vec!["Device + 1 under -"], vec![], vec!["Device + 5 under 1"], vec![]]);
+    // 4000 + 6 * 40 + 21 * 0.0012; then 4000 + 20 and 0.065 for each of 7, 8 and 9 tokens read.
+    let durations: Vec<u64> = steps.iter().map(|step| step.duration_us).collect();
+    let read: Vec<u64> = steps.iter().map(|step| step.work.kv_tokens).collect();
+    assert_eq!((durations, read), (vec![4241, 4021, 4021, 4021], vec![0, 7, 8, 9]));
     let outputs: Vec<u32> = steps.iter().map(|step| step.outputs[0].token).collect();
     let firsts: Vec<bool> = steps.iter().map(|step| step.outputs[0].first).collect();
     let finished: Vec<Option<Finish>> = steps.iter().map(|step| step.outputs[0].finished).collect();
