@@ -162,24 +162,62 @@ impl Decoder {
             return Err(Finding::WrongShape);
         }
         self.pass_time(&mut cursor, report)?;
-        let events_at = cursor;
         let Item::Array(n_events) = cursor.item()? else { return Err(Finding::WrongType) };
         report.events = n_events;
-        report.foreign_rank = self.foreign_rank(n_items, events_at, report);
-        if report.foreign_rank.is_some() {
-            return Err(Finding::ForeignRank);
+        if n_items == 2 {
+            self.events(n_events, &mut cursor, events, report)?;
+        } else {
+            self.events_of_rank(n_events, &mut cursor, events, report)?;
         }
-        for position in 0..n_events {
-            if position as usize >= self.config.limits.events_max {
-                return Err(Finding::TooLarge);
-            }
-            self.event(&mut cursor, events, report)?;
-        }
-        self.pass(u64::from(n_items) - 2, &mut cursor)?;
+        self.pass(u64::from(n_items).saturating_sub(3), &mut cursor)?;
         if cursor.bytes_left() > 0 {
             report.findings.add(Finding::TrailingBytes);
         }
         Ok(())
+    }
+
+    /// Reads events and the rank that the batch says it is of. It stands behind them, so if it is another's, all that
+    /// was read is taken back: passing over the events beforehand would cost every batch nearly half as much again.
+    fn events_of_rank(
+        &mut self,
+        n_events: u32,
+        cursor: &mut Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let (n_before, groups) = (events.len(), self.groups);
+        if self.config.ranks.len() > 1 {
+            self.namespaces.begin();
+        }
+        let read = self.events(n_events, cursor, events, report);
+        // A batch that breaks off before it says so is taken for the stream's.
+        let foreign = read.and_then(|()| self.foreign_rank(cursor, report));
+        if let Ok(Some(rank)) = foreign {
+            events.truncate(n_before);
+            self.groups = groups;
+            self.namespaces.take_back();
+            *report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
+            return Err(Finding::ForeignRank);
+        }
+        self.namespaces.keep();
+        foreign.map(|_| ())
+    }
+
+    fn events(
+        &mut self,
+        n_events: u32,
+        cursor: &mut Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let n_read = n_events.min(u32::try_from(self.config.limits.events_max).unwrap_or(u32::MAX));
+        for _ in 0..n_read {
+            self.event(cursor, events, report)?;
+        }
+        if n_read < n_events {
+            report.findings.add(Finding::TooLarge);
+        }
+        self.pass(u64::from(n_events - n_read), cursor)
     }
 
     /// When the batch was made does not matter, but that it is no time may tell who publishes.
@@ -198,20 +236,14 @@ impl Decoder {
         Ok(())
     }
 
-    /// The rank that the batch says it is of, if that is another than the stream's. It stands behind the events, which
-    /// must not have left a trace by then: so they are passed over first, where the worker has several ranks at all.
-    fn foreign_rank(&self, n_items: u32, events_at: Cursor<'_>, report: &mut Report) -> Option<u32> {
-        if self.config.ranks.len() <= 1 || n_items < 3 {
-            return None;
-        }
-        let mut ahead = events_at;
-        // A batch that breaks off before it says so is taken for the stream's.
-        self.pass(1, &mut ahead).ok()?;
-        match ahead.item().ok()? {
-            Item::Uint(rank) if rank == u64::from(self.config.rank.rank) => None,
+    /// The rank that the batch says it is of, if that is another than the stream's; of a worker with one rank it is
+    /// the stream's, whatever its number.
+    fn foreign_rank(&self, cursor: &mut Cursor<'_>, report: &mut Report) -> Result<Option<u32>, Finding> {
+        let start = *cursor;
+        let rank = match cursor.item()? {
+            Item::Nil => None,
             Item::Uint(rank) => Some(u32::try_from(rank).unwrap_or(u32::MAX)),
             Item::Neg(_) => Some(u32::MAX),
-            Item::Nil => None,
             Item::Bool(_)
             | Item::Float(_)
             | Item::Str(_)
@@ -220,9 +252,12 @@ impl Decoder {
             | Item::Array(_)
             | Item::Map(_) => {
                 report.findings.add(Finding::WrongType);
+                *cursor = start;
+                self.pass(1, cursor)?;
                 None
             }
-        }
+        };
+        Ok(rank.filter(|rank| self.config.ranks.len() > 1 && *rank != self.config.rank.rank))
     }
 
     /// Passes over items of which nothing is wanted, however deep.

@@ -5,6 +5,9 @@
 //! origin (adapter by name, salt, adapter by number, keys of unknown meaning) are seeded apart, and no more blocks
 //! than the bound. Does not read events.
 
+use std::collections::BTreeMap;
+use std::mem;
+
 use ahash::AHashMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
@@ -82,6 +85,16 @@ struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
     entries: AHashMap<u64, Entry>,
+    journal: Option<Journal>,
+}
+
+/// How things stood when a batch began that may have to be taken back.
+#[derive(Debug, Default)]
+struct Journal {
+    /// What was changed since, up to a clear.
+    changed: BTreeMap<u64, Option<Entry>>,
+    /// What a clear dropped.
+    cleared: Option<AHashMap<u64, Entry>>,
 }
 
 impl Namespaces {
@@ -106,19 +119,22 @@ impl Namespaces {
     /// A block was stored. The last store of a name decides where it belongs, in every tier.
     pub(super) fn stored(&mut self, name: u64, namespace: Namespace, tier: StorageTier) {
         if !namespace.is_default() {
+            self.note(name);
             let entry = self.entries.entry(name).or_insert(Entry { namespace, tiers: 0 });
             entry.namespace = namespace;
             entry.tiers |= bit(tier);
-        } else if !self.entries.is_empty() {
+        } else if self.entries.contains_key(&name) {
+            self.note(name);
             self.entries.remove(&name);
         }
     }
 
     /// A block was removed from one tier; forgotten with the last.
     pub(super) fn removed(&mut self, name: u64, tier: StorageTier) {
-        if self.entries.is_empty() {
+        if !self.entries.contains_key(&name) {
             return;
         }
+        self.note(name);
         if let Some(entry) = self.entries.get_mut(&name) {
             entry.tiers &= !bit(tier);
             if entry.tiers == 0 {
@@ -129,7 +145,43 @@ impl Namespaces {
 
     /// Every block was removed.
     pub(super) fn clear(&mut self) {
-        self.entries = AHashMap::new();
+        let dropped = mem::take(&mut self.entries);
+        if let Some(journal) = &mut self.journal {
+            journal.cleared.get_or_insert(dropped);
+        }
+    }
+
+    /// A batch begins that may have to be taken back.
+    pub(super) fn begin(&mut self) {
+        self.journal = Some(Journal::default());
+    }
+
+    /// The batch stays.
+    pub(super) fn keep(&mut self) {
+        self.journal = None;
+    }
+
+    /// The batch goes, without a trace.
+    pub(super) fn take_back(&mut self) {
+        let Some(Journal { changed, cleared }) = self.journal.take() else { return };
+        if let Some(dropped) = cleared {
+            self.entries = dropped;
+        }
+        for (name, before) in changed {
+            match before {
+                Some(entry) => self.entries.insert(name, entry),
+                None => self.entries.remove(&name),
+            };
+        }
+    }
+
+    /// Before a name changes.
+    fn note(&mut self, name: u64) {
+        if let Some(journal) = &mut self.journal
+            && journal.cleared.is_none()
+        {
+            journal.changed.entry(name).or_insert_with(|| self.entries.get(&name).copied());
+        }
     }
 
     /// Blocks remembered.
