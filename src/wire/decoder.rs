@@ -276,8 +276,9 @@ impl Decoder {
         report: &mut Report,
     ) -> Result<(), Finding> {
         let start = *cursor;
-        match Event::read(cursor, &self.config.limits, &mut self.lists) {
-            Ok(event) => match self.take(event, report) {
+        let mut event = Event::new();
+        match event.read(cursor, &self.config.limits, &mut self.lists) {
+            Ok(()) => match self.take(&event, report) {
                 Ok(taken) => {
                     report.usable += 1;
                     events.extend(taken);
@@ -295,7 +296,7 @@ impl Decoder {
     }
 
     /// What an event means here; nothing, where it says nothing.
-    fn take(&mut self, event: Event<'_>, report: &mut Report) -> Result<Option<RouterEvent>, Finding> {
+    fn take(&mut self, event: &Event<'_>, report: &mut Report) -> Result<Option<RouterEvent>, Finding> {
         if event.locality.is_some_and(|locality| !locality.eq_ignore_ascii_case(b"local")) {
             return Err(Finding::NonLocal);
         }
@@ -307,14 +308,14 @@ impl Decoder {
                 (StorageTier::Device, KvEvent::Cleared)
             }
             Tag::Removed => {
-                self.main_attention(&event)?;
+                self.main_attention(event)?;
                 let tier = tier(event.medium)?;
-                (tier, self.removed(&event, tier, report)?)
+                (tier, self.removed(event, tier, report)?)
             }
             Tag::Stored => {
-                self.main_attention(&event)?;
+                self.main_attention(event)?;
                 let tier = tier(event.medium)?;
-                (tier, self.stored(&event, tier, report)?)
+                (tier, self.stored(event, tier, report)?)
             }
         };
         let says_something = data == KvEvent::Cleared || data.block_count() > 0;

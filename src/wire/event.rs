@@ -175,31 +175,10 @@ pub(super) struct Event<'a> {
 }
 
 impl<'a> Event<'a> {
-    /// Reads an event and what it lists.
-    ///
-    /// # Errors
-    /// Why it cannot be used. The cursor is then somewhere in the event.
-    pub(super) fn read(cursor: &mut Cursor<'a>, limits: &Limits, lists: &mut Lists) -> Result<Self, Finding> {
-        lists.wipe();
-        let head = cursor.item()?;
-        let event = if let Item::Array(len) = head {
-            Self::read_array(len, cursor, limits, lists)?
-        } else if let Item::Map(pairs) = head {
-            Self::read_map(pairs, cursor, limits, lists)?
-        } else {
-            return Err(Finding::WrongType);
-        };
-        let complete = match event.tag {
-            Tag::Stored => event.has_hashes && event.block_size.is_some(),
-            Tag::Removed => event.has_hashes,
-            Tag::Cleared | Tag::Ignored => true,
-        };
-        if complete { Ok(event) } else { Err(Finding::WrongShape) }
-    }
-
-    fn new(tag: Tag) -> Self {
+    /// No event yet.
+    pub(super) fn new() -> Self {
         Self {
-            tag,
+            tag: Tag::Ignored,
             has_hashes: false,
             parent: None,
             token_form: TokenForm::None,
@@ -219,24 +198,52 @@ impl<'a> Event<'a> {
         }
     }
 
-    fn read_array(len: u32, cursor: &mut Cursor<'a>, limits: &Limits, lists: &mut Lists) -> Result<Self, Finding> {
+    /// Reads an event and what it lists, in place: it is large, and most events are short.
+    ///
+    /// # Errors
+    /// Why it cannot be used. The cursor is then somewhere in the event.
+    pub(super) fn read(&mut self, cursor: &mut Cursor<'a>, limits: &Limits, lists: &mut Lists) -> Result<(), Finding> {
+        lists.wipe();
+        let head = cursor.item()?;
+        if let Item::Array(len) = head {
+            self.read_array(len, cursor, limits, lists)?;
+        } else if let Item::Map(pairs) = head {
+            self.read_map(pairs, cursor, limits, lists)?;
+        } else {
+            return Err(Finding::WrongType);
+        }
+        let is_complete = match self.tag {
+            Tag::Stored => self.has_hashes && self.block_size.is_some(),
+            Tag::Removed => self.has_hashes,
+            Tag::Cleared | Tag::Ignored => true,
+        };
+        if is_complete { Ok(()) } else { Err(Finding::WrongShape) }
+    }
+
+    fn read_array(
+        &mut self,
+        len: u32,
+        cursor: &mut Cursor<'a>,
+        limits: &Limits,
+        lists: &mut Lists,
+    ) -> Result<(), Finding> {
         if len == 0 {
             return Err(Finding::WrongShape);
         }
-        let mut event = Self::new(Tag::of(cursor.item()?)?);
+        self.tag = Tag::of(cursor.item()?)?;
         for position in 1..len {
-            let field = Field::at(event.tag, position);
+            let field = Field::at(self.tag, position);
             let start = *cursor;
-            match event.read_field(field, cursor, limits, lists) {
+            match self.read_field(field, cursor, limits, lists) {
                 Err(Finding::WrongType) if field.in_tail() => {
                     *cursor = start;
                     cursor.pass(1, limits.nesting_max)?;
-                    event.misplaced(field, start)?;
+                    self.misplaced(field, start)?;
                 }
                 read => read?,
             }
         }
-        Ok(event)
+        Ok(())
     }
 
     /// Something else stands in the tail of an array than was expected there. SGLang has put a map with the salt where
@@ -257,21 +264,27 @@ impl<'a> Event<'a> {
         Ok(())
     }
 
-    fn read_map(pairs: u32, cursor: &mut Cursor<'a>, limits: &Limits, lists: &mut Lists) -> Result<Self, Finding> {
-        let mut event = Self::new(find_tag(pairs, *cursor, limits)?);
+    fn read_map(
+        &mut self,
+        pairs: u32,
+        cursor: &mut Cursor<'a>,
+        limits: &Limits,
+        lists: &mut Lists,
+    ) -> Result<(), Finding> {
+        self.tag = find_tag(pairs, *cursor, limits)?;
         for _ in 0..pairs {
             let start = *cursor;
             let field = if let Item::Str(key) = cursor.item()? {
-                Field::named(event.tag, key)
+                Field::named(self.tag, key)
             } else {
                 // Nobody's key. It may be a whole array.
                 *cursor = start;
                 cursor.pass(1, limits.nesting_max)?;
                 Field::Other
             };
-            event.read_field(field, cursor, limits, lists)?;
+            self.read_field(field, cursor, limits, lists)?;
         }
-        Ok(event)
+        Ok(())
     }
 
     fn read_field(
