@@ -19,6 +19,9 @@ mod faults;
 mod gather;
 #[cfg(feature = "zmq")]
 mod ingest;
+#[cfg(feature = "discovery")]
+#[allow(dead_code, reason = "its callers follow")]
+mod http;
 mod liveness;
 mod placement;
 mod predict;

@@ -64,6 +64,7 @@ mod actors;
 pub mod config;
 pub mod directory;
 pub mod disagg;
+pub mod discovery;
 pub mod error;
 pub mod hashing;
 pub mod index;

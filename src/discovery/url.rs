@@ -1,0 +1,179 @@
+//! Addresses of engines: `http://HOST[:PORT][/PATH]`, and nothing else.
+
+use std::fmt;
+
+/// An address that can be asked over plain HTTP.
+///
+/// ```
+/// use pointsman::discovery::HttpUrl;
+///
+/// let url = HttpUrl::parse("http://[::1]:8000/v1/")?;
+/// assert_eq!((url.host(), url.port(), url.path()), ("::1", 8000, "/v1/"));
+/// assert_eq!(url.below("/models").to_string(), "http://[::1]:8000/v1/models");
+/// assert!(HttpUrl::parse("https://engine:8000").is_err());
+/// # Ok::<(), pointsman::discovery::HttpUrlError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HttpUrl {
+    /// As it was written, in brackets where it is an IPv6 address.
+    host: String,
+    port: u16,
+    /// With its query, `/` at least.
+    path: String,
+}
+
+/// Why a text is no address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("url {url:?} is refused: {rule}")]
+pub struct HttpUrlError {
+    /// The text, cut to [`HttpUrl::BYTES_MAX`] bytes.
+    pub url: String,
+    /// The rule that it breaks.
+    pub rule: String,
+}
+
+impl HttpUrl {
+    /// Longest address.
+    pub const BYTES_MAX: usize = 2048;
+
+    /// Reads an address. Without a port it is 80; without a path it is `/`.
+    ///
+    /// # Errors
+    /// A scheme other than `http`, a login, a fragment, no host, a port that is none, or characters that belong into no
+    /// address.
+    pub fn parse(url: &str) -> Result<Self, HttpUrlError> {
+        let refused = |rule: &str| {
+            let shown = url.char_indices().take_while(|(at, _)| *at < Self::BYTES_MAX).map(|(_, c)| c).collect();
+            HttpUrlError { url: shown, rule: rule.to_owned() }
+        };
+        if url.len() > Self::BYTES_MAX {
+            return Err(refused("it must be at most 2048 bytes long"));
+        }
+        let Some((scheme, rest)) = url.split_once("://") else {
+            return Err(refused("it must begin with http://"));
+        };
+        if !scheme.eq_ignore_ascii_case("http") {
+            return Err(refused(&format!("its scheme is {scheme:?}, must be http")));
+        }
+        if !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(refused("it must be of visible ASCII characters"));
+        }
+        if rest.contains('#') {
+            return Err(refused("it must have no fragment"));
+        }
+        let path_at = rest.find(['/', '?']).unwrap_or(rest.len());
+        let (authority, path) = rest.split_at(path_at);
+        if authority.contains('@') {
+            return Err(refused("it must have no user or password"));
+        }
+        let (host, port) = split_port(authority);
+        let port = match port {
+            None => 80,
+            Some(port) => {
+                port.parse().ok().filter(|port| *port > 0).ok_or_else(|| refused("its port must be from 1 to 65535"))?
+            }
+        };
+        if !is_host(host) {
+            return Err(refused("its host must be a name, an IPv4 address or an IPv6 address in brackets"));
+        }
+        let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
+        Ok(Self { host: host.to_owned(), port, path })
+    }
+
+    /// The host, without brackets.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        self.host.trim_start_matches('[').trim_end_matches(']')
+    }
+
+    /// The port.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Path and query.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Host and port, as a request names them.
+    #[must_use]
+    pub fn authority(&self) -> String {
+        format!("{}:{}", self.host, self.port)
+    }
+
+    /// The address of `path` below this one, whose query is dropped. `path` begins with `/`.
+    #[must_use]
+    pub fn below(&self, path: &str) -> Self {
+        let base = self.path.split('?').next().unwrap_or_default().trim_end_matches('/');
+        Self { path: format!("{base}{path}"), ..self.clone() }
+    }
+}
+
+impl fmt::Display for HttpUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}:{}{}", self.host, self.port, self.path)
+    }
+}
+
+/// Host, and port where one is written; the colons of an IPv6 address stand in brackets.
+fn split_port(authority: &str) -> (&str, Option<&str>) {
+    match authority.rfind(':') {
+        Some(at) if !authority[at..].contains(']') => (&authority[..at], Some(&authority[at + 1..])),
+        Some(_) | None => (authority, None),
+    }
+}
+
+fn is_host(host: &str) -> bool {
+    if let Some(address) = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        return address.parse::<std::net::Ipv6Addr>().is_ok();
+    }
+    !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_filled_in() {
+        let shown = |url: &str| HttpUrl::parse(url).expect("an address").to_string();
+        assert_eq!(shown("http://engine"), "http://engine:80/");
+        assert_eq!(shown("HTTP://10.0.0.7:8000?a=b"), "http://10.0.0.7:8000/?a=b");
+        assert_eq!(shown("http://[fe80::1]/x"), "http://[fe80::1]:80/x");
+    }
+
+    #[test]
+    fn paths_go_below_the_base() {
+        let below = |url: &str| HttpUrl::parse(url).expect("an address").below("/metrics").to_string();
+        assert_eq!(below("http://e:1"), "http://e:1/metrics");
+        assert_eq!(below("http://e:1/engine/?a"), "http://e:1/engine/metrics");
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused_by_its_rule() {
+        let refused = |url: &str| HttpUrl::parse(url).expect_err("must be refused").to_string();
+        assert_eq!(refused("https://e"), r#"url "https://e" is refused: its scheme is "https", must be http"#);
+        for (url, rule) in [
+            ("e:8000", "http://"),
+            ("http://", "host"),
+            ("http://:80", "host"),
+            ("http://a b", "visible"),
+            ("http://e\r\nx: y", "visible"),
+            ("http://ü", "visible"),
+            ("http://me:pw@e", "password"),
+            ("http://e/#x", "fragment"),
+            ("http://e:0", "port"),
+            ("http://e:65536", "port"),
+            ("http://e:", "port"),
+            ("http://[::1", "host"),
+            ("http://[x]", "host"),
+            ("http://::1:80", "host"),
+            (&format!("http://{}", "é".repeat(2000)), "2048"),
+        ] {
+            assert!(refused(url).contains(rule), "{}", refused(url));
+        }
+    }
+}
