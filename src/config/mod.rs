@@ -3,20 +3,20 @@
 //! Owns the settings and their check. Promises that a value that passed [`RouterConfig::validate`] can be used
 //! without another look. Leaves reading files and environments to embedders.
 
+mod derived;
 mod overrides;
 mod pools;
+mod problems;
 mod queue;
-
-use std::fmt;
-use std::num::NonZeroU32;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 pub use overrides::RouterConfigOverride;
+pub(crate) use problems::Problems;
+pub use problems::{ConfigError, ConfigErrors};
 pub use queue::{QueueClass, QueueOrder, UncachedBucket};
 
-use crate::select::{KvCost, Needs, Policy, TierWeights};
+use crate::select::Policy;
 
 /// What the ranks of a pool do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,6 +159,36 @@ pub struct RouterConfig {
     pub slow_start_fill: f64,
     /// The longest a slow start lasts, in milliseconds. Default 60,000, at least 1.
     pub slow_start_max_ms: u64,
+    /// Waiting requests that an engine reports for a rank beyond which the rank is overloaded. What is older than
+    /// `engine_load_stale_ms` counts for nothing. Default none.
+    pub overload_engine_waiting: Option<u32>,
+    /// Share of its KV cache in use, as its engine reports it, beyond which a rank is overloaded. Default none. Between 0
+    /// and 1.
+    pub overload_engine_kv_usage: Option<f64>,
+    /// How often each engine is asked whether it is well, in milliseconds; 0 never. Needs the feature `discovery` and an
+    /// `http://` endpoint. Default 5,000.
+    pub health_probe_interval_ms: u64,
+    /// How long such a question may take, in milliseconds. Default 2,000, at least 1.
+    pub health_probe_timeout_ms: u64,
+    /// Failed probes in a row that eject an engine's ranks. Default 3, at least 1.
+    pub health_failures_max: u32,
+    /// Good probes in a row that bring them back. Default 2, at least 1.
+    pub health_successes_min: u32,
+    /// Failed requests in a row, as the embedder reports them, that eject a rank; 0 for never. Default 5.
+    pub outcome_failures_max: u32,
+    /// How long they eject it for the first time, in milliseconds; the n-th time n times as long, up to 300,000.
+    /// Default 30,000, 1 to 300,000.
+    pub ejection_ms: u64,
+    /// Share of the ranks that may be ejected at once: at least one where there are two or more, and never the last that
+    /// can serve. 0 ejects nobody. Default 0.5, in [0, 1].
+    pub ejected_share_max: f64,
+    /// How long a rank that returns costs more, ten times as much at first, in milliseconds; 0 not at all. Default
+    /// 10,000.
+    pub slow_start_return_ms: u64,
+    /// How often an engine's page of metrics is read for its load, in milliseconds; 0 never. Default 1,000.
+    pub engine_load_interval_ms: u64,
+    /// Age at which a load that an engine reported counts as unknown, in milliseconds. Default 5,000, at least 1.
+    pub engine_load_stale_ms: u64,
     /// Whether engines report what they cache. Without, the index follows the router's own decisions. Default true.
     pub use_kv_events: bool,
     /// How cache contents are modelled without events. Default `ttl`.
@@ -239,6 +269,18 @@ impl Default for RouterConfig {
             overload_prefill_frac: None,
             slow_start_fill: 0.0,
             slow_start_max_ms: 60_000,
+            overload_engine_waiting: None,
+            overload_engine_kv_usage: None,
+            health_probe_interval_ms: 5_000,
+            health_probe_timeout_ms: 2_000,
+            health_failures_max: 3,
+            health_successes_min: 2,
+            outcome_failures_max: 5,
+            ejection_ms: 30_000,
+            ejected_share_max: 0.5,
+            slow_start_return_ms: 10_000,
+            engine_load_interval_ms: 1_000,
+            engine_load_stale_ms: 5_000,
             use_kv_events: true,
             approximate_policy: ApproximatePolicy::default(),
             approximate_ttl_ms: 120_000,
@@ -263,36 +305,6 @@ impl Default for RouterConfig {
     }
 }
 
-/// One field that breaks its rule: the field, its value and the rule.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{field} is {value}, must be {rule}")]
-pub struct ConfigError {
-    /// The field's name.
-    pub field: String,
-    /// Its value, as text.
-    pub value: String,
-    /// What it must be.
-    pub rule: &'static str,
-}
-
-/// Credit of a block that only the shared cache has, where nothing else is said.
-const SHARED_CACHE_MULTIPLIER: f64 = 0.5;
-
-/// Why a configuration was refused: every field that breaks its rule, in the order of the fields.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ConfigErrors(pub Vec<ConfigError>);
-
-impl std::error::Error for ConfigErrors {}
-
-impl fmt::Display for ConfigErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (n, error) in self.0.iter().enumerate() {
-            write!(f, "{}{error}", if n == 0 { "" } else { "; " })?;
-        }
-        Ok(())
-    }
-}
-
 impl RouterConfig {
     /// Largest weight, scale, credit, decay or temperature: costs stay finite whatever the load.
     pub const WEIGHT_MAX: f64 = 1e9;
@@ -302,6 +314,9 @@ impl RouterConfig {
 
     /// Smallest budget of an index.
     pub const INDEX_BYTES_MIN: u64 = 1 << 20;
+
+    /// Longest ejection, in milliseconds.
+    pub const EJECTION_MS_MAX: u64 = 300_000;
 
     /// Checks every rule.
     ///
@@ -325,6 +340,8 @@ impl RouterConfig {
             ("host_cache_hit_weight", Some(self.host_cache_hit_weight)),
             ("disk_cache_hit_weight", Some(self.disk_cache_hit_weight)),
             ("slow_start_fill", Some(self.slow_start_fill)),
+            ("overload_engine_kv_usage", self.overload_engine_kv_usage),
+            ("ejected_share_max", Some(self.ejected_share_max)),
             ("shared_cache_multiplier", self.shared_cache_multiplier),
             ("decision_trace", Some(self.decision_trace)),
         ];
@@ -346,6 +363,10 @@ impl RouterConfig {
             ("requests_max", Some(u64::from(self.requests_max))),
             ("event_blocks_max", Some(u64::from(self.event_blocks_max))),
             ("slow_start_max_ms", Some(self.slow_start_max_ms)),
+            ("health_probe_timeout_ms", Some(self.health_probe_timeout_ms)),
+            ("health_failures_max", Some(u64::from(self.health_failures_max))),
+            ("health_successes_min", Some(u64::from(self.health_successes_min))),
+            ("engine_load_stale_ms", Some(self.engine_load_stale_ms)),
             ("approximate_ttl_ms", Some(self.approximate_ttl_ms)),
             ("predicted_ttl_ms", self.predicted_ttl_ms),
             ("predicted_blocks_max", Some(u64::from(self.predicted_blocks_max))),
@@ -359,6 +380,8 @@ impl RouterConfig {
         }
         let liveness_ms = self.booking_liveness_ms;
         problems.check("booking_liveness_ms", liveness_ms, liveness_ms >= 1_000, "at least 1000");
+        let holds = (1..=Self::EJECTION_MS_MAX).contains(&self.ejection_ms);
+        problems.check("ejection_ms", self.ejection_ms, holds, "1 to 300000");
         let shards = self.index_shards;
         problems.check("index_shards", shards, (1..=Self::INDEX_SHARDS_MAX).contains(&shards), "1 to 64");
         let holds = |bytes: &u64| *bytes >= Self::INDEX_BYTES_MIN;
@@ -384,163 +407,7 @@ impl RouterConfig {
             problems.check("queue_default_family", family, known, "the family of one of queue_classes");
         }
     }
-
-    /// The classes that requests wait in: those configured, or the one that stands for all.
-    ///
-    /// ```
-    /// use pointsman::config::RouterConfig;
-    ///
-    /// let config = RouterConfig { queue_threshold: Some(2.0), ..RouterConfig::default() };
-    /// let classes = config.classes();
-    /// assert_eq!((classes[0].name.as_str(), classes[0].busy_prefill_frac), ("default", Some(2.0)));
-    /// ```
-    #[must_use]
-    pub fn classes(&self) -> Vec<QueueClass> {
-        let mut classes = self.queue_classes.clone();
-        if classes.is_empty() {
-            classes.push(QueueClass { order: self.queue_policy, ..QueueClass::named("default") });
-        }
-        for class in classes.iter_mut().filter(|class| !class.has_threshold()) {
-            class.busy_prefill_frac = self.queue_threshold;
-        }
-        classes
-    }
-
-    /// Whether a request may ask for a class or family of this name.
-    #[must_use]
-    pub fn knows_class(&self, name: &str) -> bool {
-        let named = |class: &QueueClass| class.name == name || class.family.as_deref() == Some(name);
-        self.classes().iter().any(named)
-    }
-
-    /// Whether any request may ever have to wait for a rank.
-    #[must_use]
-    pub fn queueing(&self) -> bool {
-        self.queue_threshold.is_some() || self.queue_classes.iter().any(QueueClass::has_threshold)
-    }
-
-    /// The block size as hashing wants it. A zero, which validation refuses, counts as 1.
-    #[must_use]
-    pub fn block_size_nonzero(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.block_size).unwrap_or(NonZeroU32::MIN)
-    }
-
-    /// The parameters of the `kv` cost.
-    #[must_use]
-    pub fn kv_cost(&self) -> KvCost {
-        KvCost {
-            overlap_score_credit: self.overlap_score_credit,
-            overlap_score_credit_decay: self.overlap_score_credit_decay,
-            prefill_load_scale: self.prefill_load_scale,
-            active_request_weight: self.decode_active_request_weight,
-            tier_weights: self.tier_weights(),
-            shared_cache_multiplier: self.shared_cache_multiplier.unwrap_or(SHARED_CACHE_MULTIPLIER),
-            track_prefill_tokens: self.track_prefill_tokens,
-            decode_only: self.role == PoolRole::Decode && !self.track_prefill_tokens && self.has_index(),
-            block_size: self.block_size,
-        }
-    }
-
-    /// Worth of the lower tiers.
-    #[must_use]
-    pub fn tier_weights(&self) -> TierWeights {
-        TierWeights { host: self.host_cache_hit_weight, disk: self.disk_cache_hit_weight }
-    }
-
-    /// Whether overlap counts for anything, so that an index is kept.
-    #[must_use]
-    pub fn has_index(&self) -> bool {
-        self.overlap_score_credit > 0.0
-    }
-
-    /// What the scheduler must know before it decides a request that is drawn for at `temperature`.
-    #[must_use]
-    pub fn needs_at(&self, temperature: f64) -> Needs {
-        let needs = self.policy.needs(temperature, self.overlap_score_credit_decay);
-        if self.fanout == Fanout::All { Needs::All } else { needs }
-    }
-
-    /// How long a load query may take.
-    #[must_use]
-    pub fn load_query_timeout(&self) -> Duration {
-        Duration::from_millis(self.load_query_timeout_ms)
-    }
-}
-
-/// Broken rules, as they are found.
-#[derive(Debug, Default)]
-pub(crate) struct Problems(Vec<ConfigError>);
-
-impl Problems {
-    pub(crate) fn check(&mut self, field: impl Into<String>, value: impl ToString, holds: bool, rule: &'static str) {
-        if !holds {
-            self.0.push(ConfigError { field: field.into(), value: value.to_string(), rule });
-        }
-    }
-
-    pub(crate) fn check_given<V: ToString>(
-        &mut self,
-        field: &'static str,
-        value: Option<V>,
-        holds: impl Fn(&V) -> bool,
-        rule: &'static str,
-    ) {
-        if let Some(value) = value {
-            let holds = holds(&value);
-            self.check(field, value, holds, rule);
-        }
-    }
-
-    pub(crate) fn into_result(self) -> Result<(), ConfigErrors> {
-        if self.0.is_empty() { Ok(()) } else { Err(ConfigErrors(self.0)) }
-    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn defaults_pass() {
-        RouterConfig::default().validate().expect("the defaults follow the rules");
-    }
-
-    #[test]
-    fn every_rule_names_field_value_and_rule() {
-        let refused = |json: &str| {
-            let config: RouterConfig = serde_json::from_str(json).expect("well formed");
-            config.validate().expect_err("must be refused").to_string()
-        };
-        assert_eq!(refused(r#"{"block_size":0}"#), "block_size is 0, must be at least 1");
-        assert_eq!(refused(r#"{"pool":"a b"}"#), "pool is a b, must be one or more letters, digits, _, . or -");
-        assert_eq!(refused(r#"{"temperature":-0.5}"#), "temperature is -0.5, must be between 0 and 1e9");
-        assert_eq!(
-            refused(r#"{"host_cache_hit_weight":1.5}"#),
-            "host_cache_hit_weight is 1.5, must be between 0 and 1"
-        );
-        assert_eq!(refused(r#"{"index_shards":65}"#), "index_shards is 65, must be 1 to 64");
-        assert_eq!(
-            refused(r#"{"block_size":0,"queue_classes":[{"name":"a b"}]}"#),
-            "block_size is 0, must be at least 1; \
-             queue_classes[0].name is a b, must be one or more letters, digits, _, . or -",
-            "all at once"
-        );
-        assert_eq!(
-            refused(r#"{"approximate_policy":"lru"}"#),
-            "approximate_policy is lru, must be ttl where use_kv_events is true"
-        );
-        assert_eq!(
-            refused(r#"{"prefill_load_scale":1e300}"#).split(" is ").next(),
-            Some("prefill_load_scale"),
-            "costs must stay finite"
-        );
-        let nan = RouterConfig { overlap_score_credit: f64::NAN, ..RouterConfig::default() };
-        assert!(nan.validate().expect_err("refused").to_string().contains("NaN"));
-    }
-
-    #[test]
-    fn unknown_keys_are_refused_by_name() {
-        let error = serde_json::from_str::<RouterConfig>(r#"{"blok_size":16}"#).expect_err("refused");
-        assert!(error.to_string().contains("blok_size"));
-    }
-}
+mod tests;

@@ -1,0 +1,159 @@
+//! Health: who is well enough to be sent requests.
+//!
+//! Owns, for each rank, what probes of its engine and requests on it have shown, and whether that puts it out of service
+//! for a while: *ejected*. Promises that the last rank that can serve is never ejected, nor more than a set share of
+//! all; that whoever would be beyond that stays in and is *suspected*; that an ejection ends, by time, by good probes, or
+//! because nobody probes any more; and nothing at all while nothing fails. Pure: `now` is an argument. Leaves to
+//! embedders to say how requests went, to `actors/health.rs` to probe, and to `schedule` to keep requests away from the
+//! ejected and to let those that return start slowly.
+
+mod monitor;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+pub use monitor::{Change, Input, Member, Monitor};
+
+use crate::config::RouterConfig;
+use crate::protocol::{Timestamp, WorkerRank};
+
+/// The longest that failed requests put a rank out of service, however often they do.
+/// (reference: Envoy's outlier detection, max_ejection_time)
+pub const EJECTION_MAX: Duration = Duration::from_millis(RouterConfig::EJECTION_MS_MAX);
+
+/// How a request that was sent to a rank went, as far as it tells of the rank's health.
+///
+/// What the engine refuses for the request's own sake (a status of 4xx) is [`Outcome::Ok`]: it has answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// It was answered.
+    Ok,
+    /// No connection could be made.
+    ConnectFailed,
+    /// No answer came in time.
+    Timeout,
+    /// The answer was a status of 500 or above.
+    ServerError,
+    /// The connection broke off before the answer's end.
+    Reset,
+}
+
+impl Outcome {
+    /// Whether it speaks for the rank.
+    #[must_use]
+    pub fn is_ok(self) -> bool {
+        self == Self::Ok
+    }
+
+    /// What happened, in words.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "answered",
+            Self::ConnectFailed => "could not connect",
+            Self::Timeout => "timed out",
+            Self::ServerError => "server error",
+            Self::Reset => "connection reset",
+        }
+    }
+}
+
+/// What speaks against a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// Its engine does not answer probes.
+    Probe,
+    /// Requests on it failed, one after the other.
+    Outcomes,
+}
+
+impl Cause {
+    /// Its name in labels.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Probe => "probe",
+            Self::Outcomes => "outcomes",
+        }
+    }
+}
+
+/// What must hold before anybody is ejected, and for how long.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rules {
+    /// Failed probes in a row that eject an engine's ranks.
+    pub probe_failures_max: u32,
+    /// Good probes in a row that end that.
+    pub probe_successes_min: u32,
+    /// How long a probe's word counts. A prober that hangs keeps nobody out for longer.
+    pub probe_stale: Duration,
+    /// Failed requests in a row that eject a rank; 0 for never.
+    pub outcome_failures_max: u32,
+    /// For how long, the first time; the n-th time n times as long, up to [`EJECTION_MAX`].
+    pub ejection: Duration,
+    /// Share of all ranks that may be ejected at once, in [0, 1]; above 0 it lets at least one of two go.
+    pub ejected_share_max: f64,
+}
+
+impl Rules {
+    /// Those of a validated configuration.
+    #[must_use]
+    pub fn of(config: &RouterConfig) -> Self {
+        let probe = config.health_probe_interval_ms.saturating_add(config.health_probe_timeout_ms);
+        Self {
+            probe_failures_max: config.health_failures_max,
+            probe_successes_min: config.health_successes_min,
+            probe_stale: Duration::from_millis(probe.saturating_mul(3)),
+            outcome_failures_max: config.outcome_failures_max,
+            ejection: Duration::from_millis(config.ejection_ms),
+            ejected_share_max: config.ejected_share_max,
+        }
+    }
+}
+
+/// Whether a rank is sent requests, as far as its health goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HealthState {
+    /// Nothing is held against it.
+    Healthy,
+    /// It should be out of service, but too many are, or nobody else is left.
+    Suspected,
+    /// It is out of service.
+    Ejected {
+        /// When it comes back by itself; absent while that depends on probes.
+        until: Option<Timestamp>,
+    },
+}
+
+/// How one rank is, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RankHealth {
+    /// The rank.
+    pub rank: WorkerRank,
+    /// What follows for it.
+    pub state: HealthState,
+    /// What is held against it, in words; empty where it is healthy.
+    pub why: String,
+}
+
+impl fmt::Display for RankHealth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, state, why } = self;
+        match state {
+            HealthState::Healthy => write!(f, "{rank} is healthy"),
+            HealthState::Suspected => write!(f, "{rank} is suspected, and kept for want of others: {why}"),
+            HealthState::Ejected { until: None } => write!(f, "{rank} is ejected until probes succeed: {why}"),
+            HealthState::Ejected { until: Some(until) } => {
+                let seconds = until.since(Timestamp::default()).as_secs_f64();
+                write!(f, "{rank} is ejected until {seconds:.1} s after the router's start: {why}")
+            }
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Examples, and random histories against what the floor promises.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::protocol::WorkerId;
+
+const RULES: Rules = Rules {
+    probe_failures_max: 3,
+    probe_successes_min: 2,
+    probe_stale: Duration::from_secs(21),
+    outcome_failures_max: 5,
+    ejection: Duration::from_secs(30),
+    ejected_share_max: 0.5,
+};
+
+const NOBODY: [u64; 0] = [];
+
+fn rank(worker: u64) -> WorkerRank {
+    WorkerRank::new(WorkerId(worker), 0)
+}
+
+fn at(seconds: u64) -> Timestamp {
+    Timestamp(seconds * 1_000_000_000)
+}
+
+/// A monitor over single-rank workers 0 to n − 1.
+struct Pool {
+    monitor: Monitor,
+    members: BTreeMap<WorkerRank, Member>,
+    changes: Vec<Change>,
+}
+
+impl Pool {
+    fn new(rules: Rules, ranks: u64) -> Self {
+        let members = (0..ranks).map(|worker| (rank(worker), Member { incarnation: 0, available: true })).collect();
+        let mut pool = Self { monitor: Monitor::new(rules), members, changes: Vec::new() };
+        pool.tell_members(at(0));
+        pool
+    }
+
+    fn step(&mut self, input: Input, now: Timestamp) {
+        self.monitor.step(input, now, &mut self.changes);
+        self.monitor.check_invariants().expect("the floor holds");
+    }
+
+    fn tell_members(&mut self, now: Timestamp) {
+        self.step(Input::Members(self.members.clone()), now);
+    }
+
+    fn set(&mut self, worker: u64, member: Member, now: Timestamp) {
+        self.members.insert(rank(worker), member);
+        self.tell_members(now);
+    }
+
+    fn outcome(&mut self, worker: u64, outcome: Outcome, now: Timestamp) {
+        let incarnation = self.members.get(&rank(worker)).map_or(0, |member| member.incarnation);
+        self.step(Input::Outcome { rank: rank(worker), incarnation, outcome }, now);
+    }
+
+    fn fail(&mut self, worker: u64, times: u32, now: Timestamp) {
+        (0..times).for_each(|_| self.outcome(worker, Outcome::Timeout, now));
+    }
+
+    fn probe(&mut self, worker: u64, is_well: bool, now: Timestamp) {
+        let answer = if is_well { Ok(()) } else { Err("status 503".to_owned()) };
+        self.step(Input::Probed { worker: WorkerId(worker), prober: 1, answer }, now);
+    }
+
+    fn ejected(&self) -> Vec<u64> {
+        self.monitor.ejected().iter().map(|rank| rank.worker.0).collect()
+    }
+
+    fn of(&self, worker: u64) -> RankHealth {
+        self.monitor.report().into_iter().find(|row| row.rank == rank(worker)).expect("a row a rank")
+    }
+}
+
+#[test]
+fn five_failures_in_a_row_eject_and_a_success_between_resets() {
+    let mut pool = Pool::new(RULES, 4);
+    pool.fail(0, 4, at(1));
+    assert!(pool.monitor.counts_failures_of(rank(0)));
+    pool.outcome(0, Outcome::Ok, at(1));
+    assert!(!pool.monitor.counts_failures_of(rank(0)));
+    pool.fail(0, 4, at(1));
+    assert_eq!(pool.ejected(), NOBODY);
+    pool.outcome(0, Outcome::Reset, at(1));
+    assert_eq!(pool.ejected(), [0]);
+    assert_eq!(pool.changes, [Change::Ejected { rank: rank(0), cause: Cause::Outcomes }]);
+    assert_eq!(pool.of(0).state, HealthState::Ejected { until: Some(at(31)) });
+    assert_eq!(
+        pool.of(0).to_string(),
+        "0/0 is ejected until 31.0 s after the router's start: 5 requests in a row failed, the last: connection reset"
+    );
+    assert_eq!(pool.of(1).to_string(), "1/0 is healthy");
+}
+
+#[test]
+fn each_ejection_lasts_longer_up_to_a_cap_and_good_times_are_counted_in() {
+    let mut pool = Pool::new(RULES, 4);
+    let mut now = 0;
+    for expected in [30, 60, 90, 120, 150, 180, 210, 240, 270, 300, 300] {
+        pool.fail(0, 5, at(now));
+        assert_eq!(pool.monitor.next_wake(), Some(at(now + expected)));
+        pool.step(Input::Wake, at(now + expected - 1));
+        assert_eq!(pool.ejected(), [0]);
+        now += expected;
+        pool.step(Input::Wake, at(now));
+        assert_eq!(pool.ejected(), NOBODY);
+    }
+    now += 9 * 30;
+    pool.fail(0, 5, at(now));
+    assert_eq!(pool.monitor.next_wake(), Some(at(now + 90)), "11 sentences, 9 forgiven, one more");
+}
+
+#[test]
+fn what_ends_while_a_rank_is_out_changes_nothing() {
+    let mut pool = Pool::new(RULES, 4);
+    pool.fail(0, 5, at(1));
+    pool.outcome(0, Outcome::Ok, at(2));
+    pool.fail(0, 50, at(3));
+    assert_eq!(pool.of(0).state, HealthState::Ejected { until: Some(at(31)) });
+    pool.step(Input::Wake, at(31));
+    assert_eq!(pool.changes.last(), Some(&Change::Returned { rank: rank(0) }));
+    pool.fail(0, 4, at(32));
+    assert_eq!(pool.ejected(), NOBODY, "counted anew");
+}
+
+#[test]
+fn failed_probes_eject_all_ranks_of_an_engine_until_enough_succeed() {
+    let mut pool = Pool::new(RULES, 4);
+    pool.members.insert(WorkerRank::new(WorkerId(0), 1), Member { incarnation: 0, available: true });
+    pool.tell_members(at(0));
+    pool.probe(0, false, at(1));
+    pool.probe(0, false, at(6));
+    assert_eq!(pool.ejected(), NOBODY);
+    pool.probe(0, false, at(11));
+    assert_eq!(pool.ejected(), [0, 0]);
+    assert_eq!(
+        pool.of(0).to_string(),
+        "0/0 is ejected until probes succeed: 3 probes in a row failed, the last: status 503"
+    );
+    pool.probe(0, true, at(16));
+    assert_eq!(pool.ejected(), [0, 0]);
+    pool.probe(0, true, at(21));
+    assert_eq!(pool.ejected(), NOBODY);
+}
+
+#[test]
+fn a_prober_that_falls_silent_keeps_nobody_out() {
+    let mut pool = Pool::new(RULES, 4);
+    (0..3).for_each(|n| pool.probe(0, false, at(n)));
+    assert_eq!((pool.ejected(), pool.monitor.next_wake()), (vec![0], Some(at(23))));
+    pool.step(Input::Wake, at(23));
+    assert_eq!((pool.ejected(), pool.monitor.next_wake()), (vec![], None));
+}
+
+#[test]
+fn the_last_rank_and_half_of_them_stay_in_and_are_suspected() {
+    let mut pool = Pool::new(RULES, 1);
+    pool.fail(0, 9, at(1));
+    assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Suspected));
+    assert!(pool.of(0).to_string().contains("kept for want of others: 9 requests"), "{}", pool.of(0));
+
+    let mut pool = Pool::new(RULES, 5);
+    for worker in 0..5 {
+        pool.fail(worker, 5, at(1 + worker));
+    }
+    assert_eq!(pool.ejected(), [0, 1], "half of 5, rounded down");
+    assert_eq!(pool.of(4).state, HealthState::Suspected);
+    pool.outcome(4, Outcome::Ok, at(7));
+    assert_eq!(pool.of(4).state, HealthState::Healthy, "it has answered");
+    pool.step(Input::Wake, at(31));
+    assert_eq!(pool.ejected(), [1, 2], "whoever has waited longest takes the place");
+
+    let mut pair = Pool::new(Rules { ejected_share_max: 0.01, ..RULES }, 2);
+    pair.fail(1, 5, at(1));
+    assert_eq!(pair.ejected(), [1], "one of two may always go");
+    let mut never = Pool::new(Rules { ejected_share_max: 0.0, ..RULES }, 2);
+    never.fail(1, 5, at(1));
+    assert_eq!(never.ejected(), NOBODY, "unless nobody may");
+}
+
+#[test]
+fn whoever_is_ejected_comes_back_when_the_others_go() {
+    let mut pool = Pool::new(RULES, 2);
+    pool.fail(0, 5, at(1));
+    pool.set(1, Member { incarnation: 0, available: false }, at(2));
+    assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Suspected));
+    pool.set(1, Member { incarnation: 0, available: true }, at(3));
+    assert_eq!(pool.ejected(), [0], "its time is not over");
+    pool.members.remove(&rank(1));
+    pool.tell_members(at(4));
+    assert_eq!(pool.ejected(), NOBODY);
+}
+
+#[test]
+fn another_engine_under_the_same_name_starts_well() {
+    let mut pool = Pool::new(RULES, 2);
+    pool.fail(0, 5, at(1));
+    (0..3).for_each(|n| pool.probe(0, false, at(n)));
+    pool.set(0, Member { incarnation: 1, available: true }, at(2));
+    assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Healthy));
+    let late = Input::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::Timeout };
+    (0..9).for_each(|_| pool.step(late.clone(), at(3)));
+    assert!(!pool.monitor.counts_failures_of(rank(0)));
+    pool.step(Input::Probed { worker: WorkerId(0), prober: 2, answer: Ok(()) }, at(4));
+    (0..9).for_each(|_| pool.probe(0, false, at(4)));
+    assert_eq!(pool.ejected(), NOBODY, "an earlier prober's word is of another engine");
+}
+
+#[derive(Clone, Debug)]
+enum Act {
+    Outcome(u64, Outcome),
+    Failures(u64),
+    Probe(u64, bool),
+    Available(u64, bool),
+    Join(u64),
+    Leave(u64),
+    Pass(u64),
+}
+
+fn acts() -> impl Strategy<Value = Act> {
+    let outcome = prop_oneof![
+        Just(Outcome::Ok),
+        Just(Outcome::ConnectFailed),
+        Just(Outcome::Timeout),
+        Just(Outcome::ServerError),
+        Just(Outcome::Reset)
+    ];
+    prop_oneof![
+        4 => (0..9u64, outcome).prop_map(|(worker, outcome)| Act::Outcome(worker, outcome)),
+        4 => (0..9u64).prop_map(Act::Failures),
+        6 => (0..9u64, prop::bool::weighted(0.3)).prop_map(|(worker, well)| Act::Probe(worker, well)),
+        2 => (0..9u64, any::<bool>()).prop_map(|(worker, available)| Act::Available(worker, available)),
+        1 => (0..9u64).prop_map(Act::Join),
+        1 => (0..9u64).prop_map(Act::Leave),
+        3 => (0..40u64).prop_map(Act::Pass),
+    ]
+}
+
+proptest! {
+    /// The floor is held after each step (`Pool::step`), and when the faults end everybody comes back.
+    #[test]
+    fn whatever_happens_the_floor_holds_and_everybody_returns(
+        ranks in 1..9u64,
+        share in prop_oneof![Just(0.0), Just(0.5), Just(1.0), 0.0..1.0f64],
+        history in prop::collection::vec(acts(), 1..120),
+    ) {
+        let rules = Rules { ejected_share_max: share, ..RULES };
+        let (mut pool, mut now) = (Pool::new(rules, ranks), 0);
+        let mut incarnation = 0;
+        for act in history {
+            match act {
+                Act::Outcome(worker, outcome) => pool.outcome(worker, outcome, at(now)),
+                Act::Failures(worker) => pool.fail(worker, 5, at(now)),
+                Act::Probe(worker, well) => pool.probe(worker, well, at(now)),
+                Act::Available(worker, available) => if let Some(&known) = pool.members.get(&rank(worker)) {
+                    pool.set(worker, Member { available, ..known }, at(now));
+                },
+                Act::Join(worker) => {
+                    incarnation += 1;
+                    pool.set(worker, Member { incarnation, available: true }, at(now));
+                }
+                Act::Leave(worker) => {
+                    pool.members.remove(&rank(worker));
+                    pool.tell_members(at(now));
+                }
+                Act::Pass(seconds) => {
+                    now += seconds;
+                    pool.step(Input::Wake, at(now));
+                }
+            }
+            let (ejected, ranks) = (pool.ejected().len(), pool.members.len());
+            let allowed = if share > 0.0 && ranks > 1 { ((ranks as f64 * share) as usize).clamp(1, ranks - 1) } else { 0 };
+            prop_assert!(ejected <= allowed, "{ejected} of {ranks} at {share}");
+            for row in pool.monitor.report() {
+                prop_assert_eq!(row.why.is_empty(), row.state == HealthState::Healthy, "{}", row);
+            }
+        }
+        // The faults are over: nothing is reported but time, as the monitor asks for it.
+        let mut steps = 0;
+        while let Some(at) = pool.monitor.next_wake() {
+            pool.step(Input::Wake, at);
+            steps += 1;
+            prop_assert!(steps <= 20, "each rank and prober ends once");
+        }
+        prop_assert!(pool.ejected().is_empty());
+        prop_assert!(pool.monitor.report().iter().all(|row| row.state == HealthState::Healthy));
+    }
+}
