@@ -5,6 +5,8 @@
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 
+use super::engine_load::EngineLoadMsg;
+use super::health::HealthMsg;
 use super::radix::{RadixMsg, shard_of};
 use super::router::Router;
 use super::scheduler::SchedulerMsg;
@@ -27,6 +29,10 @@ pub enum Fault {
     /// The reader of this rank's KV events.
     #[cfg(feature = "zmq")]
     Ingest(WorkerRank),
+    /// The health actor.
+    Health,
+    /// The actor that takes in what engines say of their load.
+    EngineLoads,
 }
 
 /// Holds a wedged actor; dropping it lets the actor go on, and waits until it has caught up.
@@ -99,6 +105,8 @@ impl Router {
         match fault {
             Fault::Supervisor => return self.supervisor().send_message(SupervisorMsg::Fault(trip)).is_ok(),
             Fault::Scheduler => shared.scheduler.tell(SchedulerMsg::Fault(trip)),
+            Fault::Health => shared.health.tell(HealthMsg::Fault(trip)),
+            Fault::EngineLoads => shared.engine_loads.tell(EngineLoadMsg::Fault(trip)),
             Fault::Radix(rank) => match shared.shards.get(shard_of(rank, shared.shards.len())) {
                 Some(shard) => shard.turn.tell(RadixMsg::Fault(trip)),
                 None => return false,

@@ -14,15 +14,18 @@
 
 mod clock;
 mod disagg;
+mod engine_load;
 #[cfg(feature = "faults")]
 mod faults;
 mod gather;
+mod health;
+#[cfg(feature = "discovery")]
+mod http;
 #[cfg(feature = "zmq")]
 mod ingest;
-#[cfg(feature = "discovery")]
-#[allow(dead_code, reason = "its callers follow")]
-mod http;
 mod liveness;
+#[cfg(feature = "discovery")]
+mod per_worker;
 mod placement;
 mod predict;
 mod radix;

@@ -1,12 +1,14 @@
 //! What a caller holds for its booking.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::router::BestMatch;
 use super::shared::{Hold, Seat};
 use super::telemetry::Prediction;
 use crate::error::RequestError;
 use crate::hashing::HashedPrompt;
+use crate::health::Outcome;
 use crate::load::Weight;
 use crate::protocol::WorkerRank;
 use crate::select::TierOverlap;
@@ -21,11 +23,13 @@ pub struct Placement {
     seat: Arc<Seat>,
     best: BestMatch,
     prediction: Prediction,
+    /// Whether it has been said how the request went.
+    told_outcome: AtomicBool,
 }
 
 impl Placement {
     pub(crate) fn new(hold: Hold, seat: Arc<Seat>, best: BestMatch, prediction: Prediction) -> Self {
-        Self { hold, seat, best, prediction }
+        Self { hold, seat, best, prediction, told_outcome: AtomicBool::new(false) }
     }
 
     /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
@@ -107,6 +111,15 @@ impl Placement {
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
             self.hold.shared().meters.delivered(self.prediction.kind(), self.cached_tokens(), tokens);
+        }
+    }
+
+    /// How the request went, as far as it tells of the rank's health: after `outcome_failures_max` failures in a row the
+    /// rank is kept out of service for a while. Only the first report counts; none is needed, and one that went well costs
+    /// next to nothing.
+    pub fn outcome(&self, outcome: Outcome) {
+        if !self.told_outcome.swap(true, Ordering::Relaxed) {
+            self.hold.shared().report_outcome(&self.seat, outcome);
         }
     }
 

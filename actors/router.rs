@@ -6,6 +6,7 @@
 
 mod builder;
 mod events;
+mod health;
 mod inquiry;
 mod membership;
 mod messages;
@@ -57,6 +58,8 @@ pub struct WorkerEntry {
     pub config: WorkerConfig,
     /// Its ranks.
     pub ranks: Vec<WorkerRank>,
+    /// Whether it gets no new work.
+    pub draining: bool,
 }
 
 /// How a router is.

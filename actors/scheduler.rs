@@ -5,7 +5,7 @@
 //! decided to the state machine. Restarted, it starts with the ranks and their boards; what was waiting is answered
 //! as lost, and its callers try again.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -26,7 +26,7 @@ use crate::config::RouterConfig;
 use crate::directory::{Lease, LeaseState};
 use crate::load::PromptBlocks;
 use crate::predict::Guess;
-use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use crate::queue::Depth;
 use crate::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Rejection,
@@ -62,6 +62,8 @@ pub(crate) enum SchedulerMsg {
     Retire { slot: Slot, generation: Generation, ack: RetireAck },
     /// What the embedder knows of the ranks has changed. The answer says that it holds from here on.
     Conditions { done: Option<oneshot::Sender<()>> },
+    /// Who is out of service for their health has changed.
+    Ejected,
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
     Fault(super::faults::Trip),
@@ -135,6 +137,8 @@ pub(crate) struct Surroundings {
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks: looked at when told to, so that what was said last holds.
     pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
+    /// Who is out of service for their health: likewise.
+    pub(crate) ejected: Arc<Mutex<Arc<BTreeSet<WorkerRank>>>>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -233,6 +237,12 @@ impl Scheduler {
     pub(crate) fn look_at_conditions(&mut self) {
         let conditions = Arc::clone(&self.around.conditions.lock().unwrap_or_else(PoisonError::into_inner));
         self.step_schedule(Input::Conditions(conditions));
+    }
+
+    /// Takes over who is out of service for their health. Also used to fill a fresh scheduler before it opens.
+    pub(crate) fn look_at_ejected(&mut self) {
+        let ejected = Arc::clone(&self.around.ejected.lock().unwrap_or_else(PoisonError::into_inner));
+        self.step_schedule(Input::Ejected(ejected));
     }
 
     /// A request whose caller went while the index was asked must not wait: its cancellation has come and gone.
@@ -452,6 +462,7 @@ impl Step for Scheduler {
                 self.look_at_conditions();
                 self.after.conditions.extend(done);
             }
+            SchedulerMsg::Ejected => self.look_at_ejected(),
             #[cfg(feature = "faults")]
             SchedulerMsg::Fault(trip) => trip.happen(),
         }

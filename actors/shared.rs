@@ -5,12 +5,15 @@
 //! an owner publishes.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::clock::Clock;
+use super::engine_load::EngineLoads;
+use super::health::{Health, HealthMsg};
 use super::radix::{Radix, RadixMsg, shard_of};
 use super::router::WorkerEntry;
 use super::scheduler::{Scheduler, SchedulerMsg, WakeFlag};
@@ -21,13 +24,19 @@ use super::telemetry::Meters;
 use super::turn::Turn;
 use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
+use crate::engine_load::EngineLoadCell;
 use crate::error::Down;
+use crate::health::Outcome;
 use crate::index::Holdings;
 use crate::load::{BoardSlot, RateCell};
 use crate::predict::Kind;
-use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
+use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::schedule::Extensions;
 use crate::select::RankConditions;
+
+/// Reports of outcomes that may wait for the health actor. While it stands still one more tells nothing that those do
+/// not.
+const OUTCOMES_MAX: usize = 1024;
 
 /// Everything of a router but its supervisor.
 pub(crate) struct Shared {
@@ -35,6 +44,8 @@ pub(crate) struct Shared {
     pub(crate) clock: Clock,
     pub(crate) directory: Arc<Directory>,
     pub(crate) scheduler: Arc<Turn<Scheduler>>,
+    pub(crate) health: Arc<Turn<Health>>,
+    pub(crate) engine_loads: Arc<Turn<EngineLoads>>,
     /// None where overlap counts for nothing.
     pub(crate) shards: Vec<Shard>,
     /// Whether requests may have to wait.
@@ -55,6 +66,9 @@ pub(crate) struct Shared {
     pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
     /// Ranks whose sources are not trusted in full.
     pub(crate) doubted: Doubted,
+    /// The ranks that are out of service for their health. Written by the health actor.
+    pub(crate) ejected: Arc<Mutex<Arc<BTreeSet<WorkerRank>>>>,
+    outcomes_gate: Arc<Semaphore>,
     /// By slot. Written by the supervisor.
     seats: RwLock<Vec<Option<Arc<Seat>>>>,
     /// Whether the router is up, and how often a part of it was restarted.
@@ -87,7 +101,18 @@ pub(crate) struct Seat {
     pub(crate) source: Arc<SourceCell>,
     /// Its learned prefill rate, which outlives its sequence actor.
     pub(crate) rate: Arc<RateCell>,
+    /// Where it is shown what its engine says of its load.
+    pub(crate) engine_load: Arc<EngineLoadCell>,
+    /// Whether failed requests count against it, so that one that goes well matters. Written by the health actor.
+    pub(crate) failing: AtomicBool,
     pub(crate) turn: Arc<Turn<Sequence>>,
+}
+
+impl Seat {
+    /// Names this incarnation among all that the router ever has.
+    pub(crate) fn incarnation(&self) -> u64 {
+        u64::from(self.slot.0) << 32 | u64::from(self.generation.0)
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -119,6 +144,8 @@ impl Shared {
             clock,
             directory: Arc::default(),
             scheduler: Turn::closed(),
+            health: Turn::closed(),
+            engine_loads: Turn::closed(),
             shards: (0..shards).map(|_| Shard { turn: Turn::closed(), gate: gate() }).collect(),
             queueing: config.queueing(),
             predicts: Kind::of(&config).is_some(),
@@ -129,6 +156,8 @@ impl Shared {
             wake: Arc::default(),
             conditions: Arc::default(),
             doubted: Doubted::default(),
+            ejected: Arc::default(),
+            outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)),
             seats: RwLock::default(),
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
@@ -171,6 +200,29 @@ impl Shared {
     /// Takes over what the embedder says of the ranks. The scheduler must be told to look.
     pub(crate) fn set_conditions(&self, conditions: RankConditions) {
         *self.conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(conditions);
+        // Whoever is ejected may be needed now.
+        self.health.tell(HealthMsg::Look);
+    }
+
+    /// What the embedder says of the ranks.
+    pub(crate) fn conditions(&self) -> Arc<RankConditions> {
+        Arc::clone(&self.conditions.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Who is out of service for their health.
+    pub(crate) fn ejected(&self) -> Arc<BTreeSet<WorkerRank>> {
+        Arc::clone(&self.ejected.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A request on the rank has ended so. What changes nothing costs nothing.
+    pub(crate) fn report_outcome(&self, seat: &Arc<Seat>, outcome: Outcome) {
+        let counts = self.config.outcome_failures_max > 0;
+        if !counts || outcome.is_ok() && !seat.failing.load(Ordering::Relaxed) {
+            return;
+        }
+        if let Ok(permit) = Arc::clone(&self.outcomes_gate).try_acquire_owned() {
+            self.health.tell(HealthMsg::Outcome { seat: Arc::clone(seat), outcome, permit });
+        }
     }
 
     pub(crate) fn seat(&self, slot: Slot, generation: Generation) -> Option<Arc<Seat>> {
@@ -179,10 +231,14 @@ impl Shared {
     }
 
     /// The seat a rank has now. Visits every seat.
-    #[cfg(feature = "faults")]
     pub(crate) fn seat_of(&self, rank: WorkerRank) -> Option<Arc<Seat>> {
+        self.seats_of(rank.worker).into_iter().filter(|seat| seat.rank == rank).max_by_key(|seat| seat.since)
+    }
+
+    /// The seats of a worker's ranks, those on their way out included. Visits every seat.
+    pub(crate) fn seats_of(&self, worker: WorkerId) -> Vec<Arc<Seat>> {
         let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
-        seats.iter().flatten().find(|seat| seat.rank == rank).cloned()
+        seats.iter().flatten().filter(|seat| seat.rank.worker == worker).cloned().collect()
     }
 
     /// The ranks that are there, those on their way out included.
@@ -258,6 +314,8 @@ impl Shared {
     /// Closes every turn: what waits anywhere is dropped, and so answered as lost.
     pub(crate) fn close(&self) {
         self.scheduler.close();
+        self.health.close();
+        self.engine_loads.close();
         for shard in &self.shards {
             shard.turn.close();
         }

@@ -11,6 +11,7 @@ mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use ahash::AHashMap;
@@ -18,6 +19,8 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
+use super::engine_load::EngineLoads;
+use super::health::{Health, HealthMsg};
 use super::predict::Believers;
 use super::radix::{Radix, RadixMsg, Tenant, shard_of};
 use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
@@ -145,6 +148,8 @@ enum Role {
     Sequence(Slot),
     #[cfg(feature = "zmq")]
     Ingest(Slot),
+    Health,
+    EngineLoads,
 }
 
 impl Role {
@@ -155,6 +160,8 @@ impl Role {
             Self::Sequence(_) => "sequence",
             #[cfg(feature = "zmq")]
             Self::Ingest(_) => "ingest",
+            Self::Health => "health",
+            Self::EngineLoads => "engine_loads",
         }
     }
 
@@ -165,6 +172,8 @@ impl Role {
             Self::Sequence(_) => &restarts.sequence,
             #[cfg(feature = "zmq")]
             Self::Ingest(_) => &restarts.ingest,
+            Self::Health => &restarts.health,
+            Self::EngineLoads => &restarts.engine_loads,
         }
     }
 }
@@ -213,6 +222,8 @@ impl Actor for Supervisor {
         for shard in 0..state.shared.shards.len() {
             state.start_radix(shard, BTreeSet::new()).await?;
         }
+        state.start_health().await?;
+        state.start_engine_loads().await?;
         Ok(state)
     }
 
@@ -283,10 +294,20 @@ impl State {
         }
         self.generations[slot.index()].0 += 1;
         let generation = self.generations[slot.index()];
-        let (board, rate, holdings) = (Arc::default(), Arc::default(), Arc::default());
-        let (since, turn) = (self.shared.clock.now(), Turn::closed());
-        let source = Arc::new(SourceCell::new(&self.shared.doubted));
-        let seat = Arc::new(Seat { rank, slot, generation, endpoint, since, board, rate, holdings, source, turn });
+        let seat = Arc::new(Seat {
+            rank,
+            slot,
+            generation,
+            endpoint,
+            since: self.shared.clock.now(),
+            board: Arc::default(),
+            rate: Arc::default(),
+            holdings: Arc::default(),
+            source: Arc::new(SourceCell::new(&self.shared.doubted)),
+            engine_load: Arc::default(),
+            failing: AtomicBool::new(false),
+            turn: Turn::closed(),
+        });
         let actor = self.start_sequence(&seat, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
         self.register(&seat, traits);
@@ -339,6 +360,7 @@ impl State {
             believers: Believers::of(shared),
             wake: Arc::clone(&shared.wake),
             conditions: Arc::clone(&shared.conditions),
+            ejected: Arc::clone(&shared.ejected),
             clock: shared.clock,
             runtime: Handle::current(),
         };
@@ -351,8 +373,25 @@ impl State {
                 scheduler.admit(peer(&running.seat, &self.traits_of(rank), draining));
             }
             scheduler.look_at_conditions();
+            scheduler.look_at_ejected();
             scheduler
         });
+        Ok(())
+    }
+
+    /// What was held against ranks is lost with it: all of them are in service again, and start slowly.
+    async fn start_health(&mut self) -> Result<(), ActorProcessingErr> {
+        let turn = Arc::clone(&self.shared.health);
+        let actor = self.spawn(&turn, Role::Health).await?;
+        turn.open(actor, || Health::new(&self.shared, Handle::current()));
+        turn.tell(HealthMsg::Look);
+        Ok(())
+    }
+
+    async fn start_engine_loads(&mut self) -> Result<(), ActorProcessingErr> {
+        let turn = Arc::clone(&self.shared.engine_loads);
+        let actor = self.spawn(&turn, Role::EngineLoads).await?;
+        turn.open(actor, || EngineLoads::new(&self.shared));
         Ok(())
     }
 
@@ -399,6 +438,8 @@ impl State {
             Role::Sequence(slot) => self.restart_sequence(slot).await?,
             #[cfg(feature = "zmq")]
             Role::Ingest(_) => {} // above
+            Role::Health => self.start_health().await?,
+            Role::EngineLoads => self.start_engine_loads().await?,
         }
         self.shared.status.send_modify(|Status { restarts, .. }| *restarts += 1);
         Ok(())
@@ -453,6 +494,7 @@ fn peer(seat: &Seat, traits: &Arc<RankTraits>, draining: bool) -> Peer {
         board: Arc::clone(&seat.board),
         rate: Arc::clone(&seat.rate),
         holdings: Arc::clone(&seat.holdings),
+        engine_load: Arc::clone(&seat.engine_load),
         traits: Arc::clone(traits),
         since: seat.since,
         draining,

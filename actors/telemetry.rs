@@ -29,6 +29,7 @@ use super::radix::SharedFound;
 use super::router::BestMatch;
 use super::shared_cache::SharedCacheFailure;
 use crate::config::{QueueClass, RouterConfig};
+use crate::health::Cause;
 use crate::protocol::Timestamp;
 use crate::queue::Depth;
 use predictions::Predictions;
@@ -48,6 +49,8 @@ pub(crate) struct Meters {
     pub(crate) unused_events: Counter,
     #[cfg(feature = "zmq")]
     pub(crate) ingest: ingest::IngestMeters,
+    /// What engines said of their load and could not be used.
+    pub(crate) engine_load_errors: EngineLoadErrors,
     funnel: Funnel,
 }
 
@@ -64,6 +67,7 @@ impl Meters {
             unused_events: pool.counter("pointsman_kv_events_refused_total", &[("reason", "not_used")]),
             #[cfg(feature = "zmq")]
             ingest: ingest::IngestMeters::new(&pool),
+            engine_load_errors: EngineLoadErrors::new(&pool),
             funnel: Funnel::new(&pool),
             pool,
         }
@@ -138,6 +142,8 @@ pub(crate) struct Restarts {
     pub(crate) sequence: Counter,
     #[cfg(feature = "zmq")]
     pub(crate) ingest: Counter,
+    pub(crate) health: Counter,
+    pub(crate) engine_loads: Counter,
 }
 
 impl Restarts {
@@ -149,7 +155,44 @@ impl Restarts {
             sequence: role("sequence"),
             #[cfg(feature = "zmq")]
             ingest: role("ingest"),
+            health: role("health"),
+            engine_loads: role("engine_loads"),
         }
+    }
+}
+
+/// Ejections, by what spoke against the rank.
+pub(crate) struct Ejections {
+    pub(crate) probe: Counter,
+    pub(crate) outcomes: Counter,
+}
+
+impl Ejections {
+    pub(crate) fn new(pool: &Pool) -> Self {
+        let cause = |cause: Cause| pool.counter("pointsman_ejections_total", &[("cause", cause.name())]);
+        Self { probe: cause(Cause::Probe), outcomes: cause(Cause::Outcomes) }
+    }
+}
+
+/// What engines said of their load and could not be used.
+pub(crate) struct EngineLoadErrors {
+    /// Pages that were not got.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    pub(crate) request: Counter,
+    /// Pages that say nothing of the worker's ranks.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    pub(crate) empty: Counter,
+    /// Single values on pages.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    pub(crate) value: Counter,
+    /// Messages of load sockets.
+    pub(crate) message: Counter,
+}
+
+impl EngineLoadErrors {
+    fn new(pool: &Pool) -> Self {
+        let cause = |cause| pool.counter("pointsman_engine_load_errors_total", &[("cause", cause)]);
+        Self { request: cause("request"), empty: cause("empty"), value: cause("value"), message: cause("message") }
     }
 }
 

@@ -60,7 +60,10 @@ fn stored(rank: u32, prompt: &HashedPrompt, blocks: u32) -> RouterEvent {
 
 /// A router that knows what its ranks hold, and the requests that are active on them.
 async fn busy(ranks: u32) -> (Router, Vec<Placement>) {
-    let mut builder = Router::builder(RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() });
+    let defaults = RouterConfig::default();
+    // Its engines are names only.
+    let config = RouterConfig { block_size: BLOCK_SIZE, health_probe_interval_ms: 0, ..defaults };
+    let mut builder = Router::builder(config);
     for worker in 0..u64::from(ranks) {
         builder = builder.worker(WorkerId(worker), WorkerConfig::at(format!("http://engine-{worker}")));
     }

@@ -7,12 +7,12 @@ use tokio::sync::{oneshot, watch};
 
 use super::{Inner, Router};
 use crate::actors::clock::Clock;
-use crate::actors::liveness;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Shared;
 use crate::actors::shared_cache::SharedCache;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::actors::telemetry;
+use crate::actors::{engine_load, health, liveness};
 use crate::config::RouterConfig;
 use crate::error::StartError;
 use crate::load::PrefillEstimator;
@@ -104,6 +104,8 @@ impl RouterBuilder {
             .map_err(|error| StartError::Spawn(error.to_string()))?;
         liveness::watch(&shared);
         telemetry::publish_gauges(&shared);
+        health::watch(&shared);
+        engine_load::watch(&shared);
         let router = Router { inner: Arc::new(Inner { shared, supervisor }) };
         for (worker, config) in self.workers {
             router.upsert_worker(worker, config).await?;

@@ -8,6 +8,7 @@ use ractor::ActorProcessingErr;
 use tokio::sync::oneshot;
 
 use super::{DrainAck, RetireAck, Running, State, SupervisorMsg, Worker};
+use crate::actors::health::HealthMsg;
 use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::router::WorkerEntry;
 use crate::actors::scheduler::SchedulerMsg;
@@ -144,6 +145,7 @@ impl State {
         self.drains_started += 1;
         let drain = self.drains_started;
         self.drains.push(Draining { drain, worker, left: left.clone(), answer });
+        self.publish_workers();
         for (slot, generation) in left {
             self.tell_drain(slot, generation);
         }
@@ -277,8 +279,10 @@ impl State {
             worker: *worker,
             config: known.config.clone(),
             ranks: known.slots.keys().copied().collect(),
+            draining: known.draining,
         };
         self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
+        self.shared.health.tell(HealthMsg::Look);
     }
 
     /// News of a shard that has died since would un-name a rank that is cold again.

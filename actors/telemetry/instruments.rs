@@ -111,6 +111,28 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     gauge("pointsman_rank_active_blocks", Unit::Count, RANK, "Blocks that they hold."),
     gauge("pointsman_rank_prefill_tokens", Unit::Count, RANK, "Prompt tokens that the rank has yet to compute."),
     gauge("pointsman_rank_held_blocks", Unit::Count, RANK, "Blocks that the index knows on the rank, over all tiers."),
+    gauge("pointsman_engine_running_requests", Unit::Count, RANK, "Requests that the rank's engine last said it runs."),
+    gauge("pointsman_engine_waiting_requests", Unit::Count, RANK, "Requests that it last said wait in its queue."),
+    Instrument {
+        name: "pointsman_engine_kv_usage_ratio",
+        kind: Kind::Gauge,
+        unit: None,
+        labels: RANK,
+        help: "Share of its KV cache that it last said is in use.",
+    },
+    gauge("pointsman_engine_load_age_seconds", Unit::Seconds, RANK, "How long ago it last said anything."),
+    counter(
+        "pointsman_engine_load_errors_total",
+        &["cause"],
+        "What engines said of their load and could not be used: a `request` without answer, an `empty` page, a `value` \
+         that is none, a `message` that is none.",
+    ),
+    gauge("pointsman_ejected_ranks", Unit::Count, &[], "Ranks that are out of service for their health."),
+    counter(
+        "pointsman_ejections_total",
+        &["cause"],
+        "Ranks put out of service, by what spoke against them: a `probe` of the engine, or `outcomes` of requests.",
+    ),
     gauge("pointsman_ranks", Unit::Count, &[], "Ranks that are there."),
     gauge("pointsman_cold_ranks", Unit::Count, &[], "Ranks whose cache contents were lost and must be sent again."),
     gauge("pointsman_leases", Unit::Count, &[], "Bookings and requests that have not ended."),

@@ -13,6 +13,7 @@ use tokio::time::MissedTickBehavior;
 use super::{Pool, as_f64};
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::{Phase, Seat, Shared};
+use crate::engine_load::{EngineLoad, EngineReading};
 use crate::ingest::Trust;
 use crate::protocol::{Timestamp, WorkerRank};
 
@@ -38,6 +39,7 @@ struct Gauges {
     sources: [(Trust, ZeroedGauge); 5],
     ranks: ZeroedGauge,
     cold_ranks: ZeroedGauge,
+    ejected_ranks: ZeroedGauge,
     leases: ZeroedGauge,
     requests_gate: ZeroedGauge,
     events_gate: ZeroedGauge,
@@ -60,6 +62,16 @@ struct RankGauges {
     prefill_tokens: ZeroedGauge,
     held_blocks: ZeroedGauge,
     kv_doubted: ZeroedGauge,
+    /// From its engine's first word on.
+    engine: Option<EngineGauges>,
+}
+
+/// What its engine says of a rank. A value that the engine leaves out shows as no number.
+struct EngineGauges {
+    running: ZeroedGauge,
+    waiting: ZeroedGauge,
+    kv_usage: ZeroedGauge,
+    age_seconds: ZeroedGauge,
 }
 
 /// What a rank has, over its seats: for a moment it may have two, one of them on its way out.
@@ -70,6 +82,8 @@ struct RankSum {
     prefill_tokens: u64,
     held_blocks: u64,
     is_doubted: bool,
+    /// What its engine said last.
+    engine: Option<EngineLoad>,
     is_torn: bool,
 }
 
@@ -84,6 +98,7 @@ impl Gauges {
                 .map(|trust| (trust, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("trust", trust.name())])))),
             ranks: gauge("pointsman_ranks"),
             cold_ranks: gauge("pointsman_cold_ranks"),
+            ejected_ranks: gauge("pointsman_ejected_ranks"),
             leases: gauge("pointsman_leases"),
             requests_gate: gate("requests"),
             events_gate: gate("events"),
@@ -100,6 +115,7 @@ impl Gauges {
         }
         self.publish_ranks(&shared.seats(), shared.clock.now());
         self.cold_ranks.0.set(as_f64(shared.cold.borrow().len() as u64));
+        self.ejected_ranks.0.set(as_f64(shared.ejected().len() as u64));
         self.leases.0.set(as_f64(shared.directory.len() as u64));
         let config = &shared.config;
         let waiting = u64::from(config.requests_max) - shared.waiting_room.available_permits() as u64;
@@ -131,6 +147,7 @@ impl Gauges {
             sum.active_blocks += u64::from(load.active_blocks);
             sum.prefill_tokens = sum.prefill_tokens.saturating_add(load.prefill.bounds(now).1);
             sum.held_blocks += u64::from(seat.holdings.held_blocks());
+            sum.engine = seat.engine_load.read().or(sum.engine);
         }
         self.by_rank.retain(|rank, _| sums.contains_key(rank));
         self.ranks.0.set(as_f64(sums.len() as u64));
@@ -138,7 +155,11 @@ impl Gauges {
             gauge.0.set(as_f64(by_trust[*trust as usize]));
         }
         for (rank, sum) in sums {
-            self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank)).set(&sum);
+            let gauges = self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank));
+            gauges.set(&sum);
+            if let Some(load) = sum.engine {
+                gauges.engine.get_or_insert_with(|| EngineGauges::new(&self.pool, rank)).set(&load, now);
+            }
         }
     }
 }
@@ -153,6 +174,7 @@ impl RankGauges {
             prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
             held_blocks: gauge("pointsman_rank_held_blocks"),
             kv_doubted: gauge("pointsman_rank_kv_doubted"),
+            engine: None,
         }
     }
 
@@ -165,5 +187,26 @@ impl RankGauges {
         self.active_blocks.0.set(as_f64(sum.active_blocks));
         self.prefill_tokens.0.set(as_f64(sum.prefill_tokens));
         self.held_blocks.0.set(as_f64(sum.held_blocks));
+    }
+}
+
+impl EngineGauges {
+    fn new(pool: &Pool, rank: WorkerRank) -> Self {
+        let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
+        let gauge = |name| ZeroedGauge(pool.gauge(name, &[("worker", &worker), ("rank", &rank)]));
+        Self {
+            running: gauge("pointsman_engine_running_requests"),
+            waiting: gauge("pointsman_engine_waiting_requests"),
+            kv_usage: gauge("pointsman_engine_kv_usage_ratio"),
+            age_seconds: gauge("pointsman_engine_load_age_seconds"),
+        }
+    }
+
+    fn set(&self, load: &EngineLoad, now: Timestamp) {
+        let EngineReading { running, waiting, kv_usage } = load.reading;
+        self.running.0.set(running.map_or(f64::NAN, f64::from));
+        self.waiting.0.set(waiting.map_or(f64::NAN, f64::from));
+        self.kv_usage.0.set(kv_usage.unwrap_or(f64::NAN));
+        self.age_seconds.0.set(now.since(load.at).as_secs_f64());
     }
 }

@@ -83,6 +83,7 @@ impl<T> Schedule<T> {
     pub(super) fn next_batch(&mut self, effects: &mut VecDeque<Effect<T>>) -> VecDeque<Numbered<T>> {
         self.ranks.refresh(self.now);
         self.rules.warm_up(&mut self.ranks, self.now);
+        self.rules.look_at_engines(&mut self.ranks, self.now);
         self.scratch.forget();
         if !self.queueing {
             let size = self.arrivals.len().min(BATCH_MAX);

@@ -163,6 +163,7 @@ impl<T> Schedule<T> {
             held_blocks: rank.about.holdings.held_blocks(),
             load_age: self.now.since(rank.seen_at()),
             index_age: rank.about.holdings.changed_at().map(|changed_at| self.now.since(changed_at)),
+            engine_load: rank.about.engine_load.read().map(|load| load.fact(self.now, self.rules.engine.stale_after)),
             preference: scratch.verdicts.factor(position),
         }
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::Terms;
 use super::rank::{Rank, Ranks};
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
+use crate::engine_load::EngineLimits;
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::{Filter, Removed, preference_factor};
@@ -30,6 +31,10 @@ pub(super) struct Rules {
     /// Beyond what a rank is busy, by class.
     busy: Vec<Limits>,
     slow_start: Option<SlowStart>,
+    /// How long a return from an ejection is slow.
+    slow_return: Option<Duration>,
+    /// Beyond what a rank is overloaded by its engine's account.
+    pub(super) engine: EngineLimits,
     pub(super) session_affinity: SessionAffinity,
     session_factor: f64,
 }
@@ -160,6 +165,12 @@ impl Rules {
             overload_blocks_frac: config.overload_blocks_frac,
             busy: classes.iter().map(busy).collect(),
             slow_start: (config.slow_start_fill > 0.0).then_some(slow_start),
+            slow_return: Some(Duration::from_millis(config.slow_start_return_ms)).filter(|longest| !longest.is_zero()),
+            engine: EngineLimits {
+                waiting: config.overload_engine_waiting,
+                kv_usage: config.overload_engine_kv_usage,
+                stale_after: Duration::from_millis(config.engine_load_stale_ms),
+            },
             session_affinity: config.session_affinity,
             session_factor: preference_factor(config.session_weight),
         }
@@ -197,7 +208,9 @@ impl Rules {
             verdicts.narrow(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));
         }
         verdicts.refuse(Filter::Overloaded, |position| {
-            standings[position].overloaded || !self.lenient && self.is_overloaded(&all[position])
+            let standing = standings[position];
+            let says_so = standing.overloaded || standing.engine_overloaded;
+            says_so || !self.lenient && self.is_overloaded(&all[position])
         });
         if let Some(limits) = asked.class.and_then(|class| self.busy.get(class.0 as usize)) {
             verdicts.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
@@ -221,7 +234,8 @@ impl Rules {
         let (rank, standing) = (&ranks.as_slice()[position], ranks.standings()[position]);
         let busy = asked.class.and_then(|class| self.busy.get(class.0 as usize));
         let refused = terms.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
-        let stands_against = standing.unavailable || standing.draining || standing.overloaded;
+        let stands_against =
+            standing.unavailable || standing.draining || standing.overloaded || standing.engine_overloaded;
         let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
         !refused && !stands_against && !loaded
     }
@@ -229,13 +243,13 @@ impl Rules {
     fn weigh(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
         let liked = asked.terms.filter(|terms| !terms.constraints.preferred_taints.is_empty());
         let session = asked.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
-        if liked.is_none() && session.is_none() && self.slow_start.is_none() {
+        if liked.is_none() && session.is_none() && self.slow_start.is_none() && !ranks.any_returning() {
             return;
         }
         verdicts.factors.extend(ranks.as_slice().iter().map(|rank| {
             let taints = liked.map_or(1.0, |terms| terms.constraints.cost_factor(&rank.about.traits));
             let session = if session == Some(rank.rank) { self.session_factor } else { 1.0 };
-            taints * session * rank.about.slow_start_factor
+            taints * session * rank.about.start_factor()
         }));
     }
 
@@ -251,8 +265,24 @@ impl Rules {
         if self.slow_start.is_some() { 1.0 / PROGRESS_MIN } else { 1.0 }
     }
 
+    /// What the cost of a rank is multiplied by when it returns from an ejection.
+    pub(super) fn slow_return_factor(&self) -> f64 {
+        if self.slow_return.is_some() { 1.0 / PROGRESS_MIN } else { 1.0 }
+    }
+
+    /// Looks at what engines say of themselves, where anything follows from it.
+    pub(super) fn look_at_engines(&self, ranks: &mut Ranks, now: Timestamp) {
+        if self.engine.any() {
+            ranks.look_at_engines(&self.engine, now);
+        }
+    }
+
     /// Moves slow starts on.
     pub(super) fn warm_up(&self, ranks: &mut Ranks, now: Timestamp) {
+        if let Some(longest) = self.slow_return {
+            let progress = |passed: Duration| passed.as_secs_f64() / longest.as_secs_f64();
+            ranks.warm_returning(|passed| 1.0 / progress(passed).clamp(PROGRESS_MIN, 1.0), now);
+        }
         let Some(SlowStart { fill, longest }) = self.slow_start else { return };
         if !ranks.as_slice().iter().any(Rank::is_starting) {
             return;

@@ -191,7 +191,8 @@ impl<T> Schedule<T> {
             | Input::Describe { .. }
             | Input::Drain { .. }
             | Input::Retire { .. }
-            | Input::Conditions(_) => self.on_membership(input, effects),
+            | Input::Conditions(_)
+            | Input::Ejected(_) => self.on_membership(input, effects),
         }
         if self.queueing {
             self.expire(effects);
@@ -228,6 +229,9 @@ impl<T> Schedule<T> {
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
             Input::Drain { slot, generation } => self.ranks.drain(slot, generation),
             Input::Conditions(conditions) => self.ranks.set_conditions(conditions),
+            Input::Ejected(ejected) => {
+                self.ranks.set_ejected(ejected, self.rules.slow_return_factor(), self.now);
+            }
             Input::Retire { slot, generation } => {
                 if let Some(rank) = self.ranks.retire(slot, generation) {
                     self.sessions.forget_rank(rank);

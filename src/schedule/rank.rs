@@ -1,12 +1,14 @@
 //! What the scheduler keeps of each rank: its board, the overlay of Books not seen there yet, and, while a
 //! batch is in flight, its exact answer and what the batch has booked on it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::{Admission, BookNumber, LoadAnswer};
+use crate::engine_load::{EngineLimits, EngineLoadCell};
 use crate::index::Holdings;
 use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad, RateCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
@@ -25,23 +27,36 @@ pub(super) struct Ranks {
     /// Slot to position in `all`.
     positions: Vec<Option<usize>>,
     conditions: Arc<RankConditions>,
+    /// Out of service for their health.
+    ejected: Arc<BTreeSet<WorkerRank>>,
 }
 
 /// What stands against a rank, whoever asks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Standing {
-    /// The embedder cannot reach it.
+    /// The embedder cannot reach it, or it is ejected.
     pub(super) unavailable: bool,
     pub(super) draining: bool,
     /// It let a load query time out and has given no sign since: chosen only when nobody else is left.
     pub(super) suspect: bool,
     /// The embedder finds it overloaded.
     pub(super) overloaded: bool,
+    /// Its engine's own account, as of the last look, makes it overloaded.
+    pub(super) engine_overloaded: bool,
+    /// It was ejected not long ago, and costs more for a while.
+    pub(super) returning: bool,
 }
 
 impl Standing {
     /// Nothing stands against it.
-    pub(super) const GOOD: Self = Self { unavailable: false, draining: false, suspect: false, overloaded: false };
+    pub(super) const GOOD: Self = Self {
+        unavailable: false,
+        draining: false,
+        suspect: false,
+        overloaded: false,
+        engine_overloaded: false,
+        returning: false,
+    };
 }
 
 #[derive(Debug)]
@@ -76,6 +91,18 @@ pub(super) struct About {
     pub(super) since: Timestamp,
     /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
     pub(super) slow_start_factor: f64,
+    /// When it was last let back in after an ejection, and what its cost is multiplied by for that.
+    returned_at: Timestamp,
+    return_factor: f64,
+    /// What its engine says of its load.
+    pub(super) engine_load: Arc<EngineLoadCell>,
+}
+
+impl About {
+    /// What its cost is multiplied by, new or back after an ejection.
+    pub(super) fn start_factor(&self) -> f64 {
+        self.slow_start_factor.max(self.return_factor)
+    }
 }
 
 /// A rank's load between bounds (each lowest, highest).
@@ -227,12 +254,59 @@ impl Ranks {
         self.apply_conditions();
     }
 
+    /// Takes over who is ejected. The cost of those who return is multiplied by `return_factor` from `now` on.
+    pub(super) fn set_ejected(&mut self, ejected: Arc<BTreeSet<WorkerRank>>, return_factor: f64, now: Timestamp) {
+        let before = std::mem::replace(&mut self.ejected, ejected);
+        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+            if before.contains(&rank.rank) && !self.ejected.contains(&rank.rank) {
+                (rank.about.returned_at, rank.about.return_factor) = (now, return_factor);
+                standing.returning = return_factor != 1.0;
+            }
+        }
+        self.apply_conditions();
+    }
+
     fn apply_conditions(&mut self) {
         for (rank, standing) in self.all.iter().zip(&mut self.standings) {
             standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
-            standing.unavailable = self.conditions.unavailable.contains(&rank.rank);
+            standing.unavailable =
+                self.conditions.unavailable.contains(&rank.rank) || self.ejected.contains(&rank.rank);
         }
         self.look_for_trouble();
+    }
+
+    /// Whether somebody costs more for having been ejected.
+    pub(super) fn any_returning(&self) -> bool {
+        self.troubled && self.standings.iter().any(|standing| standing.returning)
+    }
+
+    /// Moves the slow starts of those who returned on: `factor` is what so much time makes of them.
+    pub(super) fn warm_returning(&mut self, factor: impl Fn(Duration) -> f64, now: Timestamp) {
+        if !self.any_returning() {
+            return;
+        }
+        let mut over = false;
+        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings).filter(|(_, known)| known.returning) {
+            rank.about.return_factor = factor(now.since(rank.about.returned_at));
+            standing.returning = rank.about.return_factor != 1.0;
+            over |= !standing.returning;
+        }
+        if over {
+            self.look_for_trouble();
+        }
+    }
+
+    /// Looks at what engines say of themselves.
+    pub(super) fn look_at_engines(&mut self, limits: &EngineLimits, now: Timestamp) {
+        let mut changed = false;
+        for (rank, standing) in self.all.iter().zip(&mut self.standings) {
+            let load = rank.about.engine_load.read();
+            let exceeded = load.is_some_and(|load| limits.exceeded_by(&load, now));
+            changed |= exceeded != std::mem::replace(&mut standing.engine_overloaded, exceeded);
+        }
+        if changed {
+            self.look_for_trouble();
+        }
     }
 
     fn index(&mut self) {
@@ -315,14 +389,25 @@ impl Ranks {
 
 impl Rank {
     fn new(admission: Admission, slow_start_factor: f64) -> Self {
-        let Admission { rank, slot, generation, board, rate, holdings, traits, since, draining: _ } = admission;
+        let Admission { rank, slot, generation, board, rate, holdings, engine_load, traits, since, draining: _ } =
+            admission;
+        let (returned_at, return_factor) = (since, 1.0);
         let mut version = BoardVersion::default();
         let seen = board.read_since(&mut version).unwrap_or_default();
         Self {
             rank,
             slot,
             generation,
-            about: Box::new(About { traits, holdings, rate, since, slow_start_factor }),
+            about: Box::new(About {
+                traits,
+                holdings,
+                rate,
+                since,
+                slow_start_factor,
+                returned_at,
+                return_factor,
+                engine_load,
+            }),
             board,
             issued: seen.applied,
             view: View::of(&seen, seen.prefill.at()),

@@ -1,11 +1,13 @@
 //! What the scheduler is told and what it wants done.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::{Explanation, Terms};
+use crate::engine_load::EngineLoadCell;
 use crate::index::Holdings;
 use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad, RateCell};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
@@ -145,6 +147,9 @@ pub enum Input<T> {
     },
     /// What the embedder knows of the ranks, in place of what it said before.
     Conditions(Arc<RankConditions>),
+    /// The ranks whose health keeps them out of service, in place of those before. Whoever is no longer among them returns,
+    /// and starts slowly.
+    Ejected(Arc<BTreeSet<WorkerRank>>),
 }
 
 /// A rank as it joins.
@@ -162,6 +167,8 @@ pub struct Admission {
     pub rate: Arc<RateCell>,
     /// Where its index shard publishes what it holds.
     pub holdings: Arc<Holdings>,
+    /// Where it is shown what its engine says of its load.
+    pub engine_load: Arc<EngineLoadCell>,
     /// What it offers.
     pub traits: Arc<RankTraits>,
     /// When it joined.
@@ -174,8 +181,18 @@ impl Admission {
     /// A rank that offers nothing in particular.
     #[must_use]
     pub fn new(rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) -> Self {
-        let (rate, holdings, traits) = (Arc::default(), Arc::default(), Arc::default());
-        Self { rank, slot, generation, board, rate, holdings, traits, since: Timestamp::default(), draining: false }
+        Self {
+            rank,
+            slot,
+            generation,
+            board,
+            rate: Arc::default(),
+            holdings: Arc::default(),
+            engine_load: Arc::default(),
+            traits: Arc::default(),
+            since: Timestamp::default(),
+            draining: false,
+        }
     }
 }
 

@@ -232,7 +232,7 @@ pub enum Filter {
     Pin,
     /// It lacks a required taint.
     RequiredTaints,
-    /// The embedder says that it cannot be reached.
+    /// The embedder says that it cannot be reached, or it is ejected for its health.
     Unavailable,
     /// It is being drained.
     Draining,

@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::TierOverlap;
+use crate::engine_load::EngineLoadFact;
 use crate::protocol::WorkerRank;
 
 /// One rank that may be chosen, with everything that is known of it and the request.
@@ -37,6 +38,9 @@ pub struct Candidate {
     pub load_age: Duration,
     /// Since its last KV event; absent where none has come.
     pub index_age: Option<Duration>,
+    /// What its engine says of its load, and how long ago; absent where it never has. Stale or absent is unknown, not
+    /// idle.
+    pub engine_load: Option<EngineLoadFact>,
     /// The product of what taints, session and slow start do to its cost; 1 for none. A wish, not a rule.
     pub preference: f64,
 }

@@ -60,6 +60,7 @@ impl Embedded {
                 Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,
             },
             predicted_ttl_ms: (common.knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS),
+            health_probe_interval_ms: 0, // its engines are simulated
             restarts_max: if options.kill_every.is_some() { u32::MAX } else { defaults.restarts_max },
             ..defaults
         };

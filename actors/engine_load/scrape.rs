@@ -1,0 +1,77 @@
+//! Asking: one task a worker reads its engine's page of metrics, again and again.
+//!
+//! Owns the tasks. Promises that a page is got within the time in which its load would be stale, and that one engine's
+//! silence delays nobody else's. What cannot be used is counted, and nothing is made up for it.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::EngineLoadMsg;
+use crate::actors::http;
+use crate::actors::per_worker::{self, first_delay};
+use crate::actors::router::WorkerEntry;
+use crate::actors::shared::Shared;
+use crate::engine_load::{EngineReading, PAGE_BYTES_MAX, read_page};
+use crate::protocol::{LoadSource, WorkerId};
+
+/// What a worker's task depends on.
+#[derive(Clone, Debug, PartialEq)]
+struct Asked {
+    url: String,
+    start_rank: u32,
+    ranks: u32,
+}
+
+/// Starts to ask the workers, unless that is off. It ends with the router.
+pub(super) fn watch(shared: &Arc<Shared>) {
+    if shared.config.engine_load_interval_ms > 0 {
+        per_worker::watch(shared, asked_of, ask);
+    }
+}
+
+fn asked_of(worker: &WorkerEntry) -> Option<Asked> {
+    let config = &worker.config;
+    match config.load.as_ref()? {
+        LoadSource::Metrics(url) => Some(Asked {
+            url: url.clone(),
+            start_rank: config.data_parallel_start_rank,
+            ranks: config.data_parallel_size,
+        }),
+        LoadSource::Socket(_) => None, // it speaks unasked
+    }
+}
+
+async fn ask(shared: Weak<Shared>, worker: WorkerId, _: u64, asked: Asked) {
+    let Some((interval, timeout, clock)) = shared.upgrade().map(|shared| {
+        let config = &shared.config;
+        let [interval, stale] = [config.engine_load_interval_ms, config.engine_load_stale_ms];
+        (Duration::from_millis(interval), Duration::from_millis(stale), shared.clock)
+    }) else {
+        return;
+    };
+    tokio::time::sleep(first_delay(worker, interval)).await;
+    loop {
+        let asked_at = clock.now();
+        let page = http::get(&asked.url, timeout, PAGE_BYTES_MAX).await;
+        let Some(shared) = shared.upgrade() else { return };
+        let errors = &shared.meters.engine_load_errors;
+        match page {
+            Ok(text) => {
+                let page = read_page(&String::from_utf8_lossy(&text));
+                let readings: Vec<(u32, EngineReading)> = page.of_ranks(asked.start_rank, asked.ranks).collect();
+                errors.value.increment(u64::from(page.refused));
+                if readings.is_empty() {
+                    errors.empty.increment(1);
+                } else {
+                    shared.engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at });
+                }
+            }
+            Err(error) => {
+                errors.request.increment(1);
+                tracing::debug!(%worker, %error, "an engine does not say how busy it is");
+            }
+        }
+        drop(shared);
+        tokio::time::sleep(interval).await;
+    }
+}

@@ -1,0 +1,63 @@
+//! How the ranks are, and how busy they say they are.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::Router;
+use crate::actors::engine_load;
+use crate::actors::health::HealthMsg;
+use crate::actors::shared::Seat;
+use crate::engine_load::{EngineLoadFact, EngineReading};
+use crate::error::Down;
+use crate::health::{Outcome, RankHealth};
+use crate::protocol::WorkerRank;
+
+impl Router {
+    /// How a request that was sent to a rank went, for embedders that book by request id: those with a placement say it
+    /// with [`Placement::outcome`](crate::Placement::outcome). A rank that is not there is ignored. Visits every rank.
+    pub fn report_outcome(&self, rank: WorkerRank, outcome: Outcome) {
+        if let Some(seat) = self.shared().seat_of(rank) {
+            self.shared().report_outcome(&seat, outcome);
+        }
+    }
+
+    /// How each rank is, and why, in rank order.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn rank_health(&self) -> Result<Vec<RankHealth>, Down> {
+        loop {
+            self.shared().up()?;
+            let restarts = self.shared().status.borrow().restarts;
+            let (sender, answer) = oneshot::channel();
+            self.shared().health.tell(HealthMsg::Report(sender));
+            if let Ok(report) = answer.await {
+                return Ok(report);
+            }
+            // Lost with the actor: its successor knows.
+            let mut status = self.shared().status.subscribe();
+            let restarted = status.wait_for(|status| status.restarts > restarts);
+            drop(tokio::time::timeout(super::RESTART_WAIT, restarted).await);
+        }
+    }
+
+    /// What each rank's engine last said of its load, in rank order; `None` where it never has.
+    #[must_use]
+    pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {
+        let shared = self.shared();
+        let (now, stale_after) = (shared.clock.now(), Duration::from_millis(shared.config.engine_load_stale_ms));
+        let fact = |seat: &Arc<Seat>| seat.engine_load.read().map(|load| load.fact(now, stale_after));
+        let mut seats = shared.seats();
+        seats.sort_by_key(|seat| (seat.rank, std::cmp::Reverse(seat.since)));
+        seats.dedup_by_key(|seat| seat.rank); // of two, the one that is not on its way out
+        seats.iter().map(|seat| (seat.rank, fact(seat))).collect()
+    }
+
+    /// What a rank's engine has just said of its load, for embedders that ask their engines themselves. A rank that is not
+    /// there is ignored, and so is a report that says nothing.
+    pub fn report_engine_load(&self, rank: WorkerRank, reading: EngineReading) {
+        engine_load::said(self.shared(), rank, reading);
+    }
+}

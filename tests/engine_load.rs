@@ -1,0 +1,200 @@
+//! What engines say of their load: who sees it, what follows from it, and that silence is no sign of leisure.
+//!
+//! Owns nothing. Time is paused but where pages are read over loopback.
+
+mod common;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{config, rank, router};
+use pointsman::engine_load::{EngineLoadFact, EngineReading};
+use pointsman::error::RouteError;
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::schedule::Rejection;
+use pointsman::select::{Filter, Selection, WorkerSelector};
+use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
+
+fn waiting(requests: u32) -> EngineReading {
+    EngineReading { running: Some(8), waiting: Some(requests), kv_usage: Some(0.5) }
+}
+
+fn facts(router: &Router) -> Vec<Option<EngineLoadFact>> {
+    router.engine_loads().into_iter().map(|(_, fact)| fact).collect()
+}
+
+async fn refusals(router: &Router) -> Vec<Option<Filter>> {
+    let explanation = router.explain(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("explained");
+    explanation.ranks.iter().map(|row| row.refused_by).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_report_is_shown_with_its_age_and_grows_stale() {
+    let router = router(config(), 2).await;
+    router.report_engine_load(rank(1), waiting(3));
+    router.report_engine_load(rank(1), EngineReading::default()); // says nothing
+    router.report_engine_load(rank(9), waiting(3)); // not there
+    let fact = |age_ms, is_stale| {
+        let age = Duration::from_millis(age_ms);
+        Some(EngineLoadFact { running: Some(8), waiting: Some(3), kv_usage: Some(0.5), age, is_stale })
+    };
+    assert_eq!(facts(&router), [None, fact(0, false)]);
+    tokio::time::advance(Duration::from_millis(4_999)).await;
+    assert_eq!(facts(&router), [None, fact(4_999, false)]);
+    tokio::time::advance(Duration::from_millis(1)).await;
+    assert_eq!(facts(&router), [None, fact(5_000, true)]);
+    let explanation = router.explain(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("explained");
+    assert_eq!(explanation.ranks[1].facts.engine_load, fact(5_000, true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_engine_is_overloaded_and_a_silent_one_is_unknown() {
+    let limits = RouterConfig { overload_engine_waiting: Some(4), overload_engine_kv_usage: Some(0.9), ..config() };
+    let router = router(limits, 4).await;
+    router.report_engine_load(rank(0), waiting(5));
+    router.report_engine_load(rank(1), waiting(4));
+    router.report_engine_load(rank(2), EngineReading { kv_usage: Some(0.95), ..EngineReading::default() });
+    let overloaded = Some(Filter::Overloaded);
+    assert_eq!(refusals(&router).await, [overloaded, None, overloaded, None], "3 has said nothing");
+    tokio::time::advance(Duration::from_millis(2_500)).await;
+    router.report_engine_load(rank(2), waiting(9));
+    tokio::time::advance(Duration::from_millis(2_500)).await;
+    assert_eq!(refusals(&router).await, [None, None, overloaded, None], "0 was full, and has not said so for long");
+    for worker in 0..4 {
+        router.report_engine_load(rank(worker), waiting(9));
+    }
+    let refused = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect_err("all are full");
+    assert!(matches!(refused, RouteError::Rejected(Rejection::AllOverloaded { .. })), "{refused}");
+    router.report_engine_load(rank(3), waiting(0));
+    let placement = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect("one is not");
+    assert_eq!(placement.rank(), rank(3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
+    let limits = RouterConfig { queue_threshold: Some(0.0), overload_engine_waiting: Some(4), ..config() };
+    let router = router(limits, 1).await;
+    let first = router.route(RouteRequest::new("first", Prompt::Tokens(&[1]))).await.expect("placed");
+    let handle = router.clone();
+    let second = tokio::spawn(async move { handle.route(RouteRequest::new("second", Prompt::Tokens(&[2]))).await });
+    while router.pending().await.expect("serving")[0].depth.requests == 0 {
+        tokio::task::yield_now().await;
+    }
+    router.report_engine_load(rank(0), waiting(5));
+    first.prefill_completed(); // not busy any more, but overloaded by its engine's account
+    let placed = second.await.expect("answered").expect("placed when that account is stale");
+    assert!(facts(&router)[0].is_some_and(|fact| fact.is_stale));
+    assert_eq!(placed.rank(), rank(0));
+}
+
+#[tokio::test]
+async fn a_selector_sees_what_engines_say() {
+    struct LeastWaiting(Mutex<Vec<Option<u32>>>);
+
+    impl WorkerSelector for LeastWaiting {
+        fn select(&self, selection: &Selection<'_>) -> Option<usize> {
+            let waiting = selection.candidates.iter().map(|candidate| candidate.engine_load?.waiting);
+            let mut seen = self.0.lock().expect("no panic");
+            *seen = waiting.collect();
+            (0..seen.len()).min_by_key(|position| seen[*position].unwrap_or(u32::MAX))
+        }
+    }
+
+    let selector = Arc::new(LeastWaiting(Mutex::default()));
+    let mut builder = Router::builder(config()).selector(Arc::clone(&selector) as Arc<dyn WorkerSelector>);
+    for worker in 0..3 {
+        builder = builder.worker(WorkerId(worker), WorkerConfig::at(""));
+    }
+    let router = builder.start().await.expect("starts");
+    router.report_engine_load(rank(0), waiting(7));
+    router.report_engine_load(rank(2), waiting(1));
+    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("found");
+    assert_eq!(best.rank(), rank(2));
+    assert_eq!(*selector.0.lock().expect("no panic"), [Some(7), None, Some(1)]);
+}
+
+#[cfg(feature = "faults")]
+#[tokio::test]
+async fn a_lost_actor_costs_nothing_but_the_message() {
+    use pointsman::Fault;
+
+    common::without_reports_of_drills();
+    let router = router(config(), 1).await;
+    router.report_engine_load(rank(0), waiting(1));
+    assert!(router.inject(Fault::EngineLoads));
+    assert_eq!(facts(&router)[0].and_then(|fact| fact.waiting), Some(1));
+    while facts(&router)[0].and_then(|fact| fact.waiting) != Some(2) {
+        router.report_engine_load(rank(0), waiting(2));
+        tokio::task::yield_now().await;
+    }
+}
+
+#[cfg(feature = "discovery")]
+mod pages {
+    //! Pages read over loopback.
+
+    use pointsman::protocol::LoadSource;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// Where a page is served, as it is at that time.
+    async fn serving(page: Arc<Mutex<String>>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let url = format!("http://{}/metrics", listener.local_addr().expect("bound"));
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let mut asked = Vec::new();
+                while !asked.ends_with(b"\r\n\r\n") {
+                    let Ok(byte) = stream.read_u8().await else { break };
+                    asked.push(byte);
+                }
+                let body = page.lock().expect("no panic").clone();
+                let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+                drop(stream.write_all(answer.as_bytes()).await);
+            }
+        });
+        url
+    }
+
+    async fn until(router: &Router, holds: impl Fn(&[Option<EngineLoadFact>]) -> bool) {
+        while !holds(&facts(router)) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn pages_are_read_again_and_again_and_a_page_of_others_says_nothing() {
+        let [page, others] = [
+            "vllm:num_requests_waiting{engine=\"0\"} 1\nvllm:num_requests_waiting{engine=\"1\"} 2\n",
+            "vllm:num_requests_waiting{engine=\"7\"} 1\nvllm:num_requests_waiting{engine=\"8\"} NaN\n",
+        ]
+        .map(|page| Arc::new(Mutex::new(page.to_owned())));
+        let mut builder = Router::builder(RouterConfig { engine_load_interval_ms: 1, ..config() });
+        for (worker, page) in [(0, &page), (1, &others)] {
+            let load = Some(LoadSource::Metrics(serving(Arc::clone(page)).await));
+            let config = WorkerConfig { data_parallel_size: 2, load, ..WorkerConfig::at("") };
+            builder = builder.worker(WorkerId(worker), config);
+        }
+        let router = builder.start().await.expect("starts");
+        let waiting = |fact: &Option<EngineLoadFact>| fact.and_then(|fact| fact.waiting);
+        until(&router, |facts| facts.iter().map(waiting).eq([Some(1), Some(2), None, None])).await;
+        *page.lock().expect("no panic") = "sglang:num_queue_reqs{dp_rank=\"1\"} 5\n".to_owned();
+        until(&router, |facts| facts.iter().map(waiting).eq([Some(1), Some(5), None, None])).await;
+        router.upsert_worker(WorkerId(0), WorkerConfig::at("")).await.expect("changed");
+        assert_eq!(router.engine_loads().len(), 3, "one rank fewer");
+    }
+
+    #[tokio::test]
+    async fn an_engine_that_stops_answering_grows_stale() {
+        let page = Arc::new(Mutex::new("vllm:num_requests_waiting 1\n".to_owned()));
+        let load = Some(LoadSource::Metrics(serving(Arc::clone(&page)).await));
+        let config = RouterConfig { engine_load_interval_ms: 1, engine_load_stale_ms: 50, ..config() };
+        let worker = WorkerConfig { load, ..WorkerConfig::at("") };
+        let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
+        until(&router, |facts| facts[0].is_some()).await;
+        *page.lock().expect("no panic") = String::new();
+        until(&router, |facts| facts[0].is_some_and(|fact| fact.is_stale)).await;
+    }
+}

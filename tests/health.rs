@@ -1,0 +1,262 @@
+//! Ejections: by failed requests and failed probes, under the floor, beside what the embedder says, and the way back.
+//!
+//! Owns nothing. Time is paused but where engines are asked over loopback, and there nothing depends on how long it takes.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use common::{config, rank, router, tokens};
+use pointsman::health::{HealthState, Outcome};
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::select::{Filter, RankConditions};
+use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
+
+fn unavailable(workers: &[u64]) -> RankConditions {
+    RankConditions { unavailable: workers.iter().copied().map(rank).collect(), ..RankConditions::default() }
+}
+
+fn fail(router: &Router, worker: u64) {
+    (0..5).for_each(|_| router.report_outcome(rank(worker), Outcome::Timeout));
+}
+
+/// Each rank's worker with what its cost is multiplied by, or the filter that refuses it.
+async fn standings(router: &Router) -> Vec<(u64, Result<f64, Filter>)> {
+    let explanation = router.explain(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("explained");
+    let rows = explanation.ranks.into_iter();
+    rows.map(|row| (row.facts.rank.worker.0, row.refused_by.map_or(Ok(row.facts.preference), Err))).collect()
+}
+
+/// Workers that may be chosen.
+async fn open(router: &Router) -> Vec<u64> {
+    let standings = standings(router).await;
+    standings.into_iter().filter(|(_, standing)| standing.is_ok()).map(|(worker, _)| worker).collect()
+}
+
+async fn states(router: &Router) -> Vec<HealthState> {
+    router.rank_health().await.expect("serving").into_iter().map(|row| row.state).collect()
+}
+
+async fn pass(by: Duration) {
+    tokio::time::advance(by).await;
+    for _ in 0..8 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_requests_put_a_rank_out_and_it_comes_back_slowly() {
+    let router = router(config(), 3).await;
+    let prompt = tokens(1, 2);
+    let mut failed = 0;
+    while failed < 5 {
+        let request = format!("r{failed}");
+        let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&prompt))).await.expect("placed");
+        if placement.rank() == rank(0) {
+            placement.outcome(Outcome::ServerError);
+            placement.outcome(Outcome::Ok); // only the first word counts
+            failed += 1;
+        } else {
+            placement.outcome(Outcome::Ok);
+        }
+    }
+    assert_eq!(standings(&router).await[0], (0, Err(Filter::Unavailable)));
+    let report = router.rank_health().await.expect("serving");
+    assert!(matches!(report[0].state, HealthState::Ejected { until: Some(_) }), "{}", report[0]);
+    assert_eq!(report[0].why, "5 requests in a row failed, the last: server error");
+    assert_eq!(report[1].to_string(), "1/0 is healthy");
+
+    pass(Duration::from_secs(30)).await;
+    assert_eq!(states(&router).await, [HealthState::Healthy; 3]);
+    assert_eq!(standings(&router).await[0], (0, Ok(10.0)));
+    pass(Duration::from_millis(2_500)).await;
+    let (_, Ok(factor)) = standings(&router).await[0] else { panic!("it is back") };
+    assert!((3.9..4.1).contains(&factor), "a quarter of the way: {factor}");
+    pass(Duration::from_millis(7_500)).await;
+    assert_eq!(standings(&router).await, [(0, Ok(1.0)), (1, Ok(1.0)), (2, Ok(1.0))]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_return_is_at_once_where_that_is_wanted() {
+    let router = router(RouterConfig { slow_start_return_ms: 0, ..config() }, 2).await;
+    fail(&router, 0);
+    assert_eq!(open(&router).await, [1]);
+    pass(Duration::from_secs(30)).await;
+    assert_eq!(standings(&router).await, [(0, Ok(1.0)), (1, Ok(1.0))]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn ejections_and_the_embedders_word_do_not_overwrite_each_other() {
+    let router = router(config(), 4).await;
+    router.set_conditions(unavailable(&[0])).await.expect("serving");
+    fail(&router, 1);
+    fail(&router, 0);
+    assert_eq!(open(&router).await, [2, 3]);
+    router.set_conditions(unavailable(&[3])).await.expect("serving");
+    assert_eq!(open(&router).await, [2], "0 and 1 are still ejected");
+    pass(Duration::from_secs(30)).await;
+    assert_eq!(open(&router).await, [0, 1, 2], "3 is still unavailable");
+    fail(&router, 0);
+    router.set_conditions(RankConditions::default()).await.expect("serving");
+    assert_eq!(open(&router).await, [1, 2, 3], "and 0 ejected again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_rank_that_can_serve_is_never_ejected() {
+    let router = router(config(), 2).await;
+    fail(&router, 0);
+    fail(&router, 1);
+    assert_eq!(open(&router).await, [1]);
+    assert_eq!(states(&router).await[1], HealthState::Suspected);
+    router.set_conditions(unavailable(&[1])).await.expect("serving");
+    assert_eq!(open(&router).await, [0], "better one that fails than none");
+    let health = router.rank_health().await.expect("serving");
+    assert!(health[0].to_string().starts_with("0/0 is suspected, and kept for want of others"), "{}", health[0]);
+    router.set_conditions(RankConditions::default()).await.expect("serving");
+    router.remove_worker(WorkerId(1)).await.expect("removed");
+    assert_eq!(open(&router).await, [0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_is_drained_does_not_count_as_one_who_can_serve() {
+    let router = router(config(), 2).await;
+    let exactly = RouteRequest::new("held", Prompt::Tokens(&[1]));
+    let held = router.route(exactly).await.expect("placed");
+    let (draining, other) = (held.rank().worker, 1 - held.rank().worker.0);
+    let handle = router.clone();
+    let drain = tokio::spawn(async move { handle.drain_worker(draining, Duration::from_secs(600)).await });
+    pass(Duration::ZERO).await;
+    fail(&router, other);
+    assert_eq!(open(&router).await, [other]);
+    drop(held);
+    assert_eq!(drain.await.expect("drained"), Ok(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_engine_under_a_name_is_not_held_to_what_the_first_did() {
+    let router = router(config(), 2).await;
+    fail(&router, 0);
+    assert_eq!(open(&router).await, [1]);
+    router.upsert_worker(WorkerId(0), WorkerConfig::at("http://elsewhere")).await.expect("changed");
+    assert_eq!(open(&router).await, [0, 1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_failures_are_counted_where_that_is_off() {
+    let router = router(RouterConfig { outcome_failures_max: 0, ..config() }, 2).await;
+    (0..100).for_each(|_| fail(&router, 0));
+    assert_eq!(states(&router).await, [HealthState::Healthy; 2]);
+    let ranks: BTreeSet<_> = router.rank_health().await.expect("serving").iter().map(|row| row.rank).collect();
+    assert_eq!(ranks, [rank(0), rank(1)].into());
+}
+
+#[cfg(feature = "faults")]
+#[tokio::test]
+async fn a_lost_health_actor_forgets_and_goes_on() {
+    use pointsman::Fault;
+
+    common::without_reports_of_drills();
+    let router = router(config(), 3).await;
+    fail(&router, 0);
+    assert_eq!(open(&router).await, [1, 2]);
+    assert!(router.inject(Fault::Health));
+    assert_eq!(states(&router).await, [HealthState::Healthy; 3]);
+    assert_eq!(open(&router).await, [0, 1, 2]);
+    fail(&router, 1);
+    assert_eq!(open(&router).await, [0, 2]);
+    assert!(router.inject(Fault::Scheduler));
+    assert_eq!(open(&router).await, [0, 2], "the next scheduler knows too");
+}
+
+#[cfg(feature = "faults")]
+#[tokio::test]
+async fn a_health_actor_that_stands_still_hurts_nobody() {
+    use pointsman::Fault;
+
+    let router = router(config(), 2).await;
+    let wedge = router.wedge(Fault::Health).expect("it stands still");
+    for n in 0..5_000 {
+        let request = format!("r{n}");
+        let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&[1]))).await.expect("placed");
+        placement.outcome(Outcome::Reset);
+    }
+    drop(wedge);
+    assert_eq!(states(&router).await.len(), 2);
+}
+
+#[cfg(feature = "discovery")]
+mod probes {
+    //! Engines that answer, refuse and fall silent over loopback.
+
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// An engine's endpoint; it is well while the flag is up.
+    async fn engine(is_well: Arc<AtomicBool>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let mut asked = Vec::new();
+                while !asked.ends_with(b"\r\n\r\n") {
+                    let Ok(byte) = stream.read_u8().await else { break };
+                    asked.push(byte);
+                }
+                let is_health = asked.starts_with(b"GET /healthz HTTP/1.1\r\n");
+                let status = if is_health && is_well.load(Ordering::Relaxed) { "200 OK" } else { "503 No" };
+                let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n");
+                drop(stream.write_all(answer.as_bytes()).await);
+            }
+        });
+        endpoint
+    }
+
+    fn probing() -> RouterConfig {
+        // The time-out is far from what loopback takes: nothing here depends on it.
+        RouterConfig { health_probe_interval_ms: 1, health_probe_timeout_ms: 60_000, ..config() }
+    }
+
+    async fn until(router: &Router, holds: impl Fn(&[HealthState]) -> bool) {
+        while !holds(&states(router).await) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn an_engine_that_says_it_is_not_well_is_left_alone_until_it_is() {
+        let wells = [true, true, true].map(|is_well| Arc::new(AtomicBool::new(is_well)));
+        let mut builder = Router::builder(RouterConfig { slow_start_return_ms: 0, ..probing() });
+        for (worker, is_well) in (0..).zip(&wells) {
+            let at = WorkerConfig::at(engine(Arc::clone(is_well)).await);
+            builder = builder.worker(WorkerId(worker), WorkerConfig { health_path: "/healthz".to_owned(), ..at });
+        }
+        // One that is no address is never asked.
+        let router = builder.worker(WorkerId(3), WorkerConfig::at("engine-3")).start().await.expect("starts");
+        wells[1].store(false, Ordering::Relaxed);
+        until(&router, |states| matches!(states[1], HealthState::Ejected { until: None })).await;
+        let health = router.rank_health().await.expect("serving");
+        assert!(health[1].why.contains("probes in a row failed, the last: answered with status 503"), "{}", health[1]);
+        assert_eq!(open(&router).await, [0, 2, 3]);
+        wells[1].store(true, Ordering::Relaxed);
+        until(&router, |states| states[1] == HealthState::Healthy).await;
+        assert_eq!(open(&router).await, [0, 1, 2, 3]);
+    }
+
+    #[tokio::test]
+    async fn nobody_there_is_as_good_as_not_well() {
+        let gone = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let endpoint = format!("http://{}", gone.local_addr().expect("bound"));
+        drop(gone);
+        let builder = Router::builder(probing()).worker(WorkerId(0), WorkerConfig::at(endpoint));
+        let router = builder.worker(WorkerId(1), WorkerConfig::at("engine-1")).start().await.expect("starts");
+        until(&router, |states| matches!(states[0], HealthState::Ejected { until: None })).await;
+        router.remove_worker(WorkerId(1)).await.expect("removed");
+        assert_eq!(open(&router).await, [0], "the last one serves, well or not");
+    }
+}
