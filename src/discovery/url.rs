@@ -128,7 +128,7 @@ fn split_port(authority: &str) -> (&str, Option<&str>) {
 
 fn is_host(host: &str) -> bool {
     if let Some(address) = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
-        return address.parse::<std::net::Ipv6Addr>().is_ok();
+        return address.parse::<core::net::Ipv6Addr>().is_ok();
     }
     !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
 }
