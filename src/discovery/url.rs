@@ -86,6 +86,12 @@ impl HttpUrl {
         self.host.trim_start_matches('[').trim_end_matches(']')
     }
 
+    /// The host as an address writes it: in brackets where it is an IPv6 address.
+    #[cfg(feature = "discovery")]
+    pub(super) fn host_in_url(&self) -> &str {
+        &self.host
+    }
+
     /// The port.
     #[must_use]
     pub fn port(&self) -> u16 {

@@ -1,0 +1,147 @@
+//! Files that name workers.
+//!
+//! Owns the format: a list `workers`, each with `url`, an optional `id`, `probe`, and the fields of
+//! [`WorkerConfig`](crate::protocol::WorkerConfig).
+//! Promises that a file is taken whole or refused whole, with the line or the worker and the rule that it breaks, and
+//! that nothing in it is ignored. Leaves reading it to the actors.
+
+mod entry;
+#[cfg(test)]
+mod tests;
+
+use serde::Deserialize;
+
+use super::{DuplicateId, HttpUrlError, NamedWorker, worker_map};
+
+/// How a file is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileFormat {
+    /// TOML.
+    Toml,
+    /// JSON.
+    Json,
+}
+
+/// Why a file was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FileError {
+    /// Nobody knows how it is written.
+    #[error("its name must end in .toml or .json")]
+    Format,
+    /// Longer than a list of workers can be.
+    #[error("it is longer than {0} bytes")]
+    TooLong(usize),
+    /// Not text.
+    #[error("it is not UTF-8")]
+    NotText,
+    /// Not TOML or JSON, a key that is not known, or a value of the wrong type.
+    #[error("line {line}: {reason}")]
+    Line {
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// A worker without a usable address.
+    #[error("workers[{position}]: {error}")]
+    Url {
+        /// The worker's position, from 0.
+        position: usize,
+        /// What is wrong with it.
+        error: HttpUrlError,
+    },
+    /// A worker whose settings break a rule.
+    #[error("workers[{position}] at {url:?}: {rule}")]
+    Worker {
+        /// The worker's position, from 0.
+        position: usize,
+        /// Its address.
+        url: String,
+        /// The setting, its value and the rule, in words.
+        rule: String,
+    },
+    /// Two workers with one id.
+    #[error(transparent)]
+    DuplicateId(#[from] DuplicateId),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    workers: Vec<entry::Entry>,
+}
+
+impl FileFormat {
+    /// Longest file.
+    pub const BYTES_MAX: usize = 8 << 20;
+
+    /// How a file of this name is written.
+    ///
+    /// # Errors
+    /// When its extension is neither `toml` nor `json`.
+    pub fn of_name(name: &str) -> Result<Self, FileError> {
+        match name.rsplit_once('.') {
+            Some((_, extension)) if extension.eq_ignore_ascii_case("toml") => Ok(Self::Toml),
+            Some((_, extension)) if extension.eq_ignore_ascii_case("json") => Ok(Self::Json),
+            Some(_) | None => Err(FileError::Format),
+        }
+    }
+
+    /// Reads a file's content.
+    ///
+    /// ```
+    /// use pointsman::discovery::FileFormat;
+    ///
+    /// let file = r#"
+    ///     [[workers]]
+    ///     url = "http://10.0.0.7:8000"
+    ///     data_parallel_size = 2
+    ///     kv_events = { endpoint = "tcp://*:5557" }
+    /// "#;
+    /// let workers = FileFormat::Toml.parse(file.as_bytes())?;
+    /// assert_eq!(workers[0].config.data_parallel_size, 2);
+    /// # Ok::<(), pointsman::discovery::FileError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The first thing that is wrong. A file without `workers` is cut off, not empty; no workers are `workers = []`.
+    pub fn parse(self, content: &[u8]) -> Result<Vec<NamedWorker>, FileError> {
+        if content.len() > Self::BYTES_MAX {
+            return Err(FileError::TooLong(Self::BYTES_MAX));
+        }
+        let text = std::str::from_utf8(content).map_err(|_| FileError::NotText)?;
+        let File { workers } = match self {
+            Self::Toml => toml::from_str(text).map_err(|error| of_toml(text, &error))?,
+            Self::Json => serde_json::from_str(text).map_err(|error| of_json(&error))?,
+        };
+        let workers: Vec<NamedWorker> = workers.into_iter().map(|entry| entry.0).collect();
+        let workers = workers.into_iter().enumerate().map(|(position, worker)| checked(position, worker));
+        let workers = workers.collect::<Result<Vec<_>, _>>()?;
+        worker_map(workers.iter().map(|worker| (worker.id, worker.config.clone())))?;
+        Ok(workers)
+    }
+}
+
+fn checked(position: usize, worker: NamedWorker) -> Result<NamedWorker, FileError> {
+    let NamedWorker { id, config, probe } = worker;
+    let named = NamedWorker::at(&config.endpoint, &config).map_err(|error| FileError::Url { position, error })?;
+    match named.config.validate() {
+        Ok(()) => Ok(NamedWorker { id, probe, ..named }),
+        Err(error) => {
+            let (url, rule) = (config.endpoint, error.to_string());
+            Err(FileError::Worker { position, url, rule })
+        }
+    }
+}
+
+fn of_toml(text: &str, error: &toml::de::Error) -> FileError {
+    let at = error.span().map_or(0, |span| span.start).min(text.len());
+    let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+    FileError::Line { line, reason: error.message().to_owned() }
+}
+
+fn of_json(error: &serde_json::Error) -> FileError {
+    let shown = error.to_string();
+    let reason = shown.rsplit_once(" at line ").map_or(shown.as_str(), |(reason, _)| reason);
+    FileError::Line { line: error.line(), reason: reason.to_owned() }
+}

@@ -1,0 +1,60 @@
+//! Sockets that an engine names by the interface it listens on, turned into ones that can be connected to.
+
+use super::HttpUrl;
+use crate::protocol::{LoadSource, WorkerConfig};
+
+/// Hosts that mean "any interface of mine".
+const WILDCARDS: &[&str] = &["*", "0.0.0.0", "[::]", "::"];
+
+/// `host`, in brackets where it is an IPv6 address; the worker's own where it is a wildcard.
+pub(super) fn reachable_host(host: &str, url: &HttpUrl) -> String {
+    if WILDCARDS.contains(&host) {
+        return url.host_in_url().to_owned();
+    }
+    if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() }
+}
+
+/// Puts the worker's own host in place of wildcards in the addresses of its sockets.
+pub(super) fn reach(config: &mut WorkerConfig, url: &HttpUrl) {
+    let replace = |endpoint: &mut String| {
+        let Some((scheme, rest)) = endpoint.split_once("://") else { return };
+        let wildcard =
+            WILDCARDS.iter().find(|host| rest.strip_prefix(**host).is_some_and(|rest| rest.starts_with(':')));
+        if let Some(host) = wildcard {
+            *endpoint = format!("{scheme}://{}{}", url.host_in_url(), &rest[host.len()..]);
+        }
+    };
+    if let Some(kv_events) = &mut config.kv_events {
+        replace(&mut kv_events.endpoint);
+        kv_events.replay_endpoint.as_mut().map(replace);
+    }
+    match &mut config.load {
+        Some(LoadSource::Metrics(url) | LoadSource::Socket(url)) => replace(url),
+        None => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::KvEventsConfig;
+
+    #[test]
+    fn wildcards_become_the_workers_host() {
+        let reached = |endpoint: &str, worker: &str| {
+            let kv_events = KvEventsConfig {
+                endpoint: endpoint.to_owned(),
+                replay_endpoint: Some("tcp://*:5600".to_owned()),
+                topic: String::new(),
+            };
+            let mut config = WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(worker) };
+            reach(&mut config, &HttpUrl::parse(worker).expect("an address"));
+            config.kv_events.map(|kv_events| (kv_events.endpoint, kv_events.replay_endpoint.unwrap_or_default()))
+        };
+        let both = |a: &str, b: &str| Some((a.to_owned(), b.to_owned()));
+        assert_eq!(reached("tcp://*:1", "http://e:8000"), both("tcp://e:1", "tcp://e:5600"));
+        assert_eq!(reached("tcp://[::]:1", "http://[::1]:8000"), both("tcp://[::1]:1", "tcp://[::1]:5600"));
+        assert_eq!(reached("tcp://0.0.0.0:1", "http://e"), both("tcp://e:1", "tcp://e:5600"));
+        assert_eq!(reached("tcp://10.0.0.1:1", "http://e"), both("tcp://10.0.0.1:1", "tcp://e:5600"));
+    }
+}
