@@ -33,6 +33,8 @@ pub enum Fault {
     Health,
     /// The actor that takes in what engines say of their load.
     EngineLoads,
+    /// The actor that follows this source of workers, counted from 0.
+    Discovery(usize),
 }
 
 /// Holds a wedged actor; dropping it lets the actor go on, and waits until it has caught up.
@@ -100,10 +102,19 @@ impl Router {
         is_stuck.recv().ok().map(|()| Wedge { release: Some(release), thread: Some(thread) })
     }
 
+    /// Lets the supervisor do nothing about the next news of a source of workers. Returns whether it is there to do so.
+    pub fn miss_next_discovery(&self) -> bool {
+        self.supervisor().send_message(SupervisorMsg::MissNext).is_ok()
+    }
+
     fn trip(&self, fault: Fault, trip: Trip) -> bool {
         let shared = self.shared();
         match fault {
             Fault::Supervisor => return self.supervisor().send_message(SupervisorMsg::Fault(trip)).is_ok(),
+            Fault::Discovery(source) => {
+                let is_followed = source < shared.discovery.borrow().len();
+                return is_followed && self.supervisor().send_message(SupervisorMsg::FaultOf(source, trip)).is_ok();
+            }
             Fault::Scheduler => shared.scheduler.tell(SchedulerMsg::Fault(trip)),
             Fault::Health => shared.health.tell(HealthMsg::Fault(trip)),
             Fault::EngineLoads => shared.engine_loads.tell(EngineLoadMsg::Fault(trip)),
@@ -120,7 +131,7 @@ impl Router {
             },
             #[cfg(feature = "zmq")]
             Fault::Ingest(rank) => {
-                let is_read = self.sources().iter().any(|source| source.rank == rank);
+                let is_read = self.kv_sources().iter().any(|source| source.rank == rank);
                 return is_read && self.supervisor().send_message(SupervisorMsg::IngestFault(rank, trip)).is_ok();
             }
         }

@@ -14,6 +14,7 @@
 
 mod clock;
 mod disagg;
+mod discovery;
 mod engine_load;
 #[cfg(feature = "faults")]
 mod faults;
@@ -40,6 +41,9 @@ mod telemetry;
 mod turn;
 
 pub use disagg::{DisaggPlacement, Disaggregated};
+pub use discovery::{DiscoverySource, DiscoveryStatus, StaticList};
+#[cfg(feature = "discovery")]
+pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Wedge};
 pub use placement::Placement;
@@ -49,4 +53,4 @@ pub use router::{
 };
 pub use scheduler::PendingClass;
 pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
-pub use source::SourceStatus;
+pub use source::KvSourceStatus;

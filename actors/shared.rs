@@ -12,6 +12,7 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::clock::Clock;
+use super::discovery::DiscoveryStatus;
 use super::engine_load::EngineLoads;
 use super::health::{Health, HealthMsg};
 use super::radix::{Radix, RadixMsg, shard_of};
@@ -76,6 +77,8 @@ pub(crate) struct Shared {
     /// Read views, published by the supervisor.
     pub(crate) workers: watch::Sender<Arc<[WorkerEntry]>>,
     pub(crate) cold: watch::Sender<BTreeSet<WorkerRank>>,
+    /// By source, in the order in which they were given.
+    pub(crate) discovery: watch::Sender<Vec<DiscoveryStatus>>,
 }
 
 /// One index shard and the gate before it.
@@ -162,6 +165,7 @@ impl Shared {
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
             cold: watch::Sender::default(),
+            discovery: watch::Sender::default(),
             shared_cache,
             config,
         }

@@ -1,6 +1,6 @@
 //! What is known of each rank's event source, for others to read.
 //!
-//! Owns one cell a rank ([`SourceCell`]) and the words it is shown in ([`SourceStatus`]). Promises that a reader never
+//! Owns one cell a rank ([`SourceCell`]) and the words it is shown in ([`KvSourceStatus`]). Promises that a reader never
 //! waits for a source, and that looking at an overlap costs one relaxed load while every source is trusted. Written by the
 //! rank's ingest only; a rank whose events its embedder brings has a cell that nobody writes, and is trusted.
 
@@ -13,7 +13,7 @@ use crate::protocol::{Timestamp, WorkerRank};
 
 /// How one rank's KV events are doing.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SourceStatus {
+pub struct KvSourceStatus {
     /// The rank.
     pub rank: WorkerRank,
     /// Where it publishes.
@@ -91,11 +91,11 @@ impl SourceCell {
     }
 
     /// How the rank's source is; `None` where it has none.
-    pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<SourceStatus> {
+    pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<KvSourceStatus> {
         let endpoint = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let (trust, doubt) = *self.trust.lock().unwrap_or_else(PoisonError::into_inner);
         let message_at = self.message_at.load(Ordering::Relaxed).checked_sub(1).map(Timestamp);
-        Some(SourceStatus {
+        Some(KvSourceStatus {
             rank,
             endpoint: endpoint.to_string(),
             connected: self.connected.load(Ordering::Relaxed),

@@ -5,9 +5,10 @@
 //! acknowledged only when its last booking has ended, and that a router whose budget is spent fails whole and says
 //! so. Leaves every request to the others: nothing of it passes here.
 
-mod membership;
+mod discovery;
 #[cfg(feature = "zmq")]
-mod sources;
+mod ingests;
+mod membership;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
+use super::discovery::{AnySource, News};
 use super::engine_load::EngineLoads;
 use super::health::{Health, HealthMsg};
 use super::predict::Believers;
@@ -31,10 +33,11 @@ use super::telemetry::Restarts;
 use super::turn::{Step, Turn, TurnActor, Wake};
 use crate::config::PrefillModel;
 use crate::error::MembershipError;
-use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerRank};
 use crate::schedule::Admission;
 use crate::select::RankTraits;
 use crate::supervision::RestartBudget;
+use discovery::Sources;
 use membership::{Draining, Removal};
 
 /// What the supervisor can be told.
@@ -43,8 +46,12 @@ pub(crate) enum SupervisorMsg {
     Upsert { worker: WorkerId, config: Box<WorkerConfig>, answer: oneshot::Sender<Result<(), MembershipError>> },
     /// A worker leaves. Answered when its last booking has ended.
     Remove { worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>> },
-    /// These are the workers, says discovery; those that were upserted by hand stay.
-    Reconcile { desired: WorkerMap, done: Option<oneshot::Sender<()>> },
+    /// Follow another source of workers.
+    Follow { name: String, source: Box<dyn AnySource> },
+    /// A source has news. Answered when they are taken in; workers that were upserted by hand stay.
+    Reconcile { source: usize, news: News, done: Option<oneshot::Sender<()>> },
+    /// Compare what the sources want with what runs.
+    Pass,
     /// A worker gets no new work and leaves when its last booking has ended, or when the deadline has passed. Answered
     /// with the bookings that were cut off then.
     Drain { worker: WorkerId, deadline: Duration, answer: oneshot::Sender<Result<usize, MembershipError>> },
@@ -62,6 +69,12 @@ pub(crate) enum SupervisorMsg {
     /// A drill, for the reader of a rank's events.
     #[cfg(all(feature = "faults", feature = "zmq"))]
     IngestFault(WorkerRank, super::faults::Trip),
+    /// A drill: let the actor that follows this source panic.
+    #[cfg(feature = "faults")]
+    FaultOf(usize, super::faults::Trip),
+    /// A drill: do nothing about the next news of a source.
+    #[cfg(feature = "faults")]
+    MissNext,
 }
 
 /// Tells the supervisor, by being dropped, that a rank has no bookings left and will get none.
@@ -110,10 +123,11 @@ pub(crate) struct State {
     drains: Vec<Draining>,
     /// Drains so far.
     drains_started: u64,
-    /// Workers that were drained away and that discovery has not stopped naming since.
+    sources: Sources,
+    /// Workers that were drained away or removed by hand, and that discovery has not stopped naming since.
     drained: BTreeSet<WorkerId>,
     #[cfg(feature = "zmq")]
-    sources: sources::Sources,
+    ingests: ingests::Ingests,
     /// Restarts of the scheduler.
     scheduler_incarnation: u32,
     /// Restarts of each index shard.
@@ -129,7 +143,8 @@ struct Worker {
     traits: Arc<RankTraits>,
     draining: bool,
     slots: BTreeMap<WorkerRank, Slot>,
-    from_discovery: bool,
+    /// The source that names it; none where it was added by hand.
+    source: Option<usize>,
 }
 
 /// A rank that runs.
@@ -150,6 +165,7 @@ enum Role {
     Ingest(Slot),
     Health,
     EngineLoads,
+    Discovery(usize),
 }
 
 impl Role {
@@ -162,6 +178,7 @@ impl Role {
             Self::Ingest(_) => "ingest",
             Self::Health => "health",
             Self::EngineLoads => "engine_loads",
+            Self::Discovery(_) => "discovery",
         }
     }
 
@@ -174,6 +191,7 @@ impl Role {
             Self::Ingest(_) => &restarts.ingest,
             Self::Health => &restarts.health,
             Self::EngineLoads => &restarts.engine_loads,
+            Self::Discovery(_) => &restarts.discovery,
         }
     }
 }
@@ -213,9 +231,10 @@ impl Actor for Supervisor {
             removals: Vec::new(),
             drains: Vec::new(),
             drains_started: 0,
+            sources: Sources::default(),
             drained: BTreeSet::new(),
             #[cfg(feature = "zmq")]
-            sources: sources::Sources::new(),
+            ingests: ingests::Ingests::new(),
             scheduler_incarnation: 0,
         };
         state.start_scheduler().await?;
@@ -235,15 +254,17 @@ impl Actor for Supervisor {
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             SupervisorMsg::Upsert { worker, config, answer } => {
-                let result = state.on_upsert(worker, *config, false).await?;
+                let result = state.on_upsert(worker, *config, None).await?;
                 state.publish_workers();
                 drop(answer.send(result));
             }
             SupervisorMsg::Remove { worker, answer } => state.on_remove(worker, answer),
-            SupervisorMsg::Reconcile { desired, done } => {
-                state.on_reconcile(desired).await?;
+            SupervisorMsg::Follow { name, source } => state.on_follow(name, source).await?,
+            SupervisorMsg::Reconcile { source, news, done } => {
+                state.on_news(source, news).await?;
                 drop(done);
             }
+            SupervisorMsg::Pass => state.reconcile().await?,
             SupervisorMsg::Drain { worker, deadline, answer } => state.on_drain(worker, deadline, answer),
             SupervisorMsg::Drained { slot, generation } => state.on_drained(slot, generation),
             SupervisorMsg::DrainOver { worker, drain } => state.on_drain_over(worker, drain),
@@ -253,6 +274,10 @@ impl Actor for Supervisor {
             SupervisorMsg::Fault(trip) => trip.happen(),
             #[cfg(all(feature = "faults", feature = "zmq"))]
             SupervisorMsg::IngestFault(rank, trip) => state.on_ingest_fault(rank, trip),
+            #[cfg(feature = "faults")]
+            SupervisorMsg::FaultOf(source, trip) => state.on_fault_of(source, trip),
+            #[cfg(feature = "faults")]
+            SupervisorMsg::MissNext => state.sources.misses_next = true,
         }
         Ok(())
     }
@@ -415,7 +440,7 @@ impl State {
         role.counter(&self.shared.meters.restarts).increment(1);
         #[cfg(feature = "zmq")]
         if let Role::Ingest(slot) = role {
-            return self.restart_source(actor, slot, reason).await;
+            return self.restart_ingest(actor, slot, reason).await;
         }
         if !self.budget.spend(self.shared.clock.now()) {
             tracing::error!(
@@ -440,6 +465,7 @@ impl State {
             Role::Ingest(_) => {} // above
             Role::Health => self.start_health().await?,
             Role::EngineLoads => self.start_engine_loads().await?,
+            Role::Discovery(source) => self.restart_follower(source).await?,
         }
         self.shared.status.send_modify(|Status { restarts, .. }| *restarts += 1);
         Ok(())
@@ -454,7 +480,7 @@ impl State {
         self.start_radix(shard, lost.clone()).await?;
         self.shared.cold.send_modify(|cold| cold.extend(lost));
         #[cfg(feature = "zmq")]
-        self.resync_sources(shard);
+        self.resync_ingests(shard);
         Ok(())
     }
 

@@ -45,6 +45,8 @@ pub(crate) struct Meters {
     pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
     /// Bookings ended because nothing was heard of them.
     pub(crate) expired: Counter,
+    /// Workers that two sources name.
+    pub(crate) discovery_conflicts: Counter,
     /// Events that came where none are used.
     pub(crate) unused_events: Counter,
     #[cfg(feature = "zmq")]
@@ -64,6 +66,7 @@ impl Meters {
             restarts: Restarts::new(&pool),
             shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
             expired: pool.counter("pointsman_bookings_expired_total", &[]),
+            discovery_conflicts: pool.counter("pointsman_discovery_conflicts_total", &[]),
             unused_events: pool.counter("pointsman_kv_events_refused_total", &[("reason", "not_used")]),
             #[cfg(feature = "zmq")]
             ingest: ingest::IngestMeters::new(&pool),
@@ -144,6 +147,7 @@ pub(crate) struct Restarts {
     pub(crate) ingest: Counter,
     pub(crate) health: Counter,
     pub(crate) engine_loads: Counter,
+    pub(crate) discovery: Counter,
 }
 
 impl Restarts {
@@ -157,6 +161,7 @@ impl Restarts {
             ingest: role("ingest"),
             health: role("health"),
             engine_loads: role("engine_loads"),
+            discovery: role("discovery"),
         }
     }
 }

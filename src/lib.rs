@@ -85,10 +85,12 @@ pub mod zmtp;
 
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, PendingClass, Placement,
-    Prompt, RankScores, RouteRequest, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary, SourceStatus, WorkerEntry,
+    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, DiscoveryStatus, Health,
+    KvSourceStatus, OverlapScores, PendingClass, Placement, Prompt, RankScores, RouteRequest, Router, RouterBuilder,
+    SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
+#[cfg(feature = "discovery")]
+pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Wedge};
 pub use config::RouterConfig;

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use ractor::Actor;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 
 use super::{Inner, Router};
 use crate::actors::clock::Clock;
+use crate::actors::discovery::{AnySource, DiscoverySource};
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Shared;
 use crate::actors::shared_cache::SharedCache;
@@ -14,7 +15,7 @@ use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::actors::telemetry;
 use crate::actors::{engine_load, health, liveness};
 use crate::config::RouterConfig;
-use crate::error::StartError;
+use crate::error::{Down, StartError};
 use crate::load::PrefillEstimator;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use crate::schedule::Extensions;
@@ -25,7 +26,8 @@ use crate::select::{RankConditions, WorkerSelector};
 pub struct RouterBuilder {
     config: RouterConfig,
     workers: WorkerMap,
-    discovery: Option<watch::Receiver<WorkerMap>>,
+    /// With their names.
+    sources: Vec<(String, Box<dyn AnySource>)>,
     conditions: Option<watch::Receiver<RankConditions>>,
     extensions: Extensions,
     shared_cache: Option<Arc<dyn SharedCache>>,
@@ -43,7 +45,7 @@ impl RouterBuilder {
         Self {
             config,
             workers: WorkerMap::new(),
-            discovery: None,
+            sources: Vec::new(),
             conditions: None,
             extensions: Extensions::default(),
             shared_cache: None,
@@ -56,10 +58,12 @@ impl RouterBuilder {
         self
     }
 
-    /// Follows a discovery source: each value it shows is the whole set of workers that should be there, beside those
-    /// added by hand. A notification that is missed is made up for by the next.
-    pub fn discovery(mut self, source: watch::Receiver<WorkerMap>) -> Self {
-        self.discovery = Some(source);
+    /// Follows a discovery source: each value it gives is the whole set of workers that it wants, beside those of other
+    /// sources and those added by hand. Of two sources that name one worker the first given is heard.
+    ///
+    /// What is wanted is compared with what runs at each value, and every `discovery_interval_ms`.
+    pub fn discovery(mut self, source: impl DiscoverySource) -> Self {
+        self.sources.push((source.name(), Box::new(source)));
         self
     }
 
@@ -113,47 +117,13 @@ impl RouterBuilder {
         if let Some(source) = self.conditions {
             follow_conditions(source, &router);
         }
-        match self.discovery {
-            Some(source) => {
-                let closed = follow(source, &router);
-                wait_for_workers(&router, wanted, closed).await?;
-            }
-            None => {
-                let registered = router.workers().len();
-                if registered < wanted as usize {
-                    return Err(StartError::NoSource { registered, wanted });
-                }
-            }
+        let sources = self.sources.len();
+        for (name, source) in self.sources {
+            router.supervisor().send_message(SupervisorMsg::Follow { name, source }).map_err(|_| Down::Failed)?;
         }
+        wait_for_workers(&router, wanted, sources).await?;
         Ok(router)
     }
-}
-
-/// Passes each value of the source on to the supervisor. The answer is dropped when the source has closed and its last
-/// value has been taken in.
-fn follow(mut source: watch::Receiver<WorkerMap>, router: &Router) -> oneshot::Receiver<()> {
-    let (open, closed) = oneshot::channel();
-    let (supervisor, shared) = (router.supervisor().clone(), Arc::clone(router.shared()));
-    tokio::spawn(async move {
-        loop {
-            let desired = source.borrow_and_update().clone();
-            let (done, taken_in) = oneshot::channel();
-            if supervisor.send_message(SupervisorMsg::Reconcile { desired, done: Some(done) }).is_err() {
-                break; // the router is down
-            }
-            drop(taken_in.await);
-            tokio::select! {
-                biased;
-                _ = shared.down() => break,
-                changed = source.changed() => match changed {
-                    Ok(()) => {}
-                    Err(_) => break, // the source has closed: the workers stay as they are
-                },
-            }
-        }
-        drop(open);
-    });
-    closed
 }
 
 /// Passes each value of the source on to the scheduler, until the router is down or the source has closed.
@@ -173,9 +143,19 @@ fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Route
     });
 }
 
-async fn wait_for_workers(router: &Router, wanted: u32, closed: oneshot::Receiver<()>) -> Result<(), StartError> {
+async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Result<(), StartError> {
+    let registered = router.workers().len();
+    if sources == 0 && registered < wanted as usize {
+        return Err(StartError::NoSource { registered, wanted });
+    }
     let mut workers = router.shared().workers.subscribe();
-    let enough = workers.wait_for(|workers| workers.len() >= wanted as usize);
+    let (mut statuses, mut endings) = (router.shared().discovery.subscribe(), router.shared().discovery.subscribe());
+    let enough = async {
+        let _ = statuses.wait_for(|statuses| statuses.len() == sources).await; // followed, so that they can be seen
+        workers.wait_for(|workers| workers.len() >= wanted as usize).await.is_ok()
+    };
+    // A source that has closed has said its last before.
+    let closed = endings.wait_for(|statuses| statuses.len() == sources && statuses.iter().all(|status| status.closed));
     tokio::select! {
         biased;
         _ = enough => Ok(()),

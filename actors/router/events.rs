@@ -6,7 +6,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::{RouteRequest, Router};
 use crate::actors::radix::{RadixMsg, shard_of};
-use crate::actors::source::SourceStatus;
+use crate::actors::source::KvSourceStatus;
 use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
 use crate::schedule::Rejection;
@@ -79,9 +79,9 @@ impl Router {
     /// How each rank's KV events are doing, in rank order: those of ranks that the router reads by itself
     /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)).
     #[must_use]
-    pub fn sources(&self) -> Vec<SourceStatus> {
+    pub fn kv_sources(&self) -> Vec<KvSourceStatus> {
         let now = self.shared().clock.now();
-        let mut sources: Vec<SourceStatus> =
+        let mut sources: Vec<KvSourceStatus> =
             self.shared().seats().iter().filter_map(|seat| seat.source.status(seat.rank, now)).collect();
         sources.sort_by_key(|source| source.rank);
         sources

@@ -6,9 +6,10 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use super::{Health, Router, STOP_WAIT, WorkerEntry};
+use crate::actors::discovery::DiscoveryStatus;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Phase;
-use crate::actors::source::SourceStatus;
+use crate::actors::source::KvSourceStatus;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::config::{PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
@@ -28,7 +29,8 @@ impl Router {
         self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
     }
 
-    /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again.
+    /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again. One that discovery
+    /// names stays away until discovery has stopped naming it.
     ///
     /// # Errors
     /// When there is no such worker, or the router is down.
@@ -94,6 +96,12 @@ impl Router {
         }
     }
 
+    /// How each source of workers is, in the order in which they were given.
+    #[must_use]
+    pub fn discovery(&self) -> Vec<DiscoveryStatus> {
+        self.shared().discovery.borrow().clone()
+    }
+
     /// How the router is.
     #[must_use]
     pub fn health(&self) -> Health {
@@ -108,8 +116,8 @@ impl Router {
     }
 
     fn doubts(&self) -> Vec<String> {
-        let sources = self.sources().into_iter();
-        let sources = sources.filter_map(|SourceStatus { rank, trust, doubt, last_error, .. }| {
+        let sources = self.kv_sources().into_iter();
+        let sources = sources.filter_map(|KvSourceStatus { rank, trust, doubt, last_error, .. }| {
             let last_error = last_error.map(|error| format!("; the last error was: {error}")).unwrap_or_default();
             Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
         });

@@ -7,25 +7,28 @@ use std::time::Duration;
 use ractor::ActorProcessingErr;
 use tokio::sync::oneshot;
 
+use super::discovery::Departure;
 use super::{DrainAck, RetireAck, Running, State, SupervisorMsg, Worker};
 use crate::actors::health::HealthMsg;
 use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::router::WorkerEntry;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::error::MembershipError;
-use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
+use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerRank};
 use crate::select::RankTraits;
 
 /// Somebody who waits for ranks to be gone.
 pub(super) struct Removal {
-    left: BTreeSet<(Slot, Generation)>,
-    answer: RemovalAnswer,
+    pub(super) left: BTreeSet<(Slot, Generation)>,
+    pub(super) answer: RemovalAnswer,
 }
 
 pub(super) enum RemovalAnswer {
     Removed(oneshot::Sender<Result<(), MembershipError>>),
     /// With the bookings that were cut off.
     Drained(oneshot::Sender<Result<usize, MembershipError>>, usize),
+    /// A source has stopped naming the worker.
+    Departed(Departure),
 }
 
 impl RemovalAnswer {
@@ -33,6 +36,7 @@ impl RemovalAnswer {
         match self {
             Self::Removed(answer) => drop(answer.send(Ok(()))),
             Self::Drained(answer, cut_off) => drop(answer.send(Ok(cut_off))),
+            Self::Departed(departure) => drop(departure),
         }
     }
 }
@@ -51,7 +55,7 @@ impl State {
         &mut self,
         worker: WorkerId,
         config: WorkerConfig,
-        from_discovery: bool,
+        source: Option<usize>,
     ) -> Result<Result<(), MembershipError>, ActorProcessingErr> {
         if let Err(error) = self.check(&config) {
             return Ok(Err(MembershipError::Config { worker, error }));
@@ -83,10 +87,10 @@ impl State {
         self.drained.remove(&worker);
         #[cfg(feature = "zmq")]
         let ranks: Vec<Slot> = slots.values().copied().collect();
-        self.workers.insert(worker, Worker { config, traits, draining: false, slots, from_discovery });
+        self.workers.insert(worker, Worker { config, traits, draining: false, slots, source });
         #[cfg(feature = "zmq")]
         for slot in ranks {
-            self.follow_source(slot).await?;
+            self.read_events(slot).await?;
         }
         Ok(Ok(()))
     }
@@ -108,6 +112,9 @@ impl State {
         if !self.workers.contains_key(&worker) {
             drop(answer.send(Err(MembershipError::UnknownWorker(worker))));
             return;
+        }
+        if self.is_named(worker) {
+            self.drained.insert(worker); // until discovery is seen not to name it
         }
         let left = self.retire_worker(worker);
         self.publish_workers();
@@ -193,7 +200,7 @@ impl State {
         self.finish_removals();
     }
 
-    fn finish_removals(&mut self) {
+    pub(super) fn finish_removals(&mut self) {
         for done in self.removals.extract_if(.., |removal| removal.left.is_empty()) {
             done.answer.done();
         }
@@ -205,32 +212,8 @@ impl State {
         seats.filter(move |seat| seat.rank.worker == worker).map(|seat| (seat.slot, seat.generation))
     }
 
-    pub(super) async fn on_reconcile(&mut self, desired: WorkerMap) -> Result<(), ActorProcessingErr> {
-        let gone =
-            |(id, worker): (&WorkerId, &Worker)| (worker.from_discovery && !desired.contains_key(id)).then_some(*id);
-        let gone: Vec<WorkerId> = self.workers.iter().filter_map(gone).collect();
-        for worker in gone {
-            self.retire_worker(worker);
-        }
-        self.drained.retain(|worker| desired.contains_key(worker));
-        for (worker, config) in desired {
-            if self.drained.contains(&worker) || self.workers.get(&worker).is_some_and(|known| known.draining) {
-                continue; // on its way out by hand: not until discovery has stopped naming it
-            }
-            let stays = |known: &Worker| known.config == config || !known.from_discovery;
-            if self.workers.get(&worker).is_some_and(stays) {
-                continue; // as it is, or added by hand
-            }
-            if let Err(error) = self.on_upsert(worker, config, true).await? {
-                tracing::warn!(%error, "discovery names a worker that cannot be used; it is left as it was");
-            }
-        }
-        self.publish_workers();
-        Ok(())
-    }
-
     /// Starts to remove a worker; what must end before it is gone.
-    fn retire_worker(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
+    pub(super) fn retire_worker(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
         for (rank, slot) in self.workers.remove(&worker).map(|known| known.slots).unwrap_or_default() {
             self.retire(rank, slot);
         }
@@ -248,7 +231,7 @@ impl State {
         running.retiring = true;
         let generation = running.seat.generation;
         #[cfg(feature = "zmq")]
-        self.leave_source(slot);
+        self.stop_reading(slot);
         if let Some(shard) = self.shard(rank) {
             shard.tell(RadixMsg::Remove { rank });
         }

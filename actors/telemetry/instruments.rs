@@ -163,7 +163,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "pointsman_rank_kv_doubted",
         Unit::Count,
         RANK,
-        "1 while the rank's KV events are read and in doubt (`Router::sources` says why), else 0.",
+        "1 while the rank's KV events are read and in doubt (`Router::kv_sources` says why), else 0.",
     ),
     counter(
         "pointsman_kv_source_notes_total",
@@ -216,6 +216,12 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["kind"],
         "Questions that the shared cache did not answer: `late`, or with an `error`.",
     ),
+    counter(
+        "pointsman_discovery_errors_total",
+        &["source"],
+        "Times a `source` of workers had no set to give, or one that lacks some.",
+    ),
+    counter("pointsman_discovery_conflicts_total", &[], "Workers that two sources name: the first given is heard."),
     counter("pointsman_restarts_total", &["role"], "Actors that died, by `role`."),
 ];
 

@@ -225,6 +225,9 @@ pub struct RouterConfig {
     pub track_output_blocks: bool,
     /// Share of decisions that are traced with all they were based on. Default 0, in [0, 1].
     pub decision_trace: f64,
+    /// How often what discovery wants is compared with what runs, beside whenever a source says something new, in
+    /// milliseconds. Default 5,000, at least 1.
+    pub discovery_interval_ms: u64,
     /// Workers that `start` waits for. Default 0.
     pub min_initial_workers: u32,
     /// Actors restarted within `restart_window_ms` before the router gives up. Default 32.
@@ -297,6 +300,7 @@ impl Default for RouterConfig {
             booking_liveness_ms: 300_000,
             track_output_blocks: true,
             decision_trace: 0.0,
+            discovery_interval_ms: 5_000,
             min_initial_workers: 0,
             restarts_max: 32,
             restart_window_ms: 10_000,
@@ -373,6 +377,7 @@ impl RouterConfig {
             ("shared_cache_timeout_ms", Some(self.shared_cache_timeout_ms)),
             ("session_ttl_ms", Some(self.session_ttl_ms)),
             ("sessions_max", Some(u64::from(self.sessions_max))),
+            ("discovery_interval_ms", Some(self.discovery_interval_ms)),
             ("restart_window_ms", Some(self.restart_window_ms)),
         ];
         for (field, value) in positive {

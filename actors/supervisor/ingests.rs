@@ -20,16 +20,16 @@ const DEATHS_MAX: u32 = 5;
 const DEATHS_WINDOW: Duration = Duration::from_secs(60);
 
 /// The ranks that are read, by slot.
-pub(super) type Sources = BTreeMap<Slot, Followed>;
+pub(super) type Ingests = BTreeMap<Slot, Reading>;
 
 /// A rank that is read.
-pub(super) struct Followed {
+pub(super) struct Reading {
     kv_events: KvEventsConfig,
     actor: ActorRef<IngestMsg>,
     budget: RestartBudget,
 }
 
-impl Drop for Followed {
+impl Drop for Reading {
     fn drop(&mut self) {
         self.actor.stop(None);
     }
@@ -37,19 +37,19 @@ impl Drop for Followed {
 
 impl State {
     /// Brings the reading of a rank's events in line with what its worker says.
-    pub(super) async fn follow_source(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn read_events(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
         let wanted = self.worker_of(slot).and_then(|worker| worker.config.kv_events.clone());
-        if self.sources.get(&slot).map(|followed| &followed.kv_events) == wanted.as_ref() {
+        if self.ingests.get(&slot).map(|reading| &reading.kv_events) == wanted.as_ref() {
             return Ok(());
         }
-        self.leave_source(slot);
+        self.stop_reading(slot);
         match wanted {
-            Some(kv_events) => self.start_source(slot, kv_events, new_budget()).await,
+            Some(kv_events) => self.start_ingest(slot, kv_events, new_budget()).await,
             None => Ok(()),
         }
     }
 
-    async fn start_source(
+    async fn start_ingest(
         &mut self,
         slot: Slot,
         kv_events: KvEventsConfig,
@@ -61,31 +61,31 @@ impl State {
         let Some(arguments) = Arguments::of(&self.shared, &running.seat, &worker.config)? else { return Ok(()) };
         let (actor, _) = Actor::spawn_linked(None, Ingest, arguments, self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), Role::Ingest(slot));
-        self.sources.insert(slot, Followed { kv_events, actor, budget });
+        self.ingests.insert(slot, Reading { kv_events, actor, budget });
         Ok(())
     }
 
     /// The rank is not read any longer.
-    pub(super) fn leave_source(&mut self, slot: Slot) {
-        if let Some(followed) = self.sources.remove(&slot) {
-            self.children.remove(&followed.actor.get_id());
+    pub(super) fn stop_reading(&mut self, slot: Slot) {
+        if let Some(reading) = self.ingests.remove(&slot) {
+            self.children.remove(&reading.actor.get_id());
         }
     }
 
-    pub(super) async fn restart_source(
+    pub(super) async fn restart_ingest(
         &mut self,
         actor: ActorId,
         slot: Slot,
         reason: &str,
     ) -> Result<(), ActorProcessingErr> {
         let now = self.shared.clock.now();
-        let Some(followed) = self.sources.get_mut(&slot).filter(|followed| followed.actor.get_id() == actor) else {
+        let Some(reading) = self.ingests.get_mut(&slot).filter(|reading| reading.actor.get_id() == actor) else {
             return Ok(());
         };
-        let (kv_events, mut budget) = (followed.kv_events.clone(), followed.budget.clone());
+        let (kv_events, mut budget) = (reading.kv_events.clone(), reading.budget.clone());
         if budget.spend(now) {
             tracing::warn!(reason, slot = slot.0, "the reader of a rank's KV events died and is restarted");
-            return self.start_source(slot, kv_events, budget).await;
+            return self.start_ingest(slot, kv_events, budget).await;
         }
         tracing::error!(reason, slot = slot.0, "the reader of a rank's KV events dies again and again: left alone");
         if let Some(Some(running)) = self.seats.get(slot.index()) {
@@ -96,10 +96,10 @@ impl State {
     }
 
     /// A shard has lost what it knew: those of its ranks that are read are asked for it again.
-    pub(super) fn resync_sources(&self, shard: usize) {
+    pub(super) fn resync_ingests(&self, shard: usize) {
         for seat in self.ranks_of(shard) {
-            if let Some(followed) = self.sources.get(&seat.slot) {
-                drop(followed.actor.send_message(IngestMsg::Resync)); // a dead one starts from nothing anyway
+            if let Some(reading) = self.ingests.get(&seat.slot) {
+                drop(reading.actor.send_message(IngestMsg::Resync)); // a dead one starts from nothing anyway
             }
         }
     }
@@ -109,8 +109,8 @@ impl State {
     pub(super) fn on_ingest_fault(&self, rank: crate::protocol::WorkerRank, trip: crate::actors::faults::Trip) {
         let mut running = self.seats.iter().flatten().filter(|running| !running.retiring);
         let slot = running.find(|running| running.seat.rank == rank).map(|running| running.seat.slot);
-        if let Some(followed) = slot.and_then(|slot| self.sources.get(&slot)) {
-            drop(followed.actor.send_message(IngestMsg::Fault(trip)));
+        if let Some(reading) = slot.and_then(|slot| self.ingests.get(&slot)) {
+            drop(reading.actor.send_message(IngestMsg::Fault(trip)));
         }
     }
 

@@ -1,0 +1,174 @@
+//! Names that stand for several engines.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::prober::{ProbeOptions, Prober};
+use super::source::DiscoverySource;
+use crate::discovery::{Changes, DiscoveryError, HttpUrl, HttpUrlError, NamedWorker, worker_map};
+use crate::protocol::{WorkerConfig, WorkerMap};
+
+/// How often names are resolved.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// How long one may take.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Most addresses of one name.
+const ADDRESSES_MAX: usize = 4096;
+
+/// Names with ports, such as those of headless services: every address of one is a worker. They are resolved again and
+/// again; one that cannot be keeps the addresses it had.
+///
+/// ```
+/// use pointsman::DnsNames;
+///
+/// let source = DnsNames::new(["engines.llm.svc:8000"])?;
+/// # Ok::<(), pointsman::discovery::DiscoveryError>(())
+/// ```
+#[derive(Debug)]
+pub struct DnsNames {
+    names: Vec<Name>,
+    given: WorkerConfig,
+    interval: Duration,
+    prober: Option<Prober>,
+    next_at: Instant,
+    changes: Changes,
+}
+
+#[derive(Debug)]
+struct Name {
+    name: String,
+    host: String,
+    port: u16,
+    /// As they were when it could be resolved last.
+    addresses: BTreeSet<IpAddr>,
+}
+
+impl DnsNames {
+    /// Follows names of the form `NAME:PORT`.
+    ///
+    /// # Errors
+    /// A name of another form.
+    pub fn new(names: impl IntoIterator<Item = impl Into<String>>) -> Result<Self, DiscoveryError> {
+        let names = names.into_iter().map(|name| Name::new(name.into())).collect::<Result<_, _>>()?;
+        Ok(Self {
+            names,
+            given: WorkerConfig::at(""),
+            interval: INTERVAL,
+            prober: None,
+            next_at: Instant::now(),
+            changes: Changes::default(),
+        })
+    }
+
+    /// What is known of all workers: everything but the endpoint. A `*` as host in the address of a socket stands for
+    /// the worker's own.
+    #[must_use]
+    pub fn given(mut self, given: &WorkerConfig) -> Self {
+        self.given = given.clone();
+        self
+    }
+
+    /// Asks the workers for what is not given.
+    #[must_use]
+    pub fn probing(mut self, options: ProbeOptions) -> Self {
+        self.prober = Some(Prober::new(options));
+        self
+    }
+
+    /// Resolves the names, and asks the workers, every so often. Default every 5 seconds.
+    #[must_use]
+    pub fn every(mut self, interval: Duration) -> Self {
+        self.interval = interval;
+        self
+    }
+
+    async fn look(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        let mut complaint = None;
+        for name in &mut self.names {
+            if let Err(reason) = name.resolve().await {
+                complaint.get_or_insert(DiscoveryError::Resolve { name: name.name.clone(), reason });
+            }
+        }
+        // Two names may have an address in common; and one that never had any says nothing of the workers it means.
+        if complaint.is_some() && self.names.iter().all(|name| name.addresses.is_empty()) {
+            return self.changes.look(None, complaint);
+        }
+        let urls: BTreeSet<String> = self.names.iter().flat_map(Name::urls).collect();
+        let probe = self.prober.is_some();
+        let named = urls.iter().filter_map(|url| NamedWorker::at(url, &self.given).ok());
+        let workers: Vec<NamedWorker> = named.map(|worker| NamedWorker { probe, ..worker }).collect();
+        let workers = match &mut self.prober {
+            None => workers.into_iter().map(|worker| (worker.id, worker.config)).collect(),
+            Some(prober) => {
+                let (complete, errors) = prober.ask(&workers).await;
+                if !errors.is_empty() {
+                    complaint.get_or_insert(DiscoveryError::Engines(errors));
+                }
+                complete
+            }
+        };
+        match worker_map(workers) {
+            Ok(map) => self.changes.look(Some(map), complaint),
+            Err(error) => self.changes.look(None, Some(error.into())),
+        }
+    }
+}
+
+impl Name {
+    fn new(name: String) -> Result<Self, DiscoveryError> {
+        let refused = |rule: &str| HttpUrlError { url: name.clone(), rule: rule.to_owned() };
+        let url = HttpUrl::parse(&format!("http://{name}")).map_err(|error| refused(&error.rule))?;
+        if url.path() != "/" || name.ends_with('/') || !name.ends_with(&format!(":{}", url.port())) {
+            return Err(refused("it must be NAME:PORT").into());
+        }
+        let (host, port) = (url.host().to_owned(), url.port());
+        Ok(Self { name, host, port, addresses: BTreeSet::new() })
+    }
+
+    async fn resolve(&mut self) -> Result<(), String> {
+        let looked_up = timeout(TIMEOUT, tokio::net::lookup_host((self.host.as_str(), self.port))).await;
+        let found = looked_up.map_err(|_| format!("no answer within {} s", TIMEOUT.as_secs()))?;
+        let found = found.map_err(|error| error.to_string())?;
+        let addresses: BTreeSet<IpAddr> = found.take(ADDRESSES_MAX).map(|address| address.ip()).collect();
+        if addresses.is_empty() {
+            return Err("it has no addresses".to_owned());
+        }
+        self.addresses = addresses;
+        Ok(())
+    }
+
+    fn urls(&self) -> impl Iterator<Item = String> {
+        self.addresses.iter().map(|ip| format!("http://{}", SocketAddr::new(*ip, self.port)))
+    }
+}
+
+impl DiscoverySource for DnsNames {
+    fn name(&self) -> String {
+        let names: Vec<&str> = self.names.iter().map(|name| name.name.as_str()).collect();
+        format!("dns:{}", names.join(","))
+    }
+
+    async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        loop {
+            if let Some(complaint) = self.changes.pending() {
+                return Some(Err(complaint));
+            }
+            sleep_until(self.next_at).await;
+            let news = self.look().await;
+            self.next_at = Instant::now() + self.interval;
+            if news.is_some() {
+                return news;
+            }
+        }
+    }
+
+    fn rewind(&mut self) {
+        self.changes.forget();
+        self.next_at = Instant::now();
+    }
+}

@@ -1,0 +1,160 @@
+//! A file that names workers, looked at again and again.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt as _;
+use tokio::time::{Instant, sleep_until};
+
+use super::prober::{ProbeOptions, Prober};
+use super::source::DiscoverySource;
+use crate::discovery::{Changes, DiscoveryError, EngineError, FileError, FileFormat, NamedWorker, worker_map};
+use crate::protocol::WorkerMap;
+
+/// How often the file is looked at.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// A TOML or JSON file of workers. Its content is looked at every second, so a file that is replaced by renaming
+/// another over it is noticed wherever it lies. One that cannot be used is complained of, and the last good one stands.
+///
+/// ```
+/// use pointsman::{ProbeOptions, RouterConfig, WatchedFile};
+///
+/// let options = ProbeOptions::of(&RouterConfig::default());
+/// assert!(WatchedFile::new("workers.yaml", options.clone()).is_err());
+/// let source = WatchedFile::new("workers.toml", options)?;
+/// # Ok::<(), pointsman::discovery::DiscoveryError>(())
+/// ```
+#[derive(Debug)]
+pub struct WatchedFile {
+    path: PathBuf,
+    format: FileFormat,
+    interval: Duration,
+    /// For workers that are to be probed.
+    prober: Prober,
+    /// When to look at the file, and when to ask the workers.
+    next_at: Instant,
+    ask_at: Instant,
+    /// As it was read last, good or not.
+    content: Option<Vec<u8>>,
+    /// Why that is of no use.
+    broken: Option<DiscoveryError>,
+    /// Of the last good one.
+    workers: Option<Vec<NamedWorker>>,
+    /// The same, completed by what those say that were asked, and what is wrong with them.
+    set: Option<WorkerMap>,
+    errors: Vec<EngineError>,
+    changes: Changes,
+}
+
+impl WatchedFile {
+    /// Watches a file, which need not be there yet. `options` are for those of its workers that say `probe = true`.
+    ///
+    /// # Errors
+    /// A name that ends in neither `.toml` nor `.json`.
+    pub fn new(path: impl Into<PathBuf>, options: ProbeOptions) -> Result<Self, DiscoveryError> {
+        let path = path.into();
+        let format = FileFormat::of_name(&path.to_string_lossy());
+        let format = format.map_err(|error| DiscoveryError::File { path: path.display().to_string(), error })?;
+        Ok(Self {
+            path,
+            format,
+            interval: INTERVAL,
+            prober: Prober::new(options),
+            next_at: Instant::now(),
+            ask_at: Instant::now(),
+            content: None,
+            broken: None,
+            workers: None,
+            set: None,
+            errors: Vec::new(),
+            changes: Changes::default(),
+        })
+    }
+
+    /// Looks at the file every so often. Default every second.
+    #[must_use]
+    pub fn every(mut self, interval: Duration) -> Self {
+        self.interval = interval;
+        self
+    }
+
+    async fn look(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        match read(&self.path).await {
+            Ok(content) if self.content.as_ref() == Some(&content) => {}
+            Ok(content) => match self.format.parse(&content) {
+                Ok(workers) => {
+                    (self.content, self.workers, self.broken) = (Some(content), Some(workers), None);
+                    self.set = None;
+                }
+                Err(error) => {
+                    self.broken = Some(DiscoveryError::File { path: self.path.display().to_string(), error });
+                    self.content = Some(content);
+                }
+            },
+            Err(error) => (self.broken, self.content) = (Some(error), None),
+        }
+        if let Err(error) = self.complete().await {
+            return self.changes.look(None, Some(error));
+        }
+        let engines = (!self.errors.is_empty()).then(|| DiscoveryError::Engines(self.errors.clone()));
+        self.changes.look(self.set.clone(), self.broken.clone().or(engines))
+    }
+
+    /// Asks the workers that are to be asked, when the file is new or it is time.
+    async fn complete(&mut self) -> Result<(), DiscoveryError> {
+        let Some(workers) = &self.workers else { return Ok(()) };
+        let is_time = workers.iter().any(|worker| worker.probe) && Instant::now() >= self.ask_at;
+        if self.set.is_none() || is_time {
+            let (complete, errors) = self.prober.ask(workers).await;
+            self.ask_at = Instant::now() + self.prober.options.interval;
+            self.errors = errors;
+            self.set = Some(worker_map(complete)?);
+        }
+        Ok(())
+    }
+}
+
+impl DiscoverySource for WatchedFile {
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        loop {
+            if let Some(complaint) = self.changes.pending() {
+                return Some(Err(complaint));
+            }
+            sleep_until(self.next_at).await;
+            let news = self.look().await;
+            self.next_at = Instant::now() + self.interval;
+            if news.is_some() {
+                return news;
+            }
+        }
+    }
+
+    fn rewind(&mut self) {
+        self.changes.forget();
+        self.next_at = Instant::now();
+    }
+}
+
+/// A file's content, if it is one and not too long.
+async fn read(path: &Path) -> Result<Vec<u8>, DiscoveryError> {
+    let unreadable = |reason: String| DiscoveryError::Unreadable { path: path.display().to_string(), reason };
+    // Pipes and devices would be waited for.
+    let metadata = tokio::fs::metadata(path).await.map_err(|error| unreadable(error.to_string()))?;
+    if !metadata.is_file() {
+        return Err(unreadable("it is no file".to_owned()));
+    }
+    let file = tokio::fs::File::open(path).await.map_err(|error| unreadable(error.to_string()))?;
+    let mut content = Vec::new();
+    let read = file.take(FileFormat::BYTES_MAX as u64 + 1).read_to_end(&mut content).await;
+    read.map_err(|error| unreadable(error.to_string()))?;
+    if content.len() > FileFormat::BYTES_MAX {
+        let error = FileError::TooLong(FileFormat::BYTES_MAX);
+        return Err(DiscoveryError::File { path: path.display().to_string(), error });
+    }
+    Ok(content)
+}

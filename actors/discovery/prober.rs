@@ -1,0 +1,143 @@
+//! Asking engines what they are.
+//!
+//! Owns what each engine said last. Promises that one that does not answer, or badly, is taken to be as it was; that one
+//! that says it belongs elsewhere is left out; and bounds for time, bytes and questions at once.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+
+use crate::actors::http::{HttpError, get};
+use crate::config::RouterConfig;
+use crate::discovery::{Described, EngineError, Expected, HttpUrl, NamedWorker};
+use crate::protocol::{WorkerConfig, WorkerId};
+
+/// Engines asked at once; with [`Described::BYTES_MAX`] the bound of what their answers take.
+const ASKED_MAX: usize = 16;
+
+/// Statuses by which an engine says that it does not know the question.
+const UNKNOWN: &[u16] = &[404, 405, 501];
+
+/// How engines are asked what they are, and what they must be.
+///
+/// ```
+/// use pointsman::{ProbeOptions, RouterConfig};
+///
+/// let options = ProbeOptions::of(&RouterConfig::default()).model("llama");
+/// assert_eq!(options.expected.block_size, 64);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProbeOptions {
+    /// What an engine must be; others are left out.
+    pub expected: Expected,
+    /// Time between two rounds of questions. Default 5 seconds.
+    pub interval: Duration,
+    /// The longest that one question takes; an engine is asked up to four. Default 2 seconds.
+    pub timeout: Duration,
+}
+
+impl ProbeOptions {
+    /// For engines of this pool: any model; its block size, where events are used.
+    #[must_use]
+    pub fn of(pool: &RouterConfig) -> Self {
+        let expected = Expected { model: None, block_size: pool.block_size, block_size_must_match: pool.use_kv_events };
+        Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2) }
+    }
+
+    /// As before, for engines that serve a model under this name.
+    #[must_use]
+    pub fn model(mut self, name: impl Into<String>) -> Self {
+        self.expected.model = Some(name.into());
+        self
+    }
+}
+
+/// Asks, and remembers.
+#[derive(Debug)]
+pub(super) struct Prober {
+    pub(super) options: ProbeOptions,
+    /// By endpoint.
+    last: BTreeMap<String, Described>,
+}
+
+impl Prober {
+    pub(super) fn new(options: ProbeOptions) -> Self {
+        Self { options, last: BTreeMap::new() }
+    }
+
+    /// The workers completed by what they say, and what is wrong with the others, in the order given. Those that are
+    /// not to be probed are as they are. Cancel-safe.
+    pub(super) async fn ask(
+        &mut self,
+        workers: &[NamedWorker],
+    ) -> (Vec<(Option<WorkerId>, WorkerConfig)>, Vec<EngineError>) {
+        let mut answers = self.answers(workers).await;
+        let (mut complete, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
+        let mut last = BTreeMap::new();
+        for (position, NamedWorker { id, config: given, .. }) in workers.iter().enumerate() {
+            let url = &given.endpoint;
+            let mut complain = |reason: String| errors.push(EngineError { url: url.clone(), reason });
+            let described = match answers.remove(&position) {
+                None => {
+                    complete.push((*id, given.clone()));
+                    continue;
+                }
+                Some(Ok(described)) => Some(described),
+                Some(Err(reason)) => {
+                    complain(reason);
+                    self.last.get(url).cloned()
+                }
+            };
+            // Checked whenever it was said: the pool's sources may have changed what they give.
+            let Some((described, at)) = described.zip(HttpUrl::parse(url).ok()) else { continue };
+            match described.clone().complete(given, &at, &self.options.expected) {
+                Ok(config) => complete.push((*id, config)),
+                Err(error) => complain(error.to_string()),
+            }
+            last.insert(url.clone(), described);
+        }
+        self.last = last;
+        (complete, errors)
+    }
+
+    /// What each of the workers that are to be probed answers, by position.
+    async fn answers(&self, workers: &[NamedWorker]) -> BTreeMap<usize, Result<Described, String>> {
+        let mut answers = BTreeMap::new();
+        let mut asked = JoinSet::new();
+        for (position, worker) in workers.iter().enumerate().filter(|(_, worker)| worker.probe) {
+            if asked.len() >= ASKED_MAX {
+                answers.extend(asked.join_next().await.and_then(Result::ok));
+            }
+            let (url, timeout) = (worker.config.endpoint.clone(), self.options.timeout);
+            asked.spawn(async move { (position, describe(&url, timeout).await) });
+        }
+        while let Some(answer) = asked.join_next().await {
+            answers.extend(answer.ok());
+        }
+        answers
+    }
+}
+
+/// Asks one engine. SGLang knows `/server_info`, by an older name or a newer; vLLM does not, or answers otherwise.
+async fn describe(url: &str, timeout: Duration) -> Result<Described, String> {
+    let url = HttpUrl::parse(url).map_err(|error| error.to_string())?;
+    let ask = async |path: &str| {
+        let answer = get(&url.below(path).to_string(), timeout, Described::BYTES_MAX).await;
+        answer.map_err(|error| (format!("{path}: {error}"), error))
+    };
+    for path in ["/server_info", "/get_server_info"] {
+        match ask(path).await {
+            Ok(answer) => match Described::of_sglang(&url, &answer) {
+                Ok(Some(described)) => return Ok(described),
+                Ok(None) => break,
+                Err(error) => return Err(error.to_string()),
+            },
+            Err((_, HttpError::Status(status))) if UNKNOWN.contains(&status) => {}
+            Err((reason, _)) => return Err(reason),
+        }
+    }
+    let models = ask("/v1/models").await.map_err(|(reason, _)| reason)?;
+    let metrics = ask("/metrics").await.map_err(|(reason, _)| reason)?;
+    Described::of_vllm(&url, &models, &metrics).map_err(|error| error.to_string())
+}

@@ -1,0 +1,86 @@
+//! Engines at known addresses that are asked for the rest.
+
+use tokio::time::{Instant, sleep_until};
+
+use super::prober::{ProbeOptions, Prober};
+use super::source::DiscoverySource;
+use crate::discovery::{Changes, DiscoveryError, NamedWorker, worker_map};
+use crate::protocol::{WorkerConfig, WorkerMap};
+
+/// A list of base addresses: each engine is asked what it is, again and again.
+///
+/// ```
+/// use pointsman::{ProbeOptions, ProbedUrls, RouterConfig};
+///
+/// let options = ProbeOptions::of(&RouterConfig::default());
+/// let source = ProbedUrls::new(["http://10.0.0.1:8000", "http://10.0.0.2:8000"], options)?;
+/// # Ok::<(), pointsman::discovery::DiscoveryError>(())
+/// ```
+#[derive(Debug)]
+pub struct ProbedUrls {
+    workers: Vec<NamedWorker>,
+    prober: Prober,
+    next_at: Instant,
+    changes: Changes,
+}
+
+impl ProbedUrls {
+    /// Engines at these addresses; their ids are [derived](crate::discovery::derived_id).
+    ///
+    /// # Errors
+    /// An address that is none, or one that is there twice.
+    pub fn new(
+        urls: impl IntoIterator<Item = impl Into<String>>,
+        options: ProbeOptions,
+    ) -> Result<Self, DiscoveryError> {
+        let (mut workers, given) = (Vec::new(), WorkerConfig::at(""));
+        for url in urls {
+            workers.push(NamedWorker { probe: true, ..NamedWorker::at(&url.into(), &given)? });
+        }
+        worker_map(workers.iter().map(|worker| (worker.id, worker.config.clone())))?;
+        let (prober, next_at) = (Prober::new(options), Instant::now());
+        Ok(Self { workers, prober, next_at, changes: Changes::default() })
+    }
+
+    /// What is known of all of them and need not be asked: everything but the endpoint. A `*` as host in the address of
+    /// a socket stands for the worker's own.
+    #[must_use]
+    pub fn given(mut self, given: &WorkerConfig) -> Self {
+        for worker in &mut self.workers {
+            if let Ok(named) = NamedWorker::at(&worker.config.endpoint, given) {
+                worker.config = named.config;
+            }
+        }
+        self
+    }
+}
+
+impl DiscoverySource for ProbedUrls {
+    fn name(&self) -> String {
+        "urls".to_owned()
+    }
+
+    async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        loop {
+            if let Some(complaint) = self.changes.pending() {
+                return Some(Err(complaint));
+            }
+            sleep_until(self.next_at).await;
+            let (workers, errors) = self.prober.ask(&self.workers).await;
+            self.next_at = Instant::now() + self.prober.options.interval;
+            let complaint = (!errors.is_empty()).then_some(DiscoveryError::Engines(errors));
+            let news = match worker_map(workers) {
+                Ok(map) => self.changes.look(Some(map), complaint),
+                Err(error) => self.changes.look(None, Some(error.into())),
+            };
+            if news.is_some() {
+                return news;
+            }
+        }
+    }
+
+    fn rewind(&mut self) {
+        self.changes.forget();
+        self.next_at = Instant::now();
+    }
+}

@@ -1,0 +1,531 @@
+//! Discovery through a running router: what sources say becomes what runs, whatever breaks on the way.
+//!
+//! Owns nothing. Waits for what must come about, never for a time; where a period must pass, the clock is paused.
+#![cfg(feature = "faults")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::future::pending;
+use std::time::Duration;
+
+use common::{assert_at_rest, config, tokens, without_reports_of_drills};
+use metrics_util::debugging::DebuggingRecorder;
+use pointsman::discovery::{DiscoveryError, derived_id};
+use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
+use pointsman::{DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList};
+use tokio::sync::{mpsc, watch};
+
+fn set(workers: &[(u64, &str)]) -> WorkerMap {
+    workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect()
+}
+
+/// Workers and where they are.
+fn running(router: &Router) -> BTreeMap<u64, String> {
+    router.workers().iter().map(|entry| (entry.worker.0, entry.config.endpoint.clone())).collect()
+}
+
+/// Waits until the workers are these.
+async fn runs(router: &Router, workers: &[(u64, &str)]) {
+    let wanted: BTreeMap<u64, String> = workers.iter().map(|(id, at)| (*id, (*at).to_owned())).collect();
+    until(router, |_| running(router) == wanted).await;
+}
+
+/// Waits until the sources are so.
+async fn until(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
+    while !so(&router.discovery()) {
+        assert_eq!(router.health().state, Ok(()), "the router is up");
+        tokio::task::yield_now().await;
+    }
+}
+
+/// A source that says what it is told to say.
+struct Told(mpsc::UnboundedReceiver<Say>);
+
+enum Say {
+    Set(WorkerMap),
+    Trouble(&'static str),
+    Panic,
+}
+
+impl DiscoverySource for Told {
+    fn name(&self) -> String {
+        "told".to_owned()
+    }
+
+    async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        match self.0.recv().await? {
+            Say::Set(workers) => Some(Ok(workers)),
+            Say::Trouble(what) => Some(Err(DiscoveryError::Other(what.to_owned()))),
+            Say::Panic => std::panic::panic_any("a drill"),
+        }
+    }
+}
+
+fn told() -> (mpsc::UnboundedSender<Say>, Told) {
+    let (say, said) = mpsc::unbounded_channel();
+    (say, Told(said))
+}
+
+async fn start(config: RouterConfig, source: impl DiscoverySource) -> Router {
+    Router::builder(config).discovery(source).start().await.expect("it starts")
+}
+
+#[tokio::test]
+async fn the_first_of_two_sources_is_heard_and_hand_given_workers_stay() {
+    let (first, seen_first) = watch::channel(set(&[(1, "a"), (2, "a")]));
+    let (second, seen_second) = watch::channel(set(&[(2, "b"), (3, "b"), (9, "b")]));
+    let builder = Router::builder(config()).worker(WorkerId(9), WorkerConfig::at("hand"));
+    let router = builder.discovery(seen_first).discovery(seen_second).start().await.expect("it starts");
+    runs(&router, &[(1, "a"), (2, "a"), (3, "b"), (9, "hand")]).await;
+    let sizes: Vec<_> = router.discovery().into_iter().map(|status| status.workers).collect();
+    assert_eq!(sizes, [2, 3]);
+
+    first.send_replace(set(&[(1, "a")]));
+    runs(&router, &[(1, "a"), (2, "b"), (3, "b"), (9, "hand")]).await;
+    first.send_replace(set(&[(3, "a")]));
+    runs(&router, &[(2, "b"), (3, "a"), (9, "hand")]).await;
+    drop(first);
+    until(&router, |statuses| statuses[0].closed && !statuses[1].closed).await;
+    second.send_replace(set(&[]));
+    runs(&router, &[(3, "a"), (9, "hand")]).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_discovery_has_dropped_is_never_chosen_once_it_has_left() {
+    let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
+    let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
+    let prompt = tokens(1, 4);
+    let mut held = Vec::new();
+    for n in 0..20 {
+        let id = format!("before-{n}");
+        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+    assert!(held.iter().any(|placement| placement.rank().worker == WorkerId(1)));
+    source.send_replace(set(&[(2, "a")]));
+    runs(&router, &[(2, "a")]).await;
+    until(&router, |statuses| statuses[0].leaving.is_empty()).await;
+    for n in 0..100 {
+        let id = format!("after-{n}");
+        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+        assert_eq!(placement.rank().worker, WorkerId(2));
+    }
+    drop(held);
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn workers_removed_by_hand_stay_away_until_they_are_no_longer_named() {
+    tokio::time::pause();
+    let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
+    let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
+    router.remove_worker(WorkerId(1)).await.expect("it was there");
+    tokio::time::advance(Duration::from_secs(60)).await;
+    source.send_replace(set(&[(1, "a"), (3, "a")]));
+    runs(&router, &[(3, "a")]).await;
+    source.send_replace(set(&[(3, "a"), (4, "a")]));
+    runs(&router, &[(3, "a"), (4, "a")]).await;
+    source.send_replace(set(&[(1, "a")]));
+    runs(&router, &[(1, "a")]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn news_that_was_missed_is_made_up_for_at_the_next_pass() {
+    let (source, seen) = watch::channel(set(&[(1, "a")]));
+    let router = start(RouterConfig { min_initial_workers: 1, discovery_interval_ms: 7_000, ..config() }, seen).await;
+    let mut workers = running(&router);
+    for round in 2..5_u64 {
+        assert!(router.miss_next_discovery());
+        source.send_replace(set(&[(round, "a")]));
+        until(&router, |statuses| statuses[0].workers == 1 && running(&router) == workers).await;
+        let before = tokio::time::Instant::now();
+        // Nothing is left to do, so the clock runs on to the next pass.
+        while running(&router) == workers {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert!(before.elapsed() <= Duration::from_millis(7_001), "{:?}", before.elapsed());
+        workers = running(&router);
+        assert_eq!(workers.keys().copied().collect::<Vec<_>>(), [round]);
+    }
+}
+
+#[tokio::test]
+async fn trouble_keeps_the_last_good_set_and_is_shown() {
+    let (say, source) = told();
+    let router = start(config(), source).await;
+    say.send(Say::Trouble("no registry")).expect("followed");
+    until(&router, |statuses| statuses[0].last_error.as_deref() == Some("no registry")).await;
+    say.send(Say::Set(set(&[(1, "a")]))).expect("followed");
+    runs(&router, &[(1, "a")]).await;
+    until(&router, |statuses| statuses[0].last_error.is_none()).await;
+    say.send(Say::Trouble("it has gone")).expect("followed");
+    until(&router, |statuses| statuses[0].last_error.as_deref() == Some("it has gone")).await;
+    assert_eq!(running(&router).len(), 1, "the last good set stands");
+    drop(say);
+    until(&router, |statuses| statuses[0].closed).await;
+    assert_eq!(running(&router).len(), 1, "a closed source changes nothing");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_panics_is_asked_again() {
+    without_reports_of_drills();
+    let (say, source) = told();
+    let router = start(config(), source).await;
+    for worker in 1..4 {
+        say.send(Say::Panic).expect("followed");
+        until_slowly(&router, |statuses| statuses[0].last_error.as_deref() == Some("the source panicked")).await;
+        say.send(Say::Set(set(&[(worker, "a")]))).expect("followed");
+        until_slowly(&router, |_| running(&router).contains_key(&worker)).await;
+    }
+    assert_eq!(router.health().restarts, 0, "no actor dies of it");
+}
+
+/// As [`until`], letting a paused clock run on.
+async fn until_slowly(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
+    while !so(&router.discovery()) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[tokio::test]
+async fn workers_that_cannot_be_used_are_left_out_and_named() {
+    let broken = WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("b") };
+    let mut wanted = set(&[(1, "a")]);
+    wanted.insert(WorkerId(2), broken);
+    let (source, seen) = watch::channel(wanted);
+    let router = start(config(), seen).await;
+    runs(&router, &[(1, "a")]).await;
+    until(&router, |statuses| !statuses[0].refused.is_empty()).await;
+    let refused = &router.discovery()[0].refused;
+    assert!(refused[&WorkerId(2)].contains("data_parallel_size is 0"), "{refused:?}");
+    source.send_replace(set(&[(1, "a"), (2, "b")]));
+    runs(&router, &[(1, "a"), (2, "b")]).await;
+    until(&router, |statuses| statuses[0].refused.is_empty()).await;
+}
+
+#[tokio::test]
+async fn lists_of_workers_close_once_they_are_taken_in() {
+    let list = StaticList::new([(Some(WorkerId(7)), WorkerConfig::at("a")), (None, WorkerConfig::at("b"))]);
+    let config = RouterConfig { min_initial_workers: 2, ..config() };
+    let router = start(config, list.expect("ids differ")).await;
+    assert_eq!(running(&router).into_keys().collect::<Vec<_>>(), [7, derived_id("b").0]);
+    until(&router, |statuses| statuses[0].closed).await;
+}
+
+#[test]
+fn trouble_and_conflicts_are_counted() {
+    let recorder = DebuggingRecorder::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let ((say, first), (say_too, second)) = (told(), told());
+            let builder = Router::builder(config()).discovery(first).discovery(second);
+            let router = builder.start().await.expect("it starts");
+            say.send(Say::Set(set(&[(1, "a"), (2, "a")]))).expect("followed");
+            runs(&router, &[(1, "a"), (2, "a")]).await;
+            for _ in 0..2 {
+                say_too.send(Say::Trouble("again")).expect("followed");
+            }
+            say_too.send(Say::Set(set(&[(2, "b"), (3, "b")]))).expect("followed");
+            runs(&router, &[(1, "a"), (2, "a"), (3, "b")]).await;
+        });
+    });
+    let recorded = recorder.snapshotter().snapshot().into_vec();
+    let count = |name: &str| {
+        let counts = recorded.iter().filter(|(key, ..)| key.key().name() == name);
+        counts.map(|(_, _, _, value)| format!("{value:?}")).collect::<Vec<_>>()
+    };
+    assert_eq!(count("pointsman_discovery_conflicts_total"), ["Counter(1)"]);
+    assert_eq!(count("pointsman_discovery_errors_total"), ["Counter(2)"], "both sources bear one name here");
+}
+
+/// A source that waits for ever does not keep a router that is dropped.
+#[tokio::test]
+async fn sources_end_with_the_router() {
+    struct Silent(#[allow(dead_code, reason = "held until the source is dropped")] mpsc::Sender<()>);
+    impl DiscoverySource for Silent {
+        fn name(&self) -> String {
+            "silent".to_owned()
+        }
+        async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+            pending().await
+        }
+    }
+    let (held, mut gone) = mpsc::channel(1);
+    let router = start(config(), Silent(held)).await;
+    drop(router);
+    assert_eq!(gone.recv().await, None, "the source has been dropped");
+}
+
+/// Twenty deaths while the set keeps changing: every change arrives.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_discovery_actor_that_dies_loses_nothing() {
+    without_reports_of_drills();
+    let (said_by_channel, seen) = watch::channel(set(&[(1, "a")]));
+    let (say, source) = told();
+    let builder = Router::builder(config()).discovery(seen).discovery(source);
+    let router = builder.start().await.expect("it starts");
+    for round in 1..=20_u64 {
+        let before = router.health().restarts;
+        assert!(router.inject(Fault::Discovery(0)) && router.inject(Fault::Discovery(1)));
+        say.send(Say::Set(set(&[(100 + round, "b")]))).expect("its receiver lives on");
+        said_by_channel.send_replace(set(&[(round, "a")]));
+        runs(&router, &[(round, "a"), (100 + round, "b")]).await;
+        until(&router, |_| router.health().restarts == before + 2).await;
+    }
+    assert!(!router.inject(Fault::Discovery(2)), "there is no third");
+}
+
+#[tokio::test]
+async fn a_discovery_actor_that_dies_too_often_takes_the_router_with_it() {
+    without_reports_of_drills();
+    let (_source, seen) = watch::channel(set(&[(1, "a")]));
+    let router = start(RouterConfig { restarts_max: 2, min_initial_workers: 1, ..config() }, seen).await;
+    while router.health().state.is_ok() {
+        router.inject(Fault::Discovery(0));
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(router.health().restarts, 2);
+}
+
+#[cfg(feature = "discovery")]
+mod found {
+    use std::path::{Path, PathBuf};
+    use std::sync::{Arc, Mutex};
+
+    use common::BLOCK_SIZE;
+    use pointsman::protocol::{KvEventsConfig, LoadSource};
+    use pointsman::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(5);
+    const AN_HOUR: Duration = Duration::from_secs(3600);
+
+    /// A directory of one test, gone with it.
+    struct Directory(PathBuf);
+
+    impl Directory {
+        fn new(test: &str) -> Self {
+            let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("discovery-{test}-{}", std::process::id()));
+            std::fs::create_dir_all(&path).expect("a directory");
+            Self(path)
+        }
+
+        /// Replaces a file at once.
+        fn replace(&self, name: &str, content: &str) -> PathBuf {
+            let (new, path) = (self.0.join("new"), self.0.join(name));
+            std::fs::write(&new, content).expect("written");
+            std::fs::rename(&new, &path).expect("renamed");
+            path
+        }
+    }
+
+    impl Drop for Directory {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// An engine: what it answers to which path; anything else is 404.
+    #[derive(Clone, Default)]
+    struct Engine(Arc<Mutex<BTreeMap<&'static str, String>>>);
+
+    impl Engine {
+        async fn serve(&self) -> String {
+            let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+            let url = format!("http://{}", listener.local_addr().expect("bound"));
+            let engine = self.clone();
+            tokio::spawn(async move {
+                loop {
+                    let (mut stream, _) = listener.accept().await.expect("a connection");
+                    let mut asked = Vec::new();
+                    while !asked.ends_with(b"\r\n\r\n") {
+                        match stream.read_u8().await {
+                            Ok(byte) => asked.push(byte),
+                            Err(_) => break,
+                        }
+                    }
+                    let answer = engine.answer(&String::from_utf8_lossy(&asked));
+                    let _ = stream.write_all(answer.as_bytes()).await;
+                }
+            });
+            url
+        }
+
+        fn answer(&self, request: &str) -> String {
+            let path = request.split(' ').nth(1).unwrap_or_default();
+            match self.0.lock().expect("no panic").get(path) {
+                Some(body) => format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len()),
+                None => "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n".to_owned(),
+            }
+        }
+
+        fn says(&self, path: &'static str, body: impl Into<String>) {
+            self.0.lock().expect("no panic").insert(path, body.into());
+        }
+
+        fn vllm(blocks: u32, block_size: u32) -> Self {
+            let engine = Self::default();
+            engine.says("/v1/models", r#"{ "object": "list", "data": [{ "id": "mock", "parent": null }] }"#);
+            let of_rank = |rank| {
+                let labels = format!("block_size=\"{block_size}\",engine=\"{rank}\",num_gpu_blocks=\"{blocks}\"");
+                format!("vllm:cache_config_info{{{labels}}} 1.0\n")
+            };
+            engine.says("/metrics", [of_rank(0), of_rank(1)].concat());
+            engine
+        }
+
+        fn sglang(block_size: u32) -> Self {
+            let engine = Self::default();
+            let kv_events = format!(
+                r#"{{ "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "",
+                    "block_size": {block_size}, "dp_size": 1 }}"#
+            );
+            let info = format!(
+                r#"{{ "served_model_name": "mock", "dp_size": 1, "max_total_num_tokens": 400, "kv_events": {kv_events} }}"#
+            );
+            engine.says("/get_server_info", info);
+            engine
+        }
+    }
+
+    fn options() -> ProbeOptions {
+        ProbeOptions { interval: SOON, timeout: AN_HOUR, ..ProbeOptions::of(&config()).model("mock") }
+    }
+
+    fn config_of(router: &Router, url: &str) -> Option<WorkerConfig> {
+        let workers = router.workers();
+        workers.iter().find(|entry| entry.worker == derived_id(url)).map(|entry| entry.config.clone())
+    }
+
+    #[tokio::test]
+    async fn engines_say_what_they_are() {
+        let (vllm, sglang) = (Engine::vllm(100, BLOCK_SIZE).serve().await, Engine::sglang(BLOCK_SIZE).serve().await);
+        let source = ProbedUrls::new([vllm.clone(), sglang.clone()], options()).expect("addresses");
+        let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
+        let expected = WorkerConfig {
+            data_parallel_size: 2,
+            total_kv_blocks: Some(100),
+            load: Some(LoadSource::Metrics(format!("{vllm}/metrics"))),
+            ..WorkerConfig::at(&vllm)
+        };
+        assert_eq!(config_of(&router, &vllm), Some(expected));
+        let kv_events =
+            KvEventsConfig { endpoint: "tcp://127.0.0.1:5557".to_owned(), replay_endpoint: None, topic: String::new() };
+        let expected =
+            WorkerConfig { total_kv_blocks: Some(100), kv_events: Some(kv_events), ..WorkerConfig::at(&sglang) };
+        assert_eq!(config_of(&router, &sglang), Some(expected));
+    }
+
+    #[tokio::test]
+    async fn one_engine_in_trouble_harms_no_other() {
+        let (good, other) = (Engine::vllm(100, BLOCK_SIZE), Engine::vllm(100, BLOCK_SIZE));
+        let (good_url, other_url) = (good.serve().await, other.serve().await);
+        let misfit = Engine::sglang(BLOCK_SIZE * 2).serve().await;
+        let nobody = TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
+        let urls = [good_url.clone(), other_url.clone(), misfit.clone(), format!("http://{nobody}")];
+        let router = start(config(), ProbedUrls::new(urls, options()).expect("addresses")).await;
+        until(&router, |statuses| statuses[0].workers == 2 && statuses[0].last_error.is_some()).await;
+        let error = router.discovery()[0].last_error.clone().expect("two are wrong");
+        let mismatch = format!("{misfit}: its block size is 8, must be 4, which is the pool's");
+        assert!(error.contains(&mismatch) && error.contains("cannot connect"), "{error}");
+
+        // It answers nonsense from now on: what it said before stands, and the other is still heard.
+        good.says("/metrics", "<html>");
+        until(&router, |statuses| statuses[0].last_error.as_ref().is_some_and(|e| e.contains("/metrics"))).await;
+        let grown = Engine::vllm(200, BLOCK_SIZE).0.lock().expect("no panic")["/metrics"].clone();
+        other.says("/metrics", grown);
+        until(&router, |_| config_of(&router, &other_url).is_some_and(|c| c.total_kv_blocks == Some(200))).await;
+        assert_eq!(config_of(&router, &good_url).and_then(|config| config.total_kv_blocks), Some(100));
+
+        // It says clearly that it belongs elsewhere.
+        good.says("/metrics", Engine::vllm(1, BLOCK_SIZE * 4).0.lock().expect("no panic")["/metrics"].clone());
+        until(&router, |_| config_of(&router, &good_url).is_none()).await;
+        assert!(config_of(&router, &other_url).is_some());
+    }
+
+    #[tokio::test]
+    async fn files_are_followed_and_broken_ones_refused() {
+        let directory = Directory::new("file");
+        let path = directory.0.join("workers.toml");
+        let source = WatchedFile::new(&path, options()).expect("a name").every(SOON);
+        let router = start(config(), source).await;
+        let shows = async |what: &str| {
+            until(&router, |statuses| statuses[0].last_error.as_ref().is_some_and(|error| error.contains(what))).await;
+        };
+        shows("cannot be read").await;
+        directory.replace("workers.toml", "[[workers]]\nid = 1\nurl = \"http://a\"\n");
+        runs(&router, &[(1, "http://a")]).await;
+        for (broken, says) in [
+            ("[[workers]]\nid = 1\nurl = \"http://b\"\ntotal_kv_block = 3\n", "line 4: unknown field `total_kv_block`"),
+            ("[[workers]]\nid = 1\nurl = \"https://b\"\n", "its scheme is \"https\", must be http"),
+            ("[[workers]]\nid = 1\nurl = \"http://", "line 3: "),
+            ("", "missing field `workers`"),
+        ] {
+            directory.replace("workers.toml", broken);
+            shows(says).await;
+            assert!(router.discovery()[0].last_error.as_ref().is_some_and(|e| e.contains("workers.toml: ")));
+            runs(&router, &[(1, "http://a")]).await;
+        }
+        directory.replace("workers.toml", "[[workers]]\nid = 2\nurl = \"http://b\"\n");
+        runs(&router, &[(2, "http://b")]).await;
+        until(&router, |statuses| statuses[0].last_error.is_none()).await;
+        std::fs::remove_file(&path).expect("it was there");
+        shows("cannot be read").await;
+        runs(&router, &[(2, "http://b")]).await;
+    }
+
+    #[tokio::test]
+    async fn workers_of_a_file_may_be_asked() {
+        let (directory, engine) = (Directory::new("probe"), Engine::vllm(100, BLOCK_SIZE));
+        let url = engine.serve().await;
+        let entry =
+            format!(r#"{{ "id": 5, "url": "{url}", "probe": true, "kv_events": {{ "endpoint": "tcp://*:9" }} }}"#);
+        let path = directory
+            .replace("workers.json", &format!(r#"{{ "workers": [{entry}, {{ "id": 6, "url": "http://plain" }}] }}"#));
+        let source = WatchedFile::new(path, options()).expect("a name").every(SOON);
+        let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
+        let config = router.workers()[0].config.clone();
+        assert_eq!((config.data_parallel_size, config.total_kv_blocks), (2, Some(100)));
+        assert_eq!(config.kv_events.map(|kv_events| kv_events.endpoint).as_deref(), Some("tcp://127.0.0.1:9"));
+        assert_eq!(router.workers()[1].config, WorkerConfig::at("http://plain"));
+    }
+
+    #[tokio::test]
+    async fn every_address_of_a_name_is_a_worker() {
+        let given = WorkerConfig { load: Some(LoadSource::Socket("tcp://*:9".to_owned())), ..WorkerConfig::at("") };
+        let source = DnsNames::new(["127.0.0.1:8000", "[::1]:8000"]).expect("names").given(&given).every(SOON);
+        assert_eq!(DiscoverySource::name(&source), "dns:127.0.0.1:8000,[::1]:8000");
+        let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
+        let four = config_of(&router, "http://127.0.0.1:8000").expect("there");
+        assert_eq!(four.load, Some(LoadSource::Socket("tcp://127.0.0.1:9".to_owned())));
+        let six = config_of(&router, "http://[::1]:8000").expect("there");
+        assert_eq!(six.load, Some(LoadSource::Socket("tcp://[::1]:9".to_owned())));
+    }
+
+    #[tokio::test]
+    async fn names_that_cannot_be_resolved_are_told_of_and_harm_no_other() {
+        let too_long = format!("{}:8000", "a".repeat(64));
+        let source = DnsNames::new([too_long.as_str(), "127.0.0.1:8000"]).expect("names").every(SOON);
+        let router = start(config(), source).await;
+        until(&router, |statuses| statuses[0].last_error.is_some()).await;
+        let error = router.discovery()[0].last_error.clone().expect("just seen");
+        assert!(error.starts_with(&format!("{too_long} cannot be resolved: ")), "{error}");
+        runs(&router, &[(derived_id("http://127.0.0.1:8000").0, "http://127.0.0.1:8000")]).await;
+    }
+
+    #[test]
+    fn what_names_no_engine_is_refused_at_once() {
+        let urls = |urls: [&str; 2]| ProbedUrls::new(urls, options()).expect_err("refused").to_string();
+        assert!(urls(["http://a", "ftp://b"]).contains("its scheme is \"ftp\", must be http"));
+        assert!(urls(["http://a", "http://a"]).contains("both have the id"));
+        for name in ["engines", "engines:8000/", "engines:x", "http://engines:8000", "me@engines:8000"] {
+            assert!(DnsNames::new([name]).is_err(), "{name}");
+        }
+        let file = WatchedFile::new("workers.yaml", options()).expect_err("refused").to_string();
+        assert_eq!(file, "workers.yaml: its name must end in .toml or .json");
+    }
+}
