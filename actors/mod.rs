@@ -24,6 +24,7 @@ mod health;
 mod http;
 #[cfg(feature = "zmq")]
 mod ingest;
+mod kv_source;
 mod liveness;
 #[cfg(feature = "discovery")]
 mod per_worker;
@@ -35,7 +36,6 @@ mod scheduler;
 mod sequence;
 mod shared;
 mod shared_cache;
-mod source;
 mod supervisor;
 mod telemetry;
 mod turn;
@@ -46,6 +46,7 @@ pub use discovery::{DiscoverySource, DiscoveryStatus, StaticList};
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Wedge};
+pub use kv_source::KvSourceStatus;
 pub use placement::Placement;
 pub use router::{
     AddRequest, BestMatch, CacheHit, Health, OverlapScores, Prompt, RankScores, RouteRequest, Router, RouterBuilder,
@@ -53,4 +54,3 @@ pub use router::{
 };
 pub use scheduler::PendingClass;
 pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
-pub use source::KvSourceStatus;

@@ -14,11 +14,11 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::clock::Clock;
 use super::gather::{Leg, Onward};
+use super::kv_source::{Doubted, SourceCell};
 use super::predict::Beliefs;
 use super::scheduler::{Scheduler, SchedulerMsg, Ticket};
 use super::shared::{Seat, Shared};
 use super::shared_cache::SharedCacheFailure;
-use super::source::{Doubted, SourceCell};
 use super::supervisor::SupervisorMsg;
 use super::telemetry::Pool;
 use super::turn::{After, Step, Turn};

@@ -18,7 +18,7 @@ use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::shared::{Seat, Shared};
 use crate::ingest::{Applied, Backoff, Effect, Input, Source, SourceConfig, Trust};
 use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
-use crate::wire::{Decoder, WireConfig};
+use crate::wire::{Decoder, Finding, Report, WireConfig};
 use crate::zmtp::{Caps, Replayed};
 
 /// What a reader is given.
@@ -209,7 +209,7 @@ impl Reader {
             self.apply(events).await;
         }
         let applied = Applied {
-            events: if report.findings.is_empty() { report.events } else { report.events.max(1) },
+            events: events_of_note(&report),
             usable: report.usable,
             stored_blocks: report.stored_blocks,
             cleared: report.cleared,
@@ -233,6 +233,14 @@ impl Reader {
             self.shared.shards[shard].turn.tell(RadixMsg::Apply { events, only, permit });
         }
     }
+}
+
+/// Events of a batch by which it can be told whether it is understood: not those that are known to be of no use here. A
+/// batch that cannot be read at all is as bad as one event that cannot.
+fn events_of_note(report: &Report) -> u32 {
+    let of_no_use = report.findings.get(Finding::NotMainAttention) + report.findings.get(Finding::NonLocal);
+    let others = report.events.saturating_sub(u32::try_from(of_no_use).unwrap_or(u32::MAX));
+    if report.findings.is_empty() || of_no_use > 0 { others } else { others.max(1) }
 }
 
 /// The subscription, or the way to one.

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use tokio::sync::{oneshot, watch};
 
 use super::{RouteRequest, Router};
+use crate::actors::kv_source::KvSourceStatus;
 use crate::actors::radix::{RadixMsg, shard_of};
-use crate::actors::source::KvSourceStatus;
 use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
 use crate::schedule::Rejection;

@@ -7,9 +7,9 @@ use tokio::sync::oneshot;
 
 use super::{Health, Router, STOP_WAIT, WorkerEntry};
 use crate::actors::discovery::DiscoveryStatus;
+use crate::actors::kv_source::KvSourceStatus;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Phase;
-use crate::actors::source::KvSourceStatus;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::config::{PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
