@@ -124,14 +124,16 @@ mod recorded {
     const THREES: u64 = 0x0303_0303_0303_0303;
     const NEGATIVE: u64 = -123_456_789_i64 as u64;
 
+    /// Events and findings.
+    type Frame = (Vec<RouterEvent>, Vec<(Finding, u64)>);
+
     struct Expected {
         /// As far as it tells the dialect.
         publisher: &'static str,
-        /// Events and findings of each frame.
-        frames: Vec<(Vec<RouterEvent>, Vec<(Finding, u64)>)>,
+        frames: Vec<Frame>,
     }
 
-    fn vllm_array() -> Vec<(Vec<RouterEvent>, Vec<(Finding, u64)>)> {
+    fn vllm_array() -> Vec<Frame> {
         let child = stored(Device, Some(0x0123_4567_89ab_cdef), &[(0xfedc_ba98_7654_3210, 0)]);
         vec![
             (vec![stored(Device, None, &[(ONES, PLAIN[0]), (TWOS, PLAIN[1])])], vec![]),
@@ -142,7 +144,7 @@ mod recorded {
         ]
     }
 
-    fn vllm_map() -> Vec<(Vec<RouterEvent>, Vec<(Finding, u64)>)> {
+    fn vllm_map() -> Vec<Frame> {
         let adapted = requested(&OTHER, Some("adapterA"), None)[0];
         let salted = requested(&TOKENS[..4], None, Some("tenant-salt"))[0];
         vec![
@@ -153,7 +155,7 @@ mod recorded {
         ]
     }
 
-    fn sglang(child: u64) -> Vec<(Vec<RouterEvent>, Vec<(Finding, u64)>)> {
+    fn sglang(child: u64) -> Vec<Frame> {
         vec![
             (vec![stored(Device, None, &[(NEGATIVE, PLAIN[0]), (987_654_321, PLAIN[1])])], vec![]),
             (vec![stored(Device, Some(NEGATIVE), &[(5, child)])], vec![]),

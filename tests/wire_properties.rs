@@ -407,7 +407,7 @@ fn declared_lengths_are_not_believed() {
     for marker in [0xdd, 0xdf, 0xdb, 0xc6, 0xc9] {
         for event in (0..9).map(|at| stored(at, endless(marker))).chain([endless(marker)]) {
             let (events, report) = decode_counted(&batch([first.clone(), event.clone()]));
-            assert_eq!(events[..], [first_event.clone()], "{event:?}");
+            assert_eq!(events[..], *std::slice::from_ref(&first_event), "{event:?}");
             let cut = report.findings.get(Finding::Truncated);
             assert_eq!((cut, report.usable), (1, 1), "{event:?} {report:?}");
         }

@@ -36,6 +36,17 @@ const ENCODINGS: [Encoding; 256] = {
     encodings
 };
 
+impl Encoding {
+    fn of(marker: u8) -> Self {
+        ENCODINGS[usize::from(marker)]
+    }
+
+    /// The number at the beginning of these bytes, which has this encoding.
+    fn number(self, bytes: [u8; 8]) -> u32 {
+        (u64::from_be_bytes(bytes) << self.drop_front >> self.drop_back) as u32
+    }
+}
+
 /// One scalar, or the head of an array or map whose items follow.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Item<'a> {
@@ -179,24 +190,32 @@ impl<'a> Cursor<'a> {
         count
     }
 
-    /// Reads numbers below 2^32 in the encodings that token ids come in into `numbers`, and says how many they were.
-    /// What stops it before the slice is full is for [`Cursor::item`] to look at.
+    /// Reads numbers below 2^32 in the encodings that token ids come in into `numbers`, in pairs, and says how many they
+    /// were. What stops it before the slice is full is for [`Cursor::item`] to look at.
     ///
-    /// How long an id is cannot be foreseen, so nothing branches on it: one table says how many bits of the next eight
-    /// bytes to drop on either side. Per id this takes a third of the time of a `match` on the marker.
+    /// How long an id is cannot be foreseen, so nothing branches on it: a table says which bits of the next eight bytes
+    /// are the number. What takes the time is finding where the next one begins. Hence pairs: how long the second is,
+    /// is looked up for each place where it may begin, while the first one's length is still being looked up. That
+    /// makes 3.6 ns an id of 4.7, on a busy machine, ids spread over a vocabulary of 150,000.
     pub(super) fn small_numbers(&mut self, numbers: &mut [u32]) -> usize {
         let mut rest = self.rest;
         let mut count = 0;
-        for number in numbers {
-            let Some(chunk) = rest.first_chunk() else { break };
-            let bytes = u64::from_be_bytes(*chunk);
-            let encoding = ENCODINGS[(bytes >> 56) as usize];
-            if encoding.len == 0 {
+        for pair in numbers.chunks_exact_mut(2) {
+            let Some(chunk) = rest.first_chunk::<16>() else { break };
+            let first = Encoding::of(chunk[0]);
+            // A byte each, by the first one's length less one; none is four long.
+            let second_lens =
+                [chunk[1], chunk[2], chunk[3], 0xc0, chunk[5], 0xc0, 0xc0, 0xc0].map(|at| Encoding::of(at).len);
+            let Some(place) = usize::from(first.len).checked_sub(1) else { break };
+            let second_len = (u64::from_le_bytes(second_lens) >> (8 * place)) as u8;
+            let Some(second) = chunk[place + 1..].first_chunk() else { break };
+            if second_len == 0 {
                 break;
             }
-            *number = (bytes << encoding.drop_front >> encoding.drop_back) as u32;
-            rest = &rest[usize::from(encoding.len)..];
-            count += 1;
+            pair[0] = first.number(*chunk.first_chunk().expect("8 of 16"));
+            pair[1] = Encoding::of(second[0]).number(*second);
+            rest = &rest[place + 1 + usize::from(second_len)..];
+            count += 2;
         }
         self.rest = rest;
         count
@@ -301,6 +320,28 @@ mod tests {
             assert_eq!(item(bytes), Err(Finding::Truncated), "{bytes:?}");
         }
         assert_eq!(item(&[0xc1]), Err(Finding::Malformed));
+    }
+
+    #[test]
+    fn runs_of_numbers_end_at_the_first_other_item() {
+        let numbers = [1, 0x7f, 0x80, 0xff, 0x100, 0xffff, 0x1_0000, u32::MAX, 5, 0x1234, 0x12_3456, 0];
+        let encoded = |number: u32| match number.to_be_bytes() {
+            [0, 0, 0, d @ ..0x80] => vec![d],
+            [0, 0, 0, d] => vec![0xcc, d],
+            [0, 0, c, d] => vec![0xcd, c, d],
+            bytes => [&[0xce][..], &bytes].concat(),
+        };
+        for first in 0..numbers.len() {
+            for second in 0..numbers.len() {
+                let (a, b) = (numbers[first], numbers[second]);
+                let bytes = [encoded(a), encoded(b), encoded(a), vec![0xc0; 16]].concat();
+                let mut cursor = Cursor::new(&bytes);
+                let mut read = [0; 4];
+                assert_eq!((cursor.small_numbers(&mut read), &read[..2]), (2, &[a, b][..]));
+                assert_eq!(cursor.item(), Ok(Item::Uint(a.into())));
+                assert_eq!(cursor.item(), Ok(Item::Nil));
+            }
+        }
     }
 
     #[test]
