@@ -1,0 +1,215 @@
+//! What is read of a batch when parts of it are odd, and what of an event when its dialect is.
+
+use super::*;
+use StorageTier::{Device, Disk, External, HostPinned};
+
+fn decode(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
+    let mut events = Vec::new();
+    let report = decoder().decode(payload, &mut events);
+    (events, report)
+}
+
+fn good(name: u64) -> Msg {
+    removal([name], [])
+}
+
+#[test]
+fn media_of_every_engine_are_tiers() {
+    let cases = [
+        (Msg::Nil, Device),
+        ("GPU".into(), Device),
+        ("CPU".into(), HostPinned),
+        ("CPU_PINNED".into(), HostPinned),
+        ("STORAGE".into(), Disk),
+        ("DISK".into(), Disk),
+        ("EXTERNAL".into(), External),
+    ];
+    for (medium, tier) in cases {
+        let medium = [("medium", medium)];
+        let of = [store([11], None, &TOKENS[..4], medium.clone()), removal([11], medium)];
+        let (events, report) = next(&mut decoder(), of);
+        assert_eq!(events, [stored(tier, None, &[(11, PLAIN[0])]), removed(tier, &[11])]);
+        assert!(report.findings.is_empty());
+    }
+    let (events, report) = next(&mut decoder(), [removal([11], [("medium", "TAPE".into())]), good(1)]);
+    assert_eq!((events, found(&report)), (vec![removed(Device, &[1])], vec![(Finding::UnknownMedium, 1)]));
+}
+
+#[test]
+fn a_bad_event_costs_itself() {
+    let bad = [
+        (Msg::Nil, Finding::WrongType),
+        (Msg::Array(vec![]), Finding::WrongShape),
+        (Msg::Map(vec![]), Finding::WrongShape),
+        (Msg::named([("kind", "BlockRemoved".into())]), Finding::WrongShape),
+        (Msg::from(["BlockRemoved"]), Finding::WrongShape),
+        (Msg::from([5_u64]), Finding::WrongType),
+        (Msg::from(["BlockMoved", "x"]), Finding::UnknownEvent),
+        (removal([1], [("medium", 5.into())]), Finding::WrongType),
+        (removal([1], [("locality", "remote".into())]), Finding::NonLocal),
+        (Msg::Array(vec!["BlockRemoved".into(), 5.into()]), Finding::WrongType),
+        (store([1], None, &TOKENS, [("lora_name", 5.into())]), Finding::WrongType),
+        (store([1], None, &TOKENS, [("parent_block_hash", "x".into())]), Finding::BadHash),
+        (removal([1], [("note", Msg::Raw([vec![0x91; 40], vec![0x01]].concat()))]), Finding::TooDeep),
+    ];
+    for (event, finding) in bad {
+        let (events, report) = next(&mut decoder(), [good(1), event.clone(), good(2)]);
+        assert_eq!(events, [removed(Device, &[1]), removed(Device, &[2])], "{event:?}");
+        assert_eq!((found(&report), report.events, report.usable), (vec![(finding, 1)], 3, 2), "{event:?}");
+    }
+}
+
+#[test]
+fn what_is_new_and_not_needed_costs_nothing() {
+    let more = [
+        ("ownership", Msg::from([5_u64])),
+        ("session_id", "s".into()),
+        ("lookahead_token_ids", [7_u64].into()),
+        ("locality", "LOCAL".into()),
+        ("from tomorrow", Msg::named([("x", Msg::Bool(true))])),
+    ];
+    let late_type = Msg::Map(vec![
+        (Msg::from([1_u64]), Msg::Nil),
+        ("block_hashes".into(), [3_u64].into()),
+        ("type".into(), "BlockRemoved".into()),
+    ]);
+    let long: Msg = [Msg::from("BlockRemoved"), [4_u64].into(), "CPU".into(), 0.into(), Msg::Nil, Msg::Nil]
+        .into_iter()
+        .chain([Msg::from("local"), Msg::Nil, 17.into()])
+        .collect();
+    let ignored = Msg::from(["Ignored", "x"]);
+    let of = [store([11], None, &TOKENS[..4], more.clone()), removal([2], more), late_type, long, ignored];
+    let (events, report) = next(&mut decoder(), of);
+    let expected = [
+        stored(Device, None, &[(11, PLAIN[0])]),
+        removed(Device, &[2]),
+        removed(Device, &[3]),
+        removed(HostPinned, &[4]),
+    ];
+    assert_eq!((&events[..], found(&report), report.usable), (&expected[..], vec![], 5));
+}
+
+#[test]
+fn the_tail_of_an_array_may_be_of_another_release() {
+    let with = |tail: Vec<Msg>| {
+        let least = [
+            Msg::from("BlockStored"),
+            [11_u64].into(),
+            Msg::Nil,
+            [1_u64, 2, 3, 4].into(),
+            4.into(),
+            Msg::Nil,
+            "GPU".into(),
+        ];
+        hashes_of(least.into_iter().chain(tail).collect())
+    };
+    let salted = requested(&TOKENS[..4], Some("a"), Some("t"));
+    let full = vec!["a".into(), [["a", "t"]].into(), 0.into(), "full_attention".into(), Msg::Nil, "local".into()];
+    assert_eq!(with(full), (salted, vec![]));
+    let odd = vec![Msg::Nil, Msg::Nil, "?".into(), 5.into(), "?".into(), Msg::Array(vec![])];
+    assert_eq!(with(odd), (PLAIN[..1].to_vec(), vec![(Finding::WrongType, 3)]));
+    // What stands where adapters and salts are named is never nothing.
+    for tail in [vec![5.into()], vec![Msg::named([("salt", "s".into())])], vec![Msg::Nil, Msg::Bool(true)]] {
+        let (hashes, findings) = with(tail);
+        assert!(hashes[0] != PLAIN[0] && findings == [(Finding::UnknownNamespace, 1)]);
+    }
+}
+
+#[test]
+fn only_the_main_attentions_blocks_count() {
+    let kind = |idx: u64, kind: &str| [("group_idx", idx.into()), ("kv_cache_spec_kind", kind.into())];
+    let group = |idx: u64| [("group_idx", Msg::Uint(idx))];
+    let mut decoder = decoder();
+    let (events, report) = next(
+        &mut decoder,
+        [
+            store([11], None, &TOKENS[..4], kind(0, "sliding_window")),
+            store([11], None, &TOKENS[..4], kind(1, "full_attention")),
+            removal([11], group(0)),
+            removal([11], group(1)),
+            removal([12], []),
+            removal([13], group(2)),
+        ],
+    );
+    let expected = [stored(Device, None, &[(11, PLAIN[0])]), removed(Device, &[11]), removed(Device, &[12])];
+    assert_eq!((&events[..], found(&report)), (&expected[..], vec![(Finding::NotMainAttention, 3)]));
+    decoder.forget();
+    let (events, _) = next(&mut decoder, [removal([11], group(0)), removal([11], group(1))]);
+    assert_eq!(events, [removed(Device, &[11])]);
+}
+
+#[test]
+fn another_ranks_batch_leaves_no_trace() {
+    let salted = |name| store([name], None, &TOKENS[..4], [("cache_salt", "s".into())]);
+    let clear = || Msg::named([("type", "AllBlocksCleared".into())]);
+    let of_rank = |rank: Msg, events: Vec<Msg>| Msg::Array(vec![Msg::Float(1.0), Msg::Array(events), rank]).bytes();
+    let mut decoder = Decoder::new(WireConfig { ranks: 0..2, ..config() });
+    let mut events = Vec::new();
+    for rank in [Msg::Nil, 1.into()] {
+        let report = decoder.decode(&of_rank(rank, vec![salted(11), salted(12)]), &mut events);
+        assert_eq!((report.foreign_rank, report.usable), (None, 2));
+    }
+    assert_eq!((events.len(), decoder.namespaces()), (4, 2));
+    let trace = vec![
+        salted(13),
+        removal([11], []),
+        store([12], None, &TOKENS, []),
+        clear(),
+        salted(14),
+        removal([12], [("group_idx", 1.into()), ("kv_cache_spec_kind", "full_attention".into())]),
+    ];
+    for (rank, told) in [(Msg::Uint(0), 0), (257.into(), 257), (u64::MAX.into(), u32::MAX), (Msg::Int(-1), u32::MAX)] {
+        let report = decoder.decode(&of_rank(rank, trace.clone()), &mut events);
+        assert_eq!((report.foreign_rank, report.events, report.usable, report.cleared), (Some(told), 6, 0, false));
+        assert_eq!((events.len(), found(&report)), (4, vec![(Finding::ForeignRank, 1)]));
+        assert_eq!(decoder.namespaces(), 2);
+    }
+    let child = |parent| store([20], Some(parent), &TOKENS[..4], []);
+    let group = removal([1], [("group_idx", 1.into())]);
+    let report = decoder.decode(&of_rank(Msg::Nil, vec![child(11), child(12), group]), &mut events);
+    assert_eq!(found(&report), [(Finding::NotMainAttention, 1)]);
+    let salted = requested(&TOKENS[..4], None, Some("s"));
+    assert!(hashes(&events[4..5]) == salted && hashes(&events[5..6]) == salted);
+    // A worker with one rank may number it as it likes.
+    let mut decoder = Decoder::new(config());
+    let report = decoder.decode(&of_rank(9.into(), vec![good(1)]), &mut events);
+    assert_eq!((report.foreign_rank, report.usable), (None, 1));
+}
+
+#[test]
+fn what_is_around_the_events_may_be_odd() {
+    let events = || Msg::Array(vec![good(1)]);
+    let batch = |items: Vec<Msg>| decode(&Msg::Array(items).bytes());
+    let cases = [
+        (batch(vec![Msg::Float(f64::NAN), events()]), vec![(Finding::NotFinite, 1)]),
+        (batch(vec![5.into(), events(), Msg::Nil, "more".into()]), vec![]),
+        (batch(vec!["now".into(), events(), "rank".into()]), vec![(Finding::WrongType, 2)]),
+        (decode(&[super::batch([good(1)]), vec![0]].concat()), vec![(Finding::TrailingBytes, 1)]),
+    ];
+    for ((events, report), findings) in cases {
+        assert_eq!((events, found(&report)), (vec![removed(Device, &[1])], findings));
+    }
+    let none = [
+        (decode(&[]), Finding::Truncated),
+        (decode(&[0xc1]), Finding::Malformed),
+        (decode(b"\x80"), Finding::WrongType),
+        (batch(vec![Msg::Float(1.0)]), Finding::WrongShape),
+        (batch(vec![Msg::Float(1.0), 5.into()]), Finding::WrongType),
+    ];
+    for ((events, report), finding) in none {
+        assert_eq!((events.len(), report.usable, found(&report)), (0, 0, vec![(finding, 1)]));
+    }
+}
+
+#[test]
+fn limits_cost_what_is_beyond_them() {
+    let limits = Limits { payload_bytes_max: 400, events_max: 3, hashes_max: 2, tokens_max: 8, ..Limits::default() };
+    let mut decoder = Decoder::new(WireConfig { limits, ..config() });
+    let many = removal(1..=3, []);
+    let long = store([1], None, &[1; 9], []);
+    let (events, report) = next(&mut decoder, [many, long, good(1), good(2), good(3)]);
+    assert_eq!(events, [removed(Device, &[1])]);
+    assert_eq!((found(&report), report.events, report.usable), (vec![(Finding::TooLarge, 3)], 5, 1));
+    let (events, report) = next(&mut decoder, (0..20).map(good));
+    assert_eq!((events.len(), report.events, found(&report)), (0, 0, vec![(Finding::TooLarge, 1)]));
+}

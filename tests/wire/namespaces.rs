@@ -1,0 +1,153 @@
+//! Who shares blocks with whom: adapters, salts, objects, and keys of unknown meaning.
+
+use super::*;
+
+fn keys(entries: Vec<Msg>) -> [(&'static str, Msg); 1] {
+    [("extra_keys", Msg::Array(entries))]
+}
+
+#[test]
+fn a_salt_on_the_first_block_reaches_what_follows() {
+    for salt in ["tenantB", "dynamo-cache-salt:tenantB"] {
+        let mut decoder = decoder();
+        let expected = requested(&TOKENS, None, Some("tenantB"));
+        let root = store([11, 12], None, &TOKENS, keys(vec![[salt].into(), Msg::Nil]));
+        assert_eq!(hashes(&next(&mut decoder, [root]).0), expected);
+        let (events, report) = next(&mut decoder, [store([13], Some(12), &TOKENS[..4], keys(vec![Msg::Nil]))]);
+        assert_eq!(hashes(&events), expected[..1]);
+        assert!(report.findings.is_empty());
+        assert_eq!(decoder.namespaces(), 3);
+        // Stored again without: everybody's.
+        next(&mut decoder, [store([12], None, &TOKENS[..4], [])]);
+        assert_eq!(hashes(&next(&mut decoder, [store([14], Some(12), &TOKENS[..4], [])]).0), PLAIN[..1]);
+    }
+}
+
+#[test]
+fn a_namespace_lasts_as_long_as_a_tier_has_the_block() {
+    let child = || store([12], Some(11), &TOKENS[..4], []);
+    let root = |medium: &str| store([11], None, &TOKENS[..4], [("cache_salt", "s".into()), ("medium", medium.into())]);
+    let gone = |medium: &str| removal([11], [("medium", medium.into())]);
+    let salted = requested(&TOKENS[..4], None, Some("s"));
+    let mut decoder = decoder();
+    next(&mut decoder, [root("GPU"), root("CPU"), gone("GPU")]);
+    assert_eq!(hashes(&next(&mut decoder, [child()]).0), salted);
+    next(&mut decoder, [gone("CPU")]);
+    assert_eq!(hashes(&next(&mut decoder, [child()]).0), PLAIN[..1]);
+    next(&mut decoder, [root("GPU"), Msg::named([("type", "AllBlocksCleared".into())])]);
+    assert_eq!(hashes(&next(&mut decoder, [child()]).0), PLAIN[..1]);
+    next(&mut decoder, [root("GPU")]);
+    decoder.forget();
+    assert_eq!((hashes(&next(&mut decoder, [child()]).0), decoder.namespaces()), (PLAIN[..1].to_vec(), 0));
+}
+
+#[test]
+fn adapters_are_told_from_salts() {
+    let lora = ("lora_name", Msg::from("a"));
+    let adapted = |keys| store([11], None, &TOKENS[..4], [lora.clone(), ("extra_keys", keys)]);
+    let under = |salt| (requested(&TOKENS[..4], Some("a"), salt), vec![]);
+    assert_eq!(hashes_of(adapted([["a"]].into())), under(None));
+    assert_eq!(hashes_of(adapted([["a", "tenant"]].into())), under(Some("tenant")));
+    // A tenant that calls itself as the adapter is called does not get out of its namespace.
+    assert_eq!(hashes_of(adapted([["a", "a"]].into())), under(Some("a")));
+    // A child that does not name the adapter follows its parent.
+    let mut decoder = decoder();
+    next(&mut decoder, [adapted([["a", "tenant"]].into())]);
+    let (events, _) = next(&mut decoder, [store([12], Some(11), &TOKENS[..4], [])]);
+    assert_eq!(hashes(&events), requested(&TOKENS[..4], Some("a"), Some("tenant")));
+}
+
+#[test]
+fn an_adapter_without_a_name_has_its_own_blocks() {
+    let numbered = |id: u64| hashes_of(store([11], None, &TOKENS[..4], [("lora_id", id.into())]));
+    assert_eq!(numbered(0), (PLAIN[..1].to_vec(), vec![]), "no adapter has the number 0");
+    let (first, findings) = numbered(1);
+    assert_eq!(findings, [(Finding::UnnamedLora, 1)]);
+    let (second, _) = numbered(2);
+    assert!(first != second && first != PLAIN[..1] && first != requested(&TOKENS[..4], Some("1"), None));
+}
+
+#[test]
+fn sglang_names_its_salt_with_each_store() {
+    let salt = || [("cache_salt", Msg::from("s"))];
+    let mut decoder = decoder();
+    let (events, report) =
+        next(&mut decoder, [store([11], None, &TOKENS[..4], salt()), store([12], Some(11), &TOKENS[4..], salt())]);
+    assert_eq!(hashes(&events), requested(&TOKENS, None, Some("s"))[1..]);
+    assert!(report.findings.is_empty());
+    // As an array it has stood where vLLM has the adapter.
+    let names: Msg = [11_u64].into();
+    let tokens: Msg = [1_u64, 2, 3, 4].into();
+    let salt = Msg::named([("cache_salt", "s".into())]);
+    let event = Msg::Array(vec!["BlockStored".into(), names, Msg::Nil, tokens, 4.into(), Msg::Nil, "GPU".into(), salt]);
+    assert_eq!(hashes_of(event), (requested(&TOKENS[..4], None, Some("s")), vec![]));
+}
+
+#[test]
+fn objects_are_told_from_salts() {
+    let mm = |ids: [&[&str]; 2]| {
+        MmBlocks::listed(ids.map(|ids| ids.iter().filter_map(|id| mm_hash_of_id(id)).collect::<Vec<_>>()))
+    };
+    let image = || Msg::Array(vec!["img-1".into(), 2.into()]);
+    let with = |first: Vec<Msg>, second: Vec<Msg>| {
+        hashes_of(store([11, 12], None, &TOKENS, keys(vec![Msg::Array(first), Msg::Array(second)])))
+    };
+    let expected = |salt, ids| (requested_with(&TOKENS, None, salt, &mm(ids)), vec![]);
+    assert_eq!(with(vec![image()], vec!["img-2".into()]), expected(None, [&["img-1"], &["img-2"]]));
+    assert_eq!(with(vec![image(), "t".into()], vec![image(), image()]), expected(Some("t"), [&["img-1"], &["img-1"]]));
+    assert_eq!(with(vec![], vec!["b".into(), "a".into()]), expected(None, [&[], &["a", "b"]]));
+}
+
+#[test]
+fn keys_of_unknown_meaning_make_a_namespace_of_their_own() {
+    let cases = [
+        (Msg::from(["x", "y"]), Finding::AmbiguousNamespace),
+        (["y", "x"].into(), Finding::AmbiguousNamespace),
+        ([5_u64].into(), Finding::UnknownNamespace),
+        (Msg::Array(vec![Msg::Bin(vec![5])]), Finding::UnknownNamespace),
+        (Msg::Array(vec![Msg::named([("salt", "x".into())])]), Finding::UnknownNamespace),
+        (Msg::Array(vec![Msg::from(["x", "y", "z"])]), Finding::UnknownNamespace),
+        ("x".into(), Finding::UnknownNamespace),
+        (6.into(), Finding::UnknownNamespace),
+    ];
+    let mut seen = vec![requested(&TOKENS, None, None), requested(&TOKENS, None, Some("x"))];
+    for (entry, finding) in cases {
+        let (hashes, findings) = hashes_of(store([11, 12], None, &TOKENS, keys(vec![entry.clone(), Msg::Nil])));
+        assert_eq!(findings, [(finding, 1)], "{entry:?}");
+        assert!(seen.iter().all(|other| other[0] != hashes[0] && other[1] != hashes[1]), "{entry:?}");
+        seen.push(hashes);
+    }
+    // Nor does a list of another form leave the blocks to everybody.
+    for (odd, n) in [(Msg::Bool(true), 1), (Msg::from("x"), 1)] {
+        let (hashes, findings) = hashes_of(store([11, 12], None, &TOKENS, [("extra_keys", odd.clone())]));
+        assert_eq!(findings, [(Finding::UnknownNamespace, n)], "{odd:?}");
+        assert!(hashes[0] != PLAIN[0] && hashes[1] != PLAIN[1]);
+    }
+}
+
+#[test]
+fn further_keys_combine_with_what_is_inherited() {
+    let child = |parent| store([20], Some(parent), &TOKENS[..4], keys(vec![[7_u64].into()]));
+    let mut decoder = decoder();
+    let root = |name, salt: &str| store([name], None, &TOKENS[..4], keys(vec![[salt].into()]));
+    next(&mut decoder, [root(11, "s"), root(12, "t"), store([13], None, &TOKENS[..4], [])]);
+    let (events, report) = next(&mut decoder, [child(11), child(12), child(13), child(11)]);
+    assert_eq!(found(&report), [(Finding::UnknownNamespace, 4)]);
+    let of = |at: usize| hashes(&events[at..=at]);
+    assert!(of(0) != of(1) && of(0) != of(2) && of(1) != of(2) && of(0) == of(3));
+    // Within one store they hold from their block on.
+    let (mixed, _) = hashes_of(store([11, 12], None, &TOKENS, keys(vec![Msg::Nil, [7_u64].into()])));
+    assert!(mixed[0] == PLAIN[0] && mixed[1] != PLAIN[1]);
+}
+
+#[test]
+fn over_the_bound_a_store_is_refused_and_nobody_elses() {
+    let limits = Limits { namespaces_max: 2, ..Limits::default() };
+    let mut decoder = Decoder::new(WireConfig { limits, ..config() });
+    let salted = |names: [u64; 2]| store(names, None, &TOKENS, [("cache_salt", "s".into())]);
+    let (events, report) =
+        next(&mut decoder, [salted([1, 2]), salted([2, 3]), salted([1, 2]), store([9, 8], None, &TOKENS, [])]);
+    assert_eq!((events.len(), report.usable, decoder.namespaces()), (3, 3, 2));
+    assert_eq!(found(&report), [(Finding::NamespacesFull, 1)]);
+    assert_eq!(hashes(&events), PLAIN);
+}
