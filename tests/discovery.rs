@@ -257,7 +257,7 @@ async fn sources_end_with_the_router() {
     assert_eq!(gone.recv().await, None, "the source has been dropped");
 }
 
-/// Twenty deaths while the set keeps changing: every change arrives.
+/// Twenty deaths of each while the set keeps changing: every change arrives.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_discovery_actor_that_dies_loses_nothing() {
     without_reports_of_drills();

@@ -93,13 +93,14 @@ impl State {
 
     /// What has been missed, however that came about, is seen at the next pass.
     fn pass_again_and_again(&self) {
-        let myself = self.myself.clone();
+        let (myself, shared) = (self.myself.clone(), Arc::clone(&self.shared));
         let interval = Duration::from_millis(self.shared.config.discovery_interval_ms);
         tokio::spawn(async move {
             loop {
-                tokio::time::sleep(interval).await;
-                if myself.send_message(SupervisorMsg::Pass).is_err() {
-                    break;
+                tokio::select! {
+                    biased;
+                    _ = shared.down() => break,
+                    () = tokio::time::sleep(interval) => drop(myself.send_message(SupervisorMsg::Pass)),
                 }
             }
         });

@@ -132,7 +132,11 @@ fn split_port(authority: &str) -> (&str, Option<&str>) {
     }
 }
 
-fn is_host(host: &str) -> bool {
+/// Whether an address may write its host so.
+pub(super) fn is_host(host: &str) -> bool {
+    if host.len() > HttpUrl::BYTES_MAX {
+        return false;
+    }
     if let Some(address) = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
         return address.parse::<core::net::Ipv6Addr>().is_ok();
     }

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 use super::{Described, Engine, ProbeError};
 use crate::discovery::HttpUrl;
 use crate::discovery::hosts::reachable_host;
+use crate::discovery::url::is_host;
 use crate::protocol::{KvEventsConfig, LoadSource};
 
 /// Keys that no other engine answers with.
@@ -44,6 +45,10 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
     };
     // Anything else does not publish to a socket.
     let kv_events = kv_events.filter(|said| said.publisher.as_deref().is_none_or(|publisher| publisher == "zmq"));
+    let host = kv_events.as_ref().map(|said| reachable_host(&said.endpoint_host, url));
+    if host.as_deref().is_some_and(|host| !is_host(host)) {
+        return Err(broken("kv_events: endpoint_host must be a name or an address".to_owned()));
+    }
 
     let name = ["served_model_name", "model_path"].iter().find_map(|key| info.get(*key)?.as_str());
     let socket = |host: &str, port: u16| format!("tcp://{host}:{port}");

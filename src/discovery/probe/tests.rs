@@ -155,6 +155,10 @@ fn answers_of_others_are_told_apart() {
     for answer in ["", "[]", "<html>", r#"{ "kv_events": 7 }"#, r#"{ "kv_events": { "endpoint_host": "*" } }"#] {
         assert!(matches!(of_sglang(answer), Err(ProbeError::Broken { .. })), "{answer}");
     }
+    for host in ["", "a b", "a/b", "[x]", "me@a"] {
+        let answer = SERVER_INFO.replace("\"*\"", &format!("{host:?}"));
+        assert!(matches!(of_sglang(&answer), Err(ProbeError::Broken { .. })), "{host}");
+    }
     let null = r#"{ "kv_events": { "publisher": "null", "endpoint_host": "*", "endpoint_port_base": 1 } }"#;
     assert_eq!(sglang(null).kv_events, None);
     for (models, metrics) in [("{}", METRICS), (MODELS, "up 1\n")] {
