@@ -5,12 +5,13 @@
 mod fleet;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, SessionAffinity};
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
-use pointsman::schedule::{Purpose, Rejection, Target, Terms};
+use pointsman::schedule::{Input, Purpose, Rejection, Target, Terms};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
 use pointsman::session::SessionId;
 use std::time::Duration;
@@ -344,6 +345,36 @@ fn who_waits_for_a_sessions_rank_that_goes_is_free() {
     assert_eq!(fleet.waiting(), 1, "its rank is busy, though the other is not");
     fleet.retire(0);
     assert_eq!(fleet.worker(1), 1);
+}
+
+#[test]
+fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
+    let mut fleet = Fleet::new(RouterConfig { slow_start_return_ms: 1_000, ..config() }, 3);
+    let eject = |fleet: &mut Fleet, workers: &[u64]| {
+        let ejected = workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
+        fleet.step(Input::Ejected(Arc::new(ejected)));
+    };
+    let open = |fleet: &mut Fleet, ticket: u64| {
+        fleet.ask(ticket, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+        let rows = fleet.explanation(ticket).ranks.iter();
+        rows.filter(|row| row.refused_by.is_none()).map(|row| row.facts.rank.worker.0).collect::<Vec<_>>()
+    };
+    eject(&mut fleet, &[1, 2]);
+    assert_eq!(open(&mut fleet, 0), [0]);
+    fleet.set_conditions(&[], &[0]);
+    assert_eq!(open(&mut fleet, 1), [1, 2], "nobody has said yet that they are back");
+    fleet.set_conditions(&[], &[]);
+    assert_eq!(open(&mut fleet, 2), [0]);
+    fleet.drain(0);
+    assert_eq!(open(&mut fleet, 3), [1, 2]);
+    fleet.retire(0);
+    eject(&mut fleet, &[1]);
+    assert_eq!(open(&mut fleet, 4), [2]);
+    assert_eq!(new_ranks_cost(&mut fleet, 5), 10.0, "2 returns");
+    fleet.now = fleet.now + Duration::from_millis(500);
+    assert_eq!(new_ranks_cost(&mut fleet, 6), 2.0);
+    fleet.now = fleet.now + Duration::from_millis(500);
+    assert_eq!(new_ranks_cost(&mut fleet, 7), 1.0);
 }
 
 fn new_ranks_cost(fleet: &mut Fleet, ticket: u64) -> f64 {

@@ -236,7 +236,7 @@ impl Ranks {
     pub(super) fn drain(&mut self, slot: Slot, generation: Generation) {
         if let Some(position) = self.position_of(slot, generation) {
             self.standings[position].draining = true;
-            self.look_for_trouble(); // what only it could narrow is open to others
+            self.apply_conditions(); // what only it could narrow is open to others
         }
     }
 
@@ -244,7 +244,7 @@ impl Ranks {
         let position = self.position_of(slot, generation)?;
         let rank = self.all.remove(position).rank;
         self.standings.remove(position);
-        self.look_for_trouble();
+        self.apply_conditions();
         self.index();
         Some(rank)
     }
@@ -267,10 +267,15 @@ impl Ranks {
     }
 
     fn apply_conditions(&mut self) {
+        let reachable = |rank: &Rank| !self.conditions.unavailable.contains(&rank.rank);
+        let serves = |(rank, standing): (&Rank, &Standing)| {
+            reachable(rank) && !standing.draining && !self.ejected.contains(&rank.rank)
+        };
+        // Where only ejected ranks are left they serve, until whoever ejected them has seen it.
+        let others_serve = !self.ejected.is_empty() && self.all.iter().zip(&self.standings).any(serves);
         for (rank, standing) in self.all.iter().zip(&mut self.standings) {
             standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
-            standing.unavailable =
-                self.conditions.unavailable.contains(&rank.rank) || self.ejected.contains(&rank.rank);
+            standing.unavailable = !reachable(rank) || others_serve && self.ejected.contains(&rank.rank);
         }
         self.look_for_trouble();
     }
