@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
 
 /// Routes each LLM request to the engine rank that will serve it fastest.
 #[derive(Debug, Parser)]
@@ -31,6 +32,10 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
     },
+    /// Runs an LLM engine without a GPU: it answers OpenAI's requests with made-up tokens in modelled time, and
+    /// publishes the KV events of its prefix cache as vLLM or SGLang do. Ends on Ctrl-C. docs/mock-engine.md has
+    /// endpoints and examples.
+    MockEngine(Box<MockConfig>),
 }
 
 #[expect(clippy::print_stdout, reason = "what a command prints is its answer")]
@@ -38,6 +43,7 @@ fn main() -> ExitCode {
     let answer = match Cli::parse().command {
         Command::Version => Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION"))),
         Command::CheckConfig { config } => check_config(&config, environment()),
+        Command::MockEngine(config) => mock_engine(*config),
     };
     match answer {
         Ok(answer) => {
@@ -62,4 +68,20 @@ fn check_config(path: &Path, env: impl Iterator<Item = (String, String)>) -> Res
     let text = fs::read_to_string(path).map_err(|error| format!("{} cannot be read: {error}\n", path.display()))?;
     let loaded = config::load(&text, env).map_err(|errors| errors.to_string())?;
     Ok(loaded.to_string())
+}
+
+/// Runs an engine until it is interrupted, and says where it is once it answers.
+#[expect(clippy::print_stdout, reason = "where a command listens is its answer")]
+fn mock_engine(config: MockConfig) -> Result<String, String> {
+    let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
+    runtime.block_on(async {
+        let engine = MockEngine::start(config).await.map_err(|error| format!("{error}\n"))?;
+        println!("listening on {}", engine.url());
+        for rank in 0..engine.config().data_parallel_size {
+            println!("rank {rank}: events {}, replay {}", engine.event_endpoint(rank), engine.replay_endpoint(rank));
+        }
+        tokio::signal::ctrl_c().await.map_err(|error| format!("interrupts cannot be heard: {error}\n"))?;
+        engine.shutdown().await;
+        Ok(String::new())
+    })
 }

@@ -1,0 +1,221 @@
+//! What the engine tells of itself, and the two endpoints that change it.
+//!
+//! Owns models, health, metrics, server info, tokens of a text, cache reset and faults. Promises names and shapes that
+//! a probe of real engines reads. Leaves completions to [`super::completions`].
+
+use std::fmt::Write;
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::extract::rejection::BytesRejection;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::Shared;
+use super::answer;
+use super::request::{Prompt, TokenizeRequest, parsed};
+use crate::mock::dialect::EventFormat;
+use crate::mock::engine::{Engine, MockError};
+use crate::mock::faults::Faults;
+use crate::mock::rank::Rank;
+use crate::mock::sockets::TOPIC;
+use crate::mock::tokenizer;
+
+/// When the models were made, in seconds since 1970.
+const CREATED: u64 = 1_700_000_000;
+
+/// `GET /health`.
+pub(super) async fn health() -> StatusCode {
+    StatusCode::OK
+}
+
+/// `GET /v1/models`.
+pub(super) async fn models(State(engine): Shared) -> Json<Value> {
+    let base = &engine.config.model;
+    let model = |id: &String| {
+        let parent = (id != base).then_some(base);
+        json!({
+            "id": id, "object": "model", "created": CREATED, "owned_by": "pointsman", "root": id, "parent": parent,
+            "max_model_len": engine.config.model_len_max(),
+        })
+    };
+    let data: Vec<Value> = [base].into_iter().chain(&engine.config.loras).map(model).collect();
+    Json(json!({ "object": "list", "data": data }))
+}
+
+/// `POST /tokenize`.
+pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
+    let request = match parsed::<TokenizeRequest>(body) {
+        Ok(request) => request,
+        Err(refusal) => return *refusal,
+    };
+    let tokens = match (request.prompt, request.messages) {
+        (Some(Prompt::Text(text)), None) => tokenizer::tokenize(&text),
+        (Some(Prompt::Tokens(tokens)), None) => tokens,
+        (None, Some(messages)) => {
+            let texts: Vec<String> = messages.iter().map(super::request::Message::text).collect();
+            let lines = messages.iter().zip(&texts).map(|(message, text)| (message.role.as_str(), text.as_str()));
+            tokenizer::tokenize(&tokenizer::chat_text(lines))
+        }
+        (None, None) | (Some(_), Some(_)) => {
+            return answer::error(StatusCode::BAD_REQUEST, "give either prompt or messages");
+        }
+    };
+    let max_model_len = engine.config.model_len_max();
+    Json(json!({ "count": tokens.len(), "max_model_len": max_model_len, "tokens": tokens })).into_response()
+}
+
+/// `GET /server_info`, as SGLang answers it.
+pub(super) async fn server_info(State(engine): Shared) -> Response {
+    let config = &engine.config;
+    if config.no_server_info {
+        return answer::error(StatusCode::NOT_FOUND, "there is no /server_info");
+    }
+    let host = if config.host.is_unspecified() { "*".to_owned() } else { config.host.to_string() };
+    Json(json!({
+        "model_path": config.model,
+        "served_model_name": config.model,
+        "page_size": config.block_size,
+        "dp_size": config.data_parallel_size,
+        "max_total_num_tokens": u64::from(config.kv_blocks.saturating_sub(1)) * u64::from(config.block_size),
+        "context_length": config.model_len_max(),
+        "max_running_requests": config.sequences_max,
+        "version": concat!("pointsman-mock-", env!("CARGO_PKG_VERSION")),
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_host": host,
+            "endpoint_port_base": engine.event_port(0),
+            "replay_endpoint_port_base": engine.replay_port(0),
+            "topic": TOPIC,
+            "block_size": config.block_size,
+            "dp_size": config.data_parallel_size,
+        },
+    }))
+    .into_response()
+}
+
+/// `POST /reset_prefix_cache`: whether every rank's cache could be cleared.
+pub(super) async fn reset_prefix_cache(State(engine): Shared) -> Response {
+    // Each rank is asked, whatever the others answer.
+    let cleared = engine.ranks().iter().filter(|rank| rank.reset_cache()).count();
+    if cleared == engine.ranks().len() {
+        StatusCode::OK.into_response()
+    } else {
+        answer::error(StatusCode::SERVICE_UNAVAILABLE, "requests hold blocks")
+    }
+}
+
+/// `GET /faults`: what is set, and how often each was done.
+pub(super) async fn faults(State(engine): Shared) -> Json<Value> {
+    Json(faults_json(&engine))
+}
+
+/// The body of `POST /faults`: all faults, those left out being off, and what to do at once.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Change {
+    /// Restarts the ranks, in this format or the present one.
+    restart: Option<Restart>,
+    #[serde(flatten)]
+    faults: serde_json::Map<String, Value>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Restart {
+    dialect: Option<crate::mock::Dialect>,
+    binary_hashes: Option<bool>,
+}
+
+/// `POST /faults`.
+pub(super) async fn set_faults(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
+    let change = match parsed::<Change>(body) {
+        Ok(change) => change,
+        Err(refusal) => return *refusal,
+    };
+    match apply(&engine, change).await {
+        Ok(()) => Json(faults_json(&engine)).into_response(),
+        Err(MockError::Config(message)) => answer::error(StatusCode::BAD_REQUEST, &message),
+        Err(error @ (MockError::Listen { .. } | MockError::Serve(_))) => {
+            answer::error(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string())
+        }
+    }
+}
+
+async fn apply(engine: &Engine, change: Change) -> Result<(), MockError> {
+    let faults: Faults =
+        serde_json::from_value(Value::Object(change.faults)).map_err(|error| MockError::Config(error.to_string()))?;
+    let format = change.restart.map(|restart| {
+        let present = engine.format();
+        let dialect = restart.dialect.unwrap_or(present.dialect);
+        let binary_hashes = restart.binary_hashes.unwrap_or(present.binary_hashes && !dialect.is_sglang());
+        EventFormat { dialect, binary_hashes }
+    });
+    // Nothing is done unless everything can be.
+    format.map_or(Ok(()), EventFormat::validate).map_err(MockError::Config)?;
+    engine.set_faults(faults)?;
+    match format {
+        Some(format) => engine.restart(format).await,
+        None => Ok(()),
+    }
+}
+
+fn faults_json(engine: &Engine) -> Value {
+    json!({ "faults": engine.faults.get(), "done": engine.faults.done(), "events": engine.format() })
+}
+
+/// `GET /metrics`, in vLLM's names.
+pub(super) async fn metrics(State(engine): Shared) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics_text(&engine)).into_response()
+}
+
+/// A metric's name, type, help, and its value for a rank.
+type Metric = (&'static str, &'static str, &'static str, fn(&Rank) -> f64);
+
+#[expect(clippy::cast_precision_loss, reason = "counts of tokens fit 53 bits")]
+const METRICS: &[Metric] = &[
+    ("vllm:num_requests_running", "gauge", "Requests that run.", |rank| rank.load().running.into()),
+    ("vllm:num_requests_waiting", "gauge", "Requests that wait.", |rank| rank.load().waiting.into()),
+    ("vllm:kv_cache_usage_perc", "gauge", "Used share of the KV cache, 0 to 1.", |rank| rank.load().kv_usage),
+    ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the cache.", |rank| {
+        rank.counters().cache_queries as f64
+    }),
+    ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the cache.", |rank| {
+        rank.counters().cache_hits as f64
+    }),
+    ("vllm:prompt_tokens_total", "counter", "Prompt tokens processed.", |rank| rank.counters().prompt_tokens as f64),
+    ("vllm:generation_tokens_total", "counter", "Tokens generated.", |rank| rank.counters().generation_tokens as f64),
+    ("vllm:request_success_total", "counter", "Requests finished.", |rank| rank.counters().requests_finished as f64),
+];
+
+fn metrics_text(engine: &Engine) -> String {
+    let (mut text, ranks, model) = (String::new(), engine.ranks(), escaped(&engine.config.model));
+    let mut line = |arguments: std::fmt::Arguments<'_>| {
+        writeln!(text, "{arguments}").expect("writing to memory cannot fail");
+    };
+    for (name, kind, help, value) in METRICS {
+        line(format_args!("# HELP {name} {help}"));
+        line(format_args!("# TYPE {name} {kind}"));
+        for (engine_idx, rank) in ranks.iter().enumerate() {
+            line(format_args!("{name}{{engine=\"{engine_idx}\",model_name=\"{model}\"}} {}", value(rank)));
+        }
+    }
+    let (name, block_size, blocks) = ("vllm:cache_config_info", engine.config.block_size, engine.config.kv_blocks);
+    line(format_args!("# HELP {name} The cache's configuration, as labels."));
+    line(format_args!("# TYPE {name} gauge"));
+    for engine_idx in 0..ranks.len() {
+        line(format_args!(
+            "{name}{{block_size=\"{block_size}\",enable_prefix_caching=\"True\",engine=\"{engine_idx}\",\
+             num_gpu_blocks=\"{blocks}\"}} 1"
+        ));
+    }
+    text
+}
+
+/// A label's value.
+fn escaped(value: &str) -> String {
+    value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n")
+}

@@ -1,0 +1,190 @@
+//! What clients may ask.
+//!
+//! Owns the fields that matter to a mock and their rules; all others are ignored. Promises that a body which is not
+//! understood is refused in words. Leaves tokens to the tokenizer, and the choice of a rank to the front.
+
+use std::fmt;
+
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use axum::http::StatusCode;
+use axum::response::Response;
+use serde::de::{DeserializeOwned, Error, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use super::answer;
+
+/// Output tokens of a request that does not say, as for OpenAI's completions.
+const OUTPUT_TOKENS: u32 = 16;
+
+/// A prompt of `/v1/completions` and `/tokenize`: one a request.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+/// What both kinds of completion have in common.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Common {
+    pub(super) model: Option<String>,
+    max_tokens: Option<u32>,
+    /// The newer name, for chats.
+    max_completion_tokens: Option<u32>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    pub(super) cache_salt: Option<String>,
+    n: Option<u32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct CompletionRequest {
+    pub(super) prompt: Prompt,
+    #[serde(flatten)]
+    pub(super) common: Common,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct ChatRequest {
+    pub(super) messages: Vec<Message>,
+    #[serde(flatten)]
+    pub(super) common: Common,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct TokenizeRequest {
+    pub(super) prompt: Option<Prompt>,
+    pub(super) messages: Option<Vec<Message>>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Message {
+    pub(super) role: String,
+    pub(super) content: Option<Content>,
+}
+
+/// A message's text, whole or in parts.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Part {
+    text: String,
+}
+
+impl Common {
+    /// Checks what a mock cannot do.
+    pub(super) fn validate(&self) -> Result<(), String> {
+        if self.n.is_some_and(|n| n != 1) {
+            return Err(format!("n is {}: there is one choice a request", self.n.unwrap_or_default()));
+        }
+        if self.output_tokens_max() == 0 {
+            return Err("max_tokens is 0: at least one token is generated".to_owned());
+        }
+        if self.cache_salt.as_ref().is_some_and(String::is_empty) {
+            return Err("cache_salt is empty: leave it out or give it a value".to_owned());
+        }
+        Ok(())
+    }
+
+    pub(super) fn output_tokens_max(&self) -> u32 {
+        self.max_completion_tokens.or(self.max_tokens).unwrap_or(OUTPUT_TOKENS)
+    }
+
+    pub(super) fn is_stream(&self) -> bool {
+        self.stream.unwrap_or_default()
+    }
+
+    pub(super) fn has_usage_chunk(&self) -> bool {
+        self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or_default()
+    }
+}
+
+impl Message {
+    pub(super) fn text(&self) -> String {
+        match &self.content {
+            None => String::new(),
+            Some(Content::Text(text)) => text.clone(),
+            Some(Content::Parts(parts)) => parts.iter().map(|part| part.text.as_str()).collect(),
+        }
+    }
+}
+
+/// A body as the type it should be.
+pub(super) fn parsed<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -> Result<T, Box<Response>> {
+    let body = body.map_err(|error| Box::new(answer::error(error.status(), &error.body_text())))?;
+    serde_json::from_slice(&body).map_err(|error| {
+        let message = format!("the body is not the JSON that is expected: {error}");
+        Box::new(answer::error(StatusCode::BAD_REQUEST, &message))
+    })
+}
+
+impl<'de> Deserialize<'de> for Prompt {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PromptVisitor)
+    }
+}
+
+/// Reads token ids one by one: four bytes each, however long the array.
+struct PromptVisitor;
+
+impl<'de> Visitor<'de> for PromptVisitor {
+    type Value = Prompt;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("one prompt: a string or an array of token ids")
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Prompt, E> {
+        Ok(Prompt::Text(text.to_owned()))
+    }
+
+    fn visit_string<E: Error>(self, text: String) -> Result<Prompt, E> {
+        Ok(Prompt::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut ids: A) -> Result<Prompt, A::Error> {
+        let mut tokens = Vec::new();
+        while let Some(token) = ids.next_element()? {
+            tokens.push(token);
+        }
+        Ok(Prompt::Tokens(tokens))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_are_text_or_token_ids() {
+        let prompt = |json: &str| serde_json::from_str::<Prompt>(json).ok();
+        assert_eq!(prompt(r#""a b""#), Some(Prompt::Text("a b".to_owned())));
+        assert_eq!(prompt("[1, 4294967295]"), Some(Prompt::Tokens(vec![1, u32::MAX])));
+        for wrong in ["[-1]", "[1.5]", "[4294967296]", r#"["a"]"#, "[[1]]", "{}", "7", "null"] {
+            assert_eq!(prompt(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn fields_have_defaults_and_rules() {
+        let common = |json: &str| serde_json::from_str::<Common>(json).expect("known types");
+        let plain = common(r#"{"stream": null, "temperature": 0.5}"#);
+        assert_eq!((plain.output_tokens_max(), plain.is_stream(), plain.validate()), (16, false, Ok(())));
+        let newer =
+            common(r#"{"max_tokens": 3, "max_completion_tokens": 5, "stream_options": {"include_usage": true}}"#);
+        assert_eq!((newer.output_tokens_max(), newer.has_usage_chunk()), (5, true));
+        for wrong in [r#"{"n": 2}"#, r#"{"max_tokens": 0}"#, r#"{"cache_salt": ""}"#] {
+            assert!(common(wrong).validate().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! What one rank's publisher has sent, holds back and can send again.
+//!
+//! Owns sequence numbers, the replay ring and the damage done to messages on their way out. Promises that the ring is
+//! always whole and in order: faults hit what is sent live, never what is replayed. Leaves sockets to
+//! [`super::sockets`] and what a batch says to [`super::dialect`].
+
+use std::collections::VecDeque;
+
+use bytes::{Bytes, BytesMut};
+
+use super::faults::{Fault, FaultBoard};
+
+/// Batches that a paused publisher keeps; what comes then is lost before it has a number.
+const PAUSED_BATCHES_MAX: usize = 100_000;
+
+/// A byte that no MessagePack value begins with.
+const NEVER_USED: u8 = 0xc1;
+
+/// A numbered batch, as it leaves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Message {
+    pub(crate) sequence: u64,
+    pub(crate) payload: Bytes,
+}
+
+/// The publisher of one incarnation of one rank.
+#[derive(Debug)]
+pub(crate) struct Publisher {
+    rank: u32,
+    sequence_next: u64,
+    /// The last messages, in order and without a gap.
+    ring: VecDeque<Message>,
+    ring_messages_max: usize,
+    /// Batches that wait for a pause to end.
+    paused: VecDeque<Bytes>,
+    /// The message that the next one overtakes.
+    overtaken: Option<Message>,
+}
+
+impl Publisher {
+    /// Nothing sent: the first message is number 0.
+    pub(crate) fn new(rank: u32, ring_messages_max: usize) -> Self {
+        Self {
+            rank,
+            sequence_next: 0,
+            ring: VecDeque::new(),
+            ring_messages_max,
+            paused: VecDeque::new(),
+            overtaken: None,
+        }
+    }
+
+    /// Number of the next message.
+    pub(crate) fn sequence_next(&self) -> u64 {
+        self.sequence_next
+    }
+
+    /// Whether nothing waits to be sent.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.paused.is_empty() && self.overtaken.is_none()
+    }
+
+    /// Numbers and keeps a batch, and hands out what is to be sent now.
+    pub(crate) fn publish(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<Message>) {
+        if faults.get().pause_publisher {
+            if self.paused.len() < PAUSED_BATCHES_MAX {
+                self.paused.push_back(payload);
+            }
+            return;
+        }
+        self.resume(faults, out);
+        self.number(payload, faults, out);
+    }
+
+    /// Hands out what waited, unless the pause goes on: called when the rank falls idle.
+    pub(crate) fn flush(&mut self, faults: &FaultBoard, out: &mut Vec<Message>) {
+        if !faults.get().pause_publisher {
+            self.resume(faults, out);
+            out.extend(self.overtaken.take());
+        }
+    }
+
+    /// The messages from `sequence` on that the ring still has, oldest first.
+    pub(crate) fn replay(&self, sequence: u64) -> Vec<Message> {
+        let first = self.ring.front().map_or(0, |message| message.sequence);
+        let skipped = usize::try_from(sequence.saturating_sub(first)).unwrap_or(usize::MAX);
+        self.ring.iter().skip(skipped).cloned().collect()
+    }
+
+    fn resume(&mut self, faults: &FaultBoard, out: &mut Vec<Message>) {
+        while let Some(payload) = self.paused.pop_front() {
+            self.number(payload, faults, out);
+        }
+    }
+
+    fn number(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<Message>) {
+        let message = Message { sequence: self.sequence_next, payload };
+        self.sequence_next += 1;
+        if self.ring.len() == self.ring_messages_max {
+            self.ring.pop_front();
+        }
+        if self.ring_messages_max > 0 {
+            self.ring.push_back(message.clone());
+        }
+        self.send(message, faults, out);
+        debug_assert!(self.ring.len() <= self.ring_messages_max);
+    }
+
+    fn send(&mut self, mut message: Message, faults: &FaultBoard, out: &mut Vec<Message>) {
+        let set = faults.get();
+        let strikes = |fault, share| faults.strikes(fault, share, self.rank, message.sequence);
+        if strikes(Fault::Drop, set.drop_share) {
+            return;
+        }
+        let is_twice = strikes(Fault::Duplicate, set.duplicate_share);
+        let is_late = self.overtaken.is_none() && strikes(Fault::Reorder, set.reorder_share);
+        if strikes(Fault::Mangle, set.mangle_share) {
+            message.payload = mangled(&message.payload, faults.draw(Fault::Mangle, self.rank, !message.sequence));
+        }
+        if is_late {
+            out.extend(is_twice.then(|| message.clone()));
+            self.overtaken = Some(message);
+        } else {
+            out.extend(is_twice.then(|| message.clone()));
+            out.push(message);
+            out.extend(self.overtaken.take());
+        }
+    }
+}
+
+/// The payload cut short, or with a first byte that no decoder takes.
+fn mangled(payload: &Bytes, draw: u64) -> Bytes {
+    let (is_cut, at) = (draw & 1 == 0, usize::try_from(draw >> 33).expect("31 bits fit"));
+    if is_cut {
+        return payload.slice(..at % payload.len().max(1));
+    }
+    let mut broken = BytesMut::from(payload.as_ref());
+    if let Some(first) = broken.first_mut() {
+        *first = NEVER_USED;
+    }
+    broken.freeze()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mock::Faults;
+
+    fn board(faults: Faults) -> FaultBoard {
+        FaultBoard::new(3, faults)
+    }
+
+    fn batch(n: u64) -> Bytes {
+        Bytes::from(vec![0x93, u8::try_from(n % 256).unwrap(), 0xc0])
+    }
+
+    fn published(publisher: &mut Publisher, count: u64, faults: &FaultBoard) -> Vec<Message> {
+        let mut out = Vec::new();
+        (0..count).for_each(|n| publisher.publish(batch(n), faults, &mut out));
+        out
+    }
+
+    fn sequences(messages: &[Message]) -> Vec<u64> {
+        messages.iter().map(|message| message.sequence).collect()
+    }
+
+    #[test]
+    fn the_ring_keeps_the_last_and_replays_from_any_number() {
+        let mut publisher = Publisher::new(0, 4);
+        let sent = published(&mut publisher, 10, &board(Faults::default()));
+        assert_eq!(sequences(&sent), (0..10).collect::<Vec<_>>());
+        assert_eq!(publisher.replay(0), sent[6..], "what the ring lost is lost");
+        assert_eq!(publisher.replay(8), sent[8..]);
+        assert_eq!(publisher.replay(10), []);
+        assert_eq!(publisher.replay(u64::MAX), []);
+        let mut without = Publisher::new(0, 0);
+        published(&mut without, 3, &board(Faults::default()));
+        assert_eq!(without.replay(0), []);
+    }
+
+    #[test]
+    fn faults_hit_what_is_sent_and_spare_what_is_replayed() {
+        let cases = [
+            (Faults { drop_share: 0.3, ..Faults::default() }, Fault::Drop),
+            (Faults { duplicate_share: 0.3, ..Faults::default() }, Fault::Duplicate),
+            (Faults { reorder_share: 0.3, ..Faults::default() }, Fault::Reorder),
+            (Faults { mangle_share: 0.3, ..Faults::default() }, Fault::Mangle),
+        ];
+        for (faults, kind) in cases {
+            let board = board(faults);
+            let mut publisher = Publisher::new(1, 1_000);
+            let mut sent = published(&mut publisher, 100, &board);
+            publisher.flush(&board, &mut sent);
+            let struck = board.done()[&kind];
+            assert!((15..45).contains(&struck), "{kind:?} {struck}");
+            let replayed = publisher.replay(0);
+            assert_eq!(sequences(&replayed), (0..100).collect::<Vec<_>>());
+            assert!((0..100).all(|n| replayed[usize::try_from(n).unwrap()].payload == batch(n)));
+            let mut ordered = sent.clone();
+            ordered.sort_by_key(|message| message.sequence);
+            let is_as_kept = |message: &&Message| message.payload == batch(message.sequence);
+            let (count, kept) = (sent.len() as u64, sent.iter().filter(is_as_kept).count() as u64);
+            match kind {
+                Fault::Drop => assert_eq!((count, kept), (100 - struck, 100 - struck)),
+                Fault::Duplicate => assert_eq!((count, kept), (100 + struck, 100 + struck)),
+                Fault::Reorder => assert!(ordered == replayed && ordered != sent),
+                Fault::Mangle => assert_eq!((count, kept), (100, 100 - struck)),
+                other => panic!("{other:?} is not the publisher's"),
+            }
+            assert!(publisher.is_drained());
+        }
+    }
+
+    #[test]
+    fn a_pause_holds_batches_back_unnumbered_and_its_end_lets_them_go_in_order() {
+        let board = board(Faults { pause_publisher: true, ..Faults::default() });
+        let mut publisher = Publisher::new(0, 10);
+        let mut sent = published(&mut publisher, 3, &board);
+        publisher.flush(&board, &mut sent);
+        assert_eq!((sent.len(), publisher.sequence_next(), publisher.replay(0).len()), (0, 0, 0));
+        assert!(!publisher.is_drained());
+        board.replace(Faults::default());
+        publisher.publish(batch(3), &board, &mut sent);
+        assert_eq!(sent, (0..4).map(|n| Message { sequence: n, payload: batch(n) }).collect::<Vec<_>>());
+        assert!(publisher.is_drained());
+    }
+
+    #[test]
+    fn a_late_message_leaves_when_the_rank_falls_idle() {
+        let board = board(Faults { reorder_share: 1.0, ..Faults::default() });
+        let mut publisher = Publisher::new(0, 10);
+        let mut sent = published(&mut publisher, 1, &board);
+        assert!(sent.is_empty() && !publisher.is_drained());
+        publisher.flush(&board, &mut sent);
+        assert_eq!(sequences(&sent), [0]);
+    }
+}

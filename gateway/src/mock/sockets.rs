@@ -1,0 +1,175 @@
+//! The sockets of a rank: PUB for events, ROUTER for replay.
+//!
+//! Owns frames and framing, ports and the end of connections. Promises that no frame from a peer can do more than go
+//! unanswered, and that nothing stays connected to a socket that was closed. Leaves what is sent to the publisher.
+
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::process;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
+use zeromq::{MultiPeerBackend, PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqError, ZmqMessage};
+
+use super::faults::{Fault, FaultBoard};
+use super::publisher::Message;
+use super::rank::Rank;
+
+/// What event messages begin with, and what subscribers ask for.
+pub(crate) const TOPIC: &str = "kv-events";
+
+/// Says that a replay is over.
+const REPLAY_END: u64 = u64::MAX;
+
+/// How long a peer may leave a replay unread.
+const REPLAY_WAIT: Duration = Duration::from_secs(5);
+
+/// Ports that are chosen lie here: below those that the system gives to outgoing connections, so that an engine finds
+/// its own again when it restarts.
+const CHOSEN_PORTS: std::ops::Range<u16> = 20_000..32_000;
+
+/// How often a closed socket is searched for peers that joined it late, and how long apart.
+const CLOSE_ROUNDS_MAX: u32 = 1_000;
+const CLOSE_ROUND: Duration = Duration::from_millis(10);
+
+/// Sends a rank's batches.
+pub(crate) struct EventSocket(PubSocket);
+
+impl EventSocket {
+    pub(crate) async fn open(listener: TcpListener) -> Result<Self, ZmqError> {
+        let mut socket = PubSocket::new();
+        socket.bind_listener(listener).await?;
+        Ok(Self(socket))
+    }
+
+    /// Hands messages over; subscribers that are too slow lose some, as with the engines.
+    pub(crate) async fn send(&mut self, messages: Vec<Message>) {
+        for Message { sequence, payload } in messages {
+            let frames = vec![Bytes::from_static(TOPIC.as_bytes()), sequence_frame(sequence), payload];
+            let message = ZmqMessage::try_from(frames).expect("there are three frames");
+            // A PUB socket drops what it cannot send.
+            let _ = self.0.send(message).await;
+        }
+    }
+
+    pub(crate) async fn close(self) {
+        close(self.0).await;
+    }
+}
+
+/// Answers a rank's replay requests.
+pub(crate) struct ReplaySocket {
+    socket: RouterSocket,
+    with_topic: bool,
+}
+
+impl ReplaySocket {
+    pub(crate) async fn open(listener: TcpListener, with_topic: bool) -> Result<Self, ZmqError> {
+        let mut socket = RouterSocket::new();
+        socket.bind_listener(listener).await?;
+        Ok(Self { socket, with_topic })
+    }
+
+    /// Answers until `stop` is sent or dropped, then closes.
+    pub(crate) async fn serve(mut self, rank: Arc<Rank>, faults: Arc<FaultBoard>, mut stop: oneshot::Receiver<()>) {
+        loop {
+            let request = tokio::select! {
+                biased;
+                _ = &mut stop => break,
+                request = self.socket.recv() => request,
+            };
+            match request.map(ZmqMessage::into_vec) {
+                Ok(frames) => self.answer(&frames, &rank, &faults).await,
+                Err(ZmqError::NoMessage) => break,
+                // One peer's trouble; the others go on.
+                Err(_) => {}
+            }
+        }
+        close(self.socket).await;
+    }
+
+    async fn answer(&mut self, frames: &[Bytes], rank: &Rank, faults: &FaultBoard) {
+        let [peer, delimiter, start] = frames else { return };
+        let Ok(start) = <[u8; 8]>::try_from(start.as_ref()) else { return };
+        if !delimiter.is_empty() {
+            return;
+        }
+        if faults.get().mute_replay {
+            faults.count(Fault::MuteReplay);
+            return;
+        }
+        let end = Message { sequence: REPLAY_END, payload: Bytes::new() };
+        for message in rank.replay(u64::from_be_bytes(start)).into_iter().chain([end]) {
+            let mut answer = vec![peer.clone(), Bytes::new()];
+            if self.with_topic {
+                let is_end = message.sequence == REPLAY_END;
+                answer.push(if is_end { Bytes::new() } else { Bytes::from_static(TOPIC.as_bytes()) });
+            }
+            answer.extend([sequence_frame(message.sequence), message.payload]);
+            let answer = ZmqMessage::try_from(answer).expect("there are frames");
+            if !matches!(timeout(REPLAY_WAIT, self.socket.send(answer)).await, Ok(Ok(()))) {
+                return;
+            }
+        }
+    }
+}
+
+fn sequence_frame(sequence: u64) -> Bytes {
+    Bytes::copy_from_slice(&sequence.to_be_bytes())
+}
+
+/// Stops listening and ends every connection.
+async fn close(mut socket: impl Socket) {
+    let backend: Arc<dyn MultiPeerBackend> = socket.backend();
+    // What could not be unbound goes with the socket.
+    drop(socket.unbind_all().await);
+    drop(socket);
+    // A peer whose handshake was under way joins the closed socket, where it would wait for ever.
+    tokio::spawn(async move {
+        for _ in 0..CLOSE_ROUNDS_MAX {
+            if Arc::strong_count(&backend) == 1 {
+                return;
+            }
+            backend.shutdown();
+            sleep(CLOSE_ROUND).await;
+        }
+    });
+}
+
+/// Listens on `count` neighbouring ports from `first` on, or wherever there are as many free.
+///
+/// # Errors
+/// The address that is taken, with the system's reason.
+pub(crate) fn listen(host: IpAddr, first: Option<u16>, count: u16) -> Result<Vec<TcpListener>, (SocketAddr, String)> {
+    static CHOSEN: AtomicU32 = AtomicU32::new(0);
+    if let Some(first) = first {
+        return listen_on(host, first, count);
+    }
+    let ports = u32::from(CHOSEN_PORTS.end - CHOSEN_PORTS.start).saturating_sub(u32::from(count)).max(1);
+    let mut answer = Err((SocketAddr::new(host, 0), format!("no {count} free ports in {CHOSEN_PORTS:?}")));
+    for _ in 0..=ports / u32::from(count.max(1)) {
+        // Every process begins elsewhere, so that two of them seldom meet.
+        let begin = process::id().wrapping_mul(0x9e37_79b1);
+        let offset = begin.wrapping_add(CHOSEN.fetch_add(count.into(), Ordering::Relaxed)) % ports;
+        answer = listen_on(host, CHOSEN_PORTS.start + u16::try_from(offset).expect("the range is of ports"), count);
+        if answer.is_ok() {
+            break;
+        }
+    }
+    answer
+}
+
+fn listen_on(host: IpAddr, first: u16, count: u16) -> Result<Vec<TcpListener>, (SocketAddr, String)> {
+    (0..count)
+        .map(|n| {
+            let Some(port) = first.checked_add(n) else {
+                return Err((SocketAddr::new(host, first), format!("no {count} ports from {first} on")));
+            };
+            let address = SocketAddr::new(host, port);
+            TcpListener::bind(address).map_err(|error| (address, error.to_string()))
+        })
+        .collect()
+}
