@@ -56,7 +56,7 @@ pub struct Faults {
     /// Share of event messages that are sent twice.
     #[arg(long = "fault-duplicate-share", value_name = "SHARE", default_value_t = 0.0)]
     pub duplicate_share: f64,
-    /// Share of event messages that are sent behind the next one, or when the rank falls idle.
+    /// Share of event messages that are sent behind the next one, or alone when none comes for 20 ms.
     #[arg(long = "fault-reorder-share", value_name = "SHARE", default_value_t = 0.0)]
     pub reorder_share: f64,
     /// Share of event messages whose payload is sent cut short or with an invalid first byte.

@@ -72,12 +72,19 @@ impl Publisher {
         self.number(payload, faults, out);
     }
 
-    /// Hands out what waited, unless the pause goes on: called when the rank falls idle.
-    pub(crate) fn flush(&mut self, faults: &FaultBoard, out: &mut Vec<Message>) {
+    /// Hands out what a pause held back, unless it goes on, and with `is_late_due` what waits to be overtaken.
+    pub(crate) fn flush(&mut self, is_late_due: bool, faults: &FaultBoard, out: &mut Vec<Message>) {
         if !faults.get().pause_publisher {
             self.resume(faults, out);
+        }
+        if is_late_due {
             out.extend(self.overtaken.take());
         }
+    }
+
+    /// Whether a message waits to be overtaken.
+    pub(crate) fn holds_late(&self) -> bool {
+        self.overtaken.is_some()
     }
 
     /// The messages from `sequence` on that the ring still has, oldest first.
@@ -190,7 +197,7 @@ mod tests {
             let board = board(faults);
             let mut publisher = Publisher::new(1, 1_000);
             let mut sent = published(&mut publisher, 100, &board);
-            publisher.flush(&board, &mut sent);
+            publisher.flush(true, &board, &mut sent);
             let struck = board.done()[&kind];
             assert!((15..45).contains(&struck), "{kind:?} {struck}");
             let replayed = publisher.replay(0);
@@ -216,7 +223,7 @@ mod tests {
         let board = board(Faults { pause_publisher: true, ..Faults::default() });
         let mut publisher = Publisher::new(0, 10);
         let mut sent = published(&mut publisher, 3, &board);
-        publisher.flush(&board, &mut sent);
+        publisher.flush(true, &board, &mut sent);
         assert_eq!((sent.len(), publisher.sequence_next(), publisher.replay(0).len()), (0, 0, 0));
         assert!(!publisher.is_drained());
         board.replace(Faults::default());
@@ -226,12 +233,14 @@ mod tests {
     }
 
     #[test]
-    fn a_late_message_leaves_when_the_rank_falls_idle() {
+    fn a_late_message_leaves_behind_the_next_or_when_it_is_due() {
         let board = board(Faults { reorder_share: 1.0, ..Faults::default() });
         let mut publisher = Publisher::new(0, 10);
         let mut sent = published(&mut publisher, 1, &board);
-        assert!(sent.is_empty() && !publisher.is_drained());
-        publisher.flush(&board, &mut sent);
+        publisher.flush(false, &board, &mut sent);
+        assert!(sent.is_empty() && publisher.holds_late() && !publisher.is_drained());
+        publisher.flush(true, &board, &mut sent);
         assert_eq!(sequences(&sent), [0]);
+        assert_eq!(sequences(&published(&mut publisher, 4, &board)), [2, 1, 4, 3]);
     }
 }

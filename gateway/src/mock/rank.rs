@@ -13,7 +13,7 @@ use engine_model::{Block, CacheEvent, Load, Output, Refused, RequestSpec, Step, 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::yield_now;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::dialect::Encoder;
 use super::faults::FaultBoard;
@@ -25,6 +25,9 @@ const REQUESTS_MAX: usize = 65_536;
 
 /// Virtual time begins here, in seconds since 1970, so that a run's batches do not depend on the day.
 const EPOCH_SECONDS: u64 = 1_700_000_000;
+
+/// How long an idle rank waits for the message that is to overtake another.
+const OVERTAKEN_WAIT: Duration = Duration::from_millis(20);
 
 /// A rank that is later than this stops catching up: the machine cannot keep the pace.
 const LAG_MAX: Duration = Duration::from_millis(200);
@@ -56,7 +59,7 @@ pub(crate) struct Rank {
     faults: Arc<FaultBoard>,
     /// There may be something to do.
     wake: Notify,
-    /// The rank fell quiet, or stopped.
+    /// The rank may have fallen quiet.
     quiet: Notify,
 }
 
@@ -182,17 +185,19 @@ impl Rank {
         EPOCH_SECONDS + self.lock().clock_us / 1_000_000
     }
 
+    /// Whether nothing runs and nothing is left to publish, as it is once the rank has stopped.
     pub(crate) fn is_quiet(&self) -> bool {
         let state = self.lock();
-        !state.is_busy && state.model.is_idle() && state.loose_events.is_empty() && state.publisher.is_drained()
+        let is_done = state.model.is_idle() && state.loose_events.is_empty() && state.publisher.is_drained();
+        state.is_stopped || (is_done && !state.is_busy)
     }
 
-    /// Comes back when the rank is quiet, or has stopped.
+    /// Comes back when the rank is quiet.
     pub(crate) async fn quiet(&self) {
         loop {
             let fell_quiet = self.quiet.notified();
             // Notifications count from here, so that none falls between looking and waiting.
-            if self.is_quiet() || self.lock().is_stopped {
+            if self.is_quiet() {
                 return;
             }
             fell_quiet.await;
@@ -207,8 +212,9 @@ impl Rank {
         mut stop: oneshot::Receiver<()>,
     ) -> EventSocket {
         let mut due = Instant::now();
+        let mut is_late_due = false;
         loop {
-            match self.begin() {
+            match self.begin(is_late_due) {
                 Turn::Step(step) => {
                     due = pace.end_of(due, step.duration_us);
                     tokio::select! {
@@ -221,12 +227,13 @@ impl Rank {
                 }
                 Turn::Rest(messages) => {
                     socket.send(messages).await;
-                    self.rest();
-                    tokio::select! {
+                    let holds_late = self.rest();
+                    is_late_due = tokio::select! {
                         biased;
                         _ = &mut stop => break,
-                        () = self.wake.notified() => {}
-                    }
+                        () = self.wake.notified() => false,
+                        () = sleep(OVERTAKEN_WAIT), if holds_late => true,
+                    };
                     due = Instant::now();
                 }
             }
@@ -234,15 +241,19 @@ impl Rank {
         socket
     }
 
-    fn begin(&self) -> Turn {
+    fn begin(&self, is_late_due: bool) -> Turn {
         let mut state = self.lock();
         state.is_busy = true;
         match state.model.step() {
-            Some(step) => Turn::Step(step),
+            Some(mut step) => {
+                // What is loose now came before the step; what comes until it is published, behind it.
+                step.events.splice(0..0, state.loose_events.drain(..));
+                Turn::Step(step)
+            }
             None => {
                 let mut messages = Vec::new();
                 state.batch(&[], &self.faults, &mut messages);
-                state.publisher.flush(&self.faults, &mut messages);
+                state.publisher.flush(is_late_due, &self.faults, &mut messages);
                 Turn::Rest(messages)
             }
         }
@@ -275,9 +286,14 @@ impl Rank {
         }
     }
 
-    fn rest(&self) {
-        self.lock().is_busy = false;
+    /// Says whether a message waits to be overtaken.
+    fn rest(&self) -> bool {
+        let mut state = self.lock();
+        state.is_busy = false;
+        let holds_late = state.publisher.holds_late();
+        drop(state);
         self.quiet.notify_waiters();
+        holds_late
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -286,10 +302,10 @@ impl Rank {
 }
 
 impl State {
-    /// Publishes what happened between steps, then `events`, as one batch; nothing if there is nothing.
+    /// Publishes `events`, then the loose ones, as one batch; nothing if there is nothing.
     fn batch(&mut self, events: &[CacheEvent], faults: &FaultBoard, out: &mut Vec<Message>) {
-        let mut all = std::mem::take(&mut self.loose_events);
-        all.extend_from_slice(events);
+        let mut all = events.to_vec();
+        all.append(&mut self.loose_events);
         if !all.is_empty() {
             let payload = self.encoder.batch(self.timestamp(), &all);
             self.publisher.publish(payload, faults, out);
@@ -330,5 +346,60 @@ impl Pace {
         } else {
             yield_now().await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine_model::EngineConfig;
+
+    use super::*;
+    use crate::mock::{Dialect, Faults};
+
+    fn rank() -> Rank {
+        let config = EngineConfig { block_size: 4, max_model_len: 64, ..EngineConfig::default() };
+        let encoder = Encoder { format: Dialect::VllmMap.into(), block_size: 4, rank: 0, lora_ids: Arc::default() };
+        let faults = Arc::new(FaultBoard::new(0, Faults::default()));
+        Rank::new(engine_model::Rank::new(config).expect("valid"), encoder, 10, faults)
+    }
+
+    /// The kinds of event in a payload, in order.
+    fn kinds(payload: &[u8]) -> Vec<&'static str> {
+        let find = |kind: &'static str| {
+            payload
+                .windows(kind.len())
+                .enumerate()
+                .filter(move |(_, w)| *w == kind.as_bytes())
+                .map(move |(at, _)| (at, kind))
+        };
+        let mut found: Vec<_> = find("BlockStored").chain(find("AllBlocksCleared")).collect();
+        found.sort_unstable();
+        found.into_iter().map(|(_, kind)| kind).collect()
+    }
+
+    #[test]
+    fn a_reset_is_told_in_its_place_before_and_behind_a_step() {
+        let rank = rank();
+        assert!(rank.reset_cache());
+        let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1)).expect("it fits");
+        let Turn::Step(step) = rank.begin(false) else { panic!("a request waits") };
+        assert!(rank.reset_cache(), "the request has ended in this step");
+        let messages = rank.publish(&step);
+        assert_eq!(kinds(&messages[0].payload), ["AllBlocksCleared", "BlockStored", "AllBlocksCleared"]);
+        rank.deliver(step.outputs);
+        assert!(rank.held(Tier::Device).is_empty() && !rank.is_quiet());
+        assert!(matches!(rank.begin(false), Turn::Rest(messages) if messages.is_empty()));
+        rank.rest();
+        assert!(rank.is_quiet());
+    }
+
+    #[test]
+    fn a_stopped_rank_ends_its_requests_and_takes_no_more() {
+        let rank = rank();
+        let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5)).expect("it fits");
+        rank.stop();
+        assert!(matches!(outputs.try_recv(), Err(tokio::sync::mpsc::error::TryRecvError::Disconnected)));
+        assert!(matches!(rank.submit(RequestSpec::new(2, [1, 2], 5)), Err(NotTaken::Stopped)));
+        assert!(rank.is_quiet());
     }
 }
