@@ -333,6 +333,39 @@ async fn an_engine_that_was_shut_down_starts_again_where_it_was() {
 }
 
 #[tokio::test]
+async fn an_engine_that_is_dropped_ends_too() {
+    let engine = started(fast()).await;
+    let config = engine.config().clone();
+    complete(&engine, 0, &prompt(1, 9), 1).await;
+    drop(engine);
+    let again = async {
+        loop {
+            match MockEngine::start(config.clone()).await {
+                Ok(engine) => return engine,
+                Err(_) => tokio::task::yield_now().await,
+            }
+        }
+    };
+    timeout(PATIENCE, again).await.expect("the ports are free in time").shutdown().await;
+}
+
+#[tokio::test]
+async fn subscribers_find_every_incarnation_however_they_come() {
+    let engine = started(fast()).await;
+    let mut seed = 0;
+    let mut provoke = async || {
+        seed += 1;
+        complete(&engine, 0, &prompt(seed, 5), 1).await;
+    };
+    let mut live = Subscriber::new(&engine, 0, &mut provoke).await;
+    for dialect in [Dialect::VllmArray, Dialect::SglangArray, Dialect::SglangMap, Dialect::VllmMap] {
+        engine.restart(dialect).await.expect("the engine restarts");
+        timeout(PATIENCE, live.provoked(&mut provoke)).await.expect("messages arrive in time");
+    }
+    engine.shutdown().await;
+}
+
+#[tokio::test]
 async fn the_same_seed_and_requests_give_the_same_bytes() {
     let run = async |seed| {
         let engine = started(MockConfig { seed, loras: vec!["adapter".to_owned()], ..fast() }).await;

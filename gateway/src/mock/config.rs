@@ -195,3 +195,48 @@ impl EventFormat {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_the_command_s() {
+        #[derive(clap::Parser)]
+        struct Cli {
+            #[command(flatten)]
+            config: MockConfig,
+        }
+        let parsed = <Cli as clap::Parser>::parse_from(["mock-engine", "--port", "0"]).config;
+        assert_eq!(format!("{parsed:?}"), format!("{:?}", MockConfig::default()));
+        assert_eq!(parsed.validate(), Ok(()));
+    }
+
+    #[test]
+    fn each_rule_is_named_with_its_value() {
+        let refused = |change: fn(&mut MockConfig)| {
+            let mut config = MockConfig::default();
+            change(&mut config);
+            config.validate().expect_err("a rule is broken")
+        };
+        let cases = [
+            (refused(|config| config.data_parallel_size = 0), "data_parallel_size is 0"),
+            (refused(|config| config.time_scale = -1.0), "time_scale is -1"),
+            (refused(|config| config.time_scale = f64::NAN), "time_scale is NaN"),
+            (refused(|config| config.replay_messages_max = usize::MAX), "replay_messages_max is 1844"),
+            (refused(|config| config.loras = vec!["mock".to_owned()]), "two models are called \"mock\""),
+            (refused(|config| config.model = String::new()), "a model has an empty name"),
+            (refused(|config| config.faults.drop_share = 2.0), "drop_share is 2"),
+            (refused(|config| config.step_tokens_max = 10), "step_tokens_max is 10"),
+            (refused(|config| config.max_model_len = Some(10_000_000)), "max_model_len 10000000"),
+            (refused(|config| config.block_size = 0), "block_size is 0"),
+            (
+                refused(|config| (config.dialect, config.binary_hashes) = (Dialect::SglangMap, true)),
+                "binary_hashes is true",
+            ),
+        ];
+        for (said, expected) in cases {
+            assert!(said.starts_with(expected), "{said}");
+        }
+    }
+}

@@ -240,8 +240,15 @@ impl Engine {
         })
     }
 
-    pub(crate) async fn restart(&self, format: EventFormat) -> Result<(), MockError> {
+    /// On a task of its own: whoever asks may go in the middle, and would leave the engine stopped.
+    pub(crate) async fn restart(self: &Arc<Self>, format: EventFormat) -> Result<(), MockError> {
         format.validate().map_err(MockError::Config)?;
+        let engine = Arc::clone(self);
+        let restarted = tokio::spawn(async move { engine.restart_in(format).await }).await;
+        restarted.unwrap_or_else(|error| Err(MockError::Serve(error.to_string())))
+    }
+
+    async fn restart_in(&self, format: EventFormat) -> Result<(), MockError> {
         let _exclusive = self.restarting.lock().await;
         let before = self.incarnation();
         before.stop().await;

@@ -4,6 +4,7 @@
 //! a probe of real engines reads. Leaves completions to [`super::completions`].
 
 use std::fmt::Write;
+use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
@@ -145,7 +146,7 @@ pub(super) async fn set_faults(State(engine): Shared, body: Result<Bytes, BytesR
     }
 }
 
-async fn apply(engine: &Engine, change: Change) -> Result<(), MockError> {
+async fn apply(engine: &Arc<Engine>, change: Change) -> Result<(), MockError> {
     let faults: Faults =
         serde_json::from_value(Value::Object(change.faults)).map_err(|error| MockError::Config(error.to_string()))?;
     let format = change.restart.map(|restart| {
