@@ -2,10 +2,14 @@
 
 mod mock_support;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use mock_support::{PATIENCE, Rebuilt, Subscriber, get, held, post, replay, replay_frames, request, send};
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
+use pointsman::wire::{Decoder, Limits, WireConfig};
 use pointsman_gateway::mock::{
     Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Scope, Tier, tokenize,
 };
@@ -229,6 +233,43 @@ async fn events_of_every_dialect_rebuild_what_is_held() {
         assert_eq!(rebuilt.blocks("GPU"), held(&engine, 0, Tier::Device), "{format:?}");
         assert_eq!(rebuilt.blocks(host_medium), held(&engine, 0, Tier::Host), "{format:?}");
         assert!(!held(&engine, 0, Tier::Host).is_empty(), "the device evicted");
+        engine.shutdown().await;
+    }
+}
+
+#[tokio::test]
+async fn the_router_s_decoder_takes_every_dialect_for_what_requests_will_ask() {
+    for dialect in [Dialect::VllmArray, Dialect::VllmMap, Dialect::SglangArray, Dialect::SglangMap] {
+        let config = MockConfig { dialect, host_kv_blocks: 20, kv_blocks: 17, ..fast() };
+        let engine = started(MockConfig { loras: vec!["adapter".to_owned()], ..config }).await;
+        churn(&engine).await;
+        let rank = WorkerRank::new(WorkerId(1), 0);
+        let block_size = NonZeroU32::new(4).unwrap();
+        let config = WireConfig { rank, ranks: 0..1, block_size, is_eagle: false, limits: Limits::default() };
+        let (mut decoder, mut events) = (Decoder::new(config), Vec::new());
+        for batch in replay(&engine, 0, 0).await {
+            let report = decoder.decode(&batch.payload, &mut events);
+            assert!(report.findings.is_empty() && report.usable == report.events, "{dialect:?} {report:?}");
+        }
+        let mut known: BTreeMap<StorageTier, BTreeMap<u64, BlockHash>> = BTreeMap::new();
+        for event in events {
+            let held = known.entry(event.tier).or_default();
+            match event.data {
+                KvEvent::Stored { blocks, .. } => held.extend(blocks.iter().map(|b| (b.engine_hash.0, b.block_hash))),
+                KvEvent::Removed { blocks } => blocks.iter().for_each(|name| assert!(held.remove(&name.0).is_some())),
+                KvEvent::Cleared => known.clear(),
+            }
+        }
+        let tells_who = dialect != Dialect::SglangArray;
+        for (tier, held) in [(Tier::Device, StorageTier::Device), (Tier::Host, StorageTier::HostPinned)] {
+            let asked = engine.held(0, tier).into_iter().map(|block| {
+                let [lora_name, cache_salt] =
+                    [&block.lora_name, &block.cache_salt].map(|name| name.as_deref().filter(|_| tells_who));
+                let hasher = BlockHasher::new(HashScheme { lora_name, cache_salt, ..HashScheme::new(block_size) });
+                (block.hash.as_u64(), hasher.block_hashes(&block.tokens, &MmBlocks::NONE)[0])
+            });
+            assert_eq!(known.remove(&held).unwrap_or_default(), asked.collect(), "{dialect:?} {tier:?}");
+        }
         engine.shutdown().await;
     }
 }

@@ -1,7 +1,9 @@
 //! The sockets of a rank: PUB for events, ROUTER for replay.
 //!
-//! Owns frames and framing, ports and the end of connections. Promises that no frame from a peer can do more than go
-//! unanswered, and that nothing stays connected to a socket that was closed. Leaves what is sent to the publisher.
+//! Owns frames and framing, ports and the end of connections. Promises that whatever a peer's frames say, the worst is
+//! that they go unanswered, and that nothing stays connected to a socket that was closed. Leaves what is sent to the
+//! publisher, and the length of a peer's frames unbounded, for the sockets' library has no such limit: not for open
+//! networks.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::process;
