@@ -2,11 +2,13 @@
 //!
 //! Owns the writing side of each rank's [`EngineLoadCell`](crate::engine_load::EngineLoadCell). Promises that what is
 //! said of an engine that has gone is not shown as its successor's. Leaves reading pages and messages to
-//! `src/engine_load`, asking to a task for each worker (feature `discovery`), and age to whoever looks: what nobody says
+//! `src/engine_load`, asking and listening to tasks for each worker (features `discovery` and `zmq`), and age to whoever looks: what nobody says
 //! any more grows old by itself.
 
 #[cfg(feature = "discovery")]
 mod scrape;
+#[cfg(feature = "zmq")]
+mod socket;
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -14,7 +16,7 @@ use std::time::Duration;
 use super::scheduler::SchedulerMsg;
 use super::shared::{Phase, Shared};
 use super::turn::{After, Step};
-use crate::engine_load::{EngineLoad, EngineReading, MessageError, read_message};
+use crate::engine_load::{EngineLoad, EngineReading};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
 /// What the actor can be told.
@@ -70,6 +72,8 @@ impl Step for EngineLoads {
 pub(crate) fn watch(shared: &Arc<Shared>) {
     #[cfg(feature = "discovery")]
     scrape::watch(shared);
+    #[cfg(feature = "zmq")]
+    socket::watch(shared);
     let config = &shared.config;
     let limits = config.overload_engine_waiting.is_some() || config.overload_engine_kv_usage.is_some();
     if limits && config.queueing() {
@@ -88,24 +92,6 @@ async fn wake_waiting(shared: Weak<Shared>, period: Duration) {
             return;
         }
         shared.scheduler.tell(SchedulerMsg::Wake { at: None });
-    }
-}
-
-/// Takes in a message of a rank's load socket, its frames as they came. What cannot be read is counted.
-///
-/// # Errors
-/// Why it cannot be read.
-#[allow(dead_code, reason = "for whoever subscribes to load sockets")]
-pub(crate) fn on_message<F: AsRef<[u8]>>(shared: &Shared, rank: WorkerRank, frames: &[F]) -> Result<(), MessageError> {
-    match read_message(frames) {
-        Ok(reading) => {
-            said(shared, rank, reading);
-            Ok(())
-        }
-        Err(error) => {
-            shared.meters.engine_load_errors.message.increment(1);
-            Err(error)
-        }
     }
 }
 

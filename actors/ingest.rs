@@ -5,7 +5,6 @@
 //! mean is decided in `ingest::Source`, what their bytes mean in `wire`. No message of a request passes here.
 
 mod reader;
-mod socket;
 
 use std::num::NonZeroU32;
 use std::sync::Arc;

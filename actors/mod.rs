@@ -16,6 +16,8 @@ mod clock;
 mod disagg;
 mod discovery;
 mod engine_load;
+#[cfg(feature = "zmq")]
+mod engine_socket;
 #[cfg(feature = "faults")]
 mod faults;
 mod gather;
@@ -26,7 +28,7 @@ mod http;
 mod ingest;
 mod kv_source;
 mod liveness;
-#[cfg(feature = "discovery")]
+#[cfg(any(feature = "discovery", feature = "zmq"))]
 mod per_worker;
 mod placement;
 mod predict;

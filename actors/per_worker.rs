@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::task::{AbortHandle, JoinSet};
+#[cfg(feature = "discovery")]
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::router::WorkerEntry;
@@ -65,6 +66,7 @@ pub(super) fn watch<W, F>(
 
 /// When the first of a worker's turns comes: spread over the second half of the first interval, so that a fleet's do not
 /// fall together.
+#[cfg(feature = "discovery")]
 pub(super) fn first_delay(worker: WorkerId, interval: Duration) -> Duration {
     let lot = xxh3_64(&worker.0.to_le_bytes()) % 1_000;
     interval / 2 + interval.mul_f64(lot as f64 / 2_000.0)

@@ -191,6 +191,7 @@ pub(crate) struct EngineLoadErrors {
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
     pub(crate) value: Counter,
     /// Messages of load sockets.
+    #[cfg_attr(not(feature = "zmq"), expect(dead_code, reason = "nobody listens"))]
     pub(crate) message: Counter,
 }
 

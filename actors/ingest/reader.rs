@@ -13,7 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
-use super::socket::{ReplayRequest, SocketError, Subscription};
+use crate::actors::engine_socket::{ReplayRequest, SocketError, Subscription};
 use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::shared::{Seat, Shared};
 use crate::ingest::{Applied, Backoff, Effect, Input, Source, SourceConfig, Trust};

@@ -1,6 +1,6 @@
 //! Engine-reported load: what engines say of their own queues and caches.
 //!
-//! Owns reading it, from a Prometheus page ([`read_page`]) or a message of SGLang's load socket ([`read_message`]), and
+//! Owns reading it, from a Prometheus page ([`read_page`]) or a message of SGLang's load socket ([`read_stat`]), and
 //! the cell in which a rank's last word can be read by anybody ([`EngineLoadCell`]). Promises that nothing an engine
 //! sends is trusted: what cannot be is left out, each value by itself, and that nothing is ever made up: what an engine
 //! does not say, or has not said for long, is unknown, neither idle nor busy. Leaves asking to
@@ -17,7 +17,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 pub use cell::EngineLoadCell;
-pub use message::{MESSAGE_BYTES_MAX, MessageError, read_message, read_stat};
+pub use message::{MESSAGE_BYTES_MAX, MessageError, read_stat};
 pub use page::{PAGE_BYTES_MAX, Page, read_page};
 
 use crate::protocol::Timestamp;

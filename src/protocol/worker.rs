@@ -60,6 +60,19 @@ impl KvEventsConfig {
     }
 }
 
+impl LoadSource {
+    /// The load socket of one rank; `None` where load is asked for over HTTP.
+    ///
+    /// # Errors
+    /// As [`KvEventsConfig::of_rank`].
+    pub fn socket_of_rank(&self, rank: u32) -> Result<Option<String>, WorkerConfigError> {
+        match self {
+            Self::Socket(endpoint) => endpoint_of_rank(endpoint, rank).map(Some),
+            Self::Metrics(_) => Ok(None),
+        }
+    }
+}
+
 fn endpoint_of_rank(endpoint: &str, rank: u32) -> Result<String, WorkerConfigError> {
     let refused = || WorkerConfigError::Endpoint { endpoint: endpoint.to_owned(), rank };
     let (host, port) = endpoint.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':')).ok_or_else(refused)?;
@@ -259,8 +272,8 @@ impl WorkerConfig {
         if let Some(kv_events) = &self.kv_events {
             kv_events.of_rank(last)?;
         }
-        if let Some(LoadSource::Socket(endpoint)) = &self.load {
-            endpoint_of_rank(endpoint, last)?;
+        if let Some(load) = &self.load {
+            load.socket_of_rank(last)?;
         }
         match self.kv_transfer_preferred_weight {
             Some(weight) if !weight.is_finite() => Err(WorkerConfigError::Weight(weight)),

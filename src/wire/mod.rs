@@ -29,7 +29,7 @@ mod event;
 mod finding;
 mod group;
 mod keys;
-mod msgpack;
+pub(crate) mod msgpack;
 mod namespace;
 
 pub use decoder::{Decoder, Limits, WireConfig};

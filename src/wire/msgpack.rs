@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::Finding;
 
 /// Deepest nesting that can be told from deeper ones.
-pub(super) const NESTING_CAP: usize = 32;
+pub(crate) const NESTING_CAP: usize = 32;
 
 /// Where in eight bytes a number stands that begins with a certain marker.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ impl Encoding {
 
 /// One scalar, or the head of an array or map whose items follow.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Item<'a> {
+pub(crate) enum Item<'a> {
     Nil,
     Bool(bool),
     Uint(u64),
@@ -75,16 +75,16 @@ impl Item<'_> {
 
 /// A place in the bytes. A copy of it is a way back.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cursor<'a> {
+pub(crate) struct Cursor<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Cursor<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }
 
-    pub(super) fn bytes_left(&self) -> usize {
+    pub(crate) fn bytes_left(&self) -> usize {
         self.rest.len()
     }
 
@@ -92,7 +92,7 @@ impl<'a> Cursor<'a> {
     ///
     /// # Errors
     /// [`Finding::Truncated`] and [`Finding::Malformed`], both the end of all reading.
-    pub(super) fn item(&mut self) -> Result<Item<'a>, Finding> {
+    pub(crate) fn item(&mut self) -> Result<Item<'a>, Finding> {
         let [marker] = self.fixed()?;
         Ok(match Marker::from_u8(marker) {
             Marker::FixPos(value) => Item::Uint(value.into()),
@@ -140,7 +140,7 @@ impl<'a> Cursor<'a> {
     ///
     /// # Errors
     /// As [`Cursor::item`]; or [`Finding::TooDeep`], with the items passed.
-    pub(super) fn pass(&mut self, count: u64, nesting_max: usize) -> Result<(), Finding> {
+    pub(crate) fn pass(&mut self, count: u64, nesting_max: usize) -> Result<(), Finding> {
         let nesting_max = nesting_max.min(NESTING_CAP);
         // Items still to pass in each open level; what lies too deep is counted in with the deepest. Every head takes
         // a byte, so no count outgrows the bytes times 2^33.
@@ -197,7 +197,7 @@ impl<'a> Cursor<'a> {
     /// are the number. What takes the time is finding where the next one begins. Hence pairs: how long the second is,
     /// is looked up for each place where it may begin, while the first one's length is still being looked up. That
     /// makes 3.6 ns an id of 4.7, on a busy machine, ids spread over a vocabulary of 150,000.
-    pub(super) fn small_numbers(&mut self, numbers: &mut [u32]) -> usize {
+    pub(crate) fn small_numbers(&mut self, numbers: &mut [u32]) -> usize {
         let mut rest = self.rest;
         let mut count = 0;
         for pair in numbers.chunks_exact_mut(2) {
@@ -226,7 +226,7 @@ impl<'a> Cursor<'a> {
     ///
     /// # Errors
     /// As [`Cursor::item`].
-    pub(super) fn digest(&mut self, hasher: &mut Xxh3) -> Result<(), Finding> {
+    pub(crate) fn digest(&mut self, hasher: &mut Xxh3) -> Result<(), Finding> {
         let mut left = 1_u64;
         while left > 0 {
             left -= 1;
@@ -287,7 +287,7 @@ fn digest_number(hasher: &mut Xxh3, kind: u8, value: u64) {
 }
 
 /// With the length in front, so that two strings are not one longer one.
-pub(super) fn digest_bytes(hasher: &mut Xxh3, kind: u8, bytes: &[u8]) {
+pub(crate) fn digest_bytes(hasher: &mut Xxh3, kind: u8, bytes: &[u8]) {
     digest_number(hasher, kind, bytes.len() as u64);
     hasher.update(bytes);
 }

@@ -1,4 +1,4 @@
-//! Connections to an engine's event and replay sockets.
+//! Connections to an engine's sockets: what it publishes, and what it is asked for again.
 //!
 //! Owns the way of the bytes: engine, [`FrameCheck`], loopback, the library that speaks ZMTP. The library makes room for
 //! whatever length a frame announces (8 GiB, and the process is gone), and offers no place to look before it does; so
@@ -27,7 +27,7 @@ const PIECE_BYTES: usize = 16 << 10;
 
 /// Why a connection ended, or a message was refused.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum SocketError {
+pub(crate) enum SocketError {
     #[error("cannot connect: {0}")]
     Connect(std::io::Error),
     #[error("no answer to the greeting within {} s", CONNECT_WAIT.as_secs())]
@@ -46,7 +46,7 @@ pub(super) enum SocketError {
 
 impl SocketError {
     /// Its name in metrics.
-    pub(super) fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect",
             Self::ConnectTimeout => "connect_timeout",
@@ -60,14 +60,14 @@ impl SocketError {
 }
 
 /// A standing subscription.
-pub(super) struct Subscription {
+pub(crate) struct Subscription {
     socket: SubSocket,
     relay: Relay,
 }
 
 impl Subscription {
     /// Connects to `tcp://HOST:PORT` and subscribes to topics that begin with `topic`.
-    pub(super) async fn connect(endpoint: &str, topic: &str, caps: Caps) -> Result<Self, SocketError> {
+    pub(crate) async fn connect(endpoint: &str, topic: &str, caps: Caps) -> Result<Self, SocketError> {
         within(async {
             let (mut relay, inner) = Relay::to(endpoint, caps).await?;
             let mut socket = SubSocket::new();
@@ -83,7 +83,7 @@ impl Subscription {
     ///
     /// # Errors
     /// A message of another shape, which costs only itself; or the end of the connection.
-    pub(super) async fn receive(&mut self) -> Result<(u64, Bytes), SocketError> {
+    pub(crate) async fn receive(&mut self) -> Result<(u64, Bytes), SocketError> {
         let parts = self.relay.carry(self.socket.recv()).await?.into_vec();
         let (sequence, payload) = zmtp::live(&parts)?;
         Ok((sequence, payload.clone()))
@@ -91,14 +91,14 @@ impl Subscription {
 }
 
 /// One request for what was published before, and its answers.
-pub(super) struct ReplayRequest {
+pub(crate) struct ReplayRequest {
     socket: DealerSocket,
     relay: Relay,
 }
 
 impl ReplayRequest {
     /// Asks `tcp://HOST:PORT` for every message from number `from` on.
-    pub(super) async fn ask(endpoint: &str, from: u64, caps: Caps) -> Result<Self, SocketError> {
+    pub(crate) async fn ask(endpoint: &str, from: u64, caps: Caps) -> Result<Self, SocketError> {
         within(async {
             let (mut relay, inner) = Relay::to(endpoint, caps).await?;
             let mut socket = DealerSocket::new();
@@ -115,7 +115,7 @@ impl ReplayRequest {
     ///
     /// # Errors
     /// An answer of another shape, or the end of the connection: either way there is no more to come.
-    pub(super) async fn receive(&mut self) -> Result<Replayed<Bytes>, SocketError> {
+    pub(crate) async fn receive(&mut self) -> Result<Replayed<Bytes>, SocketError> {
         let parts = self.relay.carry(self.socket.recv()).await?.into_vec();
         Ok(match zmtp::replayed(&parts)? {
             Replayed::Message { sequence, payload } => Replayed::Message { sequence, payload: payload.clone() },
