@@ -52,6 +52,7 @@ pub(crate) struct Meters {
     #[cfg(feature = "zmq")]
     pub(crate) ingest: ingest::IngestMeters,
     /// What engines said of their load and could not be used.
+    #[cfg(any(feature = "discovery", feature = "zmq"))]
     pub(crate) engine_load_errors: EngineLoadErrors,
     funnel: Funnel,
 }
@@ -70,6 +71,7 @@ impl Meters {
             unused_events: pool.counter("pointsman_kv_events_refused_total", &[("reason", "not_used")]),
             #[cfg(feature = "zmq")]
             ingest: ingest::IngestMeters::new(&pool),
+            #[cfg(any(feature = "discovery", feature = "zmq"))]
             engine_load_errors: EngineLoadErrors::new(&pool),
             funnel: Funnel::new(&pool),
             pool,
@@ -180,6 +182,7 @@ impl Ejections {
 }
 
 /// What engines said of their load and could not be used.
+#[cfg(any(feature = "discovery", feature = "zmq"))]
 pub(crate) struct EngineLoadErrors {
     /// Pages that were not got.
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
@@ -195,6 +198,7 @@ pub(crate) struct EngineLoadErrors {
     pub(crate) message: Counter,
 }
 
+#[cfg(any(feature = "discovery", feature = "zmq"))]
 impl EngineLoadErrors {
     fn new(pool: &Pool) -> Self {
         let cause = |cause| pool.counter("pointsman_engine_load_errors_total", &[("cause", cause)]);
