@@ -86,13 +86,11 @@ fn wire_config(config: &RouterConfig, seat: &Seat, worker: &WorkerConfig) -> Wir
 pub(crate) struct State {
     reader: AbortHandle,
     commands: mpsc::Sender<Command>,
-    seat: Arc<Seat>,
 }
 
 impl Drop for State {
     fn drop(&mut self) {
         self.reader.abort();
-        self.seat.source.end();
     }
 }
 
@@ -106,7 +104,7 @@ impl Actor for Ingest {
         seat.source.begin(&endpoints.endpoint);
         let (commands, heard) = mpsc::channel(COMMANDS_MAX);
         let caps = Caps::default();
-        let job = Job { shared, seat: Arc::clone(&seat), endpoints, source, wire, caps, commands: heard };
+        let job = Job { shared, seat, endpoints, source, wire, caps, commands: heard };
         let task = tokio::spawn(reader::read(job));
         let watched = task.abort_handle();
         tokio::spawn(async move {
@@ -116,7 +114,7 @@ impl Actor for Ingest {
                 drop(myself.send_message(IngestMsg::Died(error.to_string())));
             }
         });
-        Ok(State { reader: watched, commands, seat })
+        Ok(State { reader: watched, commands })
     }
 
     async fn handle(

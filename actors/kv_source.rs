@@ -53,6 +53,9 @@ pub(crate) struct SourceCell {
     /// Plus one; 0 before the first message.
     message_at: AtomicU64,
     doubted: Doubted,
+    /// Held by the task that reads: its successor must not be overtaken by what it still has in hand.
+    #[cfg(feature = "zmq")]
+    turn: tokio::sync::Mutex<()>,
 }
 
 const PERMILLE: u32 = 1000;
@@ -69,6 +72,8 @@ impl SourceCell {
             applied: AtomicU64::new(0),
             message_at: AtomicU64::new(0),
             doubted: Arc::clone(doubted),
+            #[cfg(feature = "zmq")]
+            turn: tokio::sync::Mutex::new(()),
         }
     }
 
@@ -112,13 +117,32 @@ impl SourceCell {
 // For the ingest of a rank, the only one to write.
 #[cfg(feature = "zmq")]
 impl SourceCell {
+    /// The rank is read from `endpoint` from now on, and nothing that was said before is known.
     pub(crate) fn begin(&self, endpoint: &str) {
         *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(endpoint.into());
+        self.start_over();
     }
 
     /// There is no source any more: what is known is what the embedder says.
     pub(crate) fn end(&self) {
         *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.forget();
+    }
+
+    /// Waits until whoever read before has ended, and is the one who reads until the answer is dropped.
+    pub(crate) async fn read(&self) -> Reading<'_> {
+        let turn = self.turn.lock().await;
+        self.start_over();
+        Reading { cell: self, _turn: turn }
+    }
+
+    fn start_over(&self) {
+        self.connected.store(false, Ordering::Relaxed);
+        self.applied.store(0, Ordering::Relaxed);
+        self.set_trust(Trust::Recovering, None);
+    }
+
+    fn forget(&self) {
         self.connected.store(false, Ordering::Relaxed);
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.set_trust(Trust::Live, None);
@@ -150,6 +174,25 @@ impl SourceCell {
             _ => {}
         }
         *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = (trust, doubt);
+    }
+}
+
+/// The right to read a rank's source.
+#[cfg(feature = "zmq")]
+pub(crate) struct Reading<'a> {
+    cell: &'a SourceCell,
+    _turn: tokio::sync::MutexGuard<'a, ()>,
+}
+
+#[cfg(feature = "zmq")]
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        let is_left = self.cell.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
+        if is_left {
+            self.cell.forget(); // what the reader has written since
+        } else {
+            self.cell.set_connected(false);
+        }
     }
 }
 

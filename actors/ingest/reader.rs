@@ -44,6 +44,8 @@ pub(super) enum Command {
 /// Reads until it is dropped.
 pub(super) async fn read(job: Job) {
     let Job { shared, seat, endpoints, source, wire, caps, mut commands } = job;
+    let cell = Arc::clone(&seat);
+    let _reading = cell.source.read().await;
     let now = shared.clock.now();
     let mut link = Link::new(&endpoints, caps, source.seed);
     let mut replay = Replay::Idle;
@@ -56,6 +58,8 @@ pub(super) async fn read(job: Job) {
         wanted: VecDeque::new(),
         unwell_since: None,
     };
+    // A source begins with nothing known, and an earlier reader may have left something.
+    reader.apply(vec![reader.event(KvEvent::Cleared)]).await;
     loop {
         let tick = reader.source.next_tick().map(|at| at.since(reader.shared.clock.now()));
         let input = tokio::select! {
@@ -72,6 +76,10 @@ pub(super) async fn read(job: Job) {
             replay = Replay::Idle; // of a life that may be over
         }
         reader.step(input);
+        // A peer that never stops talking must not keep its own deadlines from passing.
+        if tick == Some(Duration::ZERO) {
+            reader.step(Input::Tick);
+        }
         reader.perform(&mut replay, &endpoints, caps).await;
     }
 }

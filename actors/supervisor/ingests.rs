@@ -69,6 +69,9 @@ impl State {
     pub(super) fn stop_reading(&mut self, slot: Slot) {
         if let Some(reading) = self.ingests.remove(&slot) {
             self.children.remove(&reading.actor.get_id());
+            if let Some(Some(running)) = self.seats.get(slot.index()) {
+                running.seat.source.end();
+            }
         }
     }
 
@@ -89,7 +92,6 @@ impl State {
         }
         tracing::error!(reason, slot = slot.0, "the reader of a rank's KV events dies again and again: left alone");
         if let Some(Some(running)) = self.seats.get(slot.index()) {
-            running.seat.source.begin(&kv_events.endpoint);
             running.seat.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths: DEATHS_MAX + 1 }));
         }
         Ok(())
