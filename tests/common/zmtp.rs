@@ -1,0 +1,507 @@
+//! Publishers of KV events on bare TCP: one that keeps every rule, and one that breaks whichever a test names.
+//!
+//! Owns the bytes of ZMTP 3.0 as a publisher and a replay socket send them, and msgpack batches in both dialects. Promises
+//! that what a test did not ask for is not sent. Speaks through no library, so nothing stands between a test and the wire.
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
+
+use std::collections::VecDeque;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use pointsman::protocol::{EngineHash, KvEvent, KvEventsConfig, RouterEvent, StoredBlock};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+
+pub const TOPIC: &str = "kv-events";
+
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+
+// ---- frames ----
+
+pub fn greeting() -> Vec<u8> {
+    greeting_of("NULL")
+}
+
+pub fn greeting_of(mechanism: &str) -> Vec<u8> {
+    let mut bytes = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+    bytes.extend_from_slice(mechanism.as_bytes());
+    bytes.resize(64, 0);
+    bytes
+}
+
+/// A command that says which kind of socket speaks.
+pub fn ready(socket_type: &str) -> Vec<u8> {
+    let mut body = b"\x05READY\x0bSocket-Type".to_vec();
+    body.extend((socket_type.len() as u32).to_be_bytes());
+    body.extend_from_slice(socket_type.as_bytes());
+    frame(COMMAND, &body)
+}
+
+/// Greeting and READY.
+pub fn handshake(socket_type: &str) -> Vec<u8> {
+    [greeting(), ready(socket_type)].concat()
+}
+
+/// Flags and a length, of which nothing need follow.
+pub fn header(flags: u8, bytes: u64) -> Vec<u8> {
+    match u8::try_from(bytes) {
+        Ok(short) => vec![flags, short],
+        Err(_) => [&[flags | LONG][..], &bytes.to_be_bytes()].concat(),
+    }
+}
+
+pub fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
+    [&header(flags, body.len() as u64)[..], body].concat()
+}
+
+pub fn message(parts: &[&[u8]]) -> Vec<u8> {
+    let last = parts.len().saturating_sub(1);
+    parts.iter().enumerate().flat_map(|(n, part)| frame(if n < last { MORE } else { 0 }, part)).collect()
+}
+
+pub fn live_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
+    message(&[TOPIC.as_bytes(), &sequence.to_be_bytes(), payload])
+}
+
+/// An answer to a replay request, in the framing without a topic.
+pub fn replay_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
+    message(&[b"", &sequence.to_be_bytes(), payload])
+}
+
+/// The next frame's flags and body, as a peer that keeps the rules sends it.
+async fn read_frame(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Result<(u8, Vec<u8>)> {
+    let flags = stream.read_u8().await?;
+    let bytes = if flags & LONG == 0 { u64::from(stream.read_u8().await?) } else { stream.read_u64().await? };
+    assert!(bytes < 1 << 16, "a reader announces {bytes} bytes");
+    let mut body = vec![0; bytes as usize];
+    stream.read_exact(&mut body).await?;
+    Ok((flags, body))
+}
+
+/// Reads the next message, commands passed over.
+async fn read_message(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Result<Vec<Vec<u8>>> {
+    let mut parts = Vec::new();
+    loop {
+        let (flags, body) = read_frame(stream).await?;
+        if flags & COMMAND == 0 {
+            parts.push(body);
+            if flags & MORE == 0 {
+                return Ok(parts);
+            }
+        }
+    }
+}
+
+// ---- msgpack ----
+
+/// In which of its two forms an event is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    Array,
+    Map,
+}
+
+/// Writes msgpack items one after the other; whether they make sense is the test's business.
+#[derive(Clone, Default)]
+pub struct Pack(pub Vec<u8>);
+
+impl Pack {
+    pub fn array(mut self, items: u32) -> Self {
+        self.0.push(0xdd);
+        self.0.extend(items.to_be_bytes());
+        self
+    }
+
+    pub fn map(mut self, pairs: u32) -> Self {
+        self.0.push(0xdf);
+        self.0.extend(pairs.to_be_bytes());
+        self
+    }
+
+    pub fn uint(mut self, value: u64) -> Self {
+        self.0.push(0xcf);
+        self.0.extend(value.to_be_bytes());
+        self
+    }
+
+    pub fn float(mut self, value: f64) -> Self {
+        self.0.push(0xcb);
+        self.0.extend(value.to_be_bytes());
+        self
+    }
+
+    pub fn text(mut self, text: &str) -> Self {
+        self.0.push(0xd9);
+        self.0.push(u8::try_from(text.len()).expect("a short text"));
+        self.0.extend(text.as_bytes());
+        self
+    }
+
+    pub fn nil(mut self) -> Self {
+        self.0.push(0xc0);
+        self
+    }
+
+    pub fn uints(self, values: impl ExactSizeIterator<Item = u64>) -> Self {
+        let packed = self.array(values.len() as u32);
+        values.fold(packed, Self::uint)
+    }
+
+    pub fn raw(mut self, bytes: &[u8]) -> Self {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+}
+
+/// What one event of an engine looks like. `tokens` are those of the blocks stored.
+pub fn event(form: Form, event: &RouterEvent, tokens: &[u32]) -> Vec<u8> {
+    match &event.data {
+        KvEvent::Stored { parent, blocks } => stored(form, *parent, blocks, tokens),
+        KvEvent::Removed { blocks } => removed(form, blocks),
+        KvEvent::Cleared => match form {
+            Form::Array => Pack::default().array(1).text("AllBlocksCleared").0,
+            Form::Map => Pack::default().map(1).text("type").text("AllBlocksCleared").0,
+        },
+    }
+}
+
+fn stored(form: Form, parent: Option<EngineHash>, blocks: &[StoredBlock], tokens: &[u32]) -> Vec<u8> {
+    let hashes = blocks.iter().map(|block| block.engine_hash.0);
+    let block_size = (tokens.len() / blocks.len()) as u64;
+    let tokens = tokens.iter().map(|&token| u64::from(token));
+    let parent = |packed: Pack| match parent {
+        Some(parent) => packed.uint(parent.0),
+        None => packed.nil(),
+    };
+    match form {
+        Form::Array => {
+            let packed = parent(Pack::default().array(7).text("BlockStored").uints(hashes));
+            packed.uints(tokens).uint(block_size).nil().text("GPU").0
+        }
+        Form::Map => {
+            let packed = Pack::default().map(6).text("type").text("BlockStored").text("block_hashes").uints(hashes);
+            let packed = parent(packed.text("parent_block_hash")).text("token_ids").uints(tokens);
+            packed.text("block_size").uint(block_size).text("medium").text("GPU").0
+        }
+    }
+}
+
+fn removed(form: Form, blocks: &[EngineHash]) -> Vec<u8> {
+    let hashes = blocks.iter().map(|block| block.0);
+    match form {
+        Form::Array => Pack::default().array(3).text("BlockRemoved").uints(hashes).text("GPU").0,
+        Form::Map => {
+            let packed = Pack::default().map(3).text("type").text("BlockRemoved").text("block_hashes").uints(hashes);
+            packed.text("medium").text("GPU").0
+        }
+    }
+}
+
+/// A batch of events made at `time`, which keeps batches of equal events apart.
+pub fn batch(time: f64, events: &[Vec<u8>]) -> Vec<u8> {
+    Pack::default().array(2).float(time).array(events.len() as u32).raw(&events.concat()).0
+}
+
+// ---- a publisher that keeps the rules ----
+
+/// One engine rank's event and replay sockets.
+pub struct Publisher {
+    live: SocketAddr,
+    replay: SocketAddr,
+    state: Arc<Mutex<State>>,
+    tasks: Vec<JoinHandle<()>>,
+    connections: Arc<Connections>,
+    cut: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct Connections {
+    accepted: AtomicUsize,
+    open: AtomicUsize,
+}
+
+struct State {
+    /// Number and payload of the last few messages.
+    ring: VecDeque<(u64, Vec<u8>)>,
+    ring_max: usize,
+    next: u64,
+    replays_with_topic: bool,
+    subscribers: Vec<mpsc::UnboundedSender<Vec<u8>>>,
+    /// Connections that have not said yet what they want.
+    greeting: usize,
+}
+
+impl State {
+    fn keep(&mut self, payload: &[u8]) -> u64 {
+        let sequence = self.next;
+        self.next += 1;
+        self.ring.push_back((sequence, payload.to_vec()));
+        while self.ring.len() > self.ring_max {
+            self.ring.pop_front();
+        }
+        sequence
+    }
+}
+
+impl Drop for Publisher {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+        let _ = self.cut.send(u64::MAX);
+    }
+}
+
+impl Publisher {
+    /// Keeps the last `ring_max` messages for replay.
+    pub async fn start(ring_max: usize, replays_with_topic: bool) -> Self {
+        let state = State {
+            ring: VecDeque::new(),
+            ring_max,
+            next: 0,
+            replays_with_topic,
+            subscribers: Vec::new(),
+            greeting: 0,
+        };
+        let state = Arc::new(Mutex::new(state));
+        let (live, replay) = (listen().await, listen().await);
+        let addresses = [&live, &replay].map(|listener| listener.local_addr().expect("bound"));
+        let (connections, cut) = (Arc::new(Connections::default()), watch::Sender::new(0));
+        let tasks = vec![
+            tokio::spawn(accept(live, Arc::clone(&state), Arc::clone(&connections), cut.subscribe(), publish_to)),
+            tokio::spawn(accept(replay, Arc::clone(&state), Arc::clone(&connections), cut.subscribe(), answer)),
+        ];
+        let [live, replay] = addresses;
+        Self { live, replay, state, tasks, connections, cut }
+    }
+
+    pub fn kv_events(&self) -> KvEventsConfig {
+        kv_events(self.live, Some(self.replay))
+    }
+
+    /// Sends to all who listen; the message's number.
+    pub fn publish(&self, payload: &[u8]) -> u64 {
+        let mut state = self.state();
+        let sequence = state.keep(payload);
+        let message = live_message(sequence, payload);
+        state.subscribers.retain(|subscriber| subscriber.send(message.clone()).is_ok());
+        sequence
+    }
+
+    /// Publishes as to a subscriber whose queue is full: only a replay can bring it.
+    pub fn publish_unheard(&self, payload: &[u8]) -> u64 {
+        self.state().keep(payload)
+    }
+
+    /// Begins to count anew, with nothing to replay; connections stay.
+    pub fn forget(&self) {
+        let mut state = self.state();
+        state.next = 0;
+        state.ring.clear();
+    }
+
+    /// Closes every connection. New ones are taken.
+    pub fn disconnect(&self) {
+        self.state().subscribers.clear();
+        self.cut.send_modify(|cut| *cut += 1);
+    }
+
+    /// Connections that neither side has closed.
+    pub fn connections(&self) -> usize {
+        self.connections.open.load(Ordering::SeqCst)
+    }
+
+    /// Connections there ever were.
+    pub fn accepted(&self) -> usize {
+        self.connections.accepted.load(Ordering::SeqCst)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().expect("no test panics with it")
+}
+
+fn kv_events(live: SocketAddr, replay: Option<SocketAddr>) -> KvEventsConfig {
+    let endpoint = |address| format!("tcp://{address}");
+    KvEventsConfig { endpoint: endpoint(live), replay_endpoint: replay.map(endpoint), topic: TOPIC.to_owned() }
+}
+
+async fn listen() -> TcpListener {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free")
+}
+
+async fn accept<F>(
+    listener: TcpListener,
+    state: Arc<Mutex<State>>,
+    connections: Arc<Connections>,
+    cut: watch::Receiver<u64>,
+    serve: impl Fn(TcpStream, Arc<Mutex<State>>) -> F,
+) where
+    F: Future<Output = std::io::Result<()>> + Send + 'static,
+{
+    loop {
+        let (stream, _) = listener.accept().await.expect("a connection");
+        connections.accepted.fetch_add(1, Ordering::SeqCst);
+        connections.open.fetch_add(1, Ordering::SeqCst);
+        let (served, connections) = (serve(stream, Arc::clone(&state)), Arc::clone(&connections));
+        let mut cut = cut.clone();
+        cut.mark_unchanged();
+        tokio::spawn(async move {
+            tokio::select! {
+                biased;
+                _ = cut.changed() => {}
+                _ = served => {}
+            }
+            connections.open.fetch_sub(1, Ordering::SeqCst);
+        });
+    }
+}
+
+async fn shake_hands(stream: &mut TcpStream, socket_type: &str) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.write_all(&handshake(socket_type)).await?;
+    stream.read_exact(&mut [0; 64]).await?;
+    read_frame(stream).await.map(drop)
+}
+
+async fn publish_to(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io::Result<()> {
+    lock(&state).greeting += 1;
+    let subscription = async {
+        shake_hands(&mut stream, "PUB").await?;
+        read_message(&mut stream).await
+    };
+    let subscription = subscription.await;
+    let (sender, mut messages) = mpsc::unbounded_channel();
+    {
+        let mut state = lock(&state);
+        state.greeting -= 1;
+        assert_eq!(subscription?, [[b"\x01", TOPIC.as_bytes()].concat()], "what is subscribed to");
+        state.subscribers.push(sender);
+    }
+    loop {
+        tokio::select! {
+            biased;
+            message = messages.recv() => match message {
+                Some(message) => stream.write_all(&message).await?,
+                None => return Ok(()),
+            },
+            _ = stream.read_u8() => return Ok(()), // nothing more is said; so this is the end
+        }
+    }
+}
+
+async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io::Result<()> {
+    shake_hands(&mut stream, "ROUTER").await?;
+    loop {
+        let request = read_message(&mut stream).await?;
+        assert_eq!((request.len(), request[0].len()), (2, 0), "{request:?}");
+        let from = u64::from_be_bytes(request[1][..].try_into().expect("eight bytes"));
+        // Who asks has subscribed before, and what is published from now on must reach it.
+        while lock(&state).greeting > 0 {
+            tokio::task::yield_now().await;
+        }
+        let answers = {
+            let state = lock(&state);
+            let topic = state.replays_with_topic.then_some(TOPIC.as_bytes());
+            let parts = |sequence: u64, payload: &[u8]| match topic {
+                Some(topic) => message(&[b"", topic, &sequence.to_be_bytes(), payload]),
+                None => replay_message(sequence, payload),
+            };
+            let asked = state.ring.iter().filter(|(sequence, _)| *sequence >= from);
+            let answers = asked.flat_map(|(sequence, payload)| parts(*sequence, payload));
+            answers.chain(parts(u64::MAX, b"")).collect::<Vec<u8>>()
+        };
+        stream.write_all(&answers).await?;
+    }
+}
+
+// ---- one that does not ----
+
+/// What a connection is sent, whatever it says.
+#[derive(Clone)]
+pub struct Script {
+    pub first: Vec<u8>,
+    pub then: Then,
+}
+
+#[derive(Clone)]
+pub enum Then {
+    Close,
+    /// Says nothing more.
+    Hang,
+    /// These bytes so many times, and then nothing more.
+    Repeat(Vec<u8>, usize),
+}
+
+impl Script {
+    pub fn new(first: Vec<u8>, then: Then) -> Self {
+        Self { first, then }
+    }
+}
+
+/// A socket that follows a script for each connection, by its number.
+pub struct Hostile {
+    address: SocketAddr,
+    accepted: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Hostile {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Hostile {
+    pub async fn start(script: impl Fn(usize) -> Script + Send + 'static) -> Self {
+        let listener = listen().await;
+        let address = listener.local_addr().expect("bound");
+        let accepted = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&accepted);
+        let task = tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.expect("a connection");
+                tokio::spawn(follow(stream, script(count.fetch_add(1, Ordering::SeqCst))));
+            }
+        });
+        Self { address, accepted, task }
+    }
+
+    pub fn accepted(&self) -> usize {
+        self.accepted.load(Ordering::SeqCst)
+    }
+
+    /// This one as the publisher, and maybe another as its replay socket.
+    pub fn kv_events(&self, replay: Option<&Self>) -> KvEventsConfig {
+        kv_events(self.address, replay.map(|replay| replay.address))
+    }
+}
+
+async fn follow(stream: TcpStream, script: Script) {
+    let (mut from, mut to) = stream.into_split();
+    let says = async move {
+        to.write_all(&script.first).await?;
+        match script.then {
+            Then::Close => to.shutdown().await?,
+            Then::Hang => {}
+            Then::Repeat(bytes, times) => {
+                for _ in 0..times {
+                    to.write_all(&bytes).await?;
+                }
+            }
+        }
+        std::io::Result::Ok(to)
+    };
+    // What is not read would turn the end into a reset, which takes with it what was sent.
+    let hears = async move { tokio::io::copy(&mut from, &mut tokio::io::sink()).await };
+    let _ = tokio::join!(says, hears);
+}

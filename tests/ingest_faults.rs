@@ -1,0 +1,456 @@
+//! Event sources that die, stand still, move and go, on real sockets: what is known of a rank is exact again, or doubted.
+//!
+//! Owns nothing. Waits for what must come to pass and never for a time; the clock only bounds how long a failure takes.
+
+mod common;
+#[path = "common/zmtp.rs"]
+mod zmtp;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use common::{config, rank, stored, tokens, without_reports_of_drills};
+use pointsman::ingest::Trust;
+use pointsman::protocol::{
+    BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
+};
+use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig, SourceStatus, Wedge};
+use tokio::time::Instant;
+use zmtp::{Form, Publisher, batch, event};
+
+/// Longer than anything here takes, the back-off of a machine that is busy included.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
+
+/// Polls until `condition` holds.
+async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: {:#?}", router.sources());
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Polls until what the index holds is as it should be.
+async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool) {
+    let begun = Instant::now();
+    loop {
+        let held = held(router).await;
+        if is_well(&held) {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{held:?} {:#?}", router.sources());
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+fn source(router: &Router, of: WorkerRank) -> Option<SourceStatus> {
+    router.sources().into_iter().find(|source| source.rank == of)
+}
+
+fn is(router: &Router, of: WorkerRank, trust: Trust) -> bool {
+    source(router, of).is_some_and(|source| source.connected && source.trust == trust)
+}
+
+async fn held(router: &Router) -> Held {
+    let events = router.dump_events().await.expect("up");
+    let blocks = events.into_iter().flat_map(|RouterEvent { rank, data, .. }| match data {
+        KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
+        KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
+    });
+    blocks.collect()
+}
+
+/// An engine rank and what it holds.
+struct Engine {
+    rank: WorkerRank,
+    publisher: Publisher,
+    form: Form,
+    prompts: Vec<Vec<u32>>,
+    batches: u32,
+}
+
+impl Engine {
+    async fn start(worker: u64, ring_max: usize) -> Self {
+        let publisher = Publisher::start(ring_max, worker.is_multiple_of(2)).await;
+        let form = if worker.is_multiple_of(2) { Form::Map } else { Form::Array };
+        Self { rank: rank(worker), publisher, form, prompts: Vec::new(), batches: 0 }
+    }
+
+    fn config(&self) -> WorkerConfig {
+        engine_at(self.rank.worker, self.publisher.kv_events())
+    }
+
+    fn payload(&mut self, events: &[(RouterEvent, &[u32])]) -> Vec<u8> {
+        self.batches += 1;
+        let events: Vec<_> = events.iter().map(|(what, tokens)| event(self.form, what, tokens)).collect();
+        batch(1.7e9 + f64::from(self.batches), &events)
+    }
+
+    /// The batch by which it says that it stores a prompt of its own that nobody else has.
+    fn stores(&mut self, blocks: u32) -> Vec<u8> {
+        let prompt = tokens(self.batches * 64 + self.rank.worker.0 as u32 + 1, blocks);
+        let payload = self.payload(&[(stored(self.rank, &prompt), &prompt)]);
+        self.prompts.push(prompt);
+        payload
+    }
+
+    /// The batch by which it says that it drops its oldest prompt.
+    fn drops_oldest(&mut self) -> Vec<u8> {
+        let prompt = self.prompts.remove(0);
+        let removed = match stored(self.rank, &prompt).data {
+            KvEvent::Stored { blocks, .. } => blocks.iter().rev().map(|block| block.engine_hash).collect(),
+            KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
+        };
+        let data = KvEvent::Removed { blocks: removed };
+        self.payload(&[(RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[])])
+    }
+
+    fn store(&mut self) {
+        let payload = self.stores(3);
+        self.publisher.publish(&payload);
+    }
+
+    /// Stores three prompts and drops the first of them.
+    fn work(&mut self) {
+        for _ in 0..3 {
+            self.store();
+        }
+        let payload = self.drops_oldest();
+        self.publisher.publish(&payload);
+    }
+
+    fn holds(&self) -> Held {
+        self.prompts.iter().flat_map(|prompt| blocks_of(self.rank, prompt)).collect()
+    }
+}
+
+fn blocks_of(rank: WorkerRank, prompt: &[u32]) -> Held {
+    match stored(rank, prompt).data {
+        KvEvent::Stored { blocks, .. } => blocks.iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
+        KvEvent::Removed { .. } | KvEvent::Cleared => Held::new(),
+    }
+}
+
+fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
+    WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(format!("http://engine-{}", worker.0)) }
+}
+
+/// Engines that have worked, and a router that has heard it.
+async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, Vec<Engine>) {
+    without_reports_of_drills();
+    let mut builder = Router::builder(config);
+    let mut fleet = Vec::new();
+    for worker in 0..engines {
+        let engine = Engine::start(worker, ring_max).await;
+        builder = builder.worker(WorkerId(worker), engine.config());
+        fleet.push(engine);
+    }
+    let router = builder.start().await.expect("valid");
+    until("connected", &router, || fleet.iter().all(|engine| is(&router, engine.rank, Trust::Live))).await;
+    for engine in &mut fleet {
+        engine.work();
+    }
+    assert_exact(&router, &fleet).await;
+    (router, fleet)
+}
+
+/// Waits until the index holds what the engines hold and everybody is trusted; and nothing was restarted but readers.
+async fn assert_exact(router: &Router, fleet: &[Engine]) {
+    let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
+    let begun = Instant::now();
+    loop {
+        let all_live = fleet.iter().all(|engine| is(router, engine.rank, Trust::Live));
+        let held = held_or_empty(router).await;
+        if all_live && held == expected {
+            break;
+        }
+        let (extra, missing) = (held.difference(&expected).count(), expected.difference(&held).count());
+        assert!(begun.elapsed() < PATIENCE, "{extra} too many, {missing} missing: {:#?}", router.sources());
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// A shard that dies while it is asked gives no answer.
+async fn held_or_empty(router: &Router) -> Held {
+    if router.flush().await.is_err() { Held::new() } else { held(router).await }
+}
+
+async fn assert_routed_to(router: &Router, engine: &Engine) {
+    let prompt = engine.prompts.last().expect("it holds one");
+    let placement = router.route(RouteRequest::new("asks", Prompt::Tokens(prompt))).await.expect("placed");
+    assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32));
+}
+
+/// Lets the reader of an engine's events panic, and waits until another one has connected.
+async fn kill_reader(router: &Router, engine: &Engine) {
+    let accepted = engine.publisher.accepted();
+    assert!(router.inject(Fault::Ingest(engine.rank)));
+    until("read again", router, || engine.publisher.accepted() > accepted).await;
+}
+
+async fn wedge(router: &Router, fault: Fault) -> Wedge {
+    let router = router.clone();
+    let wedge = tokio::task::spawn_blocking(move || router.wedge(fault)).await.expect("no panic");
+    wedge.expect("there is one")
+}
+
+async fn release(wedge: Wedge) {
+    tokio::task::spawn_blocking(move || drop(wedge)).await.expect("no panic");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() {
+    let (router, mut fleet) = fleet(RouterConfig { restarts_max: 0, ..config() }, 3, 100).await;
+    kill_reader(&router, &fleet[1]).await;
+    for engine in &mut fleet {
+        engine.work();
+    }
+    assert_exact(&router, &fleet).await;
+    assert_routed_to(&router, &fleet[1]).await;
+    assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
+    assert!(router.health().doubts.is_empty(), "{:?}", router.health().doubts);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_dies_where_the_past_is_gone_leaves_nothing_of_it() {
+    let (router, mut fleet) = fleet(config(), 2, 4).await;
+    // Stored behind what the ring still has.
+    fleet[0].work();
+    assert_exact(&router, &fleet).await;
+    kill_reader(&router, &fleet[0]).await;
+    until("cold", &router, || is(&router, rank(0), Trust::Cold)).await;
+    // The ring had three stores and a removal of what was stored before them.
+    let known = fleet[0].prompts.len() - 3;
+    fleet[0].prompts.drain(..known);
+    let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
+    until_held(&router, |held| *held == expected).await;
+    let doubts = router.health().doubts;
+    assert!(doubts.len() == 1 && doubts[0].contains("cold"), "{doubts:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
+    let (router, mut fleet) = fleet(RouterConfig { restarts_max: 0, ..config() }, 3, 100).await;
+    for _ in 0..5 {
+        kill_reader(&router, &fleet[1]).await;
+        until("well again", &router, || is(&router, rank(1), Trust::Live)).await;
+    }
+    assert!(router.inject(Fault::Ingest(rank(1))));
+    until("left alone", &router, || source(&router, rank(1)).is_some_and(|s| s.trust == Trust::Mismatched)).await;
+    let left = source(&router, rank(1)).expect("still named");
+    assert!(!left.connected);
+    assert!(left.doubt.expect("a doubt").contains("died 6 times"));
+    let doubts = router.health().doubts;
+    assert!(doubts.len() == 1 && doubts[0].contains("died 6 times"), "{doubts:?}");
+    until("its connections close", &router, || fleet[1].publisher.connections() == 0).await;
+
+    // Nothing that it held counts, and the others go on.
+    let lost = fleet[1].prompts.last().expect("it held one").clone();
+    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&lost))).await.expect("a match");
+    assert_eq!(best.overlap_blocks(), 0);
+    fleet[0].work();
+    fleet[2].work();
+    for well in [&fleet[0], &fleet[2]] {
+        until("live", &router, || is(&router, well.rank, Trust::Live)).await;
+        until_held(&router, |held| held.is_superset(&well.holds())).await;
+        assert_routed_to(&router, well).await;
+    }
+    assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
+
+    // As it advises: remove and add.
+    router.remove_worker(WorkerId(1)).await.expect("known");
+    router.upsert_worker(WorkerId(1), fleet[1].config()).await.expect("valid");
+    assert_exact(&router, &fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shard_that_dies_asks_its_sources_again() {
+    let (router, mut fleet) = fleet(RouterConfig { index_shards: 2, ..config() }, 4, 100).await;
+    for death in 1..=3 {
+        assert!(router.inject(Fault::Radix(rank(1))));
+        until("restarted", &router, || router.health().restarts == death).await;
+        for engine in &mut fleet {
+            engine.work();
+        }
+        assert_exact(&router, &fleet).await;
+        until("known again", &router, || router.health().cold.is_empty()).await;
+    }
+    for engine in &fleet {
+        assert_routed_to(&router, engine).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shard_and_a_reader_that_die_together_are_both_made_good() {
+    let (router, mut fleet) = fleet(config(), 2, 100).await;
+    for _ in 0..4 {
+        until("read", &router, || is(&router, rank(0), Trust::Live)).await;
+        assert!(router.inject(Fault::Radix(rank(0))));
+        assert!(router.inject(Fault::Ingest(rank(0))));
+        for engine in &mut fleet {
+            engine.work();
+        }
+        assert_exact(&router, &fleet).await;
+    }
+    until("known again", &router, || router.health().cold.is_empty()).await;
+}
+
+/// A reader that stands still while its publisher goes on: `unheard` messages never reach it.
+async fn stands_still(ring_max: usize, unheard: u32) -> (Router, Vec<Engine>) {
+    let (router, mut fleet) = fleet(config(), 2, ring_max).await;
+    let stuck = wedge(&router, Fault::Ingest(rank(0))).await;
+    fleet[0].store();
+    for _ in 0..unheard {
+        let payload = fleet[0].stores(2);
+        fleet[0].publisher.publish_unheard(&payload);
+    }
+    fleet[0].store();
+    // Others, and decisions, do not wait for it.
+    fleet[1].work();
+    until_held(&router, |held| held.is_superset(&fleet[1].holds())).await;
+    assert_routed_to(&router, &fleet[1]).await;
+    release(stuck).await;
+    (router, fleet)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_reader_that_stood_still_has_missed_is_asked_for() {
+    let (router, fleet) = stands_still(100, 20).await;
+    assert_exact(&router, &fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
+    let (router, mut fleet) = stands_still(5, 20).await;
+    until("cold", &router, || is(&router, rank(0), Trust::Cold)).await;
+    // The last five messages are all there is.
+    let known = fleet[0].prompts.len() - 5;
+    fleet[0].prompts.drain(..known);
+    let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
+    until_held(&router, |held| *held == expected).await;
+    let doubts = router.health().doubts;
+    assert!(doubts.len() == 1 && doubts[0].contains("replay buffer"), "{doubts:?}");
+    assert_routed_to(&router, &fleet[0]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobody() {
+    let config = RouterConfig { event_blocks_max: 8, index_shards: 2, ..config() };
+    let (router, mut fleet) = fleet(config, 3, 100).await;
+    let stuck = wedge(&router, Fault::Radix(rank(1))).await;
+    for _ in 0..10 {
+        fleet[1].store();
+    }
+    let received = |router: &Router| source(router, rank(1)).map(|source| source.messages);
+    let before = received(&router);
+    until("it reads", &router, || received(&router) >= before.map(|messages| messages + 3)).await;
+    // Its reader waits now, for three prompts of three blocks do not fit; the other shard hears nothing of it.
+    fleet[0].work();
+    until("the other shard goes on", &router, || source(&router, rank(0)).and_then(|source| source.applied) == Some(7))
+        .await;
+    let removal = tokio::spawn({
+        let router = router.clone();
+        async move { router.remove_worker(WorkerId(1)).await }
+    });
+    until("its connections close", &router, || fleet[1].publisher.connections() == 0).await;
+    release(stuck).await;
+    removal.await.expect("no panic").expect("known");
+    let gone = fleet.remove(1);
+    assert_exact(&router, &fleet).await;
+
+    // Added again, it is another one.
+    let mut again = Engine::start(1, 100).await;
+    again.batches = 100;
+    router.upsert_worker(WorkerId(1), again.config()).await.expect("valid");
+    again.work();
+    fleet.push(again);
+    assert_exact(&router, &fleet).await;
+    drop(gone);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
+    let (router, mut fleet) = fleet(config(), 2, 100).await;
+    for round in 0..10 {
+        let mut moved = Engine::start(0, 100).await;
+        moved.batches = 1_000 + 10 * round;
+        moved.work();
+        let old = std::mem::replace(&mut fleet[0], moved);
+        // Work that the old one has in hand must not come behind the new one's.
+        let mut in_hand = old;
+        in_hand.work();
+        router.upsert_worker(WorkerId(0), fleet[0].config()).await.expect("valid");
+        assert_eq!(router.sources().len(), 2, "round {round}: it is read");
+        until("the old connections close", &router, || in_hand.publisher.connections() == 0).await;
+        assert_exact(&router, &fleet).await;
+        let endpoint = fleet[0].publisher.kv_events().endpoint;
+        assert_eq!(source(&router, rank(0)).expect("it is read").endpoint, endpoint);
+    }
+    // Removed and added under another endpoint at once: as little of the old one stays.
+    let mut again = Engine::start(0, 100).await;
+    again.batches = 5_000;
+    router.remove_worker(WorkerId(0)).await.expect("known");
+    router.upsert_worker(WorkerId(0), again.config()).await.expect("valid");
+    again.work();
+    fleet[0] = again;
+    assert_exact(&router, &fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_source_that_is_no_longer_named_is_no_longer_read() {
+    let (router, fleet) = fleet(config(), 2, 100).await;
+    let config = WorkerConfig { kv_events: None, ..fleet[0].config() };
+    router.upsert_worker(WorkerId(0), config).await.expect("valid");
+    assert_eq!(router.sources().len(), 1);
+    until("the connections close", &router, || fleet[0].publisher.connections() == 0).await;
+    assert!(router.health().doubts.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_breaks_and_an_engine_that_starts_anew_are_followed() {
+    let (router, mut fleet) = fleet(config(), 2, 100).await;
+    for _ in 0..3 {
+        fleet[0].publisher.disconnect();
+        fleet[0].work();
+        assert_exact(&router, &fleet).await;
+    }
+    fleet[0].publisher.disconnect();
+    fleet[0].publisher.forget();
+    fleet[0].prompts.clear();
+    fleet[0].work();
+    assert_exact(&router, &fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_is_dropped_leaves_no_connection() {
+    let (router, fleet) = fleet(config(), 3, 100).await;
+    let open = || fleet.iter().map(|engine| engine.publisher.connections()).sum::<usize>();
+    assert!(open() >= 3);
+    drop(router);
+    let begun = Instant::now();
+    while open() > 0 {
+        assert!(begun.elapsed() < PATIENCE, "{} connections are left", open());
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tiny_gate_lets_events_through_and_decisions_past() {
+    let (router, mut fleet) = fleet(RouterConfig { event_blocks_max: 8, ..config() }, 3, 1_000).await;
+    for round in 0..50 {
+        for engine in &mut fleet {
+            engine.work();
+        }
+        let large = fleet[round % 3].stores(40); // more than the gate ever lets wait
+        fleet[round % 3].publisher.publish(&large);
+        let id = round.to_string();
+        let prompt = tokens(round as u32, 5);
+        drop(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
+    }
+    assert_exact(&router, &fleet).await;
+    for engine in &fleet {
+        assert_routed_to(&router, engine).await;
+    }
+}
