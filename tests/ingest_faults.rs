@@ -14,7 +14,7 @@ use pointsman::ingest::Trust;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
-use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig, SourceStatus, Wedge};
+use pointsman::{Fault, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig, Wedge};
 use tokio::time::Instant;
 use zmtp::{Form, Publisher, batch, event};
 
@@ -27,7 +27,7 @@ type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !condition() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: {:#?}", router.sources());
+        assert!(begun.elapsed() < PATIENCE, "{what}: {:#?}", router.kv_sources());
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -40,13 +40,13 @@ async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool) {
         if is_well(&held) {
             break;
         }
-        assert!(begun.elapsed() < PATIENCE, "{held:?} {:#?}", router.sources());
+        assert!(begun.elapsed() < PATIENCE, "{held:?} {:#?}", router.kv_sources());
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
 
-fn source(router: &Router, of: WorkerRank) -> Option<SourceStatus> {
-    router.sources().into_iter().find(|source| source.rank == of)
+fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
+    router.kv_sources().into_iter().find(|source| source.rank == of)
 }
 
 fn is(router: &Router, of: WorkerRank, trust: Trust) -> bool {
@@ -167,7 +167,7 @@ async fn assert_exact(router: &Router, fleet: &[Engine]) {
             break;
         }
         let (extra, missing) = (held.difference(&expected).count(), expected.difference(&held).count());
-        assert!(begun.elapsed() < PATIENCE, "{extra} too many, {missing} missing: {:#?}", router.sources());
+        assert!(begun.elapsed() < PATIENCE, "{extra} too many, {missing} missing: {:#?}", router.kv_sources());
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -340,11 +340,11 @@ async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobod
     let config = RouterConfig { event_blocks_max: 8, index_shards: 2, ..config() };
     let (router, mut fleet) = fleet(config, 3, 100).await;
     let stuck = wedge(&router, Fault::Radix(rank(1))).await;
+    let received = |router: &Router| source(router, rank(1)).map(|source| source.messages);
+    let before = received(&router);
     for _ in 0..10 {
         fleet[1].store();
     }
-    let received = |router: &Router| source(router, rank(1)).map(|source| source.messages);
-    let before = received(&router);
     until("it reads", &router, || received(&router) >= before.map(|messages| messages + 3)).await;
     // Its reader waits now, for three prompts of three blocks do not fit; the other shard hears nothing of it.
     fleet[0].work();
@@ -382,7 +382,7 @@ async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
         let mut in_hand = old;
         in_hand.work();
         router.upsert_worker(WorkerId(0), fleet[0].config()).await.expect("valid");
-        assert_eq!(router.sources().len(), 2, "round {round}: it is read");
+        assert_eq!(router.kv_sources().len(), 2, "round {round}: it is read");
         until("the old connections close", &router, || in_hand.publisher.connections() == 0).await;
         assert_exact(&router, &fleet).await;
         let endpoint = fleet[0].publisher.kv_events().endpoint;
@@ -403,7 +403,7 @@ async fn a_source_that_is_no_longer_named_is_no_longer_read() {
     let (router, fleet) = fleet(config(), 2, 100).await;
     let config = WorkerConfig { kv_events: None, ..fleet[0].config() };
     router.upsert_worker(WorkerId(0), config).await.expect("valid");
-    assert_eq!(router.sources().len(), 1);
+    assert_eq!(router.kv_sources().len(), 1);
     until("the connections close", &router, || fleet[0].publisher.connections() == 0).await;
     assert!(router.health().doubts.is_empty());
 }

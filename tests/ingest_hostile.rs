@@ -20,7 +20,7 @@ use pointsman::ingest::Trust;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
-use pointsman::{Prompt, RouteRequest, Router, SourceStatus};
+use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 use tokio::time::Instant;
 use zmtp::{
@@ -328,8 +328,8 @@ async fn held(router: &Router) -> Held {
     blocks.collect()
 }
 
-fn source(router: &Router, of: WorkerRank) -> Option<SourceStatus> {
-    router.sources().into_iter().find(|source| source.rank == of)
+fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
+    router.kv_sources().into_iter().find(|source| source.rank == of)
 }
 
 /// Counters of causes and restarts since the start, by their last label.
@@ -448,7 +448,7 @@ impl Fleet {
             if all_live && held.is_superset(&expected) && others.is_subset(also) {
                 break;
             }
-            assert!(begun.elapsed() < PATIENCE, "{case}: {others:?} {:#?}", self.router.sources());
+            assert!(begun.elapsed() < PATIENCE, "{case}: {others:?} {:#?}", self.router.kv_sources());
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         for engine in &self.well {
@@ -542,7 +542,7 @@ fn no_hostile_engine_harms_another() {
         }
         let kept = live_bytes().saturating_sub(before);
         assert!(kept <= LITTLE_MAX, "{kept} bytes are left of {} cases", cases.len());
-        assert_eq!(fleet.router.sources().len(), 2);
+        assert_eq!(fleet.router.kv_sources().len(), 2);
     });
 }
 
@@ -564,10 +564,10 @@ fn connections_that_end_anywhere_harm_nobody() {
             fleet.works("cut", &Held::new()).await;
             assert!(begun.elapsed() < PATIENCE, "{} connections of {offsets} offsets", cut.accepted());
         }
-        let has_failed = |source: &SourceStatus| source.rank.worker.0 < 100 || source.last_error.is_some();
-        while !fleet.router.sources().iter().all(has_failed) {
+        let has_failed = |source: &KvSourceStatus| source.rank.worker.0 < 100 || source.last_error.is_some();
+        while !fleet.router.kv_sources().iter().all(has_failed) {
             fleet.works("cut", &Held::new()).await;
-            assert!(begun.elapsed() < PATIENCE, "{:#?}", fleet.router.sources());
+            assert!(begun.elapsed() < PATIENCE, "{:#?}", fleet.router.kv_sources());
         }
         assert!(fleet.counted.of(&["closed", "protocol"]) >= offsets as u64);
         for worker in workers {
