@@ -1,0 +1,174 @@
+//! What ranks hold: as their engines say, and as the router's index has it, told in the same words.
+//!
+//! Owns the comparison. Promises that two holdings without a difference name the same blocks in the same tiers of the
+//! same ranks, each with the same content, in the same place of its prompt, behind the same block.
+
+use std::collections::BTreeMap;
+
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
+use pointsman_gateway::mock::{MockEngine, Tier};
+
+use super::workload::{Ask, block_hashes};
+
+/// A rank and one of its tiers.
+type Place = (WorkerRank, StorageTier);
+
+/// One block that is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Held {
+    block_hash: BlockHash,
+    /// Blocks before it.
+    depth: u32,
+    parent: Parent,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Parent {
+    None,
+    Named(EngineHash),
+    /// There is one, which this tier does not hold.
+    Elsewhere,
+}
+
+/// All blocks, by place and name.
+#[derive(Debug, Default)]
+pub(crate) struct Holdings {
+    blocks: BTreeMap<Place, BTreeMap<EngineHash, Held>>,
+}
+
+impl Holdings {
+    /// What the ranks of an engine hold now.
+    pub(crate) fn add_engine(&mut self, worker: pointsman::protocol::WorkerId, engine: &MockEngine) {
+        for rank in 0..engine.config().data_parallel_size {
+            for (tier, named) in [(Tier::Device, StorageTier::Device), (Tier::Host, StorageTier::HostPinned)] {
+                let held = self.blocks.entry((WorkerRank::new(worker, rank.into()), named)).or_default();
+                for block in engine.held(rank, tier) {
+                    let hashes = block_hashes(&block.tokens, block.lora_name.as_deref(), block.cache_salt.as_deref());
+                    let parent = block.parent.map_or(Parent::None, |name| Parent::Named(EngineHash(name.as_u64())));
+                    let entry = Held { block_hash: hashes[0], depth: block.depth, parent };
+                    assert_eq!(held.insert(EngineHash(block.hash.as_u64()), entry), None, "held twice");
+                }
+            }
+        }
+    }
+
+    /// What an index holds, by its dump: applied as plainly as can be.
+    ///
+    /// # Panics
+    /// A parent comes after its child, or a block that is not held is removed.
+    pub(crate) fn from_dump(events: &[RouterEvent]) -> Self {
+        let mut holdings = Self::default();
+        for RouterEvent { rank, tier, data } in events {
+            let held = holdings.blocks.entry((*rank, *tier)).or_default();
+            match data {
+                KvEvent::Stored { parent, blocks } => {
+                    let mut behind = *parent;
+                    for block in blocks {
+                        let depth = match behind {
+                            None => 0,
+                            Some(name) => held.get(&name).map_or(u32::MAX, |parent| parent.depth + 1),
+                        };
+                        let parent = behind.map_or(Parent::None, Parent::Named);
+                        held.insert(block.engine_hash, Held { block_hash: block.block_hash, depth, parent });
+                        behind = Some(block.engine_hash);
+                    }
+                }
+                // What stood in for blocks that the tier does not hold.
+                KvEvent::Removed { blocks } => {
+                    for name in blocks {
+                        assert!(held.remove(name).is_some(), "{name} of {rank} is not there");
+                    }
+                    for block in held.values_mut() {
+                        if matches!(block.parent, Parent::Named(name) if blocks.contains(&name)) {
+                            block.parent = Parent::Elsewhere;
+                        }
+                    }
+                }
+                KvEvent::Cleared => panic!("a dump clears nothing"),
+            }
+        }
+        holdings
+    }
+
+    /// Number of blocks, in all places.
+    pub(crate) fn len(&self) -> usize {
+        self.blocks.values().map(BTreeMap::len).sum()
+    }
+
+    /// Number of blocks in a tier of all ranks.
+    pub(crate) fn tier_len(&self, tier: StorageTier) -> usize {
+        self.blocks.iter().filter(|((_, of), _)| *of == tier).map(|(_, held)| held.len()).sum()
+    }
+
+    /// Where `index` says otherwise than these, the truth; empty where nowhere.
+    pub(crate) fn differences(&self, index: &Self) -> Vec<String> {
+        let mut found = Vec::new();
+        let none = BTreeMap::new();
+        for place in self.blocks.keys().chain(index.blocks.keys().filter(|place| !self.blocks.contains_key(place))) {
+            let (is, said) = (self.blocks.get(place).unwrap_or(&none), index.blocks.get(place).unwrap_or(&none));
+            let (rank, tier) = place;
+            for (name, held) in is {
+                match said.get(name) {
+                    None => found.push(format!("{rank} {tier:?}: {name} is missing: {held:?}")),
+                    Some(known) if !held.agrees(known, is) => {
+                        found.push(format!("{rank} {tier:?}: {name} is {held:?}, known as {known:?}"));
+                    }
+                    Some(_) => {}
+                }
+            }
+            let gone = said.iter().filter(|(name, _)| !is.contains_key(name));
+            found.extend(gone.map(|(name, known)| format!("{rank} {tier:?}: {name} is gone: {known:?}")));
+        }
+        found
+    }
+
+    /// The same, to look prompts up in.
+    pub(crate) fn chains(&self) -> Chains {
+        let mut chains = Chains::default();
+        for (place, held) in &self.blocks {
+            let links = held.iter().map(|(name, held)| ((held.parent.name(), held.block_hash), *name));
+            chains.0.insert(*place, links.collect());
+        }
+        chains
+    }
+}
+
+/// In each place, the name of the block with some content behind a block with some name.
+#[derive(Debug, Default)]
+pub(crate) struct Chains(BTreeMap<Place, BTreeMap<(Option<EngineHash>, BlockHash), EngineHash>>);
+
+impl Chains {
+    /// What a rank holds of a prompt: leading blocks on the device, and those that the host adds.
+    pub(crate) fn overlap(&self, rank: WorkerRank, ask: &Ask) -> (u32, u32) {
+        let hashes = ask.block_hashes();
+        let (mut at, mut counts, mut rest) = (None, [0; 2], hashes.as_slice());
+        for (count, tier) in counts.iter_mut().zip([StorageTier::Device, StorageTier::HostPinned]) {
+            while let Some((hash, behind)) = rest.split_first()
+                && let Some(name) = self.0.get(&(rank, tier)).and_then(|links| links.get(&(at, *hash)))
+            {
+                (at, rest) = (Some(*name), behind);
+                *count += 1;
+            }
+        }
+        (counts[0], counts[1])
+    }
+}
+
+impl Held {
+    fn agrees(&self, known: &Self, tier: &BTreeMap<EngineHash, Self>) -> bool {
+        let same_parent = match (known.parent, self.parent) {
+            (Parent::Elsewhere, Parent::Named(name)) => !tier.contains_key(&name),
+            (known, parent) => known == parent,
+        };
+        same_parent && (self.block_hash, self.depth) == (known.block_hash, known.depth)
+    }
+}
+
+impl Parent {
+    fn name(self) -> Option<EngineHash> {
+        match self {
+            Self::None | Self::Elsewhere => None,
+            Self::Named(name) => Some(name),
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Prompts that share prefixes as those of real users do: by system prompt, then by conversation, then not at all.
+//!
+//! Promises the same request for the same number, whoever asks, and that tokens alike stand under different salts and
+//! adapters too.
+
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::protocol::BlockHash;
+use pointsman::select::Constraints;
+use pointsman::{Prompt, RouteRequest};
+
+/// Tokens per block.
+pub(crate) const BLOCK_SIZE: u32 = 16;
+
+/// What a worker carries whose events name salts and adapters.
+pub(crate) const NAMES: &str = "names";
+
+pub(crate) const SALTS: [&str; 3] = ["tenant-a", "tenant-b", "tenant-c"];
+pub(crate) const LORAS: [&str; 2] = ["sql", "poet"];
+
+/// System prompts.
+const GROUPS: u64 = 24;
+const VOCABULARY: u64 = 100_000;
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(crate) struct Ask {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) output_tokens: u32,
+    pub(crate) lora_name: Option<&'static str>,
+    pub(crate) cache_salt: Option<&'static str>,
+    constraints: Constraints,
+}
+
+impl Ask {
+    /// The `n`-th request of a history.
+    pub(crate) fn nth(seed: u64, n: u64) -> Self {
+        let mut dice = Dice(scattered(seed ^ scattered(n)));
+        let (lora_name, cache_salt) = match dice.below(100) {
+            0..15 => (None, Some(SALTS[dice.index(3)])),
+            15..25 => (Some(LORAS[dice.index(2)]), None),
+            25..30 => (Some(LORAS[dice.index(2)]), Some(SALTS[dice.index(3)])),
+            _ => (None, None),
+        };
+        let group = dice.below(GROUPS).min(dice.below(GROUPS));
+        let branch = group * 8 + dice.below(4);
+        let mut tokens = Vec::new();
+        stretch(&mut tokens, 1, group, (3 + group % 6) * 16);
+        stretch(&mut tokens, 2, branch, (branch % 6) * 16);
+        let tail_tokens = match dice.below(20) {
+            0 => 0, // the same prompt again, and nothing but complete blocks
+            1..3 => dice.below(380),
+            _ => 1 + dice.below(200),
+        };
+        stretch(&mut tokens, 3 + seed, n, tail_tokens);
+        Self::new(tokens, 1 + dice.below(24) as u32, lora_name, cache_salt)
+    }
+
+    /// A prompt of its own, short.
+    pub(crate) fn lone(n: u64) -> Self {
+        let mut tokens = Vec::new();
+        stretch(&mut tokens, u64::MAX, n, 40);
+        Self::new(tokens, 1, None, None)
+    }
+
+    /// The same tokens under other names.
+    pub(crate) fn under(&self, lora_name: Option<&'static str>, cache_salt: Option<&'static str>) -> Self {
+        Self::new(self.tokens.clone(), self.output_tokens, lora_name, cache_salt)
+    }
+
+    fn new(
+        tokens: Vec<u32>,
+        output_tokens: u32,
+        lora_name: Option<&'static str>,
+        cache_salt: Option<&'static str>,
+    ) -> Self {
+        let is_named = lora_name.is_some() || cache_salt.is_some();
+        let required_taints = is_named.then(|| NAMES.to_owned()).into_iter().collect();
+        let constraints = Constraints { required_taints, ..Constraints::default() };
+        Self { tokens, output_tokens, lora_name, cache_salt, constraints }
+    }
+
+    /// As the router is asked.
+    pub(crate) fn request<'a>(&'a self, id: &'a str) -> RouteRequest<'a> {
+        let Self { lora_name, cache_salt, .. } = *self;
+        let constraints = Some(&self.constraints);
+        RouteRequest { lora_name, cache_salt, constraints, ..RouteRequest::new(id, Prompt::Tokens(&self.tokens)) }
+    }
+
+    /// Hashes of its complete blocks.
+    pub(crate) fn block_hashes(&self) -> Vec<BlockHash> {
+        block_hashes(&self.tokens, self.lora_name, self.cache_salt)
+    }
+
+    /// Tokens that the engine may take from its cache where all of the prompt is there: the last one is computed always.
+    pub(crate) fn reusable_tokens(&self) -> u32 {
+        (self.tokens.len() as u32 - 1) / BLOCK_SIZE * BLOCK_SIZE
+    }
+}
+
+/// Hashes of the complete blocks of `tokens`.
+pub(crate) fn block_hashes(tokens: &[u32], lora_name: Option<&str>, cache_salt: Option<&str>) -> Vec<BlockHash> {
+    let plain = HashScheme::new(BLOCK_SIZE.try_into().expect("not zero"));
+    let hasher = BlockHasher::new(HashScheme { lora_name, cache_salt, ..plain });
+    hasher.hashes(tokens, &MmBlocks::NONE).collect()
+}
+
+/// Appends `count` tokens that only `kind` and `of` decide.
+fn stretch(tokens: &mut Vec<u32>, kind: u64, of: u64, count: u64) {
+    let mut dice = Dice(scattered(kind ^ scattered(of)));
+    tokens.extend((0..count).map(|_| dice.below(VOCABULARY) as u32));
+}
+
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        (scattered(self.0) >> 16) % n
+    }
+
+    fn index(&mut self, n: u64) -> usize {
+        self.below(n) as usize
+    }
+}
+
+fn scattered(n: u64) -> u64 {
+    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
+}

@@ -1,0 +1,227 @@
+//! A router before four engines of two ranks each, that speak four dialects at once: its index against their caches.
+#![allow(clippy::print_stdout, reason = "how long healing takes is there to be read")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::fleet::{Fleet, Healed};
+use common::holdings::Holdings;
+use common::workload::{LORAS, SALTS};
+use pointsman::protocol::StorageTier;
+use pointsman_gateway::mock::{Dialect, EventFormat, Faults};
+use tokio::time::Instant;
+
+const FORMATS: [EventFormat; 4] = [
+    EventFormat { dialect: Dialect::VllmArray, binary_hashes: false },
+    EventFormat { dialect: Dialect::VllmMap, binary_hashes: true },
+    EventFormat { dialect: Dialect::SglangArray, binary_hashes: false },
+    EventFormat { dialect: Dialect::SglangMap, binary_hashes: false },
+];
+
+/// What the engines speak after they were all restarted in another dialect.
+const OTHER_FORMATS: [EventFormat; 4] = [
+    EventFormat { dialect: Dialect::SglangMap, binary_hashes: false },
+    EventFormat { dialect: Dialect::SglangArray, binary_hashes: false },
+    EventFormat { dialect: Dialect::VllmArray, binary_hashes: true },
+    EventFormat { dialect: Dialect::VllmMap, binary_hashes: false },
+];
+
+/// Requests asked one at a time at each quiet point.
+const PROBES: u64 = 100;
+
+/// What was seen on the way.
+#[derive(Default)]
+struct Account {
+    healed: Vec<(&'static str, Healed)>,
+    /// Until the ranks were heard and trusted again, while traffic went on.
+    trusted: Vec<(&'static str, Duration)>,
+    blocks_compared: usize,
+    overlaps_compared: usize,
+    salted_overlaps: usize,
+    probes: u64,
+    as_predicted: u64,
+    /// All of the prompt was cached: the engine computes its last block again.
+    whole_prompts: u64,
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_index_holds_what_the_engines_caches_hold() {
+    let begun = Instant::now();
+    let mut fleet = Fleet::start(&FORMATS).await;
+    let mut account = Account::default();
+    let since = Instant::now();
+    account.saw("first connection", fleet.healed("first connection", since).await);
+
+    for point in 1..=4 {
+        fleet.traffic(2_000).end().await;
+        account.quiet_point(&mut fleet, &format!("quiet point {point}")).await;
+    }
+    messages_fail(&mut fleet, &mut account).await;
+    engines_die(&mut fleet, &mut account).await;
+    engines_restart(&mut fleet, &mut account).await;
+    dialects_change(&mut fleet, &mut account).await;
+    caches_are_reset(&mut fleet, &mut account).await;
+
+    account.print(&fleet, begun);
+    assert!(account.as_predicted + account.whole_prompts >= account.probes * 999 / 1000, "cached tokens as predicted");
+    assert!(account.salted_overlaps > 0, "no salted prompt was found again");
+    assert_eq!(fleet.router.health().leases, 0);
+    assert_eq!(fleet.router.health().restarts, 0);
+}
+
+async fn messages_fail(fleet: &mut Fleet, account: &mut Account) {
+    let faults = Faults { drop_share: 0.05, duplicate_share: 0.05, reorder_share: 0.05, ..Faults::default() };
+    fleet.engines().for_each(|(_, engine)| engine.set_faults(faults.clone()).expect("valid"));
+    fleet.traffic(3_000).end().await;
+    fleet.engines().for_each(|(_, engine)| engine.set_faults(Faults::default()).expect("valid"));
+    let since = Instant::now();
+    account.saw("5 % dropped, doubled, reordered", fleet.healed("faulty messages", since).await);
+    account.quiet_point(fleet, "after faulty messages").await;
+}
+
+async fn engines_die(fleet: &mut Fleet, account: &mut Account) {
+    for n in [0, 1] {
+        let mut traffic = fleet.traffic(1_500);
+        traffic.until(500).await;
+        let config = fleet.kill(n).await;
+        traffic.until(1_000).await;
+        fleet.revive(n, config).await;
+        let since = Instant::now();
+        let trusted = tokio::join!(fleet.trusted_again(n, since), traffic.end()).0;
+        account.trusted.push(("killed under traffic", trusted));
+        // Traffic has gone on: what was healed before its end shows at its end only.
+        account.saw("killed under traffic, to its end", fleet.healed("killed", since).await);
+        account.quiet_point(fleet, "after an engine was gone").await;
+    }
+    let configs = [fleet.kill(2).await, fleet.kill(3).await];
+    for (n, config) in (2..).zip(configs) {
+        fleet.revive(n, config).await;
+    }
+    let since = Instant::now();
+    fleet.nudge_all().await;
+    account.saw("two killed while idle", fleet.healed("killed while idle", since).await);
+}
+
+async fn engines_restart(fleet: &mut Fleet, account: &mut Account) {
+    let mut traffic = fleet.traffic(2_000);
+    traffic.until(1_000).await;
+    fleet.engine(3).restart(fleet.format(3)).await.expect("it restarts");
+    let since = Instant::now();
+    let trusted = tokio::join!(fleet.trusted_again(3, since), traffic.end()).0;
+    account.trusted.push(("restarted under traffic", trusted));
+    account.saw("restarted under traffic, to its end", fleet.healed("restarted", since).await);
+    account.quiet_point(fleet, "after a restart").await;
+
+    for n in [0, 1, 2, 3] {
+        let before = fleet.engine(n).sequence_next(0);
+        fleet.engine(n).restart(fleet.format(n)).await.expect("it restarts");
+        assert!(fleet.engine(n).sequence_next(0) < before, "sequences begin at 0");
+    }
+    let since = Instant::now();
+    account.saw("all publishers from 0, idle", fleet.healed("publishers from 0", since).await);
+    fleet.traffic(500).end().await;
+    // Twice in a row, the first life as short as can be.
+    for _ in 0..2 {
+        fleet.engine(1).restart(fleet.format(1)).await.expect("it restarts");
+        fleet.nudge_all().await;
+    }
+    let since = Instant::now();
+    account.saw("publisher from 0 twice in a row", fleet.healed("twice", since).await);
+    account.quiet_point(fleet, "after two restarts").await;
+}
+
+async fn dialects_change(fleet: &mut Fleet, account: &mut Account) {
+    for (n, format) in OTHER_FORMATS.into_iter().enumerate() {
+        fleet.redialect(n, format).await;
+    }
+    let since = Instant::now();
+    fleet.nudge_all().await;
+    account.saw("all restarted in another dialect", fleet.healed("another dialect", since).await);
+    for _ in 0..2 {
+        fleet.traffic(1_500).end().await;
+        account.quiet_point(fleet, "in another dialect").await;
+    }
+}
+
+async fn caches_are_reset(fleet: &mut Fleet, account: &mut Account) {
+    fleet.reset_caches().await;
+    let since = Instant::now();
+    account.saw("caches reset", fleet.healed("caches reset", since).await);
+    assert_eq!(fleet.truth().len(), 0, "all was dropped");
+    fleet.traffic(1_500).end().await;
+    account.quiet_point(fleet, "after a reset").await;
+}
+
+impl Account {
+    fn saw(&mut self, what: &'static str, healed: Healed) {
+        self.healed.push((what, healed));
+    }
+
+    /// Compares all that can be compared while nothing moves, then asks a few requests one at a time.
+    async fn quiet_point(&mut self, fleet: &mut Fleet, when: &str) {
+        let truth = fleet.assert_exact(when).await;
+        self.blocks_compared += truth.len();
+        assert!(truth.tier_len(StorageTier::HostPinned) > 0, "{when}: the host tier holds nothing");
+        self.compare_overlaps(fleet, &truth, when).await;
+        for n in fleet.numbers(PROBES) {
+            let (ask, predicted, delivered) = fleet.probe(n).await;
+            self.probes += 1;
+            if predicted == delivered {
+                self.as_predicted += 1;
+            } else if predicted > ask.reusable_tokens() && delivered == ask.reusable_tokens() {
+                self.whole_prompts += 1;
+            } else {
+                println!("{when}: request {n} has {delivered} cached tokens, predicted were {predicted}");
+            }
+        }
+        fleet.assert_exact(when).await;
+    }
+
+    /// Prompts under all names: each rank has of them what its cache has under just these.
+    async fn compare_overlaps(&mut self, fleet: &mut Fleet, truth: &Holdings, when: &str) {
+        let chains = truth.chains();
+        for n in fleet.numbers(30) {
+            let ask = Fleet::ask(n);
+            let salts = SALTS.map(|salt| ask.under(None, Some(salt)));
+            let both = SALTS.map(|salt| ask.under(Some(LORAS[0]), Some(salt)));
+            let others = [ask.under(None, None), ask.under(Some(LORAS[1]), None), ask];
+            for ask in salts.iter().chain(&both).chain(&others) {
+                let scores = fleet.router.overlap_scores(ask.request("query"), false).await.expect("the router is up");
+                assert_eq!(scores.ranks.len(), 8);
+                for found in scores.ranks {
+                    let is = (found.device_blocks, found.host_pinned_extension_blocks);
+                    assert_eq!(is, chains.overlap(found.rank, ask), "{when}: {} of {ask:?}", found.rank);
+                    self.overlaps_compared += 1;
+                    self.salted_overlaps += usize::from(ask.cache_salt.is_some() && is.0 > 0);
+                }
+            }
+        }
+    }
+
+    fn print(&self, fleet: &Fleet, begun: Instant) {
+        let Self { blocks_compared, overlaps_compared, salted_overlaps, probes, as_predicted, whole_prompts, .. } =
+            self;
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+        println!("{:<40} {:>10}", "fault", "trusted ms");
+        for (what, after) in &self.trusted {
+            println!("{what:<40} {:>10.1}", ms(*after));
+        }
+        println!("{:<40} {:>10} {:>7}", "fault", "exact ms", "nudges");
+        for (what, healed) in &self.healed {
+            println!("{what:<40} {:>10.1} {:>7}", ms(healed.after), healed.nudges);
+        }
+        println!(
+            "{blocks_compared} blocks compared, {overlaps_compared} overlaps, of which {salted_overlaps} salted and not 0"
+        );
+        println!(
+            "{as_predicted} of {probes} probes with cached tokens as predicted, {whole_prompts} more but for the last block"
+        );
+        let failures = fleet.failures.load(std::sync::atomic::Ordering::Relaxed);
+        println!(
+            "{} requests, {failures} attempts not answered, {:.1} s",
+            fleet.asked(),
+            begun.elapsed().as_secs_f64()
+        );
+    }
+}
