@@ -451,6 +451,48 @@ fn batches_that_never_fit_are_a_mismatch_until_one_does() {
 }
 
 #[test]
+fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
+    let mut bench = Bench::live(SourceConfig::default(), 3);
+    assert_eq!(short(&bench.pass(Duration::from_millis(1_999))), [""; 0]);
+    assert_eq!(short(&bench.pass(Duration::from_millis(1))), ["replay 2"], "nothing is doubted for it");
+    bench.replayed(1, 2);
+    assert_eq!(short(&bench.replayed(1, 3)), ["a3"]);
+    assert_eq!(short(&bench.live_from(1, 5)), ["recovering"], "a gap like any other");
+    assert_eq!(short(&bench.replayed(1, 4)), ["a4", "a5", "live"]);
+
+    // It asks once, and again when something has come.
+    for asked in ["replay 5", "replay 6"] {
+        assert_eq!(short(&bench.pass(secs(2))), [asked]);
+        bench.replayed(1, if asked == "replay 5" { 5 } else { 6 });
+        if asked == "replay 5" {
+            bench.replayed(1, 6);
+        }
+        bench.step(Input::ReplayEnded);
+    }
+    assert_eq!(short(&bench.pass(secs(100))), [""; 0]);
+}
+
+#[test]
+fn a_publisher_asked_for_the_end_may_keep_nothing_or_not_answer() {
+    let mut bench = Bench::live(SourceConfig::default(), 3);
+    assert_eq!(short(&bench.pass(secs(2))), ["replay 2"]);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0], "a ring of nothing is no other publisher");
+    assert_eq!(short(&bench.live_from(1, 3)), ["a3"]);
+    assert_eq!(short(&bench.pass(secs(2))), ["replay 3"]);
+    assert_eq!(short(&bench.replayed(1, 4)), ["a4"], "it has just what is missing");
+    bench.step(Input::ReplayEnded);
+    assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
+    assert_eq!(short(&bench.replayed(1, 7)), ["clear", "a7", "cold"], "what it no longer has is lost");
+    bench.step(Input::ReplayEnded);
+
+    let mut bench = Bench::live(SourceConfig::default(), 3);
+    assert_eq!(short(&bench.pass(secs(6))), ["replay 2"]);
+    assert_eq!(notes(&bench.pass(secs(1))), [("replay_failed", 1)]);
+    assert_eq!(short(&bench.pass(secs(2))), ["replay 2"], "again and again, and nothing is given up");
+    assert_eq!(bench.source.trust(), Trust::Live);
+}
+
+#[test]
 fn silence_is_no_connection_or_never_a_word() {
     let mut bench = Bench::new(SourceConfig::default());
     assert_eq!(short(&bench.pass(secs(9))), [""; 0]);
@@ -466,7 +508,8 @@ fn silence_is_no_connection_or_never_a_word() {
     assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
     assert_eq!(bench.source.doubt(), Some(Doubt::NeverPublished { for_ms: 10_000 }));
     assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
-    assert_eq!(short(&bench.pass(secs(3600))), [""; 0], "quiet after having spoken is not silent");
+    bench.pass(secs(3600));
+    assert_eq!(bench.source.trust(), Trust::Live, "quiet after having spoken is not silent");
     bench.step(Input::Disconnected);
     assert_eq!(short(&bench.pass(secs(10))), ["silent"]);
 }

@@ -54,6 +54,9 @@ pub struct SourceConfig {
     pub cold_heals_after: Duration,
     /// How long a replay may make no progress. Default 5 s.
     pub replay_timeout: Duration,
+    /// After how long without a message the replay socket is asked, once, whether the last one was the last: no message
+    /// behind it shows that the end is missing. Default 2 s.
+    pub asks_after: Duration,
     /// Blocks that the rank's cache holds, where known: once that many were stored, what was there before is gone.
     pub capacity_blocks: Option<u32>,
     /// The pool's block size in tokens, to be named beside the engine's where they differ.
@@ -72,6 +75,7 @@ impl Default for SourceConfig {
             silent_after: Duration::from_secs(10),
             cold_heals_after: Duration::from_secs(600),
             replay_timeout: Duration::from_secs(5),
+            asks_after: Duration::from_secs(2),
             capacity_blocks: None,
             block_size: None,
             seed: 0,

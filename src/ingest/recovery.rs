@@ -3,7 +3,8 @@
 //! Owns replays, from the question to the end or to giving up, and the two ways to start over: the publisher counts
 //! anew ([`Source::renew`]), or something is lost for good ([`Source::lose`]). Promises that whatever is missing while
 //! connected is asked for or given up, never waited for in silence, and that a rank's blocks are dropped before
-//! anything is applied behind a hole.
+//! anything is applied behind a hole. What is missing at the end, where nothing comes behind it, is asked for when it has
+//! been quiet for a while.
 //!
 //! A replay begins one message early, with the last one applied: if that one is other than it was, or no longer there,
 //! the publisher is not the one it was, however far it has counted since. Leaves the cursor's daily work to
@@ -27,6 +28,8 @@ pub(super) enum Purpose {
     Verify,
     /// A live message came too early. Others may still close the gap before the replay does.
     Gap,
+    /// Nothing came for a while. As a rule there is nothing to come, so nothing is doubted for it.
+    End,
 }
 
 /// A replay that was asked for, or will be.
@@ -56,6 +59,11 @@ impl Replay {
             Self::Waiting { at, .. } => *at,
             Self::Running(running) => running.progressed_at + replay_timeout,
         }
+    }
+
+    /// Whether something is known to be missing, or who is there is not.
+    pub(super) fn doubts(self) -> bool {
+        self.purpose() != Purpose::End
     }
 
     fn purpose(&self) -> Purpose {
@@ -98,6 +106,13 @@ impl<P: AsRef<[u8]>> Source<P> {
 
     pub(super) fn on_replay_ended(&mut self, effects: &mut Vec<Effect<P>>) {
         let Some(Replay::Running(running)) = self.replay else { return };
+        if running.purpose == Purpose::End {
+            self.replay = None;
+            if self.asks_at.is_some() {
+                effects.push(Effect::Noted(Note::Recovered)); // what was brought has been applied in its turn
+            }
+            return;
+        }
         if running.is_awaited && running.first_lacking > 0 {
             // It no longer has what it once said: it counts from new and has not come that far.
             self.link.renewed(self.now);
@@ -121,6 +136,10 @@ impl<P: AsRef<[u8]>> Source<P> {
     pub(super) fn on_replay_failed(&mut self, effects: &mut Vec<Effect<P>>) {
         let Some(Replay::Running(running)) = self.replay else { return };
         effects.push(Effect::Noted(Note::ReplayFailed));
+        if running.purpose == Purpose::End {
+            self.replay = None;
+            return self.await_end();
+        }
         self.try_again(running.purpose, Doubt::ReplayFailed { from: self.next.unwrap_or(0) }, effects);
     }
 
@@ -128,9 +147,20 @@ impl<P: AsRef<[u8]>> Source<P> {
     pub(super) fn ask(&mut self, purpose: Purpose, effects: &mut Vec<Effect<P>>) {
         let first_lacking = self.next.unwrap_or(0);
         let from = first_lacking.saturating_sub(1);
+        self.asks_at = None;
         self.replay =
             Some(Replay::Running(Running { purpose, from, first_lacking, is_awaited: true, progressed_at: self.now }));
         effects.push(Effect::Replay { from });
+    }
+
+    /// Messages come: whether the last one was the last is asked when they have not for a while.
+    pub(super) fn await_end(&mut self) {
+        self.asks_at = Some(self.now + self.config.asks_after);
+    }
+
+    /// Whether there is somebody to ask for the end, and something to ask from.
+    pub(super) fn may_ask_for_end(&self) -> bool {
+        self.config.has_replay && self.link.is_connected() && self.replay.is_none() && self.next.is_some()
     }
 
     /// The running replay has brought something.
@@ -240,6 +270,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     fn complete(&mut self, effects: &mut Vec<Effect<P>>) {
         (self.replay, self.tries, self.is_settled) = (None, 0, true);
         self.backoff.reset();
+        self.await_end();
         effects.push(Effect::Noted(Note::Recovered));
     }
 

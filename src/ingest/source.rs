@@ -7,7 +7,7 @@
 use super::fit::Fit;
 use super::held::{Held, Offered};
 use super::link::Link;
-use super::recovery::{Cold, Purpose, Replay};
+use super::recovery::{Cold, Purpose, Replay, Running};
 use super::seen::{Memory, Seen};
 use super::{Applied, Backoff, Doubt, Effect, Input, Note, SourceConfig, Trust};
 use crate::protocol::Timestamp;
@@ -50,6 +50,8 @@ pub struct Source<P> {
     /// Where live messages go on that go forward on this connection.
     pub(super) live_next: Option<u64>,
     pub(super) replay: Option<Replay>,
+    /// When it is asked whether the last message was the last; none once that is known.
+    pub(super) asks_at: Option<Timestamp>,
     pub(super) backoff: Backoff,
     /// Replays in a row that brought nothing.
     pub(super) tries: u32,
@@ -94,6 +96,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             known_last: None,
             live_next: None,
             replay: None,
+            asks_at: None,
             backoff: Backoff::new(config.seed),
             tries: 0,
             is_settled: true,
@@ -157,8 +160,9 @@ impl<P: AsRef<[u8]>> Source<P> {
     pub fn next_tick(&self) -> Option<Timestamp> {
         let silent = (self.trust != Trust::Silent).then(|| self.link.silent_at(self.config.silent_after)).flatten();
         let replay = self.replay.map(|replay| replay.due(self.config.replay_timeout));
+        let asks = self.asks_at.filter(|_| self.may_ask_for_end());
         let healed = self.cold.map(|cold| cold.since + self.config.cold_heals_after);
-        [silent, replay, healed].into_iter().flatten().min().filter(|at| *at < Timestamp(u64::MAX))
+        [silent, replay, asks, healed].into_iter().flatten().min().filter(|at| *at < Timestamp(u64::MAX))
     }
 
     /// Number of messages held until their turn.
@@ -196,7 +200,7 @@ impl<P: AsRef<[u8]>> Source<P> {
 
     fn on_disconnected(&mut self) {
         self.link.disconnected(self.now);
-        self.replay = None;
+        (self.replay, self.asks_at) = (None, None);
     }
 
     fn on_live(&mut self, sequence: u64, payload: P, effects: &mut Vec<Effect<P>>) {
@@ -207,6 +211,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         // A stream that still goes forward, though behind what a replay has brought, is no new one.
         let goes_forward = self.live_next.is_some_and(|next| sequence >= next);
         self.live_next = self.live_next.max(Some(sequence + 1));
+        self.await_end();
         match self.place(sequence, payload.as_ref()) {
             Place::Next if self.takes_live() => {
                 self.apply(sequence, payload, effects);
@@ -235,7 +240,9 @@ impl<P: AsRef<[u8]>> Source<P> {
         let was_awaited = running.is_awaited && sequence >= running.from;
         // Live messages may have gone on where the replay was to begin.
         let is_overtaken = self.next.is_some_and(|next| next > running.first_lacking && sequence <= next);
-        let is_short = was_awaited && sequence > running.from && !is_overtaken;
+        // The connection has lasted: who asks for the end need not verify who answers.
+        let first_due = if running.purpose == Purpose::End { running.first_lacking } else { running.from };
+        let is_short = was_awaited && sequence > first_due && !is_overtaken;
         if was_awaited {
             (running.is_awaited, running.progressed_at) = (false, self.now);
             self.replay = Some(Replay::Running(running));
@@ -248,6 +255,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         match self.place(sequence, payload.as_ref()) {
             Place::Next => {
                 self.apply(sequence, payload, effects);
+                self.await_end(); // it did not come by itself, so the next may not either
                 self.progressed();
                 self.drain(effects);
             }
@@ -286,6 +294,9 @@ impl<P: AsRef<[u8]>> Source<P> {
             Some(replay @ Replay::Running(_)) if replay.due(self.config.replay_timeout) <= self.now => {
                 self.on_replay_failed(effects);
             }
+            None if self.may_ask_for_end() && self.asks_at.is_some_and(|at| at <= self.now) => {
+                self.ask(Purpose::End, effects);
+            }
             Some(Replay::Waiting { .. } | Replay::Running(_)) | None => {}
         }
     }
@@ -306,9 +317,10 @@ impl<P: AsRef<[u8]>> Source<P> {
     fn takes_live(&self) -> bool {
         match self.replay {
             None => self.link.is_connected() || !self.config.has_replay,
-            Some(Replay::Waiting { purpose: Purpose::Gap, .. }) => true,
+            Some(Replay::Waiting { purpose: Purpose::Gap | Purpose::End, .. }) => true,
             Some(Replay::Waiting { purpose: Purpose::All | Purpose::Verify, .. }) => false,
-            Some(Replay::Running(running)) => running.purpose == Purpose::Gap || !running.is_awaited,
+            Some(Replay::Running(Running { purpose: Purpose::Gap | Purpose::End, .. })) => true,
+            Some(Replay::Running(running)) => !running.is_awaited,
         }
     }
 
@@ -332,6 +344,12 @@ impl<P: AsRef<[u8]>> Source<P> {
             Offered::Other(payload) => return self.renew(Some((sequence, payload)), effects),
         }
         self.known_last = self.known_last.max(Some(sequence));
+        if let Some(Replay::Running(running)) = &mut self.replay
+            && running.purpose == Purpose::End
+        {
+            running.purpose = Purpose::Gap; // more is missing than the end
+            effects.push(Effect::Noted(Note::Gap));
+        }
         if self.replay.is_none() && self.link.is_connected() {
             effects.push(Effect::Noted(Note::Gap));
             self.ask(Purpose::Gap, effects);
@@ -354,7 +372,10 @@ impl<P: AsRef<[u8]>> Source<P> {
             Trust::Silent
         } else if self.fit.doubt(self.config.block_size).is_some() {
             Trust::Mismatched
-        } else if self.replay.is_some() || self.is_incomplete() || self.next.is_none() && self.cold.is_none() {
+        } else if self.replay.is_some_and(Replay::doubts)
+            || self.is_incomplete()
+            || self.next.is_none() && self.cold.is_none()
+        {
             Trust::Recovering
         } else if self.cold.is_some() {
             Trust::Cold
