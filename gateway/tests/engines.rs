@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::fleet::{Fleet, Healed};
+use common::fleet::Fleet;
 use common::holdings::Holdings;
 use common::workload::{LORAS, SALTS};
 use pointsman::protocol::StorageTier;
@@ -33,7 +33,7 @@ const PROBES: u64 = 100;
 /// What was seen on the way.
 #[derive(Default)]
 struct Account {
-    healed: Vec<(&'static str, Healed)>,
+    healed: Vec<(&'static str, Duration)>,
     /// Until the ranks were heard and trusted again, while traffic went on.
     trusted: Vec<(&'static str, Duration)>,
     blocks_compared: usize,
@@ -154,8 +154,8 @@ async fn caches_are_reset(fleet: &mut Fleet, account: &mut Account) {
 }
 
 impl Account {
-    fn saw(&mut self, what: &'static str, healed: Healed) {
-        self.healed.push((what, healed));
+    fn saw(&mut self, what: &'static str, after: Duration) {
+        self.healed.push((what, after));
     }
 
     /// Compares all that can be compared while nothing moves, then asks a few requests one at a time.
@@ -207,9 +207,9 @@ impl Account {
         for (what, after) in &self.trusted {
             println!("{what:<40} {:>10.1}", ms(*after));
         }
-        println!("{:<40} {:>10} {:>7}", "fault", "exact ms", "nudges");
-        for (what, healed) in &self.healed {
-            println!("{what:<40} {:>10.1} {:>7}", ms(healed.after), healed.nudges);
+        println!("{:<40} {:>10}", "fault", "exact ms");
+        for (what, after) in &self.healed {
+            println!("{what:<40} {:>10.1}", ms(*after));
         }
         println!(
             "{blocks_compared} blocks compared, {overlaps_compared} overlaps, of which {salted_overlaps} salted and not 0"

@@ -27,9 +27,6 @@ const SEED: u64 = 20_261_121;
 /// Clients that ask at the same time.
 const CLIENTS: u64 = 32;
 
-/// After how long without getting on a rank is made to say something: what was lost last shows with what comes next.
-const NUDGE_AFTER: Duration = Duration::from_millis(250);
-
 /// Engines and their router. Worker n is the n-th engine, from 0.
 pub(crate) struct Fleet {
     pub(crate) router: Router,
@@ -40,14 +37,6 @@ pub(crate) struct Fleet {
     /// Attempts that an engine did not answer.
     pub(crate) failures: Arc<AtomicU64>,
     direct: Client,
-}
-
-/// How a fault was got over.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Healed {
-    pub(crate) after: Duration,
-    /// Requests that were sent for nothing but to make ranks speak.
-    pub(crate) nudges: u64,
 }
 
 impl Fleet {
@@ -152,22 +141,16 @@ impl Fleet {
         Traffic::start(&self.router, numbers, &self.failures)
     }
 
-    /// A request that no other shares a prefix with, past the router.
-    async fn nudge(&mut self, rank: WorkerRank) {
-        self.lone += 1;
-        let address = self.engine(usize::try_from(rank.worker.0).expect("a number")).address();
-        let _ = self.direct.complete(address, rank.rank, &Ask::lone(self.lone)).await;
-    }
-
-    /// A prompt of each rank, past the router: whoever has published nothing since it began does so now.
+    /// A prompt of its own for each rank, past the router: whoever has published nothing since it began does so now.
     pub(crate) async fn nudge_all(&mut self) {
-        for rank in self.ranks() {
-            self.nudge(rank).await;
+        for n in 0..self.engines.len() {
+            for rank in 0..2 {
+                self.lone += 1;
+                let address = self.engine(n).address();
+                let answer = self.direct.complete(address, rank, &Ask::lone(self.lone)).await;
+                answer.expect("the engine answers");
+            }
         }
-    }
-
-    pub(crate) fn ranks(&self) -> Vec<WorkerRank> {
-        self.engines().flat_map(|(worker, _)| [0, 1].map(|rank| WorkerRank::new(worker, rank))).collect()
     }
 
     pub(crate) fn numbers(&mut self, count: u64) -> Range<u64> {
@@ -246,29 +229,20 @@ impl Fleet {
         truth
     }
 
-    /// Waits until the index holds what the caches hold and every rank is trusted, from a fault's end on.
-    pub(crate) async fn healed(&mut self, what: &str, since: Instant) -> Healed {
-        let (mut pace, mut nudges, mut nudged) = (pace(), 0, Instant::now());
+    /// Waits until the index holds what the caches hold and every rank is trusted: how long after a fault's end that is.
+    /// Nobody says anything meanwhile.
+    pub(crate) async fn healed(&self, what: &str, since: Instant) -> Duration {
+        let mut pace = pace();
         loop {
             self.engines_quiet().await;
             let behind = self.behind();
             let differences = if behind.is_empty() { self.differences().await.1 } else { Vec::new() };
             if behind.is_empty() && differences.is_empty() {
-                return Healed { after: since.elapsed(), nudges };
+                return since.elapsed();
             }
             let few = &differences[..differences.len().min(20)];
-            assert!(
-                since.elapsed() < PATIENCE,
-                "{what}: {} differences: {few:#?}; behind: {behind:#?}",
-                differences.len()
-            );
-            if nudged.elapsed() > NUDGE_AFTER {
-                for (rank, _) in behind {
-                    self.nudge(rank).await;
-                    nudges += 1;
-                }
-                nudged = Instant::now();
-            }
+            let count = differences.len();
+            assert!(since.elapsed() < PATIENCE, "{what}: {count} differences: {few:#?}; behind: {behind:#?}");
             pace.tick().await;
         }
     }
