@@ -1,0 +1,107 @@
+//! Engines that nobody describes: their addresses are known, the rest they are asked.
+
+use std::time::Duration;
+
+use pointsman::discovery::derived_id;
+use pointsman::ingest::Trust;
+use pointsman::protocol::{LoadSource, WorkerConfig, WorkerRank};
+use pointsman::{KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman_gateway::mock::{Dialect, MockConfig, MockEngine};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+
+const BLOCK_SIZE: u32 = 16;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+async fn engine(block_size: u32) -> MockEngine {
+    let config = MockConfig {
+        dialect: Dialect::SglangMap,
+        data_parallel_size: 2,
+        block_size,
+        kv_blocks: 300,
+        time_scale: 0.0,
+        ..MockConfig::default()
+    };
+    MockEngine::start(config).await.expect("it starts")
+}
+
+/// Waits for something that is published; a wait without end is a failure.
+async fn until(what: &str, router: &Router, mut holds: impl FnMut() -> bool) {
+    let wait = async {
+        while !holds() {
+            sleep(Duration::from_millis(2)).await;
+        }
+    };
+    let late = timeout(PATIENCE, wait).await.is_err();
+    assert!(!late, "{what}: {:?} {:?} {:?}", router.discovery(), router.kv_sources(), router.health());
+}
+
+async fn complete(engine: &MockEngine, rank: u32, tokens: &[u32]) {
+    let body = json!({ "prompt": tokens, "max_tokens": 1 }).to_string();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: engine\r\nconnection: close\r\nx-data-parallel-rank: {rank}\r\n\
+         content-length: {}\r\n\r\n",
+        body.len()
+    );
+    let mut stream = TcpStream::connect(engine.address()).await.expect("it listens");
+    stream.write_all(format!("{head}{body}").as_bytes()).await.expect("it reads");
+    let mut answer = String::new();
+    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("it answers").expect("whole");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() {
+    let (good, other) = (engine(BLOCK_SIZE).await, engine(2 * BLOCK_SIZE).await);
+    let config = RouterConfig {
+        block_size: BLOCK_SIZE,
+        health_probe_interval_ms: 20,
+        engine_load_interval_ms: 20,
+        ..RouterConfig::default()
+    };
+    let options = ProbeOptions::of(&config).model("mock");
+    let given =
+        WorkerConfig { load: Some(LoadSource::Metrics(format!("{}/metrics", good.url()))), ..WorkerConfig::at("") };
+    let source = ProbedUrls::new([good.url(), other.url()], options).expect("two addresses").given(&given);
+    let router = Router::builder(config).discovery(source).start().await.expect("it starts");
+
+    let worker = derived_id(&good.url());
+    let live = || router.kv_sources().iter().filter(|source| source.trust == Trust::Live).count();
+    until("both ranks are read", &router, || live() == 2).await;
+    let workers = router.workers();
+    assert_eq!(workers.len(), 1, "the one whose blocks are of another size is left out");
+    assert_eq!((workers[0].worker, workers[0].config.data_parallel_size), (worker, 2));
+    let complaint = router.discovery()[0].last_error.clone().expect("it is said why");
+    assert!(complaint.contains(&other.url()) && complaint.contains("32"), "{complaint}");
+
+    let tokens: Vec<u32> = (0..100).collect();
+    let placement = router.route(RouteRequest::new("first", Prompt::Tokens(&tokens))).await.expect("there are ranks");
+    let rank = placement.rank();
+    complete(&good, rank.rank, &tokens).await;
+    drop(placement);
+    good.quiet().await;
+    until("its events are in", &router, || {
+        let next = good.sequence_next(u16::try_from(rank.rank).expect("two ranks"));
+        let applied = |source: &KvSourceStatus| source.applied.map_or(0, |sequence| sequence + 1);
+        router.kv_sources().iter().any(|source| source.rank == rank && applied(source) == next)
+    })
+    .await;
+    router.flush().await.expect("it is up");
+    let again = router.route(RouteRequest::new("again", Prompt::Tokens(&tokens))).await.expect("there are ranks");
+    assert_eq!((again.rank(), again.cached_tokens()), (rank, 96));
+
+    until("it says how busy it is", &router, || {
+        let loads = router.engine_loads();
+        let ranks: Vec<WorkerRank> = loads.iter().filter_map(|(rank, fact)| fact.map(|_| *rank)).collect();
+        ranks == [WorkerRank::new(worker, 0), WorkerRank::new(worker, 1)]
+    })
+    .await;
+
+    // An engine that goes is noticed, in words, and is not forgotten: its address is still wanted.
+    good.shutdown().await;
+    until("its events are gone", &router, || router.kv_sources().iter().all(|source| !source.connected)).await;
+    assert_eq!(router.workers().len(), 1);
+    other.shutdown().await;
+}
