@@ -158,6 +158,25 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.asks_at = Some(self.now + self.config.asks_after);
     }
 
+    /// Asks whether the last message was the last, unless nobody has looked for messages all the while: then they may be
+    /// there, and are more than a replay has.
+    pub(super) fn ask_for_end(&mut self, effects: &mut Vec<Effect<P>>) {
+        let is_late = self.asks_at.is_some_and(|at| self.now.since(at) > self.config.asks_after / 2);
+        if is_late {
+            self.await_end();
+        } else {
+            self.ask(Purpose::End, effects);
+        }
+    }
+
+    /// The publisher no longer has what would come next. It may be on its way; that it is lost is known when nothing has
+    /// come until the same is answered again.
+    pub(super) fn mistrust_end(&mut self, effects: &mut Vec<Effect<P>>) {
+        (self.replay, self.end_is_gone) = (None, true);
+        self.await_end();
+        effects.push(Effect::Noted(Note::Late));
+    }
+
     /// Whether there is somebody to ask for the end, and something to ask from.
     pub(super) fn may_ask_for_end(&self) -> bool {
         self.config.has_replay && self.link.is_connected() && self.replay.is_none() && self.next.is_some()
@@ -244,7 +263,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
         self.clear(effects);
         self.seen.clear();
-        self.next = at;
+        (self.next, self.end_is_gone) = (at, false);
         if self.cold.is_none() {
             effects.push(Effect::Noted(Note::Cold));
         }

@@ -52,6 +52,8 @@ pub struct Source<P> {
     pub(super) replay: Option<Replay>,
     /// When it is asked whether the last message was the last; none once that is known.
     pub(super) asks_at: Option<Timestamp>,
+    /// Whether the last answer to that began too late, and nothing has come since.
+    pub(super) end_is_gone: bool,
     pub(super) backoff: Backoff,
     /// Replays in a row that brought nothing.
     pub(super) tries: u32,
@@ -97,6 +99,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             live_next: None,
             replay: None,
             asks_at: None,
+            end_is_gone: false,
             backoff: Backoff::new(config.seed),
             tries: 0,
             is_settled: true,
@@ -211,6 +214,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         // A stream that still goes forward, though behind what a replay has brought, is no new one.
         let goes_forward = self.live_next.is_some_and(|next| sequence >= next);
         self.live_next = self.live_next.max(Some(sequence + 1));
+        self.end_is_gone = false;
         self.await_end();
         match self.place(sequence, payload.as_ref()) {
             Place::Next if self.takes_live() => {
@@ -246,6 +250,9 @@ impl<P: AsRef<[u8]>> Source<P> {
         if was_awaited {
             (running.is_awaited, running.progressed_at) = (false, self.now);
             self.replay = Some(Replay::Running(running));
+        }
+        if is_short && running.purpose == Purpose::End && !self.end_is_gone {
+            return self.mistrust_end(effects);
         }
         if is_short {
             self.lose(Some(sequence), Doubt::ReplayGap { from: running.from, first: sequence }, effects);
@@ -295,7 +302,7 @@ impl<P: AsRef<[u8]>> Source<P> {
                 self.on_replay_failed(effects);
             }
             None if self.may_ask_for_end() && self.asks_at.is_some_and(|at| at <= self.now) => {
-                self.ask(Purpose::End, effects);
+                self.ask_for_end(effects);
             }
             Some(Replay::Waiting { .. } | Replay::Running(_)) | None => {}
         }
