@@ -47,6 +47,9 @@ pub enum StreamError {
     /// Flags that mean nothing, so that no length can be trusted.
     #[error("a frame has flags {0:#04x}, must be 1 (more), 2 (long), 4 (command) or a sum of them")]
     Flags(u8),
+    /// A command inside a message, or one that says it goes on.
+    #[error("a command stands inside a message, must stand between messages")]
+    Command,
     /// A frame of more bytes than allowed.
     #[error("a frame announces {bytes} bytes, must be at most {bytes_max}")]
     Frame {
@@ -79,6 +82,7 @@ impl StreamError {
             Self::Greeting { .. } => "bad_greeting",
             Self::Mechanism => "mechanism",
             Self::Flags(_) => "bad_flags",
+            Self::Command => "misplaced_command",
             Self::Frame { .. } => "frame_too_large",
             Self::Message { .. } => "message_too_large",
             Self::Frames { .. } => "too_many_frames",
@@ -176,6 +180,11 @@ impl FrameCheck {
         if bytes > frame_bytes_max {
             return Err(StreamError::Frame { bytes, bytes_max: frame_bytes_max });
         }
+        if flags & COMMAND != 0 {
+            // Readers go on with the message behind it, so it must not end the count of what they keep.
+            let stands_alone = flags & MORE == 0 && self.message_frames == 0;
+            return if stands_alone { Ok(Self::body(bytes)) } else { Err(StreamError::Command) };
+        }
         self.message_bytes += bytes; // both are bounded by their caps
         if self.message_bytes > message_bytes_max {
             return Err(StreamError::Message { bytes: self.message_bytes, bytes_max: message_bytes_max });
@@ -187,7 +196,11 @@ impl FrameCheck {
         if flags & MORE == 0 {
             (self.message_bytes, self.message_frames) = (0, 0);
         }
-        Ok(if bytes == 0 { State::Flags } else { State::Body { left: bytes } })
+        Ok(Self::body(bytes))
+    }
+
+    fn body(bytes: u64) -> State {
+        if bytes == 0 { State::Flags } else { State::Body { left: bytes } }
     }
 }
 
@@ -364,6 +377,14 @@ mod tests {
     }
 
     #[test]
+    fn commands_stand_between_messages() {
+        let message = [with_body(MORE, 900), with_body(0, 10)].concat();
+        assert_eq!(check(&[with_body(COMMAND, 5), message.clone(), with_body(COMMAND, 5), message]), Ok(()));
+        assert_eq!(check(&[with_body(MORE, 900), with_body(COMMAND, 5)]), Err(StreamError::Command));
+        assert_eq!(check(&[with_body(MORE | COMMAND, 5)]), Err(StreamError::Command));
+    }
+
+    #[test]
     fn messages_of_another_shape_are_refused() {
         assert_eq!(live(&[&b"t"[..], b"123"]).expect_err("two parts").name(), "part_count");
         assert_eq!(live(&[&b"t"[..], b"123", b"p"]), Err(PartsError::Sequence(3)));
@@ -372,6 +393,26 @@ mod tests {
     }
 
     proptest! {
+        /// What a reader would have to keep of one message, commands or not, is within the caps while all passes.
+        #[test]
+        fn what_is_kept_is_within_the_caps(frames in proptest::collection::vec((0u8..8, 0u64..1100), 1..30)) {
+            let mut check = FrameCheck::new(SMALL);
+            check.pass(&greeting()).expect("a greeting");
+            let (mut kept_bytes, mut kept_frames) = (0, 0);
+            for (flags, bytes) in frames {
+                if check.pass(&with_body(flags, bytes)).is_err() {
+                    break;
+                }
+                if flags & COMMAND == 0 {
+                    (kept_bytes, kept_frames) = (kept_bytes + bytes, kept_frames + 1);
+                    prop_assert!(kept_bytes <= SMALL.message_bytes_max && kept_frames <= SMALL.message_frames_max);
+                    if flags & MORE == 0 {
+                        (kept_bytes, kept_frames) = (0, 0);
+                    }
+                }
+            }
+        }
+
         /// It does not matter in which pieces the bytes come, and nothing makes the check panic.
         #[test]
         fn pieces_do_not_matter(
