@@ -267,13 +267,14 @@ impl WorkerConfig {
         if !self.health_path.starts_with('/') {
             return Err(WorkerConfigError::HealthPath(self.health_path.clone()));
         }
-        // The last rank's port is the highest.
-        let last = start + size - 1;
-        if let Some(kv_events) = &self.kv_events {
-            kv_events.of_rank(last)?;
-        }
-        if let Some(load) = &self.load {
-            load.socket_of_rank(last)?;
+        // If the first rank and the last have a port, so have those between.
+        for rank in [start, start + size - 1] {
+            if let Some(kv_events) = &self.kv_events {
+                kv_events.of_rank(rank)?;
+            }
+            if let Some(load) = &self.load {
+                load.socket_of_rank(rank)?;
+            }
         }
         match self.kv_transfer_preferred_weight {
             Some(weight) if !weight.is_finite() => Err(WorkerConfigError::Weight(weight)),
@@ -308,7 +309,8 @@ mod tests {
             WorkerConfig { data_parallel_size: ranks, kv_events: Some(kv_events), ..WorkerConfig::at("x") }.validate()
         };
         assert_eq!(publishing("tcp://[::1]:5557", 8), Ok(()));
-        for (endpoint, ranks) in [("tcp://h:65535", 2), ("h:1", 1), ("tcp://:1", 1), ("tcp://h:0", 1), ("tcp://h:x", 1)]
+        for (endpoint, ranks) in
+            [("tcp://h:65535", 2), ("tcp://h:0", 2), ("h:1", 1), ("tcp://:1", 1), ("tcp://h:0", 1), ("tcp://h:x", 1)]
         {
             let error = publishing(endpoint, ranks).expect_err("must be refused").to_string();
             assert!(error.contains(endpoint) && error.contains("tcp://HOST:PORT"), "{error}");
