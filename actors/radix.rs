@@ -280,7 +280,11 @@ impl Radix {
     }
 
     fn on_apply(&mut self, events: &[RouterEvent], only: Option<(Slot, Generation)>) {
-        if only.is_some_and(|(slot, generation)| self.index.generation(slot) != generation) {
+        let is_there = |(slot, generation)| {
+            let registered = events.first().and_then(|event| self.index.slot_of(event.rank));
+            registered == Some(slot) && self.index.generation(slot) == generation
+        };
+        if !only.is_none_or(is_there) {
             self.counters.unknown_ranks.increment(events.len() as u64);
             return;
         }
