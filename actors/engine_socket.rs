@@ -79,14 +79,15 @@ impl Subscription {
         .await
     }
 
-    /// The next message: its number and payload. Abandoning it loses nothing.
+    /// The next message: its number and payload. Abandoning it loses nothing. The payload is a copy: as the library gives
+    /// it, a small one that is kept would keep all that was read beside it.
     ///
     /// # Errors
     /// A message of another shape, which costs only itself; or the end of the connection.
     pub(crate) async fn receive(&mut self) -> Result<(u64, Bytes), SocketError> {
         let parts = self.relay.carry(self.socket.recv()).await?.into_vec();
         let (sequence, payload) = zmtp::live(&parts)?;
-        Ok((sequence, payload.clone()))
+        Ok((sequence, Bytes::copy_from_slice(payload)))
     }
 }
 
@@ -118,7 +119,9 @@ impl ReplayRequest {
     pub(crate) async fn receive(&mut self) -> Result<Replayed<Bytes>, SocketError> {
         let parts = self.relay.carry(self.socket.recv()).await?.into_vec();
         Ok(match zmtp::replayed(&parts)? {
-            Replayed::Message { sequence, payload } => Replayed::Message { sequence, payload: payload.clone() },
+            Replayed::Message { sequence, payload } => {
+                Replayed::Message { sequence, payload: Bytes::copy_from_slice(payload) }
+            }
             Replayed::End => Replayed::End,
         })
     }

@@ -430,7 +430,7 @@ fn a_lost_index_is_filled_again_or_cold() {
 #[test]
 fn batches_that_never_fit_are_a_mismatch_until_one_does() {
     let none = Applied { events: 2, ..Applied::default() };
-    let some = Applied { usable: 1, ..none };
+    let some = Applied { usable: 1, stored_blocks: 3, ..none };
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.applied(none);
     bench.applied(none);
@@ -444,6 +444,9 @@ fn batches_that_never_fit_are_a_mismatch_until_one_does() {
     let mut bench = Bench::live(config, 5);
     assert_eq!(short(&bench.applied(Applied { engine_block_size: Some(16), ..none })), ["mismatched"]);
     assert_eq!(bench.source.doubt(), Some(Doubt::BlockSize { engine: 16, pool: Some(64) }));
+    let removals = Applied { events: 2, usable: 2, ..Applied::default() };
+    assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
+    assert_eq!(short(&bench.applied(Applied { engine_block_size: Some(16), ..removals })), [""; 0]);
     assert_eq!(short(&bench.applied(some)), ["live"]);
     assert_eq!(short(&bench.applied(Applied { foreign_rank: Some(3), ..some })), [""; 0], "some of it was usable");
     assert_eq!(short(&bench.applied(Applied { foreign_rank: Some(3), ..none })), ["mismatched"]);

@@ -66,10 +66,7 @@ pub(super) async fn read(job: Job) {
             biased;
             Some(command) = commands.recv() => reader.obey(command).await,
             answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
-            news = link.next(), if reader.source.wants_live() || !link.is_up() => match reader.on_news(news) {
-                Some(input) => input,
-                None => continue,
-            },
+            news = link.next(), if reader.source.wants_live() || !link.is_up() => reader.on_news(news),
             () = sleep(tick) => Input::Tick,
         };
         if input == Input::Disconnected {
@@ -81,6 +78,9 @@ pub(super) async fn read(job: Job) {
             reader.step(Input::Tick);
         }
         reader.perform(&mut replay, &endpoints, caps).await;
+        if !reader.source.is_replaying() {
+            replay = Replay::Idle; // what is still to come is known
+        }
     }
 }
 
@@ -122,28 +122,28 @@ impl Reader {
         }
     }
 
-    fn on_news(&mut self, news: News) -> Option<Input<Bytes>> {
+    fn on_news(&mut self, news: News) -> Input<Bytes> {
         match news {
             News::Up => {
                 self.seat.source.set_connected(true);
-                Some(Input::Connected)
+                Input::Connected
             }
             News::Message(sequence, payload) => {
                 self.seat.source.count_message(self.shared.clock.now());
-                Some(Input::Live { sequence, payload })
+                Input::Live { sequence, payload }
             }
             News::Down { error, was_up } => {
                 self.count_error(&error);
                 if !was_up {
-                    return None; // it tries again and again
+                    return Input::Tick; // it tries again and again
                 }
                 self.seat.source.set_connected(false);
                 tracing::info!(rank = %self.seat.rank, reason = %error, "the connection to a rank's KV events is gone; reconnecting");
-                Some(Input::Disconnected)
+                Input::Disconnected
             }
             News::Refused(error) => {
                 self.count_error(&error); // the hole it leaves in the sequence is noticed behind it
-                None
+                Input::Tick
             }
         }
     }

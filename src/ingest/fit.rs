@@ -43,8 +43,13 @@ pub(super) struct Fit {
 impl Fit {
     pub(super) fn observe(&mut self, applied: &Applied) {
         let says_nothing = applied.events == 0 && applied.engine_block_size.is_none() && applied.foreign_rank.is_none();
-        if applied.usable > 0 || applied.cleared {
+        let names_misfit = applied.engine_block_size.is_some() || applied.foreign_rank.is_some();
+        let is_known_misfit = self.engine_block_size.is_some() || self.foreign_rank.is_some();
+        if applied.stored_blocks > 0 || applied.cleared {
             *self = Self::default();
+        } else if applied.usable > 0 && !names_misfit {
+            // Removals fit any block size: they are no sign that stores do.
+            self.misfits = if is_known_misfit { self.misfits } else { 0 };
         } else if !says_nothing {
             self.misfits = self.misfits.saturating_add(1);
             self.engine_block_size = applied.engine_block_size.or(self.engine_block_size);

@@ -74,6 +74,9 @@ impl<P: AsRef<[u8]>> Held<P> {
     pub(super) fn pop_first(&mut self) -> Option<(u64, P)> {
         let (sequence, payload) = self.messages.pop_first()?;
         self.bytes -= payload.as_ref().len();
+        if self.messages.is_empty() {
+            self.largest_bytes = 0; // one that was large makes no room scarce for ever
+        }
         Some((sequence, payload))
     }
 
@@ -81,7 +84,7 @@ impl<P: AsRef<[u8]>> Held<P> {
     pub(super) fn clear(&mut self) -> u64 {
         let messages = self.messages.len() as u64;
         self.messages.clear();
-        self.bytes = 0;
+        (self.bytes, self.largest_bytes) = (0, 0);
         messages
     }
 

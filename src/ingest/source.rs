@@ -168,6 +168,12 @@ impl<P: AsRef<[u8]>> Source<P> {
         [silent, replay, asks, healed].into_iter().flatten().min().filter(|at| *at < Timestamp(u64::MAX))
     }
 
+    /// Whether answers to a replay are wanted; those of one that is over need not be waited for.
+    #[must_use]
+    pub fn is_replaying(&self) -> bool {
+        matches!(self.replay, Some(Replay::Running(_)))
+    }
+
     /// Number of messages held until their turn.
     #[must_use]
     pub fn held_messages(&self) -> usize {
