@@ -5,6 +5,8 @@
 //! that took is [`measure`]d and [`report`]ed. Two routers are targets today: Pointsman, and in `benches/versus` its
 //! nearest peer, so that both run exactly the same loop.
 //!
+//! Beside the loop, [`events`] measures what comes from engines alone: how many blocks a second one core takes in.
+//!
 //! The harness embeds the router through its public API only, and simulates no time: engines answer at once, and
 //! load is whatever `--inflight` requests weigh. It says what routing costs and what it finds in caches, not what a
 //! fleet's latency would be.
@@ -13,6 +15,7 @@ pub mod cli;
 pub mod closed_loop;
 pub mod embedded;
 pub mod engine;
+pub mod events;
 pub mod fleet;
 pub mod measure;
 pub mod report;

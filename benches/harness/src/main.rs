@@ -8,6 +8,7 @@ use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::embedded::Embedded;
+use pointsman_bench::events::Events;
 
 /// Measures Pointsman under load
 #[derive(Parser)]
@@ -21,11 +22,16 @@ struct Arguments {
 enum Command {
     /// Replays a trace, or a generated workload, in a closed loop and reports what routing cost
     Replay(Replay),
+    /// Measures what engines' events cost: decoding, hashing and indexing them, on one thread
+    Events(Events),
 }
 
 fn main() -> ExitCode {
-    let Command::Replay(replay) = Arguments::parse().command;
-    match run(&replay) {
+    let done = match Arguments::parse().command {
+        Command::Replay(replay) => run(&replay),
+        Command::Events(events) => measure(&events),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Nothing is left to tell if standard error is gone.
@@ -43,4 +49,8 @@ fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
         write!(io::stderr(), "{}", metrics.render())?;
     }
     Ok(report.write(io::stdout().lock(), replay.json)?)
+}
+
+fn measure(events: &Events) -> Result<(), Box<dyn Error>> {
+    Ok(events.run()?.write(io::stdout().lock(), events.json)?)
 }

@@ -1,0 +1,120 @@
+//! What is timed: hashing alone, decoding with hashing, and both with the index behind them.
+//!
+//! Owns the loops around the router's own parts. The decoder hashes while it decodes, so what decoding costs alone is
+//! told only by the difference to hashing the same tokens without it. Those come from memory there, and fresh from the
+//! decoder here, so the difference says rather too little for decoding.
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::index::Index;
+use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
+use pointsman::wire::{Decoder, Findings, Limits, WireConfig};
+
+use super::recording::Recording;
+use super::{Events, EventsError};
+use crate::measure::{Stopwatch, thread_cpu};
+
+/// What one run of one stage took.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Took {
+    /// CPU time of this thread.
+    pub(super) cpu: Duration,
+    pub(super) wall: Duration,
+}
+
+/// What one run of every stage took.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Run {
+    /// Hashing the stored tokens, which lie ready.
+    pub(super) hash: Took,
+    /// From bytes to events.
+    pub(super) decode_hash: Took,
+    /// From bytes into the index.
+    pub(super) decode_hash_apply: Took,
+}
+
+/// Runs each stage once, with decoders and an index that have seen nothing.
+pub(super) fn run(options: &Events, recording: &Recording) -> Result<Run, EventsError> {
+    let scheme = HashScheme::new(options.block_size);
+    let (hash, ()) = timed(|| {
+        let hasher = BlockHasher::new(scheme);
+        let mut rest = &recording.tokens[..];
+        for n_tokens in &recording.store_tokens {
+            let (tokens, behind) = rest.split_at(*n_tokens);
+            hasher.hashes(tokens, &MmBlocks::NONE).for_each(|hash| _ = black_box(hash));
+            rest = behind;
+        }
+    });
+
+    let mut decoders = decoders(options);
+    let (decode_hash, read) = timed(|| decode(&mut decoders, recording, |event| _ = black_box(event)));
+    read.check(recording)?;
+
+    let mut decoders = self::decoders(options);
+    let mut index = Index::new();
+    for engine in 0..options.ranks {
+        index.register(rank(engine), Slot(engine), Generation(1));
+    }
+    let (decode_hash_apply, read) = timed(|| decode(&mut decoders, recording, |event| _ = index.apply(event)));
+    read.check(recording)?;
+    if index.held_blocks() != recording.held_blocks {
+        return Err(EventsError::Differs { index: index.held_blocks(), engines: recording.held_blocks });
+    }
+    Ok(Run { hash, decode_hash, decode_hash_apply })
+}
+
+/// What came out of the decoders.
+#[derive(Default)]
+struct Read {
+    stored_blocks: u64,
+    findings: Findings,
+}
+
+impl Read {
+    fn check(&self, recording: &Recording) -> Result<(), EventsError> {
+        if self.stored_blocks == recording.stored_blocks && self.findings.is_empty() {
+            return Ok(());
+        }
+        Err(EventsError::Unread {
+            used: self.stored_blocks,
+            sent: recording.stored_blocks,
+            findings: Box::new(self.findings),
+        })
+    }
+}
+
+fn decode(decoders: &mut [Decoder], recording: &Recording, mut then: impl FnMut(&RouterEvent)) -> Read {
+    let mut read = Read::default();
+    let mut events = Vec::new();
+    for message in &recording.messages {
+        events.clear();
+        let report = decoders[message.engine as usize].decode(&message.payload, &mut events);
+        read.stored_blocks += u64::from(report.stored_blocks);
+        read.findings += report.findings;
+        events.iter().for_each(&mut then);
+    }
+    read
+}
+
+fn decoders(options: &Events) -> Vec<Decoder> {
+    let config = |engine| WireConfig {
+        rank: rank(engine),
+        ranks: 0..1,
+        block_size: options.block_size,
+        is_eagle: false,
+        limits: Limits::default(),
+    };
+    (0..options.ranks).map(|engine| Decoder::new(config(engine))).collect()
+}
+
+fn rank(engine: u32) -> WorkerRank {
+    WorkerRank::new(WorkerId(engine.into()), 0)
+}
+
+fn timed<T>(work: impl FnOnce() -> T) -> (Took, T) {
+    let (wall, cpu) = (Stopwatch::start(), thread_cpu());
+    let done = work();
+    (Took { cpu: thread_cpu() - cpu, wall: wall.elapsed() }, done)
+}
