@@ -126,7 +126,8 @@ impl Decoder {
         self.namespaces.len()
     }
 
-    /// Reads one batch and appends what could be read of it to `events`, in order.
+    /// Reads one batch and appends what could be read of it to `events`, in order; removals from one tier that follow
+    /// each other as one.
     ///
     /// Never fails as a whole where a part can be read; the report says what could not. Time and memory are linear in
     /// the bytes.
@@ -211,8 +212,9 @@ impl Decoder {
         report: &mut Report,
     ) -> Result<(), Finding> {
         let n_read = n_events.min(u32::try_from(self.config.limits.events_max).unwrap_or(u32::MAX));
+        let n_before = events.len();
         for _ in 0..n_read {
-            self.event(cursor, events, report)?;
+            self.event(cursor, n_before, events, report)?;
         }
         if n_read < n_events {
             report.findings.add(Finding::TooLarge);
@@ -268,17 +270,18 @@ impl Decoder {
         }
     }
 
-    /// Reads one event and uses it. An error is the end of the batch.
+    /// Reads one event and uses it. The batch's events are those from `n_before` on. An error is the end of the batch.
     fn event(
         &mut self,
         cursor: &mut Cursor<'_>,
+        n_before: usize,
         events: &mut Vec<RouterEvent>,
         report: &mut Report,
     ) -> Result<(), Finding> {
         let start = *cursor;
         let mut event = Event::new();
         match event.read(cursor, &self.config.limits, &mut self.lists) {
-            Ok(()) => match self.take(&event, report) {
+            Ok(()) => match self.take(&event, events[n_before..].last_mut(), report) {
                 Ok(taken) => {
                     report.usable += 1;
                     events.extend(taken);
@@ -295,8 +298,13 @@ impl Decoder {
         Ok(())
     }
 
-    /// What an event means here; nothing, where it says nothing.
-    fn take(&mut self, event: &Event<'_>, report: &mut Report) -> Result<Option<RouterEvent>, Finding> {
+    /// What an event means here; nothing, where it says nothing, or where `last`, the event before it, now says it too.
+    fn take(
+        &mut self,
+        event: &Event<'_>,
+        last: Option<&mut RouterEvent>,
+        report: &mut Report,
+    ) -> Result<Option<RouterEvent>, Finding> {
         if event.locality.is_some_and(|locality| !locality.eq_ignore_ascii_case(b"local")) {
             return Err(Finding::NonLocal);
         }
@@ -310,7 +318,17 @@ impl Decoder {
             Tag::Removed => {
                 self.main_attention(event)?;
                 let tier = tier(event.medium)?;
-                (tier, self.removed(event, tier, report)?)
+                self.removed(event, tier, report)?;
+                let names = self.lists.hashes.iter().copied().map(EngineHash);
+                // Engines tell of each block that goes in an event of its own. A list for each would cost more than
+                // all that is read of it.
+                if let Some(RouterEvent { tier: same, data: KvEvent::Removed { blocks }, .. }) = last
+                    && *same == tier
+                {
+                    blocks.extend(names);
+                    return Ok(None);
+                }
+                (tier, KvEvent::Removed { blocks: names.collect() })
             }
             Tag::Stored => {
                 self.main_attention(event)?;
@@ -327,7 +345,7 @@ impl Decoder {
         if is_main { Ok(()) } else { Err(Finding::NotMainAttention) }
     }
 
-    fn removed(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
+    fn removed(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<(), Finding> {
         if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
             return Err(Finding::BadHash);
         }
@@ -335,7 +353,7 @@ impl Decoder {
         for name in &self.lists.hashes {
             self.namespaces.removed(*name, tier);
         }
-        Ok(KvEvent::Removed { blocks: self.lists.hashes.iter().copied().map(EngineHash).collect() })
+        Ok(())
     }
 
     fn stored(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {

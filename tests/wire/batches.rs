@@ -54,9 +54,31 @@ fn a_bad_event_costs_itself() {
     ];
     for (event, finding) in bad {
         let (events, report) = next(&mut decoder(), [good(1), event.clone(), good(2)]);
-        assert_eq!(events, [removed(Device, &[1]), removed(Device, &[2])], "{event:?}");
+        assert_eq!(events, [removed(Device, &[1, 2])], "{event:?}");
         assert_eq!((found(&report), report.events, report.usable), (vec![(finding, 1)], 3, 2), "{event:?}");
     }
+}
+
+#[test]
+fn removals_in_a_row_are_one_within_tier_and_batch() {
+    let mut decoder = decoder();
+    let mut events = Vec::new();
+    let cpu = || [("medium", "CPU".into())];
+    let first = [good(1), good(2), removal([3], cpu()), removal([4, 5], cpu()), good(6)];
+    let second = [good(7), store([11], None, &TOKENS[..4], []), good(8), good(8)];
+    for of in [batch(first), batch(second)] {
+        let report = decoder.decode(&of, &mut events);
+        assert_eq!(report.usable, report.events, "each counts");
+    }
+    let expected = [
+        removed(Device, &[1, 2]),
+        removed(HostPinned, &[3, 4, 5]),
+        removed(Device, &[6]),
+        removed(Device, &[7]),
+        stored(Device, None, &[(11, PLAIN[0])]),
+        removed(Device, &[8, 8]),
+    ];
+    assert_eq!(events, expected);
 }
 
 #[test]
@@ -80,12 +102,7 @@ fn what_is_new_and_not_needed_costs_nothing() {
     let ignored = Msg::from(["Ignored", "x"]);
     let of = [store([11], None, &TOKENS[..4], more.clone()), removal([2], more), late_type, long, ignored];
     let (events, report) = next(&mut decoder(), of);
-    let expected = [
-        stored(Device, None, &[(11, PLAIN[0])]),
-        removed(Device, &[2]),
-        removed(Device, &[3]),
-        removed(HostPinned, &[4]),
-    ];
+    let expected = [stored(Device, None, &[(11, PLAIN[0])]), removed(Device, &[2, 3]), removed(HostPinned, &[4])];
     assert_eq!((&events[..], found(&report), report.usable), (&expected[..], vec![], 5));
 }
 
@@ -131,7 +148,7 @@ fn only_the_main_attentions_blocks_count() {
             removal([13], group(2)),
         ],
     );
-    let expected = [stored(Device, None, &[(11, PLAIN[0])]), removed(Device, &[11]), removed(Device, &[12])];
+    let expected = [stored(Device, None, &[(11, PLAIN[0])]), removed(Device, &[11, 12])];
     assert_eq!((&events[..], found(&report)), (&expected[..], vec![(Finding::NotMainAttention, 3)]));
     decoder.forget();
     let (events, _) = next(&mut decoder, [removal([11], group(0)), removal([11], group(1))]);
