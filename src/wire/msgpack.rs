@@ -14,26 +14,34 @@ pub(crate) const NESTING_CAP: usize = 32;
 /// Where in eight bytes a number stands that begins with a certain marker.
 #[derive(Clone, Copy)]
 struct Encoding {
-    /// Bytes with the marker; 0 for what is no such number.
-    len: u8,
     /// Bits in front of the number.
     drop_front: u8,
     /// Bits around the number, once those in front are gone.
     drop_back: u8,
 }
 
-/// By marker.
+/// By marker; of no meaning for what is no such number.
 const ENCODINGS: [Encoding; 256] = {
-    let mut encodings = [Encoding { len: 0, drop_front: 0, drop_back: 0 }; 256];
+    let mut encodings = [Encoding { drop_front: 0, drop_back: 56 }; 256];
+    encodings[0xcc] = Encoding { drop_front: 8, drop_back: 56 };
+    encodings[0xcd] = Encoding { drop_front: 8, drop_back: 48 };
+    encodings[0xce] = Encoding { drop_front: 8, drop_back: 32 };
+    encodings
+};
+
+/// Bytes of such a number with its marker, by marker; 0 for what is none. Apart from the rest, for everything waits for
+/// it, and finding a byte in a table of bytes takes the least.
+const LENS: [u8; 256] = {
+    let mut lens = [0; 256];
     let mut marker = 0;
     while marker < 0x80 {
-        encodings[marker] = Encoding { len: 1, drop_front: 0, drop_back: 56 };
+        lens[marker] = 1;
         marker += 1;
     }
-    encodings[0xcc] = Encoding { len: 2, drop_front: 8, drop_back: 56 };
-    encodings[0xcd] = Encoding { len: 3, drop_front: 8, drop_back: 48 };
-    encodings[0xce] = Encoding { len: 5, drop_front: 8, drop_back: 32 };
-    encodings
+    lens[0xcc] = 2;
+    lens[0xcd] = 3;
+    lens[0xce] = 5;
+    lens
 };
 
 impl Encoding {
@@ -141,6 +149,12 @@ impl<'a> Cursor<'a> {
     /// # Errors
     /// As [`Cursor::item`]; or [`Finding::TooDeep`], with the items passed.
     pub(crate) fn pass(&mut self, count: u64, nesting_max: usize) -> Result<(), Finding> {
+        // Mostly it is one scalar, for which no levels need be laid out.
+        let start = *self;
+        if count == 1 && !matches!(self.item()?, Item::Array(_) | Item::Map(_)) {
+            return Ok(());
+        }
+        *self = start;
         let nesting_max = nesting_max.min(NESTING_CAP);
         // Items still to pass in each open level; what lies too deep is counted in with the deepest. Every head takes
         // a byte, so no count outgrows the bytes times 2^33.
@@ -202,17 +216,16 @@ impl<'a> Cursor<'a> {
         let mut count = 0;
         for pair in numbers.chunks_exact_mut(2) {
             let Some(chunk) = rest.first_chunk::<16>() else { break };
-            let first = Encoding::of(chunk[0]);
+            let len = |marker: u8| LENS[usize::from(marker)];
             // A byte each, by the first one's length less one; none is four long.
-            let second_lens =
-                [chunk[1], chunk[2], chunk[3], 0xc0, chunk[5], 0xc0, 0xc0, 0xc0].map(|at| Encoding::of(at).len);
-            let Some(place) = usize::from(first.len).checked_sub(1) else { break };
+            let second_lens = [chunk[1], chunk[2], chunk[3], 0xc0, chunk[5], 0xc0, 0xc0, 0xc0].map(len);
+            let Some(place) = usize::from(len(chunk[0])).checked_sub(1) else { break };
             let second_len = (u64::from_le_bytes(second_lens) >> (8 * place)) as u8;
             let Some(second) = chunk[place + 1..].first_chunk() else { break };
             if second_len == 0 {
                 break;
             }
-            pair[0] = first.number(*chunk.first_chunk().expect("8 of 16"));
+            pair[0] = Encoding::of(chunk[0]).number(*chunk.first_chunk().expect("8 of 16"));
             pair[1] = Encoding::of(second[0]).number(*second);
             rest = &rest[place + 1 + usize::from(second_len)..];
             count += 2;
