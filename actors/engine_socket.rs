@@ -34,6 +34,8 @@ pub(crate) enum SocketError {
     ConnectTimeout,
     #[error("the peer closed the connection")]
     Closed,
+    #[error("nothing comes on the connection, though there is something")]
+    Deaf,
     #[error("the connection broke: {0}")]
     Broken(std::io::Error),
     #[error("the peer breaks the protocol: {0}")]
@@ -51,6 +53,7 @@ impl SocketError {
             Self::Connect(_) => "connect",
             Self::ConnectTimeout => "connect_timeout",
             Self::Closed => "closed",
+            Self::Deaf => "deaf",
             Self::Broken(_) => "broken",
             Self::Stream(error) => error.name(),
             Self::Protocol(_) => "protocol",

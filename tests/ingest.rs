@@ -83,6 +83,7 @@ fn short(effects: &[Effect<Payload>]) -> Vec<String> {
         Effect::Apply { sequence, .. } => Some(format!("a{sequence}")),
         Effect::Clear => Some("clear".to_owned()),
         Effect::Replay { from } => Some(format!("replay {from}")),
+        Effect::Reconnect => Some("reconnect".to_owned()),
         Effect::Trust(trust) => Some(trust.name().to_owned()),
         Effect::Noted(_) => None,
     });
@@ -92,7 +93,7 @@ fn short(effects: &[Effect<Payload>]) -> Vec<String> {
 fn notes(effects: &[Effect<Payload>]) -> Vec<(&'static str, u64)> {
     let noted = effects.iter().filter_map(|effect| match effect {
         Effect::Noted(note) => Some((note.name(), note.count())),
-        Effect::Apply { .. } | Effect::Clear | Effect::Replay { .. } | Effect::Trust(_) => None,
+        Effect::Apply { .. } | Effect::Clear | Effect::Replay { .. } | Effect::Reconnect | Effect::Trust(_) => None,
     });
     noted.collect()
 }
@@ -476,7 +477,36 @@ fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
         }
         bench.step(Input::ReplayEnded);
     }
-    assert_eq!(short(&bench.pass(secs(100))), [""; 0]);
+    // Now and then again: a connection whose other end is gone without a word looks just so.
+    assert_eq!(short(&bench.pass(Duration::from_millis(29_999))), [""; 0]);
+    assert_eq!(short(&bench.pass(Duration::from_millis(1))), ["replay 6"]);
+    bench.replayed(1, 6);
+    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0]);
+}
+
+#[test]
+fn a_subscription_that_brings_nothing_of_what_there_is_is_made_anew() {
+    let mut bench = Bench::live(SourceConfig::default(), 3);
+    for sequence in 3..6 {
+        assert_eq!(short(&bench.pass(secs(2))), [format!("replay {}", sequence - 1)]);
+        bench.replayed(1, sequence - 1);
+        assert_eq!(short(&bench.replayed(1, sequence)), [format!("a{sequence}")]);
+        let deaf = if sequence == 5 { vec!["reconnect"] } else { Vec::new() };
+        assert_eq!(short(&bench.step(Input::ReplayEnded)), deaf);
+    }
+
+    // So is one to a host that no longer answers; a live message shows that it works.
+    let mut bench = Bench::live(SourceConfig::default(), 3);
+    for sequence in 3..6 {
+        bench.pass(secs(2));
+        bench.step(Input::ReplayFailed);
+        bench.live_from(1, sequence);
+    }
+    for failures in 1..=3 {
+        assert_eq!(short(&bench.pass(secs(2))), ["replay 5"]);
+        let deaf = if failures == 3 { vec!["reconnect"] } else { Vec::new() };
+        assert_eq!(short(&bench.step(Input::ReplayFailed)), deaf);
+    }
 }
 
 #[test]

@@ -320,7 +320,7 @@ impl World {
         let (mut effects, before) = (Vec::new(), self.source.trust());
         let is_recovery = matches!(input, Input::Connected);
         self.source.step(input, self.now, &mut effects);
-        let mut told = before;
+        let (mut told, mut wants_anew) = (before, false);
         let has_applied = effects.iter().any(|effect| matches!(effect, Effect::Apply { .. }));
         for effect in effects {
             match effect {
@@ -330,6 +330,7 @@ impl World {
                     assert!(self.is_connected && self.config.has_replay, "somebody is there to ask");
                     self.asked = Asked::Waiting(from);
                 }
+                Effect::Reconnect => wants_anew = true,
                 Effect::Trust(trust) => told = trust,
                 Effect::Noted(note) => self.messages_out += dropped(note),
             }
@@ -339,6 +340,10 @@ impl World {
         self.check();
         if has_applied {
             self.check_truth();
+        }
+        if wants_anew {
+            self.disconnect();
+            self.connect();
         }
     }
 
@@ -444,6 +449,7 @@ fn config() -> impl Strategy<Value = SourceConfig> {
             remembered_max,
             silent_after: Duration::MAX,
             cold_heals_after: Duration::MAX,
+            asks_again_after: Duration::from_secs(600), // beyond what settling waits for
             seed,
             ..SourceConfig::default()
         },

@@ -77,7 +77,7 @@ pub(super) async fn read(job: Job) {
         if tick == Some(Duration::ZERO) {
             reader.step(Input::Tick);
         }
-        reader.perform(&mut replay, &endpoints, caps).await;
+        reader.perform(&mut replay, &mut link).await;
         if !reader.source.is_replaying() {
             replay = Replay::Idle; // what is still to come is known
         }
@@ -168,7 +168,7 @@ impl Reader {
     }
 
     /// Does what the state machine wants done; what comes of that may want more.
-    async fn perform(&mut self, replay: &mut Replay, endpoints: &KvEventsConfig, caps: Caps) {
+    async fn perform(&mut self, replay: &mut Replay, link: &mut Link) {
         loop {
             self.wanted.extend(self.effects.drain(..));
             let Some(effect) = self.wanted.pop_front() else { break };
@@ -181,7 +181,13 @@ impl Reader {
                     self.decoder.forget();
                     self.apply(vec![self.event(KvEvent::Cleared)]).await;
                 }
-                Effect::Replay { from } => *replay = Replay::ask(endpoints, from, caps),
+                Effect::Replay { from } => *replay = Replay::ask(&link.endpoints, from, link.caps),
+                Effect::Reconnect => {
+                    *replay = Replay::Idle;
+                    let down = link.go_down(SocketError::Deaf, link.is_up());
+                    let input = self.on_news(down);
+                    self.step(input);
+                }
                 Effect::Trust(trust) => self.on_trust(trust),
                 Effect::Noted(note) => self.shared.meters.ingest.note(note),
             }

@@ -57,6 +57,9 @@ pub struct SourceConfig {
     /// After how long without a message the replay socket is asked, once, whether the last one was the last: no message
     /// behind it shows that the end is missing. Default 2 s.
     pub asks_after: Duration,
+    /// How often that is asked again while nothing comes: a connection whose other end is gone without a word looks just
+    /// so. Default 30 s.
+    pub asks_again_after: Duration,
     /// Blocks that the rank's cache holds, where known: once that many were stored, what was there before is gone.
     pub capacity_blocks: Option<u32>,
     /// The pool's block size in tokens, to be named beside the engine's where they differ.
@@ -76,6 +79,7 @@ impl Default for SourceConfig {
             cold_heals_after: Duration::from_secs(600),
             replay_timeout: Duration::from_secs(5),
             asks_after: Duration::from_secs(2),
+            asks_again_after: Duration::from_secs(30),
             capacity_blocks: None,
             block_size: None,
             seed: 0,
@@ -133,6 +137,9 @@ pub enum Effect<P> {
         /// First number asked for.
         from: u64,
     },
+    /// Give the subscription up and make a new one: messages that it should have brought had to be asked for, or nobody
+    /// answers. Reported as [`Input::Disconnected`].
+    Reconnect,
     /// How far the rank's blocks may be trusted has changed.
     Trust(Trust),
     /// To be counted.

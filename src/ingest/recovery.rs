@@ -19,6 +19,9 @@ use crate::protocol::Timestamp;
 /// Replays in a row that may bring nothing.
 const TRIES_MAX: u32 = 2;
 
+/// Questions for the end in a row that show a subscription to be deaf.
+const LINK_TROUBLES_MAX: u32 = 3;
+
 /// Why a replay is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
@@ -110,7 +113,10 @@ impl<P: AsRef<[u8]>> Source<P> {
             self.replay = None;
             if self.asks_at.is_some() {
                 effects.push(Effect::Noted(Note::Recovered)); // what was brought has been applied in its turn
+                return self.suspect_link(effects);
             }
+            self.link_troubles = 0;
+            self.asks_at = Some(self.now + self.config.asks_again_after);
             return;
         }
         if running.is_awaited && running.first_lacking > 0 {
@@ -138,7 +144,8 @@ impl<P: AsRef<[u8]>> Source<P> {
         effects.push(Effect::Noted(Note::ReplayFailed));
         if running.purpose == Purpose::End {
             self.replay = None;
-            return self.await_end();
+            self.await_end();
+            return self.suspect_link(effects);
         }
         self.try_again(running.purpose, Doubt::ReplayFailed { from: self.next.unwrap_or(0) }, effects);
     }
@@ -151,6 +158,15 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.replay =
             Some(Replay::Running(Running { purpose, from, first_lacking, is_awaited: true, progressed_at: self.now }));
         effects.push(Effect::Replay { from });
+    }
+
+    /// Nothing comes by itself, and what was asked for did, or the question had no answer.
+    fn suspect_link(&mut self, effects: &mut Vec<Effect<P>>) {
+        self.link_troubles += 1;
+        if self.link_troubles >= LINK_TROUBLES_MAX {
+            self.link_troubles = 0;
+            effects.push(Effect::Reconnect);
+        }
     }
 
     /// Messages come: whether the last one was the last is asked when they have not for a while.

@@ -54,6 +54,8 @@ pub struct Source<P> {
     pub(super) asks_at: Option<Timestamp>,
     /// Whether the last answer to that began too late, and nothing has come since.
     pub(super) end_is_gone: bool,
+    /// Questions for the end in a row, with no live message since, that a subscription that works would not have needed.
+    pub(super) link_troubles: u32,
     pub(super) backoff: Backoff,
     /// Replays in a row that brought nothing.
     pub(super) tries: u32,
@@ -100,6 +102,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             replay: None,
             asks_at: None,
             end_is_gone: false,
+            link_troubles: 0,
             backoff: Backoff::new(config.seed),
             tries: 0,
             is_settled: true,
@@ -209,7 +212,7 @@ impl<P: AsRef<[u8]>> Source<P> {
 
     fn on_disconnected(&mut self) {
         self.link.disconnected(self.now);
-        (self.replay, self.asks_at) = (None, None);
+        (self.replay, self.asks_at, self.link_troubles) = (None, None, 0);
     }
 
     fn on_live(&mut self, sequence: u64, payload: P, effects: &mut Vec<Effect<P>>) {
@@ -220,7 +223,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         // A stream that still goes forward, though behind what a replay has brought, is no new one.
         let goes_forward = self.live_next.is_some_and(|next| sequence >= next);
         self.live_next = self.live_next.max(Some(sequence + 1));
-        self.end_is_gone = false;
+        (self.end_is_gone, self.link_troubles) = (false, 0);
         self.await_end();
         match self.place(sequence, payload.as_ref()) {
             Place::Next if self.takes_live() => {
