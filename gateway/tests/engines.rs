@@ -78,6 +78,14 @@ async fn messages_fail(fleet: &mut Fleet, account: &mut Account) {
     let since = Instant::now();
     account.saw("5 % dropped, doubled, reordered", fleet.healed("faulty messages", since).await);
     account.quiet_point(fleet, "after faulty messages").await;
+
+    // Nothing comes behind what is lost here, so nothing shows that it is missing.
+    let all_is_lost = Faults { drop_share: 1.0, ..Faults::default() };
+    fleet.engines().for_each(|(_, engine)| engine.set_faults(all_is_lost.clone()).expect("valid"));
+    fleet.nudge_all().await;
+    fleet.engines().for_each(|(_, engine)| engine.set_faults(Faults::default()).expect("valid"));
+    let since = Instant::now();
+    account.saw("each rank's last message dropped", fleet.healed("lost ends", since).await);
 }
 
 async fn engines_die(fleet: &mut Fleet, account: &mut Account) {

@@ -52,7 +52,7 @@ impl Ask {
             _ => 1 + dice.below(200),
         };
         stretch(&mut tokens, 3 + seed, n, tail_tokens);
-        Self::new(tokens, 1 + dice.below(24) as u32, lora_name, cache_salt)
+        Self::new(tokens, 1 + dice.below(8) as u32, lora_name, cache_salt)
     }
 
     /// A prompt of its own, short.
