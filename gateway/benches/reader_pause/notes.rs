@@ -1,0 +1,58 @@
+//! What the router's readers have counted: their notes, and nothing else.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+
+/// By the note's name.
+#[derive(Clone, Default)]
+pub(super) struct Notes(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+
+/// Counts from now on, for good.
+pub(super) fn install() -> Notes {
+    let notes = Notes::default();
+    metrics::set_global_recorder(notes.clone()).expect("there is no other");
+    notes
+}
+
+impl Notes {
+    pub(super) fn all(&self) -> BTreeMap<String, u64> {
+        let counters = self.0.lock().expect("nobody fails");
+        counters.iter().map(|(note, count)| (note.clone(), count.load(Ordering::Relaxed))).collect()
+    }
+}
+
+/// What was counted between two looks.
+pub(super) fn since(before: &BTreeMap<String, u64>, after: &BTreeMap<String, u64>) -> String {
+    let more = after.iter().map(|(note, count)| (note, count - before.get(note).copied().unwrap_or(0)));
+    let told: Vec<String> =
+        more.filter(|(_, count)| *count > 0).map(|(note, count)| format!("{note} {count}")).collect();
+    if told.is_empty() { "none".to_owned() } else { told.join(", ") }
+}
+
+impl Recorder for Notes {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        if key.name() != "pointsman_kv_source_notes_total" {
+            return Counter::noop();
+        }
+        let note = key.labels().find(|label| label.key() == "note").map(|label| label.value().to_owned());
+        let mut counters = self.0.lock().expect("nobody fails");
+        Counter::from_arc(Arc::clone(counters.entry(note.unwrap_or_default()).or_default()))
+    }
+
+    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::noop()
+    }
+}
