@@ -136,6 +136,13 @@ impl SourceCell {
         Reading { cell: self, _turn: turn }
     }
 
+    /// Waits until nobody reads, and keeps it so until the answer is dropped; `None` if somebody is to read by then.
+    pub(crate) async fn once_left(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
+        let turn = self.turn.lock().await;
+        let is_left = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
+        is_left.then_some(turn)
+    }
+
     fn start_over(&self) {
         self.connected.store(false, Ordering::Relaxed);
         self.applied.store(0, Ordering::Relaxed);

@@ -267,6 +267,17 @@ impl Shared {
         gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)
     }
 
+    /// Tells a rank's shard of events of this rank, in this seat and no other. Waits while the shard is behind.
+    #[cfg(feature = "zmq")]
+    pub(crate) async fn apply_of(&self, seat: &Seat, events: Vec<crate::protocol::RouterEvent>) {
+        let shard = shard_of(seat.rank, self.shards.len());
+        let blocks = events.iter().map(|event| event.data.block_count().max(1)).sum();
+        if let Ok(permit) = self.pass_gate(shard, blocks).await {
+            let only = Some((seat.slot, seat.generation));
+            self.shards[shard].turn.tell(RadixMsg::Apply { events, only, permit });
+        }
+    }
+
     /// Tells the lease's actor that it has changed, unless a look is on its way that will see it.
     pub(crate) fn look(&self, seat: &Seat, lease: &Arc<Lease>) {
         if lease.mark_dirty() {

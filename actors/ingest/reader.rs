@@ -14,12 +14,14 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 
 use crate::actors::engine_socket::{ReplayRequest, SocketError, Subscription};
-use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::shared::{Seat, Shared};
-use crate::ingest::{Applied, Backoff, Effect, Input, Source, SourceConfig, Trust};
+use crate::ingest::{Applied, Backoff, Doubt, Effect, Input, Source, SourceConfig, Trust, pieces};
 use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
 use crate::wire::{Decoder, Finding, Report, WireConfig};
 use crate::zmtp::{Caps, Replayed};
+
+/// Blocks that a shard is told of at once: some tens of microseconds of work.
+const PIECE_BLOCKS_MAX: usize = 4096;
 
 /// What a reader is given.
 pub(super) struct Job {
@@ -56,6 +58,7 @@ pub(super) async fn read(job: Job) {
         seat,
         effects: Vec::new(),
         wanted: VecDeque::new(),
+        shown_doubt: None,
         unwell_since: None,
     };
     // A source begins with nothing known, and an earlier reader may have left something.
@@ -98,6 +101,7 @@ struct Reader {
     decoder: Decoder,
     effects: Vec<Effect<Bytes>>,
     wanted: VecDeque<Effect<Bytes>>,
+    shown_doubt: Option<Doubt>,
     /// When the source was last noticed to have lost something, until it is trusted again.
     unwell_since: Option<Timestamp>,
 }
@@ -192,6 +196,15 @@ impl Reader {
                 Effect::Noted(note) => self.shared.meters.ingest.note(note),
             }
         }
+        let doubt = self.source.doubt();
+        if doubt.map(|doubt| doubt.name()) != self.shown_doubt.map(|doubt| doubt.name()) {
+            self.show(doubt);
+        }
+    }
+
+    fn show(&mut self, doubt: Option<Doubt>) {
+        self.shown_doubt = doubt;
+        self.seat.source.set_trust(self.source.trust(), doubt);
     }
 
     fn on_trust(&mut self, trust: Trust) {
@@ -202,7 +215,7 @@ impl Reader {
             }
             None => tracing::debug!(%rank, trust = trust.name(), "what a rank's KV events say is trusted"),
         }
-        self.seat.source.set_trust(trust, doubt);
+        self.show(doubt);
         match trust {
             Trust::Live => {
                 if let Some(since) = self.unwell_since.take() {
@@ -237,14 +250,10 @@ impl Reader {
         RouterEvent { rank: self.seat.rank, tier: StorageTier::default(), data }
     }
 
-    /// Waits while the shard is behind.
+    /// Waits while the shard is behind. What is long is told in pieces, so that questions need not wait for all of it.
     async fn apply(&self, events: Vec<RouterEvent>) {
-        let Seat { rank, slot, generation, .. } = *self.seat;
-        let shard = shard_of(rank, self.shared.shards.len());
-        let blocks = events.iter().map(|event| event.data.block_count()).sum();
-        if let Ok(permit) = self.shared.pass_gate(shard, blocks).await {
-            let only = Some((slot, generation));
-            self.shared.shards[shard].turn.tell(RadixMsg::Apply { events, only, permit });
+        for piece in pieces(events, PIECE_BLOCKS_MAX) {
+            self.shared.apply_of(&self.seat, piece).await;
         }
     }
 }

@@ -4,6 +4,7 @@
 //! restarts. When that is spent the rank is no longer read, its overlap counts for nothing, and it says so.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
@@ -11,7 +12,7 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
 use super::{Role, State};
 use crate::actors::ingest::{Arguments, Ingest, IngestMsg};
 use crate::ingest::{Doubt, Trust};
-use crate::protocol::{KvEventsConfig, Slot};
+use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, Slot, StorageTier, WorkerConfig};
 use crate::supervision::RestartBudget;
 
 /// Deaths of one source's reader within [`DEATHS_WINDOW`] before it is left.
@@ -22,9 +23,29 @@ const DEATHS_WINDOW: Duration = Duration::from_secs(60);
 /// The ranks that are read, by slot.
 pub(super) type Ingests = BTreeMap<Slot, Reading>;
 
+/// What a rank's reading depends on.
+#[derive(Clone, PartialEq)]
+struct Wanted {
+    kv_events: KvEventsConfig,
+    start_rank: u32,
+    ranks: u32,
+    total_kv_blocks: Option<u32>,
+}
+
+impl Wanted {
+    fn of(worker: &WorkerConfig) -> Option<Self> {
+        Some(Self {
+            kv_events: worker.kv_events.clone()?,
+            start_rank: worker.data_parallel_start_rank,
+            ranks: worker.data_parallel_size,
+            total_kv_blocks: worker.total_kv_blocks,
+        })
+    }
+}
+
 /// A rank that is read.
 pub(super) struct Reading {
-    kv_events: KvEventsConfig,
+    wanted: Wanted,
     actor: ActorRef<IngestMsg>,
     budget: RestartBudget,
 }
@@ -38,30 +59,55 @@ impl Drop for Reading {
 impl State {
     /// Brings the reading of a rank's events in line with what its worker says.
     pub(super) async fn read_events(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
-        let wanted = self.worker_of(slot).and_then(|worker| worker.config.kv_events.clone());
-        if self.ingests.get(&slot).map(|reading| &reading.kv_events) == wanted.as_ref() {
+        let wanted = self.worker_of(slot).and_then(|worker| Wanted::of(&worker.config));
+        if self.ingests.get(&slot).map(|reading| &reading.wanted) == wanted.as_ref() {
             return Ok(());
         }
+        let was_read = self.ingests.contains_key(&slot);
         self.stop_reading(slot);
         match wanted {
-            Some(kv_events) => self.start_ingest(slot, kv_events, new_budget()).await,
-            None => Ok(()),
+            Some(wanted) => self.start_ingest(slot, wanted, new_budget()).await?,
+            None if was_read => self.forget_events(slot),
+            None => {}
         }
+        Ok(())
+    }
+
+    /// Nobody will say any more what becomes of the blocks that were read of.
+    fn forget_events(&self, slot: Slot) {
+        let Some(Some(running)) = self.seats.get(slot.index()) else { return };
+        let (shared, seat) = (Arc::clone(&self.shared), Arc::clone(&running.seat));
+        tokio::spawn(async move {
+            if let Some(_nobody_reads) = seat.source.once_left().await {
+                let rank = seat.rank;
+                shared
+                    .apply_of(&seat, vec![RouterEvent { rank, tier: StorageTier::default(), data: KvEvent::Cleared }])
+                    .await;
+            }
+        });
     }
 
     async fn start_ingest(
         &mut self,
         slot: Slot,
-        kv_events: KvEventsConfig,
+        wanted: Wanted,
         budget: RestartBudget,
     ) -> Result<(), ActorProcessingErr> {
         let (Some(worker), Some(Some(running))) = (self.worker_of(slot), self.seats.get(slot.index())) else {
             return Ok(());
         };
-        let Some(arguments) = Arguments::of(&self.shared, &running.seat, &worker.config)? else { return Ok(()) };
+        let arguments = match Arguments::of(&self.shared, &running.seat, &worker.config) {
+            Ok(Some(arguments)) => arguments,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                // Checked when the worker joined; if that was not enough, one rank is not read.
+                tracing::error!(rank = %running.seat.rank, %error, "a rank's KV events cannot be read");
+                return Ok(());
+            }
+        };
         let (actor, _) = Actor::spawn_linked(None, Ingest, arguments, self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), Role::Ingest(slot));
-        self.ingests.insert(slot, Reading { kv_events, actor, budget });
+        self.ingests.insert(slot, Reading { wanted, actor, budget });
         Ok(())
     }
 
@@ -85,10 +131,10 @@ impl State {
         let Some(reading) = self.ingests.get_mut(&slot).filter(|reading| reading.actor.get_id() == actor) else {
             return Ok(());
         };
-        let (kv_events, mut budget) = (reading.kv_events.clone(), reading.budget.clone());
+        let (wanted, mut budget) = (reading.wanted.clone(), reading.budget.clone());
         if budget.spend(now) {
             tracing::warn!(reason, slot = slot.0, "the reader of a rank's KV events died and is restarted");
-            return self.start_ingest(slot, kv_events, budget).await;
+            return self.start_ingest(slot, wanted, budget).await;
         }
         tracing::error!(reason, slot = slot.0, "the reader of a rank's KV events dies again and again: left alone");
         if let Some(Some(running)) = self.seats.get(slot.index()) {

@@ -18,6 +18,7 @@ mod backoff;
 mod fit;
 mod held;
 mod link;
+mod pieces;
 mod recovery;
 mod seen;
 mod source;
@@ -25,6 +26,7 @@ mod trust;
 
 pub use backoff::Backoff;
 pub use fit::Applied;
+pub use pieces::pieces;
 pub use source::Source;
 pub use trust::{Doubt, Trust};
 
