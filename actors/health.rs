@@ -85,7 +85,7 @@ impl Health {
     /// Tells the monitor, bringing it up to date on who there is before, where it matters.
     fn step_monitor(&mut self, shared: &Shared, input: Input, after: &mut HealthAfter) {
         let (now, mut changes) = (shared.clock.now(), Vec::new());
-        let matters = input != Input::Wake || !self.monitor.ejected().is_empty();
+        let matters = input != Input::Wake || self.monitor.next_wake().is_some() || !self.monitor.ejected().is_empty();
         if matters && std::mem::take(&mut self.behind) {
             self.monitor.step(Input::Members(members(shared)), now, &mut changes);
         }

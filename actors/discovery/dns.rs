@@ -1,9 +1,10 @@
 //! Names that stand for several engines.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::prober::{ProbeOptions, Prober};
@@ -89,9 +90,22 @@ impl DnsNames {
 
     async fn look(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
         let mut complaint = None;
-        for name in &mut self.names {
-            if let Err(reason) = name.resolve().await {
-                complaint.get_or_insert(DiscoveryError::Resolve { name: name.name.clone(), reason });
+        // All at once: one that nobody answers for does not keep the others waiting.
+        let mut asked = JoinSet::new();
+        for (position, name) in self.names.iter().enumerate() {
+            let (host, port) = (name.host.clone(), name.port);
+            asked.spawn(async move { (position, resolve(&host, port).await) });
+        }
+        let mut answers: BTreeMap<usize, _> = BTreeMap::new();
+        while let Some(answer) = asked.join_next().await {
+            answers.extend(answer.ok());
+        }
+        for (position, name) in self.names.iter_mut().enumerate() {
+            match answers.remove(&position).unwrap_or_else(|| Err("the question was lost".to_owned())) {
+                Ok(addresses) => name.addresses = addresses,
+                Err(reason) => {
+                    complaint.get_or_insert(DiscoveryError::Resolve { name: name.name.clone(), reason });
+                }
             }
         }
         // Two names may have an address in common; and one that never had any says nothing of the workers it means.
@@ -130,21 +144,17 @@ impl Name {
         Ok(Self { name, host, port, addresses: BTreeSet::new() })
     }
 
-    async fn resolve(&mut self) -> Result<(), String> {
-        let looked_up = timeout(TIMEOUT, tokio::net::lookup_host((self.host.as_str(), self.port))).await;
-        let found = looked_up.map_err(|_| format!("no answer within {} s", TIMEOUT.as_secs()))?;
-        let found = found.map_err(|error| error.to_string())?;
-        let addresses: BTreeSet<IpAddr> = found.take(ADDRESSES_MAX).map(|address| address.ip()).collect();
-        if addresses.is_empty() {
-            return Err("it has no addresses".to_owned());
-        }
-        self.addresses = addresses;
-        Ok(())
-    }
-
     fn urls(&self) -> impl Iterator<Item = String> {
         self.addresses.iter().map(|ip| format!("http://{}", SocketAddr::new(*ip, self.port)))
     }
+}
+
+async fn resolve(host: &str, port: u16) -> Result<BTreeSet<IpAddr>, String> {
+    let looked_up = timeout(TIMEOUT, tokio::net::lookup_host((host, port))).await;
+    let found = looked_up.map_err(|_| format!("no answer within {} s", TIMEOUT.as_secs()))?;
+    let found = found.map_err(|error| error.to_string())?;
+    let addresses: BTreeSet<IpAddr> = found.take(ADDRESSES_MAX).map(|address| address.ip()).collect();
+    if addresses.is_empty() { Err("it has no addresses".to_owned()) } else { Ok(addresses) }
 }
 
 impl DiscoverySource for DnsNames {

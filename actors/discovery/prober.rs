@@ -75,13 +75,17 @@ impl Prober {
         let mut answers = self.answers(workers).await;
         let (mut complete, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
         let mut last = BTreeMap::new();
-        for (position, NamedWorker { id, config: given, .. }) in workers.iter().enumerate() {
+        for (position, NamedWorker { id, config: given, probe }) in workers.iter().enumerate() {
             let url = &given.endpoint;
             let mut complain = |reason: String| errors.push(EngineError { url: url.clone(), reason });
             let described = match answers.remove(&position) {
-                None => {
+                None if !*probe => {
                     complete.push((*id, given.clone()));
                     continue;
+                }
+                None => {
+                    complain("the question was lost".to_owned());
+                    self.last.get(url).cloned()
                 }
                 Some(Ok(described)) => Some(described),
                 Some(Err(reason)) => {

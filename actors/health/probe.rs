@@ -1,7 +1,7 @@
 //! Probing: one task a worker asks its engine, again and again, whether it is well.
 //!
 //! Owns the tasks. Promises that a probe ends within its time-out, that one engine's silence delays no other's probe, and
-//! that workers whose endpoint is no `http://` address are left alone. What an answer means is the health actor's.
+//! that workers whose endpoint is no plain `http://` address are left alone. What an answer means is the health actor's.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -11,6 +11,7 @@ use crate::actors::http::{self, HttpError};
 use crate::actors::per_worker::{self, first_delay};
 use crate::actors::router::WorkerEntry;
 use crate::actors::shared::Shared;
+use crate::discovery::HttpUrl;
 use crate::protocol::WorkerId;
 
 /// Longest answer that is read; that it is well is said by the status.
@@ -28,7 +29,9 @@ pub(super) fn watch(shared: &Arc<Shared>) {
 
 fn url_of(worker: &WorkerEntry) -> Option<String> {
     let endpoint = worker.config.endpoint.trim_end_matches('/');
-    endpoint.starts_with("http://").then(|| format!("{endpoint}{}", worker.config.health_path))
+    let url = format!("{endpoint}{}", worker.config.health_path);
+    let is_plain = !endpoint.contains(['?', '#']);
+    HttpUrl::parse(&url).is_ok_and(|_| is_plain).then_some(url)
 }
 
 async fn probe(shared: Weak<Shared>, worker: WorkerId, prober: u64, url: String) {

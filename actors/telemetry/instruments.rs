@@ -219,7 +219,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter(
         "pointsman_discovery_errors_total",
         &["source"],
-        "Times a `source` of workers had no set to give, or one that lacks some.",
+        "Times a `source` of workers came to have no set to give, or one that lacks some; the same trouble again is not counted again.",
     ),
     counter("pointsman_discovery_conflicts_total", &[], "Workers that two sources name: the first given is heard."),
     counter("pointsman_restarts_total", &["role"], "Actors that died, by `role`."),
