@@ -262,8 +262,8 @@ impl PartsError {
 /// Takes a live message apart: topic, sequence number (8 bytes, big-endian), payload.
 ///
 /// ```
-/// let (sequence, payload) = pointsman::zmtp::live(&[&b"kv-events"[..], &[0, 0, 0, 0, 0, 0, 0, 7], b"payload"])?;
-/// assert_eq!((sequence, payload), (7, &&b"payload"[..]));
+/// let parts = [&b"kv-events"[..], &[0, 0, 0, 0, 0, 0, 0, 7], b"payload"];
+/// assert_eq!(pointsman::zmtp::live(&parts)?, (7, &parts[2]));
 /// # Ok::<(), pointsman::zmtp::PartsError>(())
 /// ```
 ///
