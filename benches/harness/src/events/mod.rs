@@ -1,7 +1,7 @@
 //! What engines' events cost a router, on the events that a fleet would send for a trace.
 //!
 //! Owns the arguments and the steps from them to a report. The fleet is modelled and its batches are written before any
-//! clock runs ([`recording`]); then one thread hashes, decodes and indexes them, again and again ([`stages`]). There
+//! clock runs (`recording`); then one thread hashes, decodes and indexes them, again and again (`stages`). There
 //! is no router, no socket and no other thread in it: it is the ceiling of what one core takes in, and nothing of how
 //! events get there.
 
