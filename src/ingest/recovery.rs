@@ -144,7 +144,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         effects.push(Effect::Noted(Note::ReplayFailed));
         if running.purpose == Purpose::End {
             self.replay = None;
-            self.await_end();
+            self.look_for_end_later();
             return self.suspect_link(effects);
         }
         self.try_again(running.purpose, Doubt::ReplayFailed { from: self.next.unwrap_or(0) }, effects);
@@ -170,7 +170,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     }
 
     /// Messages come: whether the last one was the last is asked when they have not for a while.
-    pub(super) fn await_end(&mut self) {
+    pub(super) fn look_for_end_later(&mut self) {
         self.asks_at = Some(self.now + self.config.asks_after);
     }
 
@@ -179,7 +179,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     pub(super) fn ask_for_end(&mut self, effects: &mut Vec<Effect<P>>) {
         let is_late = self.asks_at.is_some_and(|at| self.now.since(at) > self.config.asks_after / 2);
         if is_late {
-            self.await_end();
+            self.look_for_end_later();
         } else {
             self.ask(Purpose::End, effects);
         }
@@ -189,7 +189,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     /// come until the same is answered again.
     pub(super) fn mistrust_end(&mut self, effects: &mut Vec<Effect<P>>) {
         (self.replay, self.end_is_gone) = (None, true);
-        self.await_end();
+        self.look_for_end_later();
         effects.push(Effect::Noted(Note::Late));
     }
 
@@ -305,7 +305,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     fn complete(&mut self, effects: &mut Vec<Effect<P>>) {
         (self.replay, self.tries, self.is_settled) = (None, 0, true);
         self.backoff.reset();
-        self.await_end();
+        self.look_for_end_later();
         effects.push(Effect::Noted(Note::Recovered));
     }
 

@@ -224,7 +224,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         let goes_forward = self.live_next.is_some_and(|next| sequence >= next);
         self.live_next = self.live_next.max(Some(sequence + 1));
         (self.end_is_gone, self.link_troubles) = (false, 0);
-        self.await_end();
+        self.look_for_end_later();
         match self.place(sequence, payload.as_ref()) {
             Place::Next if self.takes_live() => {
                 self.apply(sequence, payload, effects);
@@ -271,7 +271,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         match self.place(sequence, payload.as_ref()) {
             Place::Next => {
                 self.apply(sequence, payload, effects);
-                self.await_end(); // it did not come by itself, so the next may not either
+                self.look_for_end_later(); // it did not come by itself, so the next may not either
                 self.progressed();
                 self.drain(effects);
             }

@@ -114,12 +114,6 @@ impl Decoder {
         }
     }
 
-    /// Whose stream it reads, and how.
-    #[must_use]
-    pub fn config(&self) -> &WireConfig {
-        &self.config
-    }
-
     /// Blocks remembered for their namespace.
     #[must_use]
     pub fn namespaces(&self) -> usize {
