@@ -1,5 +1,11 @@
 //! What the `pointsman` command is made of and other members test against.
 //!
-//! Owns [`mock`]: an engine without a GPU. The command line is `main`'s.
+//! Owns [`serve`]: the gateway; [`settings`]: what an operator sets; [`openai`], [`prompt`] and [`upstream`]: its parts;
+//! and [`mock`]: an engine without a GPU. The command line is `main`'s.
 
 pub mod mock;
+pub mod openai;
+pub mod prompt;
+pub mod serve;
+pub mod settings;
+pub mod upstream;

@@ -1,0 +1,141 @@
+//! The client of workers.
+//!
+//! Owns connections to workers, pooled by address, plain or over TLS. Promises that an error says how far a request came
+//! and that a body dropped early closes its connection. Leaves retries, and what an error means for a worker's health, to
+//! callers.
+
+use std::time::Duration;
+
+use axum::body::Bytes;
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::Incoming;
+use hyper::header::CONTENT_TYPE;
+use hyper::{Request, Response, StatusCode, Uri};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use pointsman::health::Outcome;
+use tokio::time::timeout;
+
+/// Idle connections kept for one worker.
+const IDLE_PER_WORKER_MAX: usize = 512;
+
+/// How long an idle connection is kept: less than engines keep theirs, so that they seldom close one that is just used
+/// again (uvicorn closes after 5 s).
+const IDLE_KEPT: Duration = Duration::from_secs(4);
+
+/// How a worker failed to answer.
+#[derive(Debug, thiserror::Error)]
+pub enum UpstreamError {
+    /// No connection.
+    #[error("cannot connect: {0}")]
+    Connect(String),
+    /// No answer in time.
+    #[error("not answered within {} ms", .0.as_millis())]
+    Timeout(Duration),
+    /// Broken off, or not HTTP.
+    #[error("broken off: {0}")]
+    Broken(String),
+    /// An answer, to a question of the gateway's own, that is none.
+    #[error("answered with status {0}, must be 200")]
+    Status(StatusCode),
+    /// Longer than it may be.
+    #[error("the answer is longer than {0} bytes")]
+    TooLong(usize),
+    /// The address is none.
+    #[error("{0:?} is not an address")]
+    Address(String),
+}
+
+impl UpstreamError {
+    /// What it says of the worker's health.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        match self {
+            Self::Connect(_) | Self::Address(_) => Outcome::ConnectFailed,
+            Self::Timeout(_) => Outcome::Timeout,
+            Self::Broken(_) | Self::TooLong(_) => Outcome::Reset,
+            Self::Status(_) => Outcome::ServerError,
+        }
+    }
+}
+
+/// Sends requests to workers. Cheap to clone; clones share their connections.
+#[derive(Clone, Debug)]
+pub struct Upstream {
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+}
+
+impl Upstream {
+    /// Without connections yet. `tls` says which certificates of workers are believed.
+    #[must_use]
+    pub fn new(tls: rustls::ClientConfig, connect_timeout: Duration) -> Self {
+        let mut http = HttpConnector::new();
+        http.enforce_http(false);
+        http.set_nodelay(true);
+        http.set_connect_timeout(Some(connect_timeout));
+        let connector = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE_KEPT)
+            .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
+            .build(connector.wrap_connector(http));
+        Self { client }
+    }
+
+    /// The head of the answer. Cancel-safe: dropping the future closes the connection.
+    ///
+    /// # Errors
+    /// No connection, or one that broke off.
+    pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
+        self.client.request(request).await.map_err(|error| {
+            let shown = causes(&error);
+            if error.is_connect() { UpstreamError::Connect(shown) } else { UpstreamError::Broken(shown) }
+        })
+    }
+
+    /// Asks a question of the gateway's own, in JSON: the body of the answer, at most `bytes_max` long.
+    ///
+    /// # Errors
+    /// See [`UpstreamError`]; any status but 200 is one.
+    pub async fn ask(
+        &self,
+        url: &str,
+        body: Bytes,
+        within: Duration,
+        bytes_max: usize,
+    ) -> Result<Bytes, UpstreamError> {
+        let address = || UpstreamError::Address(url.to_owned());
+        let uri: Uri = url.parse().map_err(|_| address())?;
+        let request = Request::post(uri).header(CONTENT_TYPE, "application/json").body(Full::new(body));
+        let request = request.map_err(|_| address())?;
+        let answered = async {
+            let answer = self.send(request).await?;
+            if answer.status() != StatusCode::OK {
+                return Err(UpstreamError::Status(answer.status()));
+            }
+            let body = Limited::new(answer.into_body(), bytes_max).collect().await;
+            body.map(http_body_util::Collected::to_bytes).map_err(|error| {
+                if error.is::<http_body_util::LengthLimitError>() {
+                    UpstreamError::TooLong(bytes_max)
+                } else {
+                    UpstreamError::Broken(error.to_string())
+                }
+            })
+        };
+        timeout(within, answered).await.unwrap_or(Err(UpstreamError::Timeout(within)))
+    }
+}
+
+/// An error and what caused it, in one line: the client's own says only which step failed.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut shown = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        shown.push_str(": ");
+        shown.push_str(&error.to_string());
+        cause = error.source();
+    }
+    shown
+}
