@@ -10,6 +10,7 @@
 //! aside for the transfer. The prefill side is *asked* before it is booked, where its load matters at all: a booking that
 //! is taken back would have shown in decisions in between.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use tokio::time::Instant;
@@ -76,7 +77,7 @@ impl Disaggregated {
 
     /// Places a request on a decode rank, and its prefill on a prefill rank if that is worth it.
     ///
-    /// Pins and allowed workers of the request are meant for the decode side, whose ids they are; taints for both. The
+    /// Pins, allowed workers and excluded ranks of the request are meant for the decode side, whose ids they are; taints for both. The
     /// prefill side follows the decode rank's KV-transfer domain.
     ///
     /// Costs one decision of each pool, and hashes the prompt once where both cut it alike. Where load matters it also
@@ -87,8 +88,12 @@ impl Disaggregated {
     /// Which side failed, and how. Nothing stays booked.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<DisaggPlacement, DisaggError> {
         let constraints = request.constraints;
-        let taints =
-            |constraints: &Constraints| Constraints { allowed_workers: None, pin: None, ..constraints.clone() };
+        let taints = |constraints: &Constraints| Constraints {
+            allowed_workers: None,
+            excluded_ranks: BTreeSet::new(),
+            pin: None,
+            ..constraints.clone()
+        };
         self.route_between(request, &constraints.map(taints).unwrap_or_default()).await
     }
 

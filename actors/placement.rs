@@ -62,6 +62,12 @@ impl Placement {
         &self.seat.endpoint
     }
 
+    /// How many data-parallel ranks that worker has. Where it is 1 the engine need not be told which of them is meant.
+    #[must_use]
+    pub fn worker_ranks(&self) -> u32 {
+        self.seat.worker_ranks.load(Ordering::Relaxed)
+    }
+
     /// The request id it was booked under.
     #[must_use]
     pub fn request_id(&self) -> &str {

@@ -5,7 +5,7 @@
 //! an owner publishes.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -94,6 +94,8 @@ pub(crate) struct Seat {
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) endpoint: Arc<str>,
+    /// How many data-parallel ranks its worker has. Written by the supervisor.
+    pub(crate) worker_ranks: AtomicU32,
     /// When it joined.
     pub(crate) since: Timestamp,
     /// Where its sequence actor publishes its load.

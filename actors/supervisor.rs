@@ -12,7 +12,7 @@ mod membership;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use ahash::AHashMap;
@@ -310,6 +310,7 @@ impl State {
         &mut self,
         rank: WorkerRank,
         endpoint: Arc<str>,
+        worker_ranks: u32,
         traits: &Arc<RankTraits>,
     ) -> Result<Slot, ActorProcessingErr> {
         let slot = self.free_slots.pop_first().unwrap_or(Slot(u32::try_from(self.seats.len())?));
@@ -324,6 +325,7 @@ impl State {
             slot,
             generation,
             endpoint,
+            worker_ranks: AtomicU32::new(worker_ranks),
             since: self.shared.clock.now(),
             board: Arc::default(),
             rate: Arc::default(),

@@ -140,7 +140,10 @@ impl Rejection {
             Self::Pinned { refused_by: Some(filter), .. } => match filter {
                 Filter::Allowed | Filter::Pin | Filter::RequiredTaints => ErrorKind::InvalidArgument,
                 Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
-                Filter::Unavailable | Filter::Draining | Filter::Unresponsive | Filter::Lora => ErrorKind::Unavailable,
+                // Whoever excluded the rank did so because it failed: another try, later, is not hopeless.
+                Filter::Excluded | Filter::Unavailable | Filter::Draining | Filter::Unresponsive | Filter::Lora => {
+                    ErrorKind::Unavailable
+                }
             },
             Self::DeadlineExceeded { .. } => ErrorKind::DeadlineExceeded,
             Self::UnknownClass(_) => ErrorKind::InvalidArgument,

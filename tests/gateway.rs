@@ -9,6 +9,7 @@ use std::time::Duration;
 use common::{assert_at_rest, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
+use pointsman::health::Outcome;
 use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
@@ -51,6 +52,34 @@ async fn the_rank_of_a_single_rank_worker_is_implied() {
     let pinned = Constraints { pin: Some(pin), ..Constraints::default() };
     let request = RouteRequest { constraints: Some(&pinned), ..RouteRequest::query(Prompt::Tokens(&[1])) };
     assert_eq!(router.find_best_match(request).await.expect("there").rank(), WorkerRank::new(WorkerId(1), 3));
+}
+
+#[tokio::test]
+async fn a_placement_says_how_many_ranks_its_worker_has() {
+    let of = |ranks| WorkerConfig { data_parallel_size: ranks, ..WorkerConfig::at("http://a") };
+    let router = Router::builder(config()).worker(WorkerId(1), of(2)).start().await.expect("valid");
+    let first = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
+    assert_eq!(first.worker_ranks(), 2);
+    router.upsert_worker(WorkerId(1), of(1)).await.expect("valid");
+    let second = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect("placed");
+    assert_eq!(second.worker_ranks(), 1, "the worker that stayed has changed");
+}
+
+#[tokio::test]
+async fn ranks_that_can_serve_are_counted_without_waiting() {
+    let router = router(config(), 3).await;
+    assert_eq!(router.eligible_ranks(), 3);
+    let conditions = RankConditions { unavailable: [rank(0), rank(9)].into(), ..RankConditions::default() };
+    router.set_conditions(conditions).await.expect("up");
+    assert_eq!(router.eligible_ranks(), 2);
+    (0..5).for_each(|_| router.report_outcome(rank(1), Outcome::Timeout));
+    router.rank_health().await.expect("up"); // behind the reports
+    assert_eq!(router.eligible_ranks(), 1, "one is ejected");
+    router.drain_worker(WorkerId(2), Duration::ZERO).await.expect("there");
+    router.rank_health().await.expect("up"); // behind the drain: whoever is needed is back
+    assert_eq!(router.eligible_ranks(), 1, "the ejected one, for nobody else is left");
+    router.clone().shutdown(Duration::ZERO).await;
+    assert_eq!(router.eligible_ranks(), 0);
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, SessionAffinity};
+use pointsman::error::ErrorKind;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
 use pointsman::schedule::{Input, Purpose, Rejection, Target, Terms};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
@@ -38,6 +39,10 @@ fn pinned(worker: u64, mode: PinMode) -> Constraints {
 
 fn allowed(workers: &[u64]) -> Constraints {
     Constraints { allowed_workers: Some(workers.iter().copied().map(WorkerId).collect()), ..Constraints::default() }
+}
+
+fn excluding(workers: &[u64]) -> Constraints {
+    Constraints { excluded_ranks: workers.iter().copied().map(rank).collect(), ..Constraints::default() }
 }
 
 fn of_session(id: &str) -> Terms {
@@ -78,6 +83,7 @@ fn every_filter_is_named_with_its_count() {
     };
     let any = Constraints::default;
     assert_eq!(said(&|_| {}, allowed(&[9])), "no rank is eligible: 2 not allowed");
+    assert_eq!(said(&|_| {}, excluding(&[0, 1, 9])), "no rank is eligible: 2 excluded");
     assert_eq!(said(&|_| {}, nobody.clone()), "no rank is eligible: 2 without a required taint");
     assert_eq!(said(&|fleet| fleet.set_conditions(&[], &[0, 1]), any()), "no rank is eligible: 2 unavailable");
     let drained = |fleet: &mut Fleet| (0..2).for_each(|node| fleet.drain(node));
@@ -126,6 +132,18 @@ fn the_first_filter_that_refuses_counts() {
 }
 
 #[test]
+fn a_request_that_is_tried_again_goes_elsewhere() {
+    let mut fleet = Fleet::new(config(), 2);
+    let warm = |constraints: Constraints| Ask { cached: vec![(0, 4)], ..constrained(constraints) };
+    fleet.ask(0, &warm(Constraints::default()));
+    fleet.ask(1, &warm(excluding(&[0])));
+    assert_eq!((fleet.worker(0), fleet.worker(1)), (0, 1));
+    let other_rank = Constraints { excluded_ranks: [WorkerRank::new(WorkerId(0), 1)].into(), ..Constraints::default() };
+    fleet.ask(2, &warm(other_rank));
+    assert_eq!(fleet.worker(2), 0, "another rank of that worker is excluded");
+}
+
+#[test]
 fn overload_is_judged_by_tokens_by_steps_and_by_blocks() {
     let traits = RankTraits { max_num_batched_tokens: Some(64), total_kv_blocks: Some(10), ..RankTraits::default() };
     let limits: [fn(&mut RouterConfig); 3] = [
@@ -163,6 +181,9 @@ fn a_hard_pin_says_what_stands_against_its_rank() {
     assert_eq!(said(&|_| {}, &tainted), "pinned to 1, which is without a required taint");
     let elsewhere = Constraints { allowed_workers: allowed(&[0]).allowed_workers, ..pin.clone() };
     assert_eq!(said(&|_| {}, &elsewhere), "pinned to 1, which is not allowed");
+    let failed = Constraints { excluded_ranks: excluding(&[1]).excluded_ranks, ..pin.clone() };
+    assert_eq!(said(&|_| {}, &failed), "pinned to 1, which is excluded");
+    assert_eq!(refused(|_| {}, &constrained(failed)).kind(), ErrorKind::Unavailable);
     let one = Constraints { pin: Some(Pin { worker: WorkerId(1), rank: Some(3), mode: PinMode::Hard }), ..pin.clone() };
     assert_eq!(said(&|_| {}, &one), "pinned to 1/3, which is not registered");
     let mut fleet = Fleet::new(config(), 2);

@@ -43,6 +43,35 @@ impl Router {
         }
     }
 
+    /// Ranks that can serve now: registered, neither draining nor unavailable (see [`Router::set_conditions`]) nor
+    /// ejected; 0 when the router is down. However busy they are counts for nothing. Visits every rank, waits for nobody.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use pointsman::protocol::{WorkerConfig, WorkerId};
+    /// use pointsman::{Router, RouterConfig};
+    ///
+    /// let router = Router::builder(RouterConfig::default()).start().await?;
+    /// assert_eq!(router.eligible_ranks(), 0); // not ready
+    /// let two_ranks = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://a") };
+    /// router.upsert_worker(WorkerId(1), two_ranks).await?;
+    /// assert_eq!(router.eligible_ranks(), 2);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn eligible_ranks(&self) -> usize {
+        let shared = self.shared();
+        if shared.up().is_err() {
+            return 0;
+        }
+        let (conditions, ejected) = (shared.conditions(), shared.ejected());
+        let workers = self.workers();
+        let staying = workers.iter().filter(|worker| !worker.draining).flat_map(|worker| &worker.ranks);
+        staying.filter(|rank| !conditions.unavailable.contains(rank) && !ejected.contains(rank)).count()
+    }
+
     /// What each rank's engine last said of its load, in rank order; `None` where it never has.
     #[must_use]
     pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ractor::ActorProcessingErr;
@@ -74,14 +75,14 @@ impl State {
             self.retire(*rank, *slot);
         }
         let mut slots: BTreeMap<_, _> = running.into_iter().filter(|(rank, _)| wanted.contains(rank)).collect();
-        let endpoint: Arc<str> = config.endpoint.as_str().into();
+        let (endpoint, worker_ranks) = (Arc::<str>::from(config.endpoint.as_str()), config.data_parallel_size);
         let traits = Arc::new(RankTraits::of(&config));
         for slot in slots.values() {
-            self.describe(*slot, &traits);
+            self.describe(*slot, worker_ranks, &traits);
         }
         for rank in wanted {
             if let std::collections::btree_map::Entry::Vacant(vacant) = slots.entry(rank) {
-                vacant.insert(self.start_rank(rank, Arc::clone(&endpoint), &traits).await?);
+                vacant.insert(self.start_rank(rank, Arc::clone(&endpoint), worker_ranks, &traits).await?);
             }
         }
         self.drained.remove(&worker);
@@ -122,9 +123,10 @@ impl State {
         self.finish_removals();
     }
 
-    /// Tells the scheduler what a rank's worker says of it now.
-    fn describe(&self, slot: Slot, traits: &Arc<RankTraits>) {
+    /// Shows what a rank's worker says of it now, and tells the scheduler.
+    fn describe(&self, slot: Slot, worker_ranks: u32, traits: &Arc<RankTraits>) {
         if let Some(Some(running)) = self.seats.get(slot.index()) {
+            running.seat.worker_ranks.store(worker_ranks, Ordering::Relaxed);
             let (generation, traits) = (running.seat.generation, Arc::clone(traits));
             self.register(&running.seat, &traits);
             self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });

@@ -76,6 +76,9 @@ impl fmt::Display for Pin {
 pub struct Constraints {
     /// Only these workers; any where absent.
     pub allowed_workers: Option<BTreeSet<WorkerId>>,
+    /// None of these ranks: those that have failed the request already, when it is tried again elsewhere. Ranks that are
+    /// not registered are ignored.
+    pub excluded_ranks: BTreeSet<WorkerRank>,
     /// This worker or rank.
     pub pin: Option<Pin>,
     /// Taints that a worker must carry, all of them.
@@ -100,6 +103,7 @@ impl Constraints {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.allowed_workers.is_none()
+            && self.excluded_ranks.is_empty()
             && self.pin.is_none()
             && self.required_taints.is_empty()
             && self.preferred_taints.is_empty()
@@ -149,6 +153,9 @@ impl Constraints {
         if self.allowed_workers.as_ref().is_some_and(|allowed| !allowed.contains(&rank.worker)) {
             return Some(Filter::Allowed);
         }
+        if self.excluded_ranks.contains(&rank) {
+            return Some(Filter::Excluded);
+        }
         if self.hard_pin().is_some_and(|pin| !pin.names(rank)) {
             return Some(Filter::Pin);
         }
@@ -168,11 +175,13 @@ impl Constraints {
     /// A number that requests with the same set of eligible ranks share; 0 where everybody is eligible.
     #[must_use]
     pub fn lane(&self) -> u64 {
-        if self.allowed_workers.is_none() && self.hard_pin().is_none() && self.required_taints.is_empty() {
+        let Self { allowed_workers, excluded_ranks, required_taints, .. } = self;
+        let pin = self.hard_pin();
+        if allowed_workers.is_none() && excluded_ranks.is_empty() && pin.is_none() && required_taints.is_empty() {
             return 0;
         }
         let mut hasher = Xxh3::new();
-        (&self.allowed_workers, self.hard_pin(), &self.required_taints).hash(&mut hasher);
+        (allowed_workers, excluded_ranks, pin, required_taints).hash(&mut hasher);
         hasher.finish().max(1)
     }
 }
@@ -228,6 +237,8 @@ pub struct RankConditions {
 pub enum Filter {
     /// Its worker is not among those allowed.
     Allowed,
+    /// It is among those excluded: it has failed the request already.
+    Excluded,
     /// The request is pinned elsewhere.
     Pin,
     /// It lacks a required taint.
@@ -248,8 +259,9 @@ pub enum Filter {
 
 impl Filter {
     /// All of them, in the order in which they are tried.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Allowed,
+        Self::Excluded,
         Self::Pin,
         Self::RequiredTaints,
         Self::Unavailable,
@@ -265,6 +277,7 @@ impl Filter {
     pub fn name(self) -> &'static str {
         match self {
             Self::Allowed => "not allowed",
+            Self::Excluded => "excluded",
             Self::Pin => "pinned elsewhere",
             Self::RequiredTaints => "without a required taint",
             Self::Unavailable => "unavailable",
@@ -281,7 +294,9 @@ impl Filter {
     pub fn passes(self) -> bool {
         match self {
             Self::Unresponsive | Self::Lora | Self::Overloaded | Self::Busy => true,
-            Self::Allowed | Self::Pin | Self::RequiredTaints | Self::Unavailable | Self::Draining => false,
+            Self::Allowed | Self::Excluded | Self::Pin | Self::RequiredTaints | Self::Unavailable | Self::Draining => {
+                false
+            }
         }
     }
 }
@@ -343,11 +358,14 @@ mod tests {
         let pin = Pin { worker: WorkerId(2), rank: Some(1), mode: PinMode::Hard };
         let constraints = Constraints {
             allowed_workers: Some([WorkerId(1), WorkerId(2)].into()),
+            excluded_ranks: [rank(1, 0), rank(2, 2), rank(3, 0)].into(),
             pin: Some(pin),
             required_taints: ["gold".to_owned()].into(),
             ..Constraints::default()
         };
         assert_eq!(constraints.refused_by(rank(3, 0), &traits(&[])), Some(Filter::Allowed));
+        assert_eq!(constraints.refused_by(rank(1, 0), &traits(&["gold"])), Some(Filter::Excluded));
+        assert_eq!(constraints.refused_by(rank(2, 2), &traits(&["gold"])), Some(Filter::Excluded));
         assert_eq!(constraints.refused_by(rank(1, 1), &traits(&["gold"])), Some(Filter::Pin));
         assert_eq!(constraints.refused_by(rank(2, 0), &traits(&["gold"])), Some(Filter::Pin));
         assert_eq!(constraints.refused_by(rank(2, 1), &traits(&["iron"])), Some(Filter::RequiredTaints));
@@ -364,6 +382,23 @@ mod tests {
         let hard = Constraints { pin: Some(Pin { mode: PinMode::Hard, ..pin }), ..Constraints::default() };
         assert_eq!(hard.refused_by(rank(2, 7), &traits(&[])), None);
         assert!(hard.lane() != 0 && hard.lane() == hard.clone().lane());
+    }
+
+    /// Requests that wait for different ranks must not wait in one lane, nor read each other's verdicts.
+    #[test]
+    fn excluded_ranks_make_a_lane_and_are_plain_data() {
+        let excluding = |ranks: &[WorkerRank]| Constraints {
+            excluded_ranks: ranks.iter().copied().collect(),
+            ..Constraints::default()
+        };
+        let (none, one, other) = (excluding(&[]), excluding(&[rank(1, 0)]), excluding(&[rank(1, 1)]));
+        assert!(none.is_empty() && !one.is_empty());
+        assert_eq!(none.lane(), 0);
+        assert!(one.lane() != 0 && one.lane() != other.lane() && one.lane() == one.clone().lane());
+        let written = r#"{ "excluded_ranks": [{ "worker": 1, "rank": 0 }] }"#;
+        assert_eq!(serde_json::from_str::<Constraints>(written).expect("it is well-formed"), one);
+        assert_eq!(serde_json::to_value(Filter::Excluded).expect("it can be written"), "excluded");
+        assert!(!Filter::Excluded.passes(), "waiting does not help");
     }
 
     /// The reference's range: exp(-tanh(sum)), from 0.368 to 2.718.

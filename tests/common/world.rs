@@ -262,6 +262,10 @@ impl World {
         if dice.one_in(8) {
             constraints.allowed_workers = Some((0..3).map(|_| WorkerId(dice.below(WORKERS))).collect());
         }
+        if dice.one_in(8) {
+            let excluded = (0..2).map(|_| WorkerRank::new(WorkerId(dice.below(WORKERS)), 0));
+            constraints.excluded_ranks = excluded.collect();
+        }
         if dice.one_in(6) {
             let mode = if dice.one_in(2) { PinMode::Hard } else { PinMode::Soft };
             constraints.pin = Some(Pin { worker: WorkerId(dice.below(WORKERS)), rank: None, mode });
