@@ -8,6 +8,7 @@ mod listener;
 mod models;
 mod proxy;
 mod routes;
+mod tenants;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use crate::settings::Settings;
 use crate::upstream::Upstream;
 use listener::{Drained, Listener};
 use models::{ModelError, Models};
+pub use tenants::{Tenant, Tenants};
 
 /// Why a gateway did not start.
 #[derive(Debug, thiserror::Error)]

@@ -4,12 +4,16 @@
 //! Leaves where values come from (file, environment, flags) to the loader, and the router's own fields to
 //! [`RouterConfig`].
 
+mod secrets;
+
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
+
+pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 
 /// Everything.
 #[derive(Clone, Debug, Default)]

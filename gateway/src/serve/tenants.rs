@@ -1,0 +1,219 @@
+//! Who asks: tenants, known by their keys.
+//!
+//! Owns which key is whose, and the salts that keep tenants' caches apart. Promises that a key takes no longer to refuse
+//! the nearer it comes to a good one, that no two tenants ever share a salt, and that a client's own salt still divides
+//! its tenant. Leaves what a tenant may ask for to the requests' terms.
+
+use ahash::AHashMap;
+use axum::http::{HeaderValue, StatusCode};
+use ring::{digest, hmac};
+
+use crate::openai::{ApiError, ErrorType};
+use crate::settings::{Secrets, TenantSettings};
+
+/// Bytes of a salt; it is written as twice as many digits.
+const SALT_BYTES: usize = 16;
+
+/// One who may ask.
+#[derive(Debug)]
+pub struct Tenant {
+    /// Its name, for logs.
+    pub name: String,
+    /// The policy class of its requests, where they may not choose.
+    pub policy_class: Option<String>,
+    /// The highest strict priority that its requests may ask for.
+    pub strict_priority_max: u32,
+    salt_key: hmac::Key,
+}
+
+impl Tenant {
+    /// The salt of its requests, 32 hexadecimal digits. Only who knows the gateway's secret can make it, so no client
+    /// can ask within another's. `client_salt` is the request's own, if any: an empty one is not none.
+    #[must_use]
+    pub fn salt(&self, client_salt: Option<&str>) -> String {
+        let mut context = hmac::Context::with_key(&self.salt_key);
+        // Each part says where it ends, so that no name and salt together look like others.
+        context.update(&(self.name.len() as u64).to_be_bytes());
+        context.update(self.name.as_bytes());
+        context.update(&[u8::from(client_salt.is_some())]);
+        context.update(client_salt.unwrap_or_default().as_bytes());
+        hex(&context.sign().as_ref()[..SALT_BYTES])
+    }
+}
+
+/// All of them. Without any, anybody may ask.
+#[derive(Debug, Default)]
+pub struct Tenants {
+    all: Vec<Tenant>,
+    /// By SHA-256 of the key: what a look-up compares is nothing that a client can choose byte by byte.
+    by_key: AHashMap<[u8; digest::SHA256_OUTPUT_LEN], usize>,
+}
+
+impl Tenants {
+    /// The tenants of the settings, with the keys and the salt secret that were read for them.
+    #[must_use]
+    pub fn new(settings: &[TenantSettings], secrets: &Secrets) -> Self {
+        let salt_secret = secrets.salt_secret.as_ref().map_or(&[][..], |secret| secret.as_bytes());
+        let salt_key = hmac::Key::new(hmac::HMAC_SHA256, salt_secret);
+        debug_assert!(settings.is_empty() || !salt_secret.is_empty(), "settings with tenants want a salt secret");
+        let mut tenants = Self::default();
+        for (n, tenant) in settings.iter().enumerate() {
+            let TenantSettings { name, keys_file: _, policy_class, strict_priority_max } = tenant.clone();
+            tenants.all.push(Tenant { name, policy_class, strict_priority_max, salt_key: salt_key.clone() });
+            for key in secrets.tenant_keys.get(n).into_iter().flatten() {
+                tenants.by_key.insert(digest_of(key.as_bytes()), n);
+            }
+        }
+        tenants
+    }
+
+    /// Whether there are none, so that anybody may ask.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.all.is_empty()
+    }
+
+    /// Who shows this `Authorization`; `None` where there are no tenants.
+    ///
+    /// # Errors
+    /// 401 where there are tenants and it holds no key of theirs.
+    pub fn identify(&self, authorization: Option<&HeaderValue>) -> Result<Option<&Tenant>, ApiError> {
+        if self.is_empty() {
+            return Ok(None);
+        }
+        let Some(key) = authorization.and_then(bearer_key) else {
+            return Err(unauthorized("an API key is needed, as `Authorization: Bearer KEY`"));
+        };
+        let known = self.by_key.get(&digest_of(key));
+        known.map(|n| Some(&self.all[*n])).ok_or_else(|| unauthorized("the API key is not known"))
+    }
+}
+
+/// What an `Authorization: Bearer` shows.
+#[must_use]
+pub(crate) fn bearer_key(authorization: &HeaderValue) -> Option<&[u8]> {
+    let (scheme, key) = authorization.as_bytes().split_at_checked("Bearer ".len())?;
+    let key = key.trim_ascii();
+    (scheme.eq_ignore_ascii_case(b"Bearer ") && !key.is_empty()).then_some(key)
+}
+
+fn unauthorized(message: &str) -> ApiError {
+    let (status, kind) = (StatusCode::UNAUTHORIZED, ErrorType::Authentication);
+    ApiError { status, kind, code: "invalid_api_key", message: message.to_owned(), param: None, retry_after_s: None }
+}
+
+fn digest_of(key: &[u8]) -> [u8; digest::SHA256_OUTPUT_LEN] {
+    let digest = digest::digest(&digest::SHA256, key);
+    digest.as_ref().try_into().expect("SHA-256 has as many bytes as it says")
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let digit = |value: u8| char::from_digit(u32::from(value), 16).expect("half a byte is below 16");
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::header;
+    use axum::response::IntoResponse as _;
+
+    use super::*;
+    use crate::settings::Secret;
+
+    fn settings(name: &str) -> TenantSettings {
+        let policy_class = Some(format!("{name}-class"));
+        TenantSettings { name: name.to_owned(), keys_file: "keys".into(), policy_class, strict_priority_max: 3 }
+    }
+
+    fn tenants() -> Tenants {
+        let keys = [&["a-key-0123456789", "a-key-9876543210"][..], &["b-key-0123456789"]];
+        let secrets = Secrets {
+            salt_secret: Some(Secret::new("0123456789abcdef")),
+            tenant_keys: keys.iter().map(|keys| keys.iter().map(|key| Secret::new(*key)).collect()).collect(),
+            ..Secrets::default()
+        };
+        Tenants::new(&[settings("acme"), settings("b")], &secrets)
+    }
+
+    fn identify<'a>(tenants: &'a Tenants, authorization: &[u8]) -> Result<Option<&'a Tenant>, ApiError> {
+        tenants.identify(Some(&HeaderValue::from_bytes(authorization).expect("a header")))
+    }
+
+    #[test]
+    fn without_tenants_anybody_may_ask() {
+        let tenants = Tenants::new(&[], &Secrets::default());
+        assert!(tenants.identify(None).expect("allowed").is_none());
+        assert!(identify(&tenants, b"Bearer whatever").expect("allowed").is_none());
+    }
+
+    #[test]
+    fn each_key_is_one_tenants() {
+        let tenants = tenants();
+        let shown = [
+            ("Bearer a-key-0123456789", "acme"),
+            ("bearer   a-key-9876543210 ", "acme"),
+            ("BEARER b-key-0123456789", "b"),
+        ];
+        for (shown, name) in shown {
+            let tenant = identify(&tenants, shown.as_bytes()).expect("known").expect("a tenant");
+            assert_eq!((tenant.name.as_str(), tenant.strict_priority_max), (name, 3));
+            assert_eq!(tenant.policy_class, Some(format!("{name}-class")));
+        }
+    }
+
+    #[test]
+    fn anything_else_is_refused_with_a_challenge() {
+        let tenants = tenants();
+        let others: [&[u8]; 8] = [
+            b"",
+            b"Bearer",
+            b"Bearer ",
+            b"Basic a-key-0123456789",
+            b"a-key-0123456789",
+            b"Bearer a-key-012345678",
+            b"Bearer a-key-0123456789 b-key-0123456789",
+            b"Bearer \xff\xfe\xfd",
+        ];
+        let refused = others.map(|shown| identify(&tenants, shown).expect_err("refused"));
+        for error in refused.into_iter().chain([tenants.identify(None).expect_err("refused")]) {
+            assert_eq!((error.status, error.code), (StatusCode::UNAUTHORIZED, "invalid_api_key"));
+            assert!(!error.message.contains("key-"), "{}", error.message);
+            let answer = error.into_response();
+            assert_eq!(answer.headers().get(header::WWW_AUTHENTICATE).expect("a challenge"), "Bearer");
+        }
+    }
+
+    /// HMAC-SHA256 by another implementation (Python's `hmac`), of the length of the name in eight bytes, the name, 0 or
+    /// 1, and the client's salt; cut to 16 bytes.
+    #[test]
+    fn salts_are_known_answers() {
+        let tenants = tenants();
+        let salts = [None, Some(""), Some("s")].map(|salt| tenants.all[0].salt(salt));
+        assert_eq!(salts, ACME_SALTS);
+    }
+
+    const ACME_SALTS: [&str; 3] =
+        ["d3f4b5a470a92213b1e4375daef8f2d8", "2774abe2dd10adc812c375780daeba7a", "5df92e03937d75b01bc85a5cd4167c55"];
+
+    #[test]
+    fn no_two_tenants_share_a_salt() {
+        let secrets = Secrets { salt_secret: Some(Secret::new("0123456789abcdef")), ..Secrets::default() };
+        let names = ["a", "ab", "a\u{1}", "a\u{1}b", "A"];
+        let tenants = Tenants::new(&names.map(settings), &secrets);
+        let own = [None, Some(""), Some("b"), Some("\u{1}b"), Some("bb")];
+        let mut salts: Vec<String> = tenants.all.iter().flat_map(|tenant| own.map(|salt| tenant.salt(salt))).collect();
+        assert!(salts.iter().all(|salt| salt.len() == 2 * SALT_BYTES));
+        salts.sort();
+        salts.dedup();
+        assert_eq!(salts.len(), names.len() * own.len());
+        let other = Secrets { salt_secret: Some(Secret::new("0123456789abcdeF")), ..Secrets::default() };
+        let other = Tenants::new(&[settings("a")], &other);
+        assert!(!salts.contains(&other.all[0].salt(None)), "the secret counts");
+    }
+
+    #[test]
+    fn debug_tells_no_secret() {
+        let shown = format!("{:?}", tenants());
+        assert!(!shown.contains("0123456789"), "{shown}");
+    }
+}
