@@ -61,6 +61,7 @@
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]
 mod actors;
+pub mod answer;
 pub mod config;
 pub mod directory;
 pub mod disagg;

@@ -44,7 +44,7 @@ impl Router {
     }
 
     /// Ranks that can serve now: registered, neither draining nor unavailable (see [`Router::set_conditions`]) nor
-    /// ejected; 0 when the router is down. However busy they are counts for nothing. Visits every rank, waits for nobody.
+    /// ejected, though where only ejected ranks are left it is these; 0 when the router is down. However busy they are counts for nothing. Visits every rank, waits for nobody.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")]
@@ -68,8 +68,10 @@ impl Router {
         }
         let (conditions, ejected) = (shared.conditions(), shared.ejected());
         let workers = self.workers();
-        let staying = workers.iter().filter(|worker| !worker.draining).flat_map(|worker| &worker.ranks);
-        staying.filter(|rank| !conditions.unavailable.contains(rank) && !ejected.contains(rank)).count()
+        let members = workers.iter().filter(|worker| !worker.draining).flat_map(|worker| &worker.ranks);
+        let reachable = members.filter(|rank| !conditions.unavailable.contains(rank));
+        let well = reachable.clone().filter(|rank| !ejected.contains(rank)).count();
+        if well > 0 { well } else { reachable.count() }
     }
 
     /// What each rank's engine last said of its load, in rank order; `None` where it never has.

@@ -1,0 +1,131 @@
+use super::*;
+
+fn events(text: &str) -> AnswerReader {
+    read(AnswerKind::Events, text)
+}
+
+fn read(kind: AnswerKind, text: &str) -> AnswerReader {
+    let mut reader = AnswerReader::new(kind);
+    reader.read(text.as_bytes());
+    reader.end();
+    reader
+}
+
+fn usage(prompt: u32, output: u32, cached: Option<u32>) -> Option<Usage> {
+    Some(Usage { prompt_tokens: Some(prompt), output_tokens: Some(output), cached_tokens: cached })
+}
+
+/// A streamed chat as vLLM writes it: the role first, the reason for its end last, then the usage that was asked for.
+#[test]
+fn a_streamed_chat_is_counted_event_by_event() {
+    let text = concat!(
+        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}"#,
+        "\n\n",
+        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"content":"say "},"logprobs":null}]}"#,
+        "\n\n: a comment\n\n",
+        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}"#,
+        "\r\n\r\n",
+        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":""}}]}}]}"#,
+        "\n\n",
+        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}"#,
+        "\n\n",
+    );
+    let end = concat!(
+        r#"data: {"choices":[],"usage":{"prompt_tokens":20,"total_tokens":27,"completion_tokens":7,"#,
+        r#""prompt_tokens_details":{"cached_tokens":16}}}"#,
+        "\n\ndata: [DONE]\n\n",
+    );
+    assert_eq!((events(text).output_tokens(), events(text).usage()), (3, None));
+    let whole = events(&format!("{text}{end}"));
+    assert_eq!((whole.output_tokens(), whole.usage()), (7, usage(20, 7, Some(16))), "what the engine says holds");
+}
+
+#[test]
+fn completions_and_responses_are_counted_too() {
+    let completions =
+        "data: {\"choices\":[{\"index\":0,\"text\":\" a\"}]}\n\ndata: {\"choices\": [ { \"text\" : \"b\" } ]}\n\n";
+    assert_eq!(events(completions).output_tokens(), 2);
+    let responses = concat!(
+        "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"a\"}\n\n",
+        "event: response.output_text.done\ndata: {\"type\":\"response.output_text.done\",\"text\":\"a\"}\n\n",
+    );
+    assert_eq!(events(responses).output_tokens(), 1);
+    let completed = concat!(
+        r#"data: {"type":"response.completed","response":{"output":[{"content":[{"text":"a"}]}],"usage":"#,
+        r#"{"input_tokens":5,"input_tokens_details":{"cached_tokens":4},"output_tokens":2}}}"#,
+        "\n\n",
+    );
+    let whole = events(&format!("{responses}{completed}"));
+    assert_eq!((whole.output_tokens(), whole.usage()), (2, usage(5, 2, Some(4))));
+}
+
+#[test]
+fn a_usage_in_every_event_is_exact() {
+    let event = |tokens: u32| {
+        let usage = format!("{{\"prompt_tokens\":3,\"completion_tokens\":{tokens}}}");
+        format!("data: {{\"choices\":[{{\"text\":\"a b c\"}}],\"usage\":{usage}}}\n\n")
+    };
+    assert_eq!(events(&format!("{}{}", event(3), event(6))).output_tokens(), 6);
+}
+
+#[test]
+fn json_is_read_from_its_end() {
+    let answer = |content: &str| {
+        format!(
+            "{{\"choices\":[{{\"message\":{{\"content\":{}}}}}],\"usage\": {{\"prompt_tokens\": 12, \"completion_tokens\": 3, \
+             \"prompt_tokens_details\": null}}, \"service_tier\": null}}\n",
+            serde_json::to_string(content).expect("it can be written")
+        )
+    };
+    for content in ["hi", "say \"usage\": {\"prompt_tokens\": 1}", "\"usage", &"\"usage\":{\\".repeat(9_000)] {
+        let reader = read(AnswerKind::Json, &answer(content));
+        assert_eq!((reader.output_tokens(), reader.usage()), (3, usage(12, 3, None)), "{content:.30}");
+    }
+    let early = format!("{{\"usage\":{{\"prompt_tokens\":1}},\"text\":\"{}\"}}", "a".repeat(TAIL_BYTES));
+    assert_eq!(read(AnswerKind::Json, &early).usage(), None, "too far from the end");
+    for none in ["", "{}", "{\"usage\":null}", "{\"usage\":{\"prompt_tokens\":1", "{\"usage\":{}}", "gzip"] {
+        assert_eq!(read(AnswerKind::Json, none).usage(), None, "{none}");
+    }
+}
+
+#[test]
+fn a_line_too_long_counts_and_only_its_end_is_read() {
+    let line = |length: usize, usage: &str| {
+        let text = "a".repeat(length);
+        format!("data: {{\"type\":\"response.completed\",\"text\":\"{text}\",\"response\":{{{usage}}}}}\ndata: {{}}\n")
+    };
+    let counts = "\"usage\":{\"input_tokens\":5,\"output_tokens\":90}";
+    assert_eq!(events(&line(10, counts)).output_tokens(), 90);
+    let reader = events(&line(LINE_BYTES_MAX, counts));
+    assert_eq!((reader.output_tokens(), reader.usage()), (90, usage(5, 90, None)));
+    assert_eq!(events(&line(LINE_BYTES_MAX, "")).output_tokens(), 1);
+    assert_eq!(events(&format!(": {}\n", line(LINE_BYTES_MAX, counts))).output_tokens(), 0, "a comment");
+}
+
+#[test]
+fn memory_is_bounded_and_numbers_are_not_believed_beyond_bytes() {
+    for kind in [AnswerKind::Events, AnswerKind::Json] {
+        let mut reader = AnswerReader::new(kind);
+        for length in [1, 999, 70_000, 3, 16_384, 40_000].into_iter().cycle().take(400) {
+            reader.read(&vec![b'{'; length]);
+            assert!(reader.held.capacity() <= 4 * LINE_BYTES_MAX, "{} bytes", reader.held.capacity());
+        }
+        reader.end();
+        reader.read(b"\n\n");
+        assert!(reader.held.capacity() <= HELD_BYTES_KEPT || kind == AnswerKind::Json);
+    }
+    let boast = events("data: {\"usage\":{\"completion_tokens\":99999999999999999999}}\n");
+    assert_eq!(boast.usage().and_then(|usage| usage.output_tokens), Some(u32::MAX));
+    assert!(boast.output_tokens() < 100);
+}
+
+#[test]
+fn numbers_are_counts_or_nothing() {
+    let said = |value: &str| {
+        events(&format!("data: {{\"usage\":{{\"prompt_tokens\":1,\"completion_tokens\":{value}}}}}\n")).usage()
+    };
+    assert_eq!(said("7").and_then(|usage| usage.output_tokens), Some(7));
+    for none in ["null", "-1", "\"7\"", "{}", "[7]", "true"] {
+        assert_eq!(said(none), Some(Usage { prompt_tokens: Some(1), ..Usage::default() }), "{none}");
+    }
+}
