@@ -1,0 +1,300 @@
+//! Headers: what clients ask by them, and which of them pass.
+//!
+//! Owns the headers' names and rules. Promises that nothing a client sends can choose a worker, where a worker fetches
+//! from, or how its answer is framed, and that nothing passes back which tells workers apart. Leaves to the proxy who
+//! may ask for what.
+
+use std::time::Duration;
+
+use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use pointsman::session::SessionId;
+
+use super::error::ApiError;
+
+/// Strict priority.
+pub(super) const PRIORITY: &str = "x-pointsman-priority";
+/// Seconds ahead of its turn.
+pub(super) const PRIORITY_JUMP: &str = "x-pointsman-priority-jump";
+/// Time to be placed.
+pub(super) const DEADLINE_MS: &str = "x-pointsman-deadline-ms";
+/// Policy class.
+pub(super) const CLASS: &str = "x-pointsman-class";
+/// Rather refused than queued.
+pub(super) const NO_QUEUE: &str = "x-pointsman-no-queue";
+/// Session.
+pub(super) const SESSION_ID: &str = "x-session-id";
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+
+/// The longest deadline: a day.
+const DEADLINE_MS_MAX: u64 = 86_400_000;
+/// The longest priority jump: a day, too.
+const PRIORITY_JUMP_MAX: f64 = 86_400.0;
+/// The longest name of a class.
+const CLASS_BYTES_MAX: usize = 128;
+/// The longest request id.
+const REQUEST_ID_BYTES_MAX: usize = 128;
+
+/// Headers about one connection, not about the request (RFC 9110, 7.6.1), and those that `hyper` writes for the body
+/// that it is given. Proxy-* is among [`STRIPPED`].
+const HOP_BY_HOP: [HeaderName; 6] = [
+    header::CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+];
+
+/// What does not pass to workers beside those.
+///
+/// `Accept-Encoding`: usage and errors are read from answers, which then come as they are; compressing is for whoever
+/// stands before the gateway. `Content-Encoding`: the body was read as it is, so that it has none. `Cookie`: a secret of
+/// the gateway's site, and no engine takes one. `Authorization` is for [`ToWorker`] to say.
+const NOT_TO_WORKERS: [HeaderName; 7] = [
+    header::HOST,
+    header::CONTENT_LENGTH,
+    header::EXPECT,
+    header::ACCEPT_ENCODING,
+    header::CONTENT_ENCODING,
+    header::COOKIE,
+    header::AUTHORIZATION,
+];
+
+/// What does not pass to clients beside hop-by-hop headers: it would tell workers apart, or how to go around the gateway.
+const NOT_TO_CLIENTS: [HeaderName; 4] =
+    [header::SERVER, header::SET_COOKIE, header::ALT_SVC, HeaderName::from_static("x-powered-by")];
+
+/// How names begin that choose a worker, a rank, or a place to fetch from, for some engine, sidecar or gateway, or that
+/// are ours. They pass in neither direction; `-` stands for `_`, too, as some servers take one for the other.
+///
+/// `x-data-parallel-`: vLLM, SGLang and llm-d. `x-dp-`, `x-worker-`, `x-prefill` (`x-prefiller-host-port`), `x-decode`,
+/// `x-encoder-`, `x-dynamo-`: llm-d's sidecar and Dynamo. `x-gateway-`: the Gateway API's inference extension.
+/// `x-override-`, `x-smg-`: SGLang, and its gateway.
+const STRIPPED: [&str; 12] = [
+    "proxy-",
+    "x-data-parallel-",
+    "x-decode",
+    "x-dp-",
+    "x-dynamo-",
+    "x-encoder-",
+    "x-gateway-",
+    "x-override-",
+    "x-pointsman-",
+    "x-prefill",
+    "x-smg-",
+    "x-worker-",
+];
+
+/// What a request asks for beyond its body.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RequestTerms {
+    /// `X-Pointsman-Priority`: higher leaves the queue first, whatever else.
+    pub strict_priority: u32,
+    /// `X-Pointsman-Priority-Jump`: seconds by which it goes ahead of its turn.
+    pub priority_jump: f64,
+    /// `X-Pointsman-Deadline-Ms`: how long it may take to be placed.
+    pub deadline: Option<Duration>,
+    /// `X-Pointsman-Class`: the policy class.
+    pub policy_class: Option<String>,
+    /// `X-Session-Id`: the session.
+    pub session_id: Option<String>,
+    /// `X-Pointsman-No-Queue`: rather refused than queued.
+    pub do_not_queue: bool,
+}
+
+impl RequestTerms {
+    /// Reads them.
+    ///
+    /// ```
+    /// use axum::http::HeaderMap;
+    /// use pointsman_gateway::openai::RequestTerms;
+    ///
+    /// let mut headers = HeaderMap::new();
+    /// headers.insert("x-pointsman-priority", "5".parse()?);
+    /// assert_eq!(RequestTerms::parse(&headers)?.strict_priority, 5);
+    /// headers.insert("x-pointsman-priority", "high".parse()?);
+    /// let error = RequestTerms::parse(&headers).unwrap_err();
+    /// assert_eq!(error.to_string(), "header x-pointsman-priority must be a whole number from 0 to 4294967295");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// 400, naming the header whose value breaks its rule, or that is there twice.
+    pub fn parse(headers: &HeaderMap) -> Result<Self, ApiError> {
+        let text = |given: &str, bytes_max| (1..=bytes_max).contains(&given.len()).then(|| given.to_owned());
+        let strict_priority = read(
+            headers,
+            PRIORITY,
+            |given| digits(given)?.parse().ok(),
+            || format!("must be a whole number from 0 to {}", u32::MAX),
+        )?;
+        let priority_jump = read(headers, PRIORITY_JUMP, seconds, || {
+            format!("must be a number of seconds from 0 to {PRIORITY_JUMP_MAX}")
+        })?;
+        let deadline =
+            read(headers, DEADLINE_MS, millis, || format!("must be a whole number from 1 to {DEADLINE_MS_MAX}"))?;
+        let policy_class = read(
+            headers,
+            CLASS,
+            |given| text(given, CLASS_BYTES_MAX),
+            || format!("must have 1 to {CLASS_BYTES_MAX} bytes of ASCII"),
+        )?;
+        let session_id = read(
+            headers,
+            SESSION_ID,
+            |given| text(given, SessionId::BYTES_MAX),
+            || format!("must have 1 to {} bytes of ASCII", SessionId::BYTES_MAX),
+        )?;
+        let do_not_queue = read(headers, NO_QUEUE, |given| given.parse().ok(), || "must be true or false".to_owned())?;
+        Ok(Self {
+            strict_priority: strict_priority.unwrap_or(0),
+            priority_jump: priority_jump.unwrap_or(0.0),
+            deadline,
+            policy_class,
+            session_id,
+            do_not_queue: do_not_queue.unwrap_or(false),
+        })
+    }
+}
+
+/// The value of one header by `parse`, or the error that it breaks its `rule`.
+fn read<T>(
+    headers: &HeaderMap,
+    name: &'static str,
+    parse: impl FnOnce(&str) -> Option<T>,
+    rule: impl FnOnce() -> String,
+) -> Result<Option<T>, ApiError> {
+    let mut values = headers.get_all(name).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    if values.next().is_some() {
+        return Err(ApiError::header_invalid(name, "must be there once"));
+    }
+    value.to_str().ok().and_then(parse).map(Some).ok_or_else(|| ApiError::header_invalid(name, &rule()))
+}
+
+/// Without the sign that Rust's numbers may have.
+fn digits(given: &str) -> Option<&str> {
+    given.bytes().all(|byte| byte.is_ascii_digit()).then_some(given)
+}
+
+fn millis(given: &str) -> Option<Duration> {
+    let millis = digits(given)?.parse().ok()?;
+    (1..=DEADLINE_MS_MAX).contains(&millis).then(|| Duration::from_millis(millis))
+}
+
+fn seconds(given: &str) -> Option<f64> {
+    // Not a number is in no range.
+    given.parse().ok().filter(|seconds| (0.0..=PRIORITY_JUMP_MAX).contains(seconds))
+}
+
+/// The client's own id of its request, where it is fit for logs: 1 to 128 visible characters of ASCII, and one id only.
+#[must_use]
+pub fn request_id(headers: &HeaderMap) -> Option<&str> {
+    let mut values = headers.get_all(REQUEST_ID).iter();
+    let id = values.next()?.to_str().ok()?;
+    let is_fit = (1..=REQUEST_ID_BYTES_MAX).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
+    (is_fit && values.next().is_none()).then_some(id)
+}
+
+/// What a worker gets as `Authorization`.
+#[derive(Clone, Copy)]
+pub enum Authorization<'a> {
+    /// Nothing: the client's key was for the gateway.
+    Drop,
+    /// What the client has sent, which the worker judges.
+    Pass,
+    /// The worker's key, `Bearer ` included.
+    Key(&'a HeaderValue),
+}
+
+/// What the gateway says itself to a worker.
+#[derive(Clone, Copy)]
+pub struct ToWorker<'a> {
+    /// `X-Request-Id`: visible ASCII.
+    pub request_id: &'a str,
+    /// `X-data-parallel-rank`; `None` for a worker that has one rank and takes no such header.
+    pub data_parallel_rank: Option<u32>,
+    /// `Authorization`.
+    pub authorization: Authorization<'a>,
+}
+
+/// The headers that pass from a client to a worker, `traceparent` and `tracestate` among them.
+#[must_use]
+pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
+    let mut headers = passing(client, &NOT_TO_WORKERS);
+    match own.authorization {
+        Authorization::Drop => {}
+        Authorization::Pass => {
+            if let Some(key) = client.get(header::AUTHORIZATION) {
+                headers.insert(header::AUTHORIZATION, secret(key));
+            }
+        }
+        Authorization::Key(key) => {
+            headers.insert(header::AUTHORIZATION, secret(key));
+        }
+    }
+    if let Some(rank) = own.data_parallel_rank {
+        headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
+    }
+    set_request_id(&mut headers, own.request_id);
+    headers
+}
+
+/// The headers that pass from a worker's answer to the client.
+#[must_use]
+pub fn to_client(worker: &HeaderMap, request_id: &str) -> HeaderMap {
+    let mut headers = passing(worker, &NOT_TO_CLIENTS);
+    set_request_id(&mut headers, request_id);
+    headers
+}
+
+/// All but those about the connection, those that choose a worker, and those in `dropped`.
+fn passing(given: &HeaderMap, dropped: &[HeaderName]) -> HeaderMap {
+    let mut passing = HeaderMap::with_capacity(given.len() + 3);
+    for (name, value) in given {
+        let drops = HOP_BY_HOP.contains(name) || dropped.contains(name) || is_stripped(name.as_str());
+        if !drops && !is_named_by_connection(given, name.as_str()) {
+            passing.append(name, value.clone());
+        }
+    }
+    passing
+}
+
+fn is_named_by_connection(headers: &HeaderMap, name: &str) -> bool {
+    let mut values = headers.get_all(header::CONNECTION).iter();
+    values.any(|value| {
+        let mut named = value.as_bytes().split(|byte| *byte == b',');
+        named.any(|named| named.trim_ascii().eq_ignore_ascii_case(name.as_bytes()))
+    })
+}
+
+/// `name` is in lower case, as all names are.
+fn is_stripped(name: &str) -> bool {
+    let dashed = |byte: u8| if byte == b'_' { b'-' } else { byte };
+    let begins =
+        |prefix: &&str| name.len() >= prefix.len() && name.bytes().map(dashed).zip(prefix.bytes()).all(is_same);
+    STRIPPED.iter().any(|prefix| begins(prefix))
+}
+
+fn is_same((one, other): (u8, u8)) -> bool {
+    one == other
+}
+
+fn set_request_id(headers: &mut HeaderMap, id: &str) {
+    headers.remove(REQUEST_ID);
+    if let Ok(id) = HeaderValue::from_str(id) {
+        headers.insert(REQUEST_ID, id);
+    }
+}
+
+/// Not shown by Debug.
+fn secret(value: &HeaderValue) -> HeaderValue {
+    let mut value = value.clone();
+    value.set_sensitive(true);
+    value
+}
+
+#[cfg(test)]
+mod tests;

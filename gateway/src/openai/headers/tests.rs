@@ -1,0 +1,191 @@
+use super::*;
+
+fn map(pairs: &[(&str, &str)]) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    for (name, value) in pairs {
+        let name: HeaderName = name.parse().unwrap();
+        headers.append(name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
+    }
+    headers
+}
+
+fn pairs(headers: &HeaderMap) -> Vec<(&str, &str)> {
+    let mut pairs: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+    pairs.sort_unstable();
+    pairs
+}
+
+const OWN: ToWorker<'_> = ToWorker { request_id: "r1", data_parallel_rank: None, authorization: Authorization::Drop };
+
+#[test]
+fn no_headers_ask_for_nothing() {
+    assert_eq!(RequestTerms::parse(&HeaderMap::new()), Ok(RequestTerms::default()));
+}
+
+#[test]
+fn terms_are_read() {
+    let headers = map(&[
+        ("X-Pointsman-Priority", "4294967295"),
+        ("X-Pointsman-Priority-Jump", "1.5"),
+        ("X-Pointsman-Deadline-Ms", "250"),
+        ("X-Pointsman-Class", "batch"),
+        ("X-Session-Id", "chat-7"),
+        ("X-Pointsman-No-Queue", "true"),
+    ]);
+    let terms = RequestTerms {
+        strict_priority: u32::MAX,
+        priority_jump: 1.5,
+        deadline: Some(Duration::from_millis(250)),
+        policy_class: Some("batch".to_owned()),
+        session_id: Some("chat-7".to_owned()),
+        do_not_queue: true,
+    };
+    assert_eq!(RequestTerms::parse(&headers), Ok(terms));
+}
+
+#[test]
+fn values_that_break_their_rule_are_refused_by_name() {
+    let long = "x".repeat(257);
+    let cases = [
+        (PRIORITY, vec!["", "-1", "+1", "1.0", "4294967296", "high", "1 ", "٣"]),
+        (PRIORITY_JUMP, vec!["", "-0.1", "inf", "NaN", "1e309", "86401", "soon"]),
+        (DEADLINE_MS, vec!["", "0", "-1", "+5", "86400001", "99999999999999999999", "1s"]),
+        (CLASS, vec!["", &long, "grün"]),
+        (SESSION_ID, vec!["", &long, "ü"]),
+        (NO_QUEUE, vec!["", "1", "yes", "True"]),
+    ];
+    for (name, values) in cases {
+        for value in values {
+            let error = RequestTerms::parse(&map(&[(name, value)])).unwrap_err();
+            assert_eq!(
+                (error.status.as_u16(), error.code, error.param),
+                (400, "invalid_header", Some(name)),
+                "{value:?}"
+            );
+            assert!(error.message.contains(name), "{error}");
+        }
+        let twice = RequestTerms::parse(&map(&[(name, "1"), (name, "1")])).unwrap_err();
+        assert_eq!(twice.message, format!("header {name} must be there once"));
+    }
+}
+
+#[test]
+fn request_ids_are_taken_where_they_fit_into_a_log() {
+    let id = |values: &[&str]| {
+        let pairs: Vec<_> = values.iter().map(|value| ("x-request-id", *value)).collect();
+        request_id(&map(&pairs)).map(str::to_owned)
+    };
+    let longest = "x".repeat(128);
+    assert_eq!(id(&["req-1"]).as_deref(), Some("req-1"));
+    assert_eq!(id(&[&longest]).as_deref(), Some(&*longest));
+    for unfit in [&[][..], &[""], &["a b"], &["a\tb"], &["é"], &[&"x".repeat(129)], &["a", "b"]] {
+        assert_eq!(id(unfit), None, "{unfit:?}");
+    }
+}
+
+#[test]
+fn what_is_the_clients_passes_to_workers() {
+    let passes = [
+        ("accept", "text/event-stream"),
+        ("content-type", "application/json"),
+        ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ("tracestate", "a=1"),
+        ("tracestate", "b=2"),
+        ("user-agent", "openai-python"),
+        ("x-session-id", "chat-7"),
+    ];
+    let mut expected = passes.to_vec();
+    expected.push(("x-request-id", "r1"));
+    expected.sort_unstable();
+    assert_eq!(pairs(&to_worker(&map(&passes), OWN)), expected);
+}
+
+#[test]
+fn what_frames_or_chooses_does_not_pass_to_workers() {
+    let dropped = [
+        ("Connection", "keep-alive, X-Mine"),
+        ("X-Mine", "1"),
+        ("Keep-Alive", "timeout=5"),
+        ("Proxy-Authorization", "Basic eA=="),
+        ("Proxy-Connection", "close"),
+        ("TE", "trailers"),
+        ("Trailer", "x-sum"),
+        ("Transfer-Encoding", "chunked"),
+        ("Upgrade", "h2c"),
+        ("Host", "gateway"),
+        ("Content-Length", "7"),
+        ("Content-Encoding", "gzip"),
+        ("Expect", "100-continue"),
+        ("Accept-Encoding", "gzip"),
+        ("Cookie", "sso=secret"),
+        ("Authorization", "Bearer client"),
+        ("X-Request-Id", "theirs"),
+        ("X-Pointsman-Priority", "9"),
+        ("x-data-parallel-rank", "3"),
+        ("X_Data_Parallel_Rank", "3"),
+        ("x-data-parallel-host-port", "10.0.0.1:80"),
+        ("x-dp-rank", "3"),
+        ("x-gateway-destination-endpoint", "10.0.0.1:80"),
+        ("x-gateway-destination-endpoint-subset", "10.0.0.1:80"),
+        ("x-worker-instance-id", "3"),
+        ("x-prefiller-host-port", "10.0.0.1:80"),
+        ("x-prefill-instance-id", "3"),
+        ("x-decode-instance-id", "3"),
+        ("x-encoder-hosts-ports", "10.0.0.1:80"),
+        ("x-dynamo-instance", "3"),
+        ("x-override-routed-dp-rank", "3"),
+        ("x-override-bootstrap-host", "10.0.0.1"),
+        ("x-smg-target-worker", "3"),
+    ];
+    assert_eq!(pairs(&to_worker(&map(&dropped), OWN)), [("x-request-id", "r1")]);
+}
+
+#[test]
+fn rank_and_key_are_the_gateways_to_say() {
+    let client =
+        map(&[("authorization", "Bearer client"), ("x-data-parallel-rank", "9"), ("connection", "x-request-id")]);
+    let key = HeaderValue::from_static("Bearer worker");
+    let told = |authorization| to_worker(&client, ToWorker { data_parallel_rank: Some(1), authorization, ..OWN });
+    let expected = |key| {
+        let mut expected = vec![("x-data-parallel-rank", "1"), ("x-request-id", "r1")];
+        expected.splice(0..0, key);
+        expected
+    };
+    assert_eq!(pairs(&told(Authorization::Drop)), expected(None));
+    assert_eq!(pairs(&told(Authorization::Pass)), expected(Some(("authorization", "Bearer client"))));
+    assert_eq!(pairs(&told(Authorization::Key(&key))), expected(Some(("authorization", "Bearer worker"))));
+    for authorization in [Authorization::Pass, Authorization::Key(&key)] {
+        assert!(!format!("{:?}", told(authorization)).contains("Bearer"), "secrets are not shown");
+    }
+}
+
+#[test]
+fn answers_pass_without_what_tells_workers_apart() {
+    let answer = map(&[
+        ("content-type", "text/event-stream"),
+        ("content-length", "12"),
+        ("openai-processing-ms", "5"),
+        ("retry-after", "3"),
+        ("connection", "close, x-mine"),
+        ("x-mine", "1"),
+        ("keep-alive", "timeout=5"),
+        ("transfer-encoding", "chunked"),
+        ("proxy-authenticate", "Basic"),
+        ("server", "uvicorn"),
+        ("x-powered-by", "worker-3"),
+        ("set-cookie", "node=3"),
+        ("alt-svc", "h3=\"worker-3:443\""),
+        ("x-data-parallel-rank", "3"),
+        ("x-worker-id", "3"),
+        ("x-gateway-destination-endpoint-served", "10.0.0.1:80"),
+        ("x-request-id", "theirs"),
+    ]);
+    let expected = [
+        ("content-length", "12"),
+        ("content-type", "text/event-stream"),
+        ("openai-processing-ms", "5"),
+        ("retry-after", "3"),
+        ("x-request-id", "r1"),
+    ];
+    assert_eq!(pairs(&to_client(&answer, "r1")), expected);
+}
