@@ -7,8 +7,12 @@
 mod listener;
 mod models;
 mod proxy;
+mod ready;
 mod routes;
+mod run;
+pub mod telemetry;
 mod tenants;
+mod tls;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,12 +20,20 @@ use std::time::Duration;
 
 use pointsman::Router;
 use rustls::RootCertStore;
+use tokio::task::JoinSet;
 
-use crate::settings::Settings;
+use crate::settings::{GatewaySettings, Settings};
 use crate::upstream::Upstream;
-use listener::{Drained, Listener};
-use models::{ModelError, Models};
+use listener::{Listener, ListenerOptions};
+use models::Models;
+use ready::Readiness;
+use telemetry::Metrics;
+
+pub use listener::Drained;
+pub use models::ModelError;
+pub use run::{Ended, Signal, run, run_until};
 pub use tenants::{Tenant, Tenants};
+pub use tls::TlsError;
 
 /// Why a gateway did not start.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +49,9 @@ pub enum GatewayError {
         /// What the system says.
         error: std::io::Error,
     },
+    /// The clients' certificate chain or its key.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
 }
 
 /// What every request is served with.
@@ -44,12 +59,16 @@ pub(crate) struct App {
     pub(crate) settings: Settings,
     pub(crate) models: Models,
     pub(crate) upstream: Upstream,
+    pub(crate) readiness: Readiness,
+    pub(crate) metrics: Option<Metrics>,
 }
 
 /// A running gateway.
 pub struct Gateway {
     app: Arc<App>,
     clients: Listener,
+    /// Ends with the gateway.
+    _upkeep: JoinSet<()>,
 }
 
 impl Gateway {
@@ -58,6 +77,10 @@ impl Gateway {
     /// # Errors
     /// See [`GatewayError`]; nothing runs then.
     pub async fn start(settings: Settings) -> Result<Self, GatewayError> {
+        // Handles belong to the recorder that is there when they are made.
+        let metrics = Metrics::install();
+        let options = client_options(&settings.gateway)?;
+        let readiness = Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms));
         let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()
             .expect("ring speaks TLS 1.2 and 1.3")
@@ -66,10 +89,14 @@ impl Gateway {
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
         let models = Models::start(&settings.models, &upstream).await?;
         let listen = settings.gateway.listen;
-        let app = Arc::new(App { settings, models, upstream });
-        let clients = Listener::start(listen, routes::clients(Arc::clone(&app))).await;
+        let mut upkeep = JoinSet::new();
+        if let Some(metrics) = metrics.clone() {
+            upkeep.spawn(metrics.keep_up());
+        }
+        let app = Arc::new(App { settings, models, upstream, readiness, metrics });
+        let clients = Listener::start(listen, options, routes::clients(Arc::clone(&app))).await;
         let clients = clients.map_err(|error| GatewayError::Listen { address: listen, error })?;
-        Ok(Self { app, clients })
+        Ok(Self { app, clients, _upkeep: upkeep })
     }
 
     /// Where clients connect.
@@ -84,10 +111,31 @@ impl Gateway {
         self.app.models.find(model).map(|(model, _)| &model.router)
     }
 
+    /// Makes `/ready` say no from now on; everything is still answered.
+    pub fn begin_drain(&self) {
+        self.app.readiness.drain();
+    }
+
     /// Takes no more connections, waits up to `deadline` for requests in flight, and ends.
     pub async fn shutdown(self, deadline: Duration) -> Drained {
+        self.begin_drain();
         let drained = self.clients.drain(deadline).await;
         self.app.models.shutdown().await;
         drained
     }
+}
+
+/// What the clients' listener takes.
+fn client_options(settings: &GatewaySettings) -> Result<ListenerOptions, TlsError> {
+    let tls = match (&settings.tls_certificate_file, &settings.tls_key_file) {
+        (Some(certificate_file), Some(key_file)) => Some(tls::server(certificate_file, key_file)?),
+        (None, None) => None,
+        (Some(file), None) | (None, Some(file)) => return Err(TlsError::Half { file: file.clone() }),
+    };
+    Ok(ListenerOptions {
+        name: "clients",
+        connections_max: settings.connections_max,
+        head_timeout: Duration::from_millis(settings.head_timeout_ms),
+        tls,
+    })
 }

@@ -8,12 +8,12 @@ use axum::Router;
 use axum::routing::{get, post};
 
 use super::App;
-use super::proxy;
+use super::{proxy, ready};
 
 pub(super) fn clients(app: Arc<App>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(proxy::chat))
         .route("/v1/models", get(proxy::models))
-        .route("/live", get(|| async { "live\n" }))
+        .merge(ready::routes(app.settings.gateway.metrics_public))
         .with_state(app)
 }

@@ -1,0 +1,165 @@
+//! The gateway as a process.
+//!
+//! Owns its runtime, its signals and its exit code. Promises that a first SIGTERM or SIGINT ends it in order: `/ready` says
+//! no for `drain_delay_ms` while everything is still answered, then the listener closes, then requests in flight have
+//! `drain_timeout_ms`; and that a second one ends it at once. Leaves settings to their loader and requests to the
+//! [`Gateway`].
+
+use std::io::Write as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::sleep;
+
+use super::telemetry::{Metrics, parse_level, start_log};
+use super::{Drained, Gateway, GatewayError};
+use crate::settings::Settings;
+
+/// What was given cannot be used.
+const UNUSABLE: u8 = 2;
+
+/// A signal to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// SIGINT: Ctrl-C.
+    Interrupt,
+    /// SIGTERM: what service managers send.
+    Terminate,
+}
+
+impl Signal {
+    /// The exit code of a process that is ended by it, as shells show it.
+    #[must_use]
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::Interrupt => 130,
+            Self::Terminate => 143,
+        }
+    }
+}
+
+/// How a gateway ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// In order, though perhaps some requests took too long.
+    Drained(Drained),
+    /// At once, by a second signal.
+    AtOnce(Signal),
+}
+
+/// Runs the gateway until a signal ends it.
+///
+/// Exits with 0 when it has ended in order, also where requests took longer than `drain_timeout_ms` and were broken (a
+/// line of the log says how many); with 2 when it cannot start, which one line on stderr explains; and with 130 or 143
+/// when a second SIGINT or SIGTERM ended it at once.
+#[must_use]
+pub fn run(settings: Settings) -> ExitCode {
+    let level = match parse_level(&settings.gateway.log_level) {
+        Ok(level) => level,
+        Err(error) => return unusable(&format!("gateway.log_level: {error}")),
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return unusable(&format!("no runtime: {error}")),
+    };
+    // The log counts what it drops: the recorder comes first.
+    drop(Metrics::install());
+    let log = start_log(level, settings.gateway.log_format);
+    let ended = runtime.block_on(async {
+        let signals = signals().map_err(|error| format!("signals cannot be heard: {error}"))?;
+        run_until(settings, signals).await.map_err(|error| error.to_string())
+    });
+    // Nobody waits for a tokenizer's thread.
+    runtime.shutdown_background();
+    // What could not be written in time has no reader.
+    let _ = log.flush();
+    match ended {
+        Ok(Ended::Drained(_)) => ExitCode::SUCCESS,
+        Ok(Ended::AtOnce(signal)) => ExitCode::from(signal.exit_code()),
+        Err(error) => unusable(&error),
+    }
+}
+
+/// Runs a gateway until the first of `signals` has drained it, or the second one ends it at once.
+///
+/// # Errors
+/// When it cannot start.
+pub async fn run_until(settings: Settings, mut signals: mpsc::Receiver<Signal>) -> Result<Ended, GatewayError> {
+    let drain_delay = Duration::from_millis(settings.gateway.drain_delay_ms);
+    let drain_timeout = Duration::from_millis(settings.gateway.drain_timeout_ms);
+    let gateway = tokio::select! {
+        biased;
+        // Nothing has been accepted yet.
+        Some(_) = signals.recv() => return Ok(Ended::Drained(Drained { broken: 0 })),
+        started = Gateway::start(settings) => started?,
+    };
+    tracing::info!(address = %gateway.address(), version = env!("CARGO_PKG_VERSION"), "listening");
+    let Some(signal) = signals.recv().await else {
+        // Whoever sends signals has gone, and nobody could end it any more.
+        return Ok(Ended::Drained(gateway.shutdown(drain_timeout).await));
+    };
+    tracing::info!(?signal, "ending: no longer ready");
+    gateway.begin_drain();
+    let drained = async {
+        sleep(drain_delay).await;
+        tracing::info!("no new connections; requests in flight may end");
+        gateway.shutdown(drain_timeout).await
+    };
+    tokio::select! {
+        biased;
+        Some(signal) = signals.recv() => {
+            tracing::warn!(?signal, "ending at once");
+            Ok(Ended::AtOnce(signal))
+        }
+        drained = drained => {
+            match drained.broken {
+                0 => tracing::info!("ended: nothing was in flight any more"),
+                broken => tracing::warn!(broken, "ended: connections were still busy after drain_timeout_ms, and were broken"),
+            }
+            Ok(Ended::Drained(drained))
+        }
+    }
+}
+
+/// Says why on stderr, whether the log works or not; a closed stderr is no reason to panic.
+fn unusable(why: &str) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "error: {why}");
+    ExitCode::from(UNUSABLE)
+}
+
+/// The process's signals, from now on.
+#[cfg(unix)]
+fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (sender, receiver) = mpsc::channel(2);
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    tokio::spawn(async move {
+        loop {
+            let heard = tokio::select! {
+                biased;
+                Some(()) = interrupt.recv() => Signal::Interrupt,
+                Some(()) = terminate.recv() => Signal::Terminate,
+                else => return,
+            };
+            if sender.send(heard).await.is_err() {
+                return;
+            }
+        }
+    });
+    Ok(receiver)
+}
+
+/// Ctrl-C, which is all that other systems have.
+#[cfg(not(unix))]
+fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
+    let (sender, receiver) = mpsc::channel(2);
+    tokio::spawn(async move {
+        while tokio::signal::ctrl_c().await.is_ok() {
+            if sender.send(Signal::Interrupt).await.is_err() {
+                return;
+            }
+        }
+    });
+    Ok(receiver)
+}

@@ -1,0 +1,154 @@
+//! What the process tells of itself: log lines and the metrics page.
+//!
+//! Owns the subscriber of the log, the recorder of metrics, and the page that is made of them. Promises that a log that
+//! nobody reads never holds a request up: lines that find its queue full are dropped and counted. Leaves what is said and
+//! counted to those who know it; nobody says a line for each request at `info`.
+
+mod log;
+mod process;
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse as _, Response};
+use metrics::Unit;
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use tokio::sync::Mutex;
+
+pub(crate) use log::start_log;
+pub use log::{LevelError, parse_level};
+
+/// Bounds of durations, in seconds: from what the gateway itself costs to what a long answer takes.
+const SECONDS: &[f64] = &[
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+    600.0,
+];
+
+/// Bounds of the durations that are well below a millisecond: the router's phases, the gateway's own share.
+const SHORT_SECONDS: &[f64] = &[
+    0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 5.0, 30.0,
+];
+
+/// Bounds of tokens and blocks.
+const COUNTS: &[f64] =
+    &[1.0, 4.0, 16.0, 64.0, 256.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0, 32_768.0, 65_536.0, 131_072.0];
+
+/// Bounds of shares of a whole.
+const RATIOS: &[f64] = &[
+    0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0,
+];
+
+/// How often observations are gathered where nobody reads the page.
+const UPKEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// The content type of the page.
+const PAGE_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// What is counted here and by the listeners: name, kind, labels, meaning. `docs/operations.md` has the same table.
+pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
+    ("pointsman_build_info", Kind::Gauge, &["version"], "Always 1; which version runs."),
+    ("pointsman_gateway_connections", Kind::Gauge, &["listener"], "Open connections."),
+    (
+        "pointsman_gateway_handshakes_refused_total",
+        Kind::Counter,
+        &["listener"],
+        "TLS handshakes that failed, or did not end in time.",
+    ),
+    (
+        "pointsman_gateway_accept_errors_total",
+        Kind::Counter,
+        &["listener"],
+        "Times the system had no connection to give, mostly for want of descriptors.",
+    ),
+    (
+        "pointsman_gateway_log_lines_dropped_total",
+        Kind::Counter,
+        &[],
+        "Log lines dropped because nobody took those before them.",
+    ),
+];
+
+/// A metric's kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Counter,
+    Gauge,
+}
+
+/// The metrics page.
+#[derive(Clone, Debug)]
+pub(crate) struct Metrics {
+    recorder: PrometheusHandle,
+    /// Held while a page is made: one at a time, however many ask.
+    turn: Arc<Mutex<()>>,
+}
+
+impl Metrics {
+    /// The process's recorder, installed by the first who asks; `None` where the embedding process has one of its own,
+    /// whose page then is where that one shows it. Ask before routers start: handles belong to the recorder of their day.
+    pub(crate) fn install() -> Option<Self> {
+        static INSTALLED: OnceLock<Option<Metrics>> = OnceLock::new();
+        let install = || {
+            let recorder = builder().install_recorder().ok()?;
+            describe();
+            metrics::gauge!("pointsman_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
+            Some(Self { recorder, turn: Arc::default() })
+        };
+        INSTALLED.get_or_init(install).clone()
+    }
+
+    /// The page, as Prometheus reads it.
+    pub(crate) async fn page(&self) -> Response {
+        let _turn = self.turn.lock().await;
+        let recorder = self.recorder.clone();
+        // Thousands of series take milliseconds, and /proc is a file system.
+        let page = tokio::task::spawn_blocking(move || recorder.render() + &process::page()).await;
+        match page {
+            Ok(page) => ([(header::CONTENT_TYPE, PAGE_TYPE)], page).into_response(),
+            Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+        }
+    }
+
+    /// Gathers observations now and then, for ever: unread ones would fill the memory.
+    pub(crate) async fn keep_up(self) {
+        let mut ticks = tokio::time::interval(UPKEEP_EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            self.recorder.run_upkeep();
+        }
+    }
+}
+
+/// A recorder that shows every histogram in buckets: quantiles of several processes cannot be added up.
+fn builder() -> PrometheusBuilder {
+    let suffix = |suffix: &str| Matcher::Suffix(suffix.to_owned());
+    let full = |name: &str| Matcher::Full(name.to_owned());
+    [
+        (suffix("_seconds"), SECONDS),
+        (full("pointsman_phase_duration_seconds"), SHORT_SECONDS),
+        (full("pointsman_gateway_overhead_seconds"), SHORT_SECONDS),
+        (suffix("_tokens"), COUNTS),
+        (suffix("_blocks"), COUNTS),
+        (suffix("_ratio"), RATIOS),
+        (suffix("_rate"), RATIOS),
+    ]
+    .into_iter()
+    .try_fold(PrometheusBuilder::new(), |builder, (matcher, bounds)| builder.set_buckets_for_metric(matcher, bounds))
+    .and_then(|builder| builder.set_buckets(SECONDS))
+    .expect("no list of bounds is empty")
+}
+
+fn describe() {
+    for &(name, kind, _, help) in METRICS {
+        match kind {
+            Kind::Counter => metrics::describe_counter!(name, Unit::Count, help),
+            Kind::Gauge => metrics::describe_gauge!(name, Unit::Count, help),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

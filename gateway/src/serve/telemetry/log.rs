@@ -1,0 +1,209 @@
+//! The log: lines on stderr.
+//!
+//! Owns the rules of `log_level`, and the queue between those who log and whoever reads stderr. Promises that logging
+//! never waits for the reader. Leaves what is logged to others.
+
+use std::io::{self, Write};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+use metrics::Counter;
+use tracing_subscriber::Layer as _;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+
+use crate::settings::LogFormat;
+
+/// Lines that wait for stderr.
+const LINES_MAX: usize = 4096;
+
+/// How long the end of the process waits for them.
+const FLUSH_WAIT: Duration = Duration::from_secs(1);
+
+/// What is wrong with a `log_level`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{level:?} is no log level, must be error, warn, info, debug, trace or off, or TARGET= and one of them")]
+pub struct LevelError {
+    /// The part that is wrong.
+    pub level: String,
+}
+
+/// What a `log_level` lets through: a level, targets with levels, or both, separated by commas. Where none of them
+/// speaks of a target, nothing of it is logged.
+///
+/// ```
+/// use pointsman_gateway::serve::telemetry::parse_level;
+///
+/// let level = parse_level("info,pointsman::route=debug").unwrap();
+/// assert!(level.would_enable("pointsman::route", &tracing::Level::DEBUG));
+/// assert!(!level.would_enable("pointsman::queue", &tracing::Level::DEBUG));
+/// let error = parse_level("info,verbose").unwrap_err();
+/// assert!(error.to_string().starts_with("\"verbose\" is no log level"));
+/// ```
+///
+/// # Errors
+/// A part that is no level.
+pub fn parse_level(level: &str) -> Result<Targets, LevelError> {
+    level.split(',').map(str::trim).try_fold(Targets::new(), |targets, part| {
+        let wrong = || LevelError { level: part.to_owned() };
+        let (target, level) = part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
+        let level = named_level(level).ok_or_else(wrong)?;
+        match target {
+            None => Ok(targets.with_default(level)),
+            Some("") => Err(wrong()),
+            Some(target) => Ok(targets.with_target(target, level)),
+        }
+    })
+}
+
+fn named_level(name: &str) -> Option<LevelFilter> {
+    let levels = [
+        ("off", LevelFilter::OFF),
+        ("error", LevelFilter::ERROR),
+        ("warn", LevelFilter::WARN),
+        ("info", LevelFilter::INFO),
+        ("debug", LevelFilter::DEBUG),
+        ("trace", LevelFilter::TRACE),
+    ];
+    levels.into_iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, level)| level)
+}
+
+/// Starts the log; a process that has a subscriber already keeps it.
+pub(crate) fn start_log(level: Targets, format: LogFormat) -> Log {
+    let (log, writer) = Log::to(io::stderr());
+    let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);
+    let layer = match format {
+        LogFormat::Text => layer.with_ansi(false).boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+    };
+    // Whoever came first is heard.
+    drop(tracing_subscriber::registry().with(layer.with_filter(level)).try_init());
+    log
+}
+
+/// A running log.
+pub(crate) struct Log {
+    entries: SyncSender<Entry>,
+}
+
+enum Entry {
+    Line(Vec<u8>),
+    /// Everything before it is written; nobody may be there to hear it.
+    Flush(SyncSender<()>),
+}
+
+impl Log {
+    /// A log to `sink`, which has a thread of its own to wait for it.
+    fn to(sink: impl Write + Send + 'static) -> (Self, Lines) {
+        let (entries, taken) = sync_channel(LINES_MAX);
+        let dropped = metrics::counter!("pointsman_gateway_log_lines_dropped_total");
+        // Without the thread every line is dropped, and counted.
+        drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink)));
+        (Self { entries: entries.clone() }, Lines { entries, dropped })
+    }
+
+    /// Waits a second at most until all lines so far are written. Blocks: not for async threads.
+    pub(crate) fn flush(&self) -> Result<(), RecvTimeoutError> {
+        let (written, heard) = sync_channel(1);
+        self.entries.try_send(Entry::Flush(written)).map_err(|_| RecvTimeoutError::Timeout)?;
+        heard.recv_timeout(FLUSH_WAIT)
+    }
+}
+
+fn write(entries: &Receiver<Entry>, mut sink: impl Write) {
+    for entry in entries {
+        match entry {
+            // A log that cannot be written has nobody to be told.
+            Entry::Line(line) => drop(sink.write_all(&line)),
+            Entry::Flush(written) => drop(written.try_send(())),
+        }
+    }
+}
+
+/// Takes lines and never waits.
+struct Lines {
+    entries: SyncSender<Entry>,
+    dropped: Counter,
+}
+
+impl<'a> MakeWriter<'a> for Lines {
+    type Writer = &'a Lines;
+
+    fn make_writer(&'a self) -> Self::Writer {
+        self
+    }
+}
+
+/// One call is one line: that is how the formatter writes.
+impl Write for &Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        if self.entries.try_send(Entry::Line(line.to_vec())).is_err() {
+            self.dropped.increment(1);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[test]
+    fn levels_are_read_or_refused() {
+        for good in ["info", "WARN", "off", "info,pointsman=debug", "a::b=trace, warn"] {
+            assert!(parse_level(good).is_ok(), "{good}");
+        }
+        for (bad, part) in [("", ""), ("loud", "loud"), ("info,", ""), ("a=b", "a=b"), ("=info", "=info"), ("3", "3")] {
+            assert_eq!(parse_level(bad), Err(LevelError { level: part.to_owned() }), "{bad}");
+        }
+    }
+
+    #[derive(Clone, Default)]
+    struct Shared(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Shared {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_come_in_order_and_are_there_after_a_flush() {
+        let sink = Shared::default();
+        let (log, lines) = Log::to(sink.clone());
+        for n in 0..100 {
+            writeln!(&lines, "{n}").unwrap();
+        }
+        log.flush().expect("the thread writes");
+        let expected: String = (0..100).map(|n| format!("{n}\n")).collect();
+        assert_eq!(String::from_utf8(sink.0.lock().unwrap().clone()).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_reader_that_stands_still_holds_nobody_up() {
+        let sink = Shared::default();
+        let held = sink.0.lock().unwrap(); // who writes waits here
+        let (log, lines) = Log::to(sink.clone());
+        for _ in 0..3 * LINES_MAX {
+            (&lines).write_all(b"line\n").unwrap();
+        }
+        drop(held);
+        // What was queued is written once the reader is back, and no more.
+        while log.flush().is_err() {}
+        let written = sink.0.lock().unwrap().len() / 5;
+        assert!((LINES_MAX..=LINES_MAX + 1).contains(&written), "{written}");
+    }
+}

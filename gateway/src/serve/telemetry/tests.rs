@@ -1,0 +1,26 @@
+use std::path::Path;
+
+use super::process;
+use super::{Kind, METRICS};
+
+/// The page that lists what is counted here.
+const PAGE: &str = "../docs/operations.md";
+
+#[test]
+fn the_page_lists_what_is_counted_here_and_nothing_else() {
+    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
+    let own = METRICS.iter().map(|(name, kind, labels, help)| {
+        let kind = match kind {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+        };
+        let labels: Vec<String> = labels.iter().map(|label| format!("`{label}`")).collect();
+        let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
+        format!("| `{name}` | {kind} | {labels} | {help} |")
+    });
+    let process = process::METRICS.iter().map(|(name, kind, help)| format!("| `{name}` | {kind} | – | {help} |"));
+    let expected: Vec<String> = own.chain(process).collect();
+    let is_row = |line: &&str| line.starts_with("| `pointsman_") || line.starts_with("| `process_");
+    let listed: Vec<&str> = page.lines().filter(is_row).collect();
+    assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
+}

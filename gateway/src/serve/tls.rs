@@ -1,0 +1,131 @@
+//! TLS for clients.
+//!
+//! Owns how a certificate chain and its key become a listener's TLS. Promises that what cannot be used is said at the
+//! start, with the file's name and never with its content. Leaves the handshake to the listener, and TLS to workers to
+//! their client.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::ServerConfig;
+use rustls::crypto::ring;
+use rustls::pki_types::pem::{self, PemObject as _};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+/// Longest file that is taken for a chain or a key.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Why a listener cannot speak TLS.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file that cannot be read.
+    #[error("{} cannot be read: {error}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// What the system says.
+        error: std::io::Error,
+    },
+    /// A file that is no certificate chain, or no key.
+    #[error("{} {rule}", file.display())]
+    Content {
+        /// The file.
+        file: PathBuf,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// A chain without a key, or a key without a chain.
+    #[error("{} is half of what TLS needs: it takes a certificate chain and its key", file.display())]
+    Half {
+        /// The half that is there.
+        file: PathBuf,
+    },
+    /// A chain and a key that rustls does not take.
+    #[error("the chain of {} and the key of {} cannot be used: {error}", certificate_file.display(), key_file.display())]
+    Pair {
+        /// The chain.
+        certificate_file: PathBuf,
+        /// The key.
+        key_file: PathBuf,
+        /// What rustls says.
+        error: rustls::Error,
+    },
+}
+
+/// What a listener needs to speak TLS 1.2 and 1.3: the chain, the server's own certificate first, and its key, both PEM.
+pub(crate) fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConfig>, TlsError> {
+    let content = |file: &Path, rule| TlsError::Content { file: file.to_owned(), rule };
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(certificate_file)?).collect();
+    let chain = chain.map_err(|error| content(certificate_file, no_pem(&error)))?;
+    if chain.is_empty() {
+        return Err(content(certificate_file, "holds no certificate, must hold the server's own and those above it"));
+    }
+    let key = PrivateKeyDer::from_pem_slice(&read(key_file)?).map_err(|error| content(key_file, no_pem(&error)))?;
+    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring speaks TLS 1.2 and 1.3")
+        .with_no_client_auth()
+        .with_single_cert(chain, key);
+    let mut config = config.map_err(|error| TlsError::Pair {
+        certificate_file: certificate_file.to_owned(),
+        key_file: key_file.to_owned(),
+        error,
+    })?;
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(Arc::new(config))
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, TlsError> {
+    let mut bytes = Vec::new();
+    let read = File::open(file).and_then(|opened| opened.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
+    match read {
+        Err(error) => Err(TlsError::Read { file: file.to_owned(), error }),
+        Ok(_) if bytes.len() as u64 > FILE_BYTES_MAX => {
+            Err(TlsError::Content { file: file.to_owned(), rule: "is longer than 1 MiB" })
+        }
+        Ok(_) => Ok(bytes),
+    }
+}
+
+/// The parser's own words may quote the file.
+fn no_pem(error: &pem::Error) -> &'static str {
+    if matches!(error, pem::Error::NoItemsFound) {
+        "holds no private key, must hold one in PEM, without a passphrase"
+    } else {
+        "is not PEM"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn data(file: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(file)
+    }
+
+    #[test]
+    fn a_chain_and_its_key_are_taken() {
+        let config = server(&data("test-only.crt"), &data("test-only.key")).expect("the pair is good");
+        assert_eq!(config.alpn_protocols, [b"http/1.1"]);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_named() {
+        let refused = |certificate: &str, key: &str| {
+            server(&data(certificate), &data(key)).expect_err("it cannot be used").to_string()
+        };
+        let cases = [
+            (refused("absent.crt", "test-only.key"), "absent.crt cannot be read: "),
+            (refused("test-only.key", "test-only.key"), "test-only.key holds no certificate"),
+            (refused("test-only.crt", "test-only.crt"), "test-only.crt holds no private key"),
+            (refused("test-only.crt", "other-test-only.key"), "other-test-only.key cannot be used: "),
+            (refused("broken.crt", "test-only.key"), "broken.crt is not PEM"),
+        ];
+        for (said, expected) in cases {
+            assert!(said.contains(expected), "{said}");
+        }
+    }
+}
