@@ -229,6 +229,7 @@ impl From<Rejection> for ApiError {
                 Some(Filter::Overloaded | Filter::Busy) => overloaded(),
                 Some(
                     Filter::Allowed
+                    | Filter::Excluded
                     | Filter::Pin
                     | Filter::RequiredTaints
                     | Filter::Unavailable

@@ -48,6 +48,7 @@ pub struct Drained {
 }
 
 /// What a listener takes.
+#[derive(Clone)]
 pub(crate) struct ListenerOptions {
     /// The listener's name in logs and metrics.
     pub(crate) name: &'static str,

@@ -2,8 +2,9 @@
 //!
 //! Owns what a running gateway is made of ([`App`]) and its start and end. Promises that what was accepted is answered,
 //! and that at its end no booking is left. Leaves listening to [`listener`], requests to [`proxy`], who may ask to
-//! [`tenants`], and which model is meant to [`models`].
+//! [`tenants`], which model is meant to [`models`], and operators to [`admin`].
 
+mod admin;
 mod listener;
 mod models;
 mod proxy;
@@ -29,6 +30,7 @@ use models::Models;
 use ready::Readiness;
 use telemetry::Metrics;
 
+pub use admin::TokenError;
 pub use listener::Drained;
 pub use models::ModelError;
 pub use run::{Ended, Signal, run, run_until};
@@ -41,6 +43,9 @@ pub enum GatewayError {
     /// A model's pool.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The operators' token.
+    #[error(transparent)]
+    AdminToken(#[from] TokenError),
     /// An address that cannot be listened at.
     #[error("cannot listen at {address}: {error}")]
     Listen {
@@ -69,7 +74,11 @@ pub struct Gateway {
     clients: Listener,
     /// Ends with the gateway.
     _upkeep: JoinSet<()>,
+    admin: Option<Listener>,
 }
+
+/// How long answers to operators may take once the routers have stopped: there is nothing left to wait for.
+const ADMIN_DRAIN: Duration = Duration::from_secs(1);
 
 impl Gateway {
     /// Starts the routers, then listens.
@@ -81,6 +90,11 @@ impl Gateway {
         let metrics = Metrics::install();
         let options = client_options(&settings.gateway)?;
         let readiness = Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms));
+        // What cannot be read is found before anything runs.
+        let token = match &settings.admin {
+            Some(admin) => Some((admin.listen, admin::Token::read(&admin.token_file).await?)),
+            None => None,
+        };
         let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()
             .expect("ring speaks TLS 1.2 and 1.3")
@@ -94,15 +108,30 @@ impl Gateway {
             upkeep.spawn(metrics.keep_up());
         }
         let app = Arc::new(App { settings, models, upstream, readiness, metrics });
+        let admin = match token {
+            Some((listen, token)) => {
+                let routes = admin::routes(Arc::clone(&app), token, routes::common(&app, true));
+                let options = ListenerOptions { name: "admin", tls: None, ..options.clone() };
+                let admin = Listener::start(listen, options, routes).await;
+                Some(admin.map_err(|error| GatewayError::Listen { address: listen, error })?)
+            }
+            None => None,
+        };
         let clients = Listener::start(listen, options, routes::clients(Arc::clone(&app))).await;
         let clients = clients.map_err(|error| GatewayError::Listen { address: listen, error })?;
-        Ok(Self { app, clients, _upkeep: upkeep })
+        Ok(Self { app, clients, admin, _upkeep: upkeep })
     }
 
     /// Where clients connect.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.clients.address()
+    }
+
+    /// Where operators connect; `None` without `[admin]`.
+    #[must_use]
+    pub fn admin_address(&self) -> Option<SocketAddr> {
+        self.admin.as_ref().map(Listener::address)
     }
 
     /// The router of a model.
@@ -120,7 +149,11 @@ impl Gateway {
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
         let drained = self.clients.drain(deadline).await;
+        // Operators may look until the end.
         self.app.models.shutdown().await;
+        if let Some(admin) = self.admin {
+            admin.drain(ADMIN_DRAIN).await;
+        }
         drained
     }
 }

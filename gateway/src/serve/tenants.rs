@@ -5,10 +5,10 @@
 //! its tenant. Leaves what a tenant may ask for to the requests' terms.
 
 use ahash::AHashMap;
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::HeaderValue;
 use ring::{digest, hmac};
 
-use crate::openai::{ApiError, ErrorType};
+use crate::openai::ApiError;
 use crate::settings::{Secrets, TenantSettings};
 
 /// Bytes of a salt; it is written as twice as many digits.
@@ -82,10 +82,10 @@ impl Tenants {
             return Ok(None);
         }
         let Some(key) = authorization.and_then(bearer_key) else {
-            return Err(unauthorized("an API key is needed, as `Authorization: Bearer KEY`"));
+            return Err(ApiError::unauthorized());
         };
         let known = self.by_key.get(&digest_of(key));
-        known.map(|n| Some(&self.all[*n])).ok_or_else(|| unauthorized("the API key is not known"))
+        known.map(|n| Some(&self.all[*n])).ok_or_else(ApiError::unauthorized)
     }
 }
 
@@ -95,11 +95,6 @@ pub(crate) fn bearer_key(authorization: &HeaderValue) -> Option<&[u8]> {
     let (scheme, key) = authorization.as_bytes().split_at_checked("Bearer ".len())?;
     let key = key.trim_ascii();
     (scheme.eq_ignore_ascii_case(b"Bearer ") && !key.is_empty()).then_some(key)
-}
-
-fn unauthorized(message: &str) -> ApiError {
-    let (status, kind) = (StatusCode::UNAUTHORIZED, ErrorType::Authentication);
-    ApiError { status, kind, code: "invalid_api_key", message: message.to_owned(), param: None, retry_after_s: None }
 }
 
 fn digest_of(key: &[u8]) -> [u8; digest::SHA256_OUTPUT_LEN] {

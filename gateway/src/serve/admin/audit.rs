@@ -1,0 +1,64 @@
+//! Who changed what.
+//!
+//! Owns the audit lines: at info, under the target `pointsman_gateway::audit`. Promises one for every change that was
+//! begun, also for one that failed or whose caller went away, and none that has a secret.
+
+use std::net::SocketAddr;
+
+use axum::http::StatusCode;
+use pointsman::protocol::WorkerId;
+
+use super::error;
+use super::extract::Peer;
+use crate::openai::{ApiError, ErrorType};
+use crate::serve::models::Model;
+
+/// A change of a model's workers.
+#[derive(Clone)]
+pub(super) struct Change {
+    what: &'static str,
+    model: String,
+    worker: WorkerId,
+    peer: Option<SocketAddr>,
+}
+
+/// What a change came to, and what its audit line says of it.
+pub(super) struct Done<T> {
+    pub(super) answer: T,
+    pub(super) detail: String,
+}
+
+impl Change {
+    pub(super) fn new(what: &'static str, model: &Model, worker: WorkerId, Peer(peer): Peer) -> Self {
+        Self { what, model: model.settings.name.clone(), worker, peer }
+    }
+
+    /// Carries the change out to its end, even if nobody waits for it any more, and writes its line then.
+    pub(super) async fn carry_out<T: Send + 'static>(
+        self,
+        work: impl Future<Output = Result<Done<T>, ApiError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let task = tokio::spawn(async move {
+            match work.await {
+                Ok(Done { answer, detail }) => {
+                    self.write("done", &detail);
+                    Ok(answer)
+                }
+                Err(error) => {
+                    self.write("failed", &error.message);
+                    Err(error)
+                }
+            }
+        });
+        let broken =
+            |_| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", "the change broke off");
+        task.await.map_err(broken)?
+    }
+
+    /// Writes a line. Texts are logged as values, so that the log's format escapes them.
+    pub(super) fn write(&self, outcome: &str, detail: &str) {
+        let Self { what, model, worker, peer } = self;
+        let (model, peer) = (model.as_str(), peer.map(tracing::field::display));
+        tracing::info!(target: "pointsman_gateway::audit", what, model, %worker, peer, outcome, detail, "workers changed by hand");
+    }
+}

@@ -1,0 +1,225 @@
+//! Who is an operator: whoever shows the token.
+//!
+//! Owns the token and the count of those who did not show it. Promises that the comparison takes as long for one wrong
+//! token as for another of its length, that the token is in no log line, error or `Debug`, and that those who try cannot
+//! fill the log.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::extract::ConnectInfo;
+use axum::http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
+use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode};
+use axum::response::{IntoResponse as _, Response};
+use metrics::Counter;
+use ring::hmac;
+use tokio::io::AsyncReadExt as _;
+use tokio::time::Instant;
+
+use super::error;
+use crate::openai::ErrorType;
+
+/// How often denials are told of, at most.
+const TOLD_EVERY: Duration = Duration::from_secs(10);
+
+/// Why there is no token, and so no administration.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenError {
+    /// The file cannot be read.
+    #[error("token_file {path:?} cannot be read: {error}")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        error: std::io::Error,
+    },
+    /// It could be guessed, or is something else.
+    #[error("token_file {path:?} holds {bytes} bytes, must hold {min} to {max}", min = Token::BYTES_MIN, max = Token::BYTES_MAX)]
+    Length {
+        /// The file.
+        path: PathBuf,
+        /// Bytes read, of a longer file the first.
+        bytes: usize,
+    },
+    /// It could not stand in a header.
+    #[error("token_file {path:?} holds a blank or a byte that is not ASCII, must be one line of visible characters")]
+    Characters {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// The token, as far as it takes to know it again.
+pub(crate) struct Token {
+    key: hmac::Key,
+    tag: hmac::Tag,
+}
+
+impl Token {
+    /// Fewest bytes.
+    const BYTES_MIN: usize = 16;
+
+    /// Most bytes.
+    const BYTES_MAX: usize = 1024;
+
+    /// Reads the token: one line, whose end does not count.
+    pub(crate) async fn read(path: &Path) -> Result<Self, TokenError> {
+        let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
+        let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+        let mut read = Vec::new();
+        file.take(Self::BYTES_MAX as u64 + 3).read_to_end(&mut read).await.map_err(unreadable)?;
+        let token = read.strip_suffix(b"\n").unwrap_or(&read);
+        Self::new(token.strip_suffix(b"\r").unwrap_or(token), path)
+    }
+
+    fn new(token: &[u8], path: &Path) -> Result<Self, TokenError> {
+        let path = || path.to_owned();
+        if !(Self::BYTES_MIN..=Self::BYTES_MAX).contains(&token.len()) {
+            return Err(TokenError::Length { path: path(), bytes: token.len() });
+        }
+        if !token.iter().all(u8::is_ascii_graphic) {
+            return Err(TokenError::Characters { path: path() });
+        }
+        // Keyed with itself: what is compared cannot be computed by whoever does not know it.
+        let key = hmac::Key::new(hmac::HMAC_SHA256, token);
+        Ok(Self { tag: hmac::sign(&key, token), key })
+    }
+
+    /// Whether the headers show it: `Authorization: Bearer TOKEN`, once.
+    pub(super) fn is_shown_in(&self, headers: &HeaderMap) -> bool {
+        bearer(headers).is_some_and(|shown| hmac::verify(&self.key, shown, self.tag.as_ref()).is_ok())
+    }
+}
+
+/// What is shown as a token. Of two headers no one knows which is meant.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let mut values = headers.get_all(AUTHORIZATION).iter();
+    let value = values.next().filter(|_| values.next().is_none())?.as_bytes();
+    let (scheme, token) = value.split_at_checked(b"Bearer ".len())?;
+    scheme.eq_ignore_ascii_case(b"Bearer ").then_some(token.trim_ascii())
+}
+
+/// Who asks, where the listener says it.
+pub(super) fn peer_of(extensions: &Extensions) -> Option<SocketAddr> {
+    extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer)
+}
+
+/// The answer to those who have not shown the token. It does not say what was wrong with what they did show.
+pub(super) fn denied() -> Response {
+    let message = "this listener needs its token: Authorization: Bearer TOKEN";
+    let denied = error(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_token", message);
+    let mut answer = denied.into_response();
+    answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"pointsman admin\""));
+    answer
+}
+
+/// Counts those who were not let in.
+pub(super) struct Denials {
+    counter: Counter,
+    told: Mutex<Told>,
+}
+
+#[derive(Default)]
+struct Told {
+    at: Option<Instant>,
+    /// Denials since then.
+    untold: u64,
+}
+
+impl Denials {
+    pub(super) fn new() -> Self {
+        metrics::describe_counter!(
+            "pointsman_gateway_admin_denied_total",
+            "Requests to the administration that did not show its token."
+        );
+        Self { counter: metrics::counter!("pointsman_gateway_admin_denied_total"), told: Mutex::default() }
+    }
+
+    pub(super) fn count(&self, peer: Option<SocketAddr>) {
+        self.counter.increment(1);
+        if let Some(denied) = self.told.lock().unwrap_or_else(PoisonError::into_inner).next(Instant::now()) {
+            let peer = peer.map(tracing::field::display);
+            tracing::warn!(peer, denied, "requests to the administration did not show its token");
+        }
+    }
+}
+
+impl Told {
+    /// One more: how many there are to tell of, when it is time to.
+    fn next(&mut self, now: Instant) -> Option<u64> {
+        self.untold += 1;
+        if self.at.is_some_and(|at| now < at + TOLD_EVERY) {
+            return None;
+        }
+        self.at = Some(now);
+        Some(std::mem::take(&mut self.untold))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKEN: &str = "0123456789abcdef";
+
+    fn token(text: &[u8]) -> Result<Token, TokenError> {
+        Token::new(text, Path::new("token"))
+    }
+
+    #[test]
+    fn only_the_token_itself_opens() {
+        let token = token(TOKEN.as_bytes()).expect("a token");
+        let opens = |values: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(AUTHORIZATION, HeaderValue::from_str(value).expect("a value"));
+            }
+            token.is_shown_in(&headers)
+        };
+        let right = &format!("Bearer {TOKEN}");
+        assert!(opens(&[right]));
+        assert!(opens(&[&format!("bearer  {TOKEN} ")]), "the scheme's case and blanks around a token mean nothing");
+        for wrong in [
+            &[] as &[&str],
+            &[""],
+            &["Bearer"],
+            &["Bearer "],
+            &[TOKEN],
+            &[&format!("Basic {TOKEN}")],
+            &[&format!("Bearer{TOKEN}")],
+            &[&format!("Bearer {TOKEN}0")],
+            &[&format!("Bearer {}", &TOKEN[1..])],
+            &["Bearer 0123456789ABCDEF"],
+            &[right, right],
+            &[right, "Bearer 0"],
+        ] {
+            assert!(!opens(wrong), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn tokens_that_could_be_guessed_are_refused() {
+        for (text, rule) in [
+            (&b"short"[..], "holds 5 bytes, must hold 16 to 1024"),
+            (&[b'x'; 1025], "holds 1025 bytes"),
+            (b"0123456789 abcdef", "visible"),
+            (b"0123456789\nabcdef", "visible"),
+            (b"0123456789\xffabcdef", "visible"),
+        ] {
+            let error = token(text).err().expect("must be refused").to_string();
+            assert!(error.contains(rule) && error.contains("token_file \"token\""), "{error}");
+            assert!(!error.contains("0123"), "{error}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn denials_are_told_of_now_and_then() {
+        let mut told = Told::default();
+        let start = Instant::now();
+        assert_eq!(told.next(start), Some(1), "the first at once");
+        assert_eq!([told.next(start), told.next(start + TOLD_EVERY / 2)], [None, None]);
+        assert_eq!(told.next(start + TOLD_EVERY), Some(3));
+    }
+}

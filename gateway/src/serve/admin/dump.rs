@@ -1,0 +1,73 @@
+//! A model's index as JSON lines.
+//!
+//! Promises that a dump has hashes only, is read from the index once, and is written as fast as it is taken and no
+//! faster. It is in memory as a whole, at about 16 bytes a block and rank, until it has been sent.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::header::{CONTENT_TYPE, HeaderName};
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::Response;
+use http_body::Frame;
+use pointsman::protocol::RouterEvent;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::extract::ModelAt;
+use super::{Admin, DUMPS_MAX, error};
+use crate::openai::{ApiError, ErrorType};
+
+/// Bytes handed on at a time, or one line if that is longer.
+const FRAME_BYTES: usize = 64 << 10;
+
+/// How many lines there will be.
+const LINES: HeaderName = HeaderName::from_static("x-dump-lines");
+
+/// How many blocks they have, counted for each rank.
+const BLOCKS: HeaderName = HeaderName::from_static("x-dump-blocks");
+
+pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelAt) -> Result<Response, ApiError> {
+    let permit = Arc::clone(&admin.dumps).try_acquire_owned().map_err(|_| {
+        let message = format!("{DUMPS_MAX} dumps are being sent, which is the most");
+        let refused = error(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, "dumps_in_progress", message);
+        ApiError { retry_after_s: Some(1), ..refused }
+    })?;
+    let lost = |lost: pointsman::error::FlushError| {
+        ApiError::unavailable(StatusCode::SERVICE_UNAVAILABLE, "no_index", lost.to_string())
+    };
+    let events = model.router.dump_events().await.map_err(lost)?;
+    let blocks: usize = events.iter().map(|event| event.data.block_count()).sum();
+    let lines = events.len();
+    let mut response = Response::new(Body::new(Lines { events: events.into_iter(), _permit: permit }));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"));
+    headers.insert(LINES, HeaderValue::from(lines));
+    headers.insert(BLOCKS, HeaderValue::from(blocks));
+    Ok(response)
+}
+
+/// Events, one a line.
+struct Lines {
+    events: std::vec::IntoIter<RouterEvent>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl http_body::Body for Lines {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let mut written = Vec::with_capacity(FRAME_BYTES);
+        while written.len() < FRAME_BYTES {
+            let Some(event) = self.events.next() else { break };
+            serde_json::to_writer(&mut written, &event).expect("numbers and names are written to memory");
+            written.push(b'\n');
+        }
+        let frame = (!written.is_empty()).then(|| Ok(Frame::data(written.into())));
+        Poll::Ready(frame)
+    }
+}

@@ -1,0 +1,177 @@
+//! What a request to the administration names and brings.
+//!
+//! Owns how paths and bodies are read. Promises that a name or id that is none is refused before anything is done, that
+//! a body has an end in time and size, and that every refusal has the clients' shape.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use pointsman::protocol::WorkerId;
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, Deserializer, Visitor};
+use tokio::time::timeout;
+
+use super::auth::peer_of;
+use super::{Admin, BODY_BYTES_MAX, error, no_route};
+use crate::openai::{ApiError, ErrorType};
+use crate::serve::models::Model;
+
+/// How long a body may take to come.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The model that the path names, by its name or an alias. Names with a `/` have it as `%2F`.
+pub(super) struct ModelAt(pub(super) Arc<Model>);
+
+/// The worker that the path names, there or not.
+pub(super) struct WorkerAt {
+    pub(super) model: Arc<Model>,
+    pub(super) id: WorkerId,
+}
+
+/// Who asks.
+#[derive(Clone, Copy)]
+pub(super) struct Peer(pub(super) Option<SocketAddr>);
+
+/// A body in JSON, whatever its `Content-Type` says.
+pub(super) struct Body<T>(pub(super) T);
+
+/// A worker's id as people and JavaScript write it: a number, or its decimal digits as text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Id(pub(super) WorkerId);
+
+impl Id {
+    /// Reads decimal digits, without a sign or leading zeros: each id has one spelling.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let id: u64 = text.parse().ok()?;
+        (id.to_string() == text).then_some(Self(WorkerId(id)))
+    }
+}
+
+impl<'de> Deserialize<'de> for Id {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+
+        impl Visitor<'_> for Either {
+            type Value = Id;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a worker's id: a number from 0 to 2^64 - 1, or its digits as text")
+            }
+
+            fn visit_u64<E>(self, id: u64) -> Result<Id, E> {
+                Ok(Id(WorkerId(id)))
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Id, E> {
+                Id::parse(text).ok_or_else(|| E::invalid_value(serde::de::Unexpected::Str(text), &self))
+            }
+        }
+
+        deserializer.deserialize_any(Either)
+    }
+}
+
+/// The path's parts by name.
+async fn parts_of(parts: &mut Parts, admin: &Arc<Admin>) -> Result<BTreeMap<String, String>, ApiError> {
+    // What is not UTF-8 names nothing.
+    let named = Path::<BTreeMap<String, String>>::from_request_parts(parts, admin).await;
+    named.map(|Path(named)| named).map_err(|_| no_route())
+}
+
+fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model>, ApiError> {
+    let name = named.get("model").map_or("", String::as_str);
+    let is_meant =
+        |model: &&Arc<Model>| model.settings.name == name || model.settings.aliases.iter().any(|a| a == name);
+    let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "there is no such model");
+    admin.app.models.all().iter().find(is_meant).cloned().ok_or_else(unknown)
+}
+
+impl FromRequestParts<Arc<Admin>> for ModelAt {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, admin: &Arc<Admin>) -> Result<Self, ApiError> {
+        model_of(&parts_of(parts, admin).await?, admin).map(Self)
+    }
+}
+
+impl FromRequestParts<Arc<Admin>> for WorkerAt {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, admin: &Arc<Admin>) -> Result<Self, ApiError> {
+        let named = parts_of(parts, admin).await?;
+        let model = model_of(&named, admin)?;
+        let malformed = || {
+            let message = "a worker's id must be a number from 0 to 2^64 - 1, in decimal digits without leading zeros";
+            ApiError::invalid("invalid_worker_id", Some("id"), message)
+        };
+        let Id(id) = named.get("id").and_then(|id| Id::parse(id)).ok_or_else(malformed)?;
+        Ok(Self { model, id })
+    }
+}
+
+impl<S: Sync> FromRequestParts<S> for Peer {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Self(peer_of(&parts.extensions)))
+    }
+}
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        let read = timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await.map_err(|_| too_slow())?;
+        let body = read.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => {
+                let message = format!("the body is longer than {BODY_BYTES_MAX} bytes");
+                error(rejection.status(), ErrorType::InvalidRequest, "body_too_large", message)
+            }
+            _ => ApiError::invalid("invalid_body", None, "the body broke off"),
+        })?;
+        serde_json::from_slice(&body).map(Self).map_err(|error| not_understood(&error))
+    }
+}
+
+fn too_slow() -> ApiError {
+    let message = format!("the body did not come within {} s", BODY_TIMEOUT.as_secs());
+    error(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message)
+}
+
+/// A body that is no JSON, or not of the shape that it must have.
+pub(super) fn not_understood(error: &serde_json::Error) -> ApiError {
+    ApiError::invalid("invalid_json", None, format!("the body is not what it must be: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_have_one_spelling() {
+        let id = |text: &str| Id::parse(text).map(|Id(WorkerId(id))| id);
+        assert_eq!((id("0"), id("7"), id("18446744073709551615")), (Some(0), Some(7), Some(u64::MAX)));
+        for text in ["", "-1", "+1", "01", "00", " 1", "1 ", "0x1", "1e3", "1.0", "18446744073709551616", "one", "١"] {
+            assert_eq!(id(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn ids_in_bodies_are_numbers_or_text() {
+        let read = |json: &str| serde_json::from_str::<Vec<Id>>(json).map_err(|error| error.to_string());
+        let ids = [Id(WorkerId(1)), Id(WorkerId(u64::MAX))];
+        assert_eq!(read(r#"[1, 18446744073709551615]"#).expect("numbers"), ids);
+        assert_eq!(read(r#"["1", "18446744073709551615"]"#).expect("text"), ids);
+        for wrong in ["[-1]", "[1.5]", r#"["x"]"#, "[null]", "[18446744073709551616]"] {
+            assert!(read(wrong).expect_err("must be refused").contains("a worker's id"), "{wrong}");
+        }
+    }
+}

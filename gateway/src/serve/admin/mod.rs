@@ -1,0 +1,134 @@
+//! The second listener, for operators: workers, drains, loads, questions, settings.
+//!
+//! Owns its paths, and what every request to it must bring: the token ([`auth`]), and an address that means one thing.
+//! Promises that nothing is done or told without the token, that no `GET` changes anything, that changes are made one
+//! after the other and each writes an audit line, whether or not its caller waits for the end. Leaves listening to
+//! [`listener`](super::listener), and what a change means to the router. `docs/admin.md` has every path by example.
+
+mod audit;
+mod auth;
+mod dump;
+mod extract;
+mod questions;
+mod reports;
+mod views;
+mod workers;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::header::CACHE_CONTROL;
+use axum::http::{HeaderValue, StatusCode, Uri};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post, put};
+use tokio::sync::{Mutex, Semaphore};
+
+use super::App;
+use crate::openai::{ApiError, ErrorType};
+pub(crate) use auth::Token;
+pub use auth::TokenError;
+use auth::{Denials, peer_of};
+
+/// Longest body of a request.
+const BODY_BYTES_MAX: usize = 8 << 20;
+
+/// Longest path.
+const PATH_BYTES_MAX: usize = 2048;
+
+/// Dumps that are made at a time: each is in memory as a whole while it is sent.
+const DUMPS_MAX: usize = 2;
+
+/// What every request of an operator is served with.
+struct Admin {
+    app: Arc<App>,
+    token: Token,
+    denials: Denials,
+    /// Held while the set of workers is changed: a patch must not bring back what was removed meanwhile.
+    changes: Mutex<()>,
+    dumps: Arc<Semaphore>,
+}
+
+/// What is answered on the operators' listener. `common` are paths that other listeners may have, too; here they need
+/// the token like any other.
+pub(super) fn routes(app: Arc<App>, token: Token, common: Router) -> Router {
+    let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
+    let admin = Arc::new(Admin { app, token, denials: Denials::new(), changes, dumps });
+    Router::new()
+        .route("/admin/config", get(reports::settings))
+        .route("/admin/models", get(reports::models))
+        .route("/admin/models/{model}/config", get(reports::config))
+        .route("/admin/models/{model}/dump", get(dump::dump))
+        .route("/admin/models/{model}/explain", post(questions::explain))
+        .route("/admin/models/{model}/health", get(reports::health))
+        .route("/admin/models/{model}/loads", get(reports::loads))
+        .route("/admin/models/{model}/overlap", post(questions::overlap))
+        .route("/admin/models/{model}/workers", get(workers::list).post(workers::add))
+        .route("/admin/models/{model}/workers/{id}", put(workers::put).patch(workers::patch).delete(workers::remove))
+        .route("/admin/models/{model}/workers/{id}/drain", post(workers::drain))
+        .with_state(Arc::clone(&admin))
+        .merge(common)
+        .fallback(async || no_route())
+        .method_not_allowed_fallback(async || wrong_method())
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(from_fn_with_state(admin, guard))
+}
+
+/// Lets nobody pass who has not shown the token, and no address that two readers could read in two ways.
+async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
+    let mut answer = if !admin.token.is_shown_in(request.headers()) {
+        admin.denials.count(peer_of(request.extensions()));
+        auth::denied()
+    } else if let Some(error) = refused_address(request.uri()) {
+        error.into_response()
+    } else {
+        next.run(request).await
+    };
+    answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    answer
+}
+
+/// Why an address is not even looked up.
+fn refused_address(uri: &Uri) -> Option<ApiError> {
+    if uri.scheme().is_some() || uri.authority().is_some() || uri.path().len() > PATH_BYTES_MAX {
+        return Some(no_route());
+    }
+    let has_query = uri.query().is_some() && uri.path().starts_with("/admin");
+    has_query.then(|| ApiError::invalid("unknown_query", None, "no path below /admin takes a query"))
+}
+
+/// An error in the clients' shape.
+fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
+    ApiError { status, kind, ..ApiError::invalid(code, None, message) }
+}
+
+fn no_route() -> ApiError {
+    error(StatusCode::NOT_FOUND, ErrorType::NotFound, "not_found", "there is nothing at this path")
+}
+
+fn wrong_method() -> ApiError {
+    let (status, kind) = (StatusCode::METHOD_NOT_ALLOWED, ErrorType::InvalidRequest);
+    error(status, kind, "method_not_allowed", "this path does not take this method")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_that_mean_two_things_are_refused() {
+        let refused = |uri: &str| refused_address(&uri.parse().expect("a URI")).map(|error| error.code);
+        for (uri, expected) in [
+            ("/admin/models", None),
+            ("/ready?model=m", None),
+            ("/admin/models?token=x", Some("unknown_query")),
+            ("/admin?", Some("unknown_query")),
+            ("http://gateway/admin/models", Some("not_found")),
+            ("gateway:8081", Some("not_found")),
+            (&format!("/admin/models/{}", "x".repeat(PATH_BYTES_MAX)), Some("not_found")),
+        ] {
+            assert_eq!(refused(uri), expected, "{uri}");
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Questions about a prompt: where it would go and why, and who holds how much of it.
+//!
+//! Owns how a question is put. Promises that nothing is booked, and that the prompt is not kept. Leaves the answers to the
+//! router, tokens to [`prompt`](crate::prompt).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::http::StatusCode;
+use pointsman::config::RouterConfigOverride;
+use pointsman::error::RouteError;
+use pointsman::select::{Constraints, Pin, PinMode};
+use pointsman::{Prompt, RouteRequest};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use super::error;
+use super::extract::{Body, Id, ModelAt};
+use super::views::worker_ids_as_text;
+use crate::openai::{ApiError, AskedPrompt, ChatParts, ErrorType};
+use crate::prompt::TokenSource;
+
+/// A prompt in one of three forms, and what else a decision may depend on.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Question {
+    tokens: Option<Vec<u32>>,
+    prompt: Option<String>,
+    messages: Option<Box<RawValue>>,
+    tools: Option<Box<RawValue>>,
+    documents: Option<Box<RawValue>>,
+    chat_template_kwargs: Option<Box<RawValue>>,
+    add_generation_prompt: Option<bool>,
+    continue_final_message: Option<bool>,
+    lora_name: Option<String>,
+    cache_salt: Option<String>,
+    strict_priority: u32,
+    priority_jump: f64,
+    policy_class: Option<String>,
+    session_id: Option<String>,
+    expected_output_tokens: Option<u32>,
+    allowed_workers: Option<BTreeSet<Id>>,
+    pin: Option<PinAt>,
+    required_taints: BTreeSet<String>,
+    preferred_taints: BTreeMap<String, f64>,
+    overrides: RouterConfigOverride,
+}
+
+/// As [`Pin`], with an id that may be text.
+#[derive(Clone, Copy, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PinAt {
+    worker: Id,
+    #[serde(default)]
+    rank: Option<u32>,
+    #[serde(default)]
+    mode: PinMode,
+}
+
+impl Question {
+    /// The prompt, taken out.
+    fn take_prompt(&mut self) -> Result<AskedPrompt, ApiError> {
+        let bytes = |json: Box<RawValue>| Bytes::from(Box::<str>::from(json).into_boxed_bytes());
+        let chat_only = ChatParts {
+            messages: Bytes::new(),
+            tools: self.tools.take().map(bytes),
+            documents: self.documents.take().map(bytes),
+            template_kwargs: self.chat_template_kwargs.take().map(bytes),
+            add_generation_prompt: self.add_generation_prompt.take(),
+            continue_final_message: self.continue_final_message.take(),
+            reasoning_effort: None,
+            has_own_template: false,
+        };
+        match (self.tokens.take(), self.prompt.take(), self.messages.take()) {
+            (None, None, Some(messages)) => {
+                Ok(AskedPrompt::Chat(Box::new(ChatParts { messages: bytes(messages), ..chat_only })))
+            }
+            (Some(ids), None, None) if chat_only == ChatParts::default() => Ok(AskedPrompt::Tokens(ids)),
+            (None, Some(text), None) if chat_only == ChatParts::default() => Ok(AskedPrompt::Text(text)),
+            (Some(_), None, None) | (None, Some(_), None) => {
+                let message = "tools, documents and settings of a chat template go with messages only";
+                Err(ApiError::invalid("invalid_prompt", None, message))
+            }
+            (None, None, None) | (Some(_), Some(_), _) | (Some(_), None, Some(_)) | (None, Some(_), Some(_)) => {
+                let message = "the body must have one of tokens, prompt and messages";
+                Err(ApiError::invalid("invalid_prompt", None, message))
+            }
+        }
+    }
+
+    fn constraints(&self) -> Constraints {
+        let pin = |PinAt { worker: Id(worker), rank, mode }| Pin { worker, rank, mode };
+        let allowed = |ids: &BTreeSet<Id>| ids.iter().map(|Id(worker)| *worker).collect();
+        Constraints {
+            allowed_workers: self.allowed_workers.as_ref().map(allowed),
+            pin: self.pin.map(pin),
+            required_taints: self.required_taints.clone(),
+            preferred_taints: self.preferred_taints.clone(),
+            ..Constraints::default()
+        }
+    }
+
+    fn request<'a>(&'a self, tokens: &'a [u32], constraints: &'a Constraints) -> RouteRequest<'a> {
+        RouteRequest {
+            lora_name: self.lora_name.as_deref(),
+            cache_salt: self.cache_salt.as_deref(),
+            strict_priority: self.strict_priority,
+            priority_jump: self.priority_jump,
+            policy_class: self.policy_class.as_deref(),
+            constraints: (*constraints != Constraints::default()).then_some(constraints),
+            session_id: self.session_id.as_deref(),
+            expected_output_tokens: self.expected_output_tokens,
+            overrides: (!self.overrides.is_empty()).then_some(&self.overrides),
+            ..RouteRequest::query(Prompt::Tokens(tokens))
+        }
+    }
+}
+
+pub(super) async fn explain(
+    ModelAt(model): ModelAt,
+    Body(mut question): Body<Question>,
+) -> Result<Json<Value>, ApiError> {
+    let prompt = question.take_prompt()?;
+    let tokens = model.tokens.of(&prompt, question.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
+    let constraints = question.constraints();
+    let request = question.request(&tokens.ids, &constraints);
+    let explanation = model.router.explain(request).await.map_err(route_error)?;
+    answer("explanation", &explanation, tokens.source, tokens.ids.len())
+}
+
+pub(super) async fn overlap(
+    ModelAt(model): ModelAt,
+    Body(mut question): Body<Question>,
+) -> Result<Json<Value>, ApiError> {
+    let prompt = question.take_prompt()?;
+    let tokens = model.tokens.of(&prompt, question.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
+    let constraints = question.constraints();
+    let request = question.request(&tokens.ids, &constraints);
+    let scores = model.router.overlap_scores(request, true).await.map_err(route_error)?;
+    answer("overlap", &scores, tokens.source, tokens.ids.len())
+}
+
+fn answer(name: &str, answer: &impl Serialize, source: TokenSource, tokens: usize) -> Result<Json<Value>, ApiError> {
+    let mut answer = written(answer)?;
+    worker_ids_as_text(&mut answer);
+    Ok(Json(json!({ "tokens_source": source.name(), "tokens": tokens, name: answer })))
+}
+
+/// A value in JSON. Only a file name that is not UTF-8 has none.
+pub(super) fn written(value: &impl Serialize) -> Result<Value, ApiError> {
+    serde_json::to_value(value)
+        .map_err(|what| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", what.to_string()))
+}
+
+/// The router's error, with its own words: an operator may know of workers.
+pub(super) fn route_error(error: RouteError) -> ApiError {
+    let message = error.to_string();
+    ApiError { message, ..error.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prompt(json: &str) -> Result<AskedPrompt, String> {
+        let mut question: Question = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        question.take_prompt().map_err(|error| error.message)
+    }
+
+    #[test]
+    fn a_prompt_has_one_of_three_forms() {
+        assert_eq!(prompt(r#"{"tokens":[1,2]}"#), Ok(AskedPrompt::Tokens(vec![1, 2])));
+        assert_eq!(prompt(r#"{"prompt":"a","cache_salt":"s"}"#), Ok(AskedPrompt::Text("a".to_owned())));
+        let chat = ChatParts {
+            messages: Bytes::from_static(br#"[{"role": "user"}]"#),
+            tools: Some(Bytes::from_static(b"[]")),
+            add_generation_prompt: Some(false),
+            ..ChatParts::default()
+        };
+        let asked = prompt(r#"{"messages":[{"role": "user"}],"tools":[],"add_generation_prompt":false}"#);
+        assert_eq!(asked, Ok(AskedPrompt::Chat(Box::new(chat))), "as it was written");
+        for (wrong, rule) in [
+            ("{}", "one of tokens"),
+            (r#"{"tokens":[],"prompt":""}"#, "one of tokens"),
+            (r#"{"tokens":[],"messages":[]}"#, "one of tokens"),
+            (r#"{"prompt":"","messages":[]}"#, "one of tokens"),
+            (r#"{"prompt":"","tools":[]}"#, "with messages only"),
+            (r#"{"tokens":[-1]}"#, "u32"),
+            (r#"{"tokens":[1],"tokens":[2]}"#, "duplicate field"),
+            (r#"{"tokens":[1],"model":"m"}"#, "unknown field `model`"),
+            (r#"{"tokens":[1],"pin":{"worker":"x"}}"#, "a worker's id"),
+        ] {
+            let error = prompt(wrong).expect_err("must be refused");
+            assert!(error.contains(rule), "{wrong}: {error}");
+        }
+    }
+}

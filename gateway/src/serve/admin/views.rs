@@ -1,0 +1,178 @@
+//! What the administration shows of ranks and workers.
+//!
+//! Owns these shapes. Promises ids of workers as text, since they are wider than the numbers of JavaScript, and ages in
+//! milliseconds. Where something cannot be told now it is `null`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use pointsman::engine_load::EngineLoadFact;
+use pointsman::health::{HealthState, RankHealth};
+use pointsman::protocol::{Timestamp, WorkerRank};
+use pointsman::schedule::PotentialLoad;
+use pointsman::{DiscoveryStatus, KvSourceStatus, Prompt, RouteRequest, Router, WorkerEntry};
+use serde_json::{Value, json};
+
+/// Everything that is known of a pool's ranks, by rank.
+pub(super) struct Facts {
+    health: BTreeMap<WorkerRank, RankHealth>,
+    engine_loads: BTreeMap<WorkerRank, EngineLoadFact>,
+    kv_events: BTreeMap<WorkerRank, KvSourceStatus>,
+    loads: BTreeMap<WorkerRank, PotentialLoad>,
+}
+
+impl Facts {
+    /// What is known now. What a router that is down cannot say is left out.
+    pub(super) async fn of(router: &Router) -> Self {
+        let health = router.rank_health().await.unwrap_or_default();
+        let loads = router.potential_loads(nothing()).await.unwrap_or_default();
+        let engine_loads = router.engine_loads().into_iter();
+        Self {
+            health: health.into_iter().map(|health| (health.rank, health)).collect(),
+            engine_loads: engine_loads.filter_map(|(rank, load)| Some((rank, load?))).collect(),
+            kv_events: router.kv_sources().into_iter().map(|source| (source.rank, source)).collect(),
+            loads: loads.into_iter().map(|load| (load.rank, load)).collect(),
+        }
+    }
+
+    /// One worker and its ranks.
+    pub(super) fn worker(&self, entry: &WorkerEntry) -> Value {
+        let ranks: Vec<Value> = entry.ranks.iter().map(|rank| self.rank(*rank)).collect();
+        json!({
+            "id": entry.worker.to_string(),
+            "config": entry.config,
+            "draining": entry.draining,
+            "ranks": ranks,
+        })
+    }
+
+    fn rank(&self, rank: WorkerRank) -> Value {
+        let mut shown = json!({
+            "rank": rank.rank,
+            "health": self.health.get(&rank).map(health),
+            "kv_events": self.kv_events.get(&rank).map(kv_events),
+        });
+        self.add_load(rank, &mut shown);
+        shown
+    }
+
+    /// One rank's load, as a row of its own.
+    pub(super) fn load(&self, rank: WorkerRank) -> Value {
+        let mut shown = rank_of(rank);
+        self.add_load(rank, &mut shown);
+        shown
+    }
+
+    fn add_load(&self, rank: WorkerRank, shown: &mut Value) {
+        let load = self.loads.get(&rank);
+        shown["active_requests"] = load.map(|load| load.active_requests).into();
+        shown["active_prefill_tokens"] = load.map(|load| load.potential_prefill_tokens).into();
+        shown["active_blocks"] = load.map(|load| load.potential_decode_blocks).into();
+        shown["engine_load"] = self.engine_loads.get(&rank).map(engine_load).into();
+    }
+}
+
+/// A question of a prompt without tokens: it adds nothing to what is there.
+pub(super) fn nothing<'a>() -> RouteRequest<'a> {
+    RouteRequest::query(Prompt::Tokens(&[]))
+}
+
+/// A rank as the whole answer to "which".
+pub(super) fn rank_of(rank: WorkerRank) -> Value {
+    json!({ "worker": rank.worker.to_string(), "rank": rank.rank })
+}
+
+pub(super) fn ranks_of(ranks: &BTreeSet<WorkerRank>) -> Vec<Value> {
+    ranks.iter().copied().map(rank_of).collect()
+}
+
+pub(super) fn health(health: &RankHealth) -> Value {
+    let (state, until) = match health.state {
+        HealthState::Healthy => ("healthy", None),
+        HealthState::Suspected => ("suspected", None),
+        HealthState::Ejected { until } => ("ejected", until),
+    };
+    let until_s = until.map(|until| until.since(Timestamp::default()).as_secs_f64());
+    json!({ "state": state, "why": health.why, "until_s": until_s })
+}
+
+pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
+    let KvSourceStatus { rank: _, endpoint, connected, trust, doubt, last_error, applied, messages, message_age } =
+        source;
+    json!({
+        "endpoint": endpoint,
+        "connected": connected,
+        "trust": trust.name(),
+        "doubt": doubt,
+        "last_error": last_error,
+        "applied": applied,
+        "messages": messages,
+        "message_age_ms": message_age.map(whole_ms),
+    })
+}
+
+pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
+    let DiscoveryStatus { source, workers, last_error, closed, refused, leaving } = source;
+    let refused: BTreeMap<String, &String> = refused.iter().map(|(id, why)| (id.to_string(), why)).collect();
+    let leaving: Vec<String> = leaving.iter().map(ToString::to_string).collect();
+    json!({
+        "source": source,
+        "workers": workers,
+        "last_error": last_error,
+        "closed": closed,
+        "refused": refused,
+        "leaving": leaving,
+    })
+}
+
+fn engine_load(load: &EngineLoadFact) -> Value {
+    let EngineLoadFact { running, waiting, kv_usage, age, is_stale } = load;
+    json!({
+        "running": running,
+        "waiting": waiting,
+        "kv_usage": kv_usage,
+        "age_ms": whole_ms(*age),
+        "is_stale": is_stale,
+    })
+}
+
+pub(super) fn whole_ms(age: std::time::Duration) -> u64 {
+    u64::try_from(age.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Puts text in place of the number wherever a value says which `worker`.
+pub(super) fn worker_ids_as_text(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                match value.as_u64() {
+                    Some(id) if name == "worker" => *value = id.to_string().into(),
+                    Some(_) => {}
+                    None => worker_ids_as_text(value),
+                }
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(worker_ids_as_text),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_become_text_and_nothing_else_does() {
+        let mut value = json!({
+            "chosen": { "worker": u64::MAX, "rank": 1 },
+            "ranks": [{ "rank": { "worker": 7, "rank": 0 }, "workers": 3 }],
+            "worker": null,
+        });
+        worker_ids_as_text(&mut value);
+        let expected = json!({
+            "chosen": { "worker": "18446744073709551615", "rank": 1 },
+            "ranks": [{ "rank": { "worker": "7", "rank": 0 }, "workers": 3 }],
+            "worker": null,
+        });
+        assert_eq!(value, expected);
+    }
+}

@@ -1,0 +1,255 @@
+//! Workers: listed, added, changed, drained, removed.
+//!
+//! Owns what a worker may be that an operator names. Promises that a change which breaks a rule changes nothing, that
+//! changes are made one after the other, and that they are carried out to the end. Leaves what becomes of requests on a
+//! worker to the router.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use pointsman::discovery::{HttpUrl, NamedWorker, derived_id};
+use pointsman::error::MembershipError;
+use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
+use pointsman::{Router, WorkerEntry};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::audit::{Change, Done};
+use super::extract::{Body, ModelAt, Peer, WorkerAt, not_understood};
+use super::views::Facts;
+use super::{Admin, error};
+use crate::openai::{ApiError, ErrorType};
+use crate::serve::models::Model;
+
+/// The longest drain.
+const DRAIN_MS_MAX: u64 = 24 * 60 * 60 * 1000;
+
+pub(super) async fn list(ModelAt(model): ModelAt) -> Json<Value> {
+    let facts = Facts::of(&model.router).await;
+    let workers: Vec<Value> = model.router.workers().iter().map(|entry| facts.worker(entry)).collect();
+    Json(json!({ "workers": workers }))
+}
+
+pub(super) async fn add(
+    State(admin): State<Arc<Admin>>,
+    ModelAt(model): ModelAt,
+    peer: Peer,
+    Body(config): Body<WorkerConfig>,
+) -> Result<(StatusCode, Json<Value>), ApiError> {
+    let id = derived_id(&config.endpoint);
+    set(admin, WorkerAt { model, id }, peer, "add", |_| Ok(config)).await
+}
+
+pub(super) async fn put(
+    State(admin): State<Arc<Admin>>,
+    worker: WorkerAt,
+    peer: Peer,
+    Body(config): Body<WorkerConfig>,
+) -> Result<(StatusCode, Json<Value>), ApiError> {
+    set(admin, worker, peer, "put", |_| Ok(config)).await
+}
+
+pub(super) async fn patch(
+    State(admin): State<Arc<Admin>>,
+    worker: WorkerAt,
+    peer: Peer,
+    Body(fields): Body<Map<String, Value>>,
+) -> Result<(StatusCode, Json<Value>), ApiError> {
+    let id = worker.id;
+    let patched = move |known: Option<&WorkerEntry>| {
+        let known = known.ok_or(MembershipError::UnknownWorker(id)).map_err(membership_error)?;
+        patched(&known.config, fields).map_err(|error| not_understood(&error))
+    };
+    set(admin, worker, peer, "patch", patched).await
+}
+
+/// The configuration with these fields in place of its own; `null` stands for the default.
+fn patched(config: &WorkerConfig, fields: Map<String, Value>) -> Result<WorkerConfig, serde_json::Error> {
+    let mut whole = serde_json::to_value(config)?;
+    if let Value::Object(whole) = &mut whole {
+        for (name, value) in fields {
+            match value {
+                Value::Null if whole.contains_key(&name) => drop(whole.remove(&name)),
+                value => drop(whole.insert(name, value)),
+            }
+        }
+    }
+    serde_json::from_value(whole)
+}
+
+/// Makes a worker what `config` says, given what it is now.
+async fn set(
+    admin: Arc<Admin>,
+    WorkerAt { model, id }: WorkerAt,
+    peer: Peer,
+    what: &'static str,
+    config: impl FnOnce(Option<&WorkerEntry>) -> Result<WorkerConfig, ApiError> + Send + 'static,
+) -> Result<(StatusCode, Json<Value>), ApiError> {
+    let change = Change::new(what, &model, id, peer);
+    let router = model.router.clone();
+    let work = async move {
+        let _turn = admin.changes.lock().await;
+        let known = find(&router, id);
+        let config = reachable(config(known.as_ref())?)?;
+        let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
+        router.upsert_worker(id, config).await.map_err(membership_error)?;
+        Ok(Done { answer: known.is_none(), detail })
+    };
+    let is_new = change.carry_out(work).await?;
+    let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
+    Ok((status, Json(shown(&model, id).await)))
+}
+
+/// The worker as it is now; only its id if it has gone again.
+async fn shown(model: &Model, id: WorkerId) -> Value {
+    match find(&model.router, id) {
+        Some(entry) => Facts::of(&model.router).await.worker(&entry),
+        None => json!({ "id": id.to_string() }),
+    }
+}
+
+fn find(router: &Router, id: WorkerId) -> Option<WorkerEntry> {
+    router.workers().iter().find(|entry| entry.worker == id).cloned()
+}
+
+pub(super) async fn remove(
+    State(admin): State<Arc<Admin>>,
+    WorkerAt { model, id }: WorkerAt,
+    peer: Peer,
+) -> Result<Json<Value>, ApiError> {
+    let router = model.router.clone();
+    let work = async move {
+        let _turn = admin.changes.lock().await;
+        router.remove_worker(id).await.map_err(membership_error)?;
+        Ok(Done { answer: (), detail: String::new() })
+    };
+    Change::new("remove", &model, id, peer).carry_out(work).await?;
+    Ok(Json(json!({ "id": id.to_string(), "removed": true })))
+}
+
+/// What a drain is told.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Drain {
+    timeout_ms: u64,
+}
+
+pub(super) async fn drain(
+    WorkerAt { model, id }: WorkerAt,
+    peer: Peer,
+    Body(Drain { timeout_ms }): Body<Drain>,
+) -> Result<Json<Value>, ApiError> {
+    if timeout_ms > DRAIN_MS_MAX {
+        return Err(broken(format!("timeout_ms is {timeout_ms}, must be at most {DRAIN_MS_MAX}")));
+    }
+    let change = Change::new("drain", &model, id, peer);
+    change.write("begun", &format!("timeout_ms is {timeout_ms}"));
+    let router = model.router.clone();
+    let work = async move {
+        let cut_off = router.drain_worker(id, Duration::from_millis(timeout_ms)).await.map_err(membership_error)?;
+        Ok(Done { answer: cut_off, detail: format!("{cut_off} booking(s) cut off") })
+    };
+    let cut_off = change.carry_out(work).await?;
+    Ok(Json(json!({ "id": id.to_string(), "removed": true, "cut_off": cut_off })))
+}
+
+/// The configuration with addresses that the gateway can reach: wildcard hosts of its sockets become its own.
+fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
+    let refused = |field: &str, address: &str, rule: &str| broken(format!("{field} {address:?} is refused: {rule}"));
+    let endpoint = config.endpoint.clone();
+    let (scheme, rest) = endpoint.split_once("://").unwrap_or(("", &endpoint));
+    if !["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
+        return Err(refused("endpoint", &endpoint, "it must begin with http:// or https://"));
+    }
+    if endpoint.contains('?') {
+        return Err(refused("endpoint", &endpoint, "it must have no query"));
+    }
+    // The rules of the rest do not depend on the scheme.
+    let named = NamedWorker::at(&format!("http://{rest}"), &config);
+    let named = named.map_err(|error| refused("endpoint", &endpoint, &error.rule))?;
+    let config = WorkerConfig { endpoint, ..named.config };
+    if !config.health_path.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'#') {
+        return Err(refused("health_path", &config.health_path, "it must be of visible ASCII characters"));
+    }
+    if let Some(LoadSource::Metrics(url)) = &config.load {
+        HttpUrl::parse(url).map_err(|error| refused("load.metrics", url, &error.rule))?;
+    }
+    Ok(config)
+}
+
+/// What was asked is understood and breaks a rule.
+fn broken(message: String) -> ApiError {
+    error(StatusCode::UNPROCESSABLE_ENTITY, ErrorType::InvalidRequest, "rule_broken", message)
+}
+
+fn membership_error(refused: MembershipError) -> ApiError {
+    let message = refused.to_string();
+    match refused {
+        MembershipError::Config { .. } => broken(message),
+        MembershipError::UnknownWorker(_) => {
+            error(StatusCode::NOT_FOUND, ErrorType::NotFound, "worker_not_found", message)
+        }
+        MembershipError::Draining(_) => {
+            error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_draining", message)
+        }
+        MembershipError::Down(_) => ApiError::unavailable(StatusCode::SERVICE_UNAVAILABLE, "router_down", message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_addresses_that_can_be_asked_are_taken() {
+        let refused = |change: fn(&mut WorkerConfig)| {
+            let mut config = WorkerConfig::at("http://e:1");
+            change(&mut config);
+            reachable(config).expect_err("must be refused").message
+        };
+        for (message, rule) in [
+            (refused(|c| c.endpoint = String::new()), "http:// or https://"),
+            (refused(|c| c.endpoint = "e:8000".to_owned()), "http:// or https://"),
+            (refused(|c| c.endpoint = "file:///etc/passwd".to_owned()), "http:// or https://"),
+            (refused(|c| c.endpoint = "https://me:pw@e".to_owned()), "no user or password"),
+            (refused(|c| c.endpoint = "http://e/?a=b".to_owned()), "no query"),
+            (refused(|c| c.endpoint = "http://e/#a".to_owned()), "no fragment"),
+            (refused(|c| c.endpoint = "http://e\r\nx: y".to_owned()), "visible"),
+            (refused(|c| c.endpoint = "https://:443".to_owned()), "its host"),
+            (refused(|c| c.health_path = "/x\r\nhost: y".to_owned()), "visible"),
+            (refused(|c| c.load = Some(LoadSource::Metrics("ftp://e".to_owned()))), "must be http"),
+        ] {
+            assert!(message.contains(rule), "{message}");
+        }
+        let taken = WorkerConfig {
+            load: Some(LoadSource::Socket("tcp://*:5600".to_owned())),
+            ..WorkerConfig::at("https://e:8000/engine")
+        };
+        let reached = reachable(taken).expect("an address");
+        assert_eq!(reached.endpoint, "https://e:8000/engine");
+        assert_eq!(reached.load, Some(LoadSource::Socket("tcp://e:5600".to_owned())));
+    }
+
+    #[test]
+    fn a_patch_changes_what_it_names() {
+        let known = WorkerConfig { data_parallel_size: 4, total_kv_blocks: Some(9), ..WorkerConfig::at("http://e") };
+        let with = |patch: Value| {
+            let Value::Object(fields) = patch else { panic!("an object") };
+            patched(&known, fields)
+        };
+        assert_eq!(with(json!({})).expect("nothing"), known);
+        let fewer = with(json!({ "data_parallel_size": 2, "taints": ["a100"] })).expect("two fields");
+        assert_eq!((fewer.data_parallel_size, fewer.total_kv_blocks), (2, Some(9)));
+        assert!(fewer.taints.contains("a100"));
+        let defaults = with(json!({ "data_parallel_size": null, "total_kv_blocks": null })).expect("defaults");
+        assert_eq!((defaults.data_parallel_size, defaults.total_kv_blocks), (1, None));
+        for wrong in
+            [json!({ "endpiont": 1 }), json!({ "endpiont": null }), json!({ "endpoint": null }), json!({ "taints": 1 })]
+        {
+            assert!(with(wrong.clone()).is_err(), "{wrong}");
+        }
+    }
+}

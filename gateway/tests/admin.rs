@@ -1,0 +1,469 @@
+//! The administration: who may, what it does, and what it refuses.
+
+mod admin_support;
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use admin_support::{ALIAS, Asked, MODEL, TOKEN, file, read, settings, until};
+use pointsman::discovery::derived_id;
+use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::protocol::{
+    EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
+};
+use pointsman::{Prompt, RouteRequest};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::serve::Gateway;
+use serde_json::{Value, json};
+
+/// Every path, with a body that it takes. Those that end workers come last.
+const ROUTES: &[(&str, &str, &str)] = &[
+    ("GET", "/live", ""),
+    ("GET", "/admin/config", ""),
+    ("GET", "/admin/models", ""),
+    ("GET", "/admin/models/mock/config", ""),
+    ("GET", "/admin/models/mock/dump", ""),
+    ("GET", "/admin/models/mock/health", ""),
+    ("GET", "/admin/models/mock/loads", ""),
+    ("GET", "/admin/models/mock/workers", ""),
+    ("POST", "/admin/models/mock/explain", r#"{"tokens":[1,2,3,4]}"#),
+    ("POST", "/admin/models/mock/overlap", r#"{"tokens":[1,2,3,4]}"#),
+    ("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:2"}"#),
+    ("PUT", "/admin/models/mock/workers/2", r#"{"endpoint":"http://127.0.0.1:2"}"#),
+    ("PATCH", "/admin/models/mock/workers/1", r#"{"taints":["a"]}"#),
+    ("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":0}"#),
+    ("DELETE", "/admin/models/mock/workers/2", ""),
+];
+
+#[tokio::test]
+async fn without_the_token_nothing_is_told_or_done() {
+    let asked = Asked::start().await;
+    asked.router().upsert_worker(WorkerId(1), WorkerConfig::at("http://127.0.0.1:1")).await.expect("a worker");
+    let before = asked.router().workers();
+    let nowhere = [("GET", "/", ""), ("GET", "/nowhere", ""), ("DELETE", "/admin/models", "")];
+    let right = format!("authorization: Bearer {TOKEN}");
+    let wrong = format!("authorization: Bearer {TOKEN}x");
+    let basic = format!("authorization: Basic {TOKEN}");
+    for (method, path, body) in ROUTES.iter().chain(&nowhere) {
+        let in_query = format!("{path}?token={TOKEN}&access_token={TOKEN}");
+        for (path, headers) in [
+            (*path, &[] as &[&str]),
+            (*path, &[&wrong]),
+            (*path, &[&basic]),
+            (*path, &["authorization:"]),
+            (*path, &[&right, &right]),
+            (*path, &[&format!("x-api-key: {TOKEN}"), &format!("cookie: token={TOKEN}")]),
+            (&in_query, &[]),
+        ] {
+            let answer = asked.ask_as(method, path, body, headers).await;
+            assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_token"), "{method} {path} {headers:?}");
+            assert!(answer.head.contains("www-authenticate: bearer"), "{}", answer.head);
+            assert!(!String::from_utf8_lossy(&answer.body).contains(TOKEN));
+        }
+    }
+    assert_eq!(asked.router().workers(), before, "nothing is done");
+    for (method, path, body) in ROUTES {
+        let answer = asked.ask(method, path, body).await;
+        assert!((200..300).contains(&answer.status), "{method} {path}: {}", String::from_utf8_lossy(&answer.body));
+        assert!(answer.head.contains("cache-control: no-store"), "{}", answer.head);
+    }
+    let left: Vec<WorkerId> = asked.router().workers().iter().map(|entry| entry.worker).collect();
+    assert_eq!(left, [derived_id("http://127.0.0.1:2")], "with it everything is");
+    let answer = asked.ask_as_client("/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:3"}"#).await;
+    assert_eq!(answer.status, 404, "clients have no such path");
+}
+
+#[tokio::test]
+async fn a_gateway_has_an_administration_only_with_a_token() {
+    let mut without = settings();
+    without.admin = None;
+    let gateway = Gateway::start(without).await.expect("it starts");
+    assert_eq!(gateway.admin_address(), None);
+    for (bytes, rule) in
+        [(&b"hunter2hunter2\n"[..], "holds 14 bytes, must hold 16"), (b"hunter2 hunter2 hunter2", "visible")]
+    {
+        let mut refused = settings();
+        refused.admin.as_mut().expect("there is one").token_file = file(bytes);
+        let error = Gateway::start(refused).await.err().expect("must be refused").to_string();
+        assert!(error.contains(rule) && !error.contains("hunter2"), "{error}");
+    }
+    let mut missing = settings();
+    missing.admin.as_mut().expect("there is one").token_file = "/nowhere/token".into();
+    let error = Gateway::start(missing).await.err().expect("must be refused").to_string();
+    assert!(error.contains("/nowhere/token"), "{error}");
+}
+
+#[tokio::test]
+async fn a_worker_joins_serves_drains_and_goes() {
+    let engine = MockEngine::start(MockConfig { time_scale: 0.0, block_size: 4, ..MockConfig::default() });
+    let engine = engine.await.expect("an engine");
+    let asked = Asked::start().await;
+    let worker = format!("/admin/models/mock/workers/{}", u64::MAX);
+    let put = asked.ask("PUT", &worker, &json!({ "endpoint": engine.url() }).to_string()).await;
+    assert_eq!((put.status, &put.json()["id"]), (201, &json!("18446744073709551615")));
+    let chat = r#"{"model":"mock","messages":[{"role":"user","content":"hello"}],"max_tokens":1}"#;
+    let chatted = asked.ask_as_client("/v1/chat/completions", chat).await;
+    assert_eq!(chatted.status, 200, "{}", String::from_utf8_lossy(&chatted.body));
+
+    let patched = asked.ask("PATCH", &worker, r#"{"taints":["h100"],"total_kv_blocks":100}"#).await;
+    let config = &patched.json()["config"];
+    assert_eq!((patched.status, &config["taints"], &config["total_kv_blocks"]), (200, &json!(["h100"]), &json!(100)));
+    assert_eq!(config["endpoint"], engine.url());
+
+    let router = asked.router().clone();
+    let placed = router.route(RouteRequest::new("held", Prompt::Tokens(&[1; 8]))).await.expect("a place");
+    let listed = asked.ask("GET", "/admin/models/mock/workers", "").await.json();
+    let rank = &listed["workers"][0]["ranks"][0];
+    assert_eq!(rank["active_requests"], 1, "{rank}");
+    assert_eq!(rank["health"]["state"], "healthy", "{rank}");
+    assert_eq!((&rank["active_prefill_tokens"], &rank["active_blocks"]), (&json!(8), &json!(2)), "{rank}");
+
+    let drain = asked.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":60000}"#).await;
+    until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;
+    assert!(router.route(RouteRequest::new("late", Prompt::Tokens(&[1]))).await.is_err(), "no new work");
+    for (method, path, body) in [
+        ("POST", format!("{worker}/drain"), r#"{"timeout_ms":0}"#),
+        ("PATCH", worker.clone(), "{}"),
+        ("PUT", worker.clone(), r#"{"endpoint":"http://127.0.0.1:1"}"#),
+    ] {
+        let answer = asked.ask(method, &path, body).await;
+        assert_eq!((answer.status, answer.code().as_str()), (409, "worker_draining"), "{method} {path}");
+    }
+    drop(placed);
+    let drained = read(drain).await;
+    assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
+    assert_eq!(asked.ask("GET", "/admin/models/mock/workers", "").await.json(), json!({ "workers": [] }));
+    assert_eq!(asked.ask("DELETE", &worker, "").await.status, 404);
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_drain_that_nobody_waits_for_goes_on_and_says_what_it_cut_off() {
+    let asked = Asked::start().await;
+    let router = asked.router().clone();
+    let added = asked.ask("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    assert_eq!(
+        (added.status, added.json()["id"].as_str()),
+        (201, Some(&*derived_id("http://127.0.0.1:1").to_string()))
+    );
+    let again = asked.ask("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    assert_eq!(again.status, 200, "the same endpoint is the same worker");
+    let drain = format!("/admin/models/mock/workers/{}/drain", derived_id("http://127.0.0.1:1"));
+
+    let held = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("a place");
+    let cut_off = asked.ask("POST", &drain, r#"{"timeout_ms":0}"#).await;
+    assert_eq!(cut_off.json()["cut_off"], 1);
+    drop(held);
+
+    asked.ask("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    let held = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect("a place");
+    let abandoned = asked.begin("POST", &drain, r#"{"timeout_ms":600000}"#).await;
+    until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;
+    drop(abandoned);
+    drop(held);
+    until("the worker goes", || router.workers().is_empty()).await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_done_is_refused_by_its_reason_and_changes_nothing() {
+    let asked = Asked::start().await;
+    let at = |endpoint: &str| json!({ "endpoint": endpoint }).to_string();
+    asked.ask("PUT", "/admin/models/mock/workers/1", &at("http://127.0.0.1:1")).await;
+    let before = asked.router().workers();
+    let good = at("http://127.0.0.1:2");
+    let with = |field: &str, value: Value| json!({ "endpoint": "http://127.0.0.1:2", field: value }).to_string();
+    let deep = format!(r#"{{"messages":{}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
+    let workers = "/admin/models/mock/workers";
+    let cases: Vec<(&str, String, String, u16, &str)> = vec![
+        ("GET", "/admin/models/other/workers".into(), String::new(), 404, "model_not_found"),
+        ("PUT", "/admin/models/other/workers/1".into(), good.clone(), 404, "model_not_found"),
+        ("POST", "/admin/models/other/explain".into(), r#"{"tokens":[1]}"#.into(), 404, "model_not_found"),
+        ("PATCH", format!("{workers}/9"), "{}".into(), 404, "worker_not_found"),
+        ("DELETE", format!("{workers}/9"), String::new(), 404, "worker_not_found"),
+        ("POST", format!("{workers}/9/drain"), r#"{"timeout_ms":1}"#.into(), 404, "worker_not_found"),
+        ("PUT", format!("{workers}/one"), good.clone(), 400, "invalid_worker_id"),
+        ("PUT", format!("{workers}/-1"), good.clone(), 400, "invalid_worker_id"),
+        ("PUT", format!("{workers}/01"), good.clone(), 400, "invalid_worker_id"),
+        ("PUT", format!("{workers}/18446744073709551616"), good.clone(), 400, "invalid_worker_id"),
+        ("DELETE", format!("{workers}/1%2F"), String::new(), 400, "invalid_worker_id"),
+        ("PUT", format!("{workers}/2"), String::new(), 400, "invalid_json"),
+        ("PUT", format!("{workers}/2"), "{".into(), 400, "invalid_json"),
+        ("PUT", format!("{workers}/2"), "[]".into(), 400, "invalid_json"),
+        ("PUT", format!("{workers}/2"), "{}".into(), 400, "invalid_json"),
+        ("PUT", format!("{workers}/2"), with("endpiont", json!("x")), 400, "invalid_json"),
+        ("PUT", format!("{workers}/2"), with("data_parallel_size", json!("2")), 400, "invalid_json"),
+        ("PATCH", format!("{workers}/1"), r#"{"endpiont":"x"}"#.into(), 400, "invalid_json"),
+        ("PUT", format!("{workers}/2"), with("data_parallel_size", json!(0)), 422, "rule_broken"),
+        ("PUT", format!("{workers}/2"), with("health_path", json!("x")), 422, "rule_broken"),
+        ("PUT", format!("{workers}/2"), with("is_eagle", json!(true)), 422, "rule_broken"),
+        ("PUT", format!("{workers}/2"), with("kv_events", json!({ "endpoint": "x" })), 422, "rule_broken"),
+        ("PUT", format!("{workers}/2"), with("load", json!({ "metrics": "file:///x" })), 422, "rule_broken"),
+        ("PUT", format!("{workers}/2"), at("ftp://127.0.0.1"), 422, "rule_broken"),
+        ("PUT", format!("{workers}/2"), at("http://me:pw@127.0.0.1"), 422, "rule_broken"),
+        ("POST", workers.into(), at("127.0.0.1:8000"), 422, "rule_broken"),
+        ("PATCH", format!("{workers}/1"), r#"{"endpoint":"unix:///x"}"#.into(), 422, "rule_broken"),
+        ("POST", format!("{workers}/1/drain"), "{}".into(), 400, "invalid_json"),
+        ("POST", format!("{workers}/1/drain"), r#"{"timeout_ms":-1}"#.into(), 400, "invalid_json"),
+        ("POST", format!("{workers}/1/drain"), r#"{"timeout_ms":86400001}"#.into(), 422, "rule_broken"),
+        ("POST", "/admin/models/mock/explain".into(), "{}".into(), 400, "invalid_prompt"),
+        ("POST", "/admin/models/mock/explain".into(), deep, 400, "invalid_json"),
+        ("POST", "/admin/models/mock/explain".into(), "{\"prompt\":\"\u{0}\"}".into(), 400, "invalid_json"),
+        ("POST", "/admin/models/mock/explain".into(), r#"{"tokens":[4294967296]}"#.into(), 400, "invalid_json"),
+        (
+            "POST",
+            "/admin/models/mock/explain".into(),
+            r#"{"tokens":[1],"policy_class":"none"}"#.into(),
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/admin/models/mock/overlap".into(),
+            r#"{"tokens":[1],"overrides":{"temperature":-1}}"#.into(),
+            400,
+            "invalid_request",
+        ),
+        ("POST", "/admin/models".into(), "{}".into(), 405, "method_not_allowed"),
+        ("DELETE", workers.into(), String::new(), 405, "method_not_allowed"),
+        ("GET", format!("{workers}/1/drain"), String::new(), 405, "method_not_allowed"),
+        ("GET", "/admin/models?all=true".into(), String::new(), 400, "unknown_query"),
+        ("PUT", format!("{workers}/2"), " ".repeat((8 << 20) + 1), 413, "body_too_large"),
+    ];
+    for (method, path, body, status, code) in cases {
+        let answer = asked.ask(method, &path, &body).await;
+        let shown: String = body.chars().take(80).collect();
+        assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path} {shown}");
+        assert!(!String::from_utf8_lossy(&answer.body).contains("me:pw@") || status == 422);
+    }
+    assert_eq!(asked.router().workers(), before);
+}
+
+#[tokio::test]
+async fn a_path_means_one_thing_or_nothing() {
+    let asked = Asked::start().await;
+    asked.ask("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    for path in [
+        "//admin/models",
+        "/admin//models",
+        "/admin/models/",
+        "/admin/models//workers",
+        "/./admin/models",
+        "/x/../admin/models",
+        "/x/%2e%2e/admin/models",
+        "/admin/models/%2e%2e/config",
+        "/admin/models/../config",
+        "/admin/models/mock/../../config",
+        "/admin/models/mock/workers/../config",
+        "/admin/models/mock%2Fworkers",
+        "/admin/models/mock%2Fworkers/config",
+        "/admin/models/%6dock%00/config",
+        "/admin/models/%ff/config",
+        "/admin/models/org/mock/config",
+        "/admin/models/%256dock/config",
+        "/%61dmin/models",
+        "/admin/Models",
+        "/admin/models;x=y",
+        "/admin\\models",
+        "http://127.0.0.1/admin/models",
+        "http://127.0.0.1:1/admin/models",
+        &format!("/admin/models/{}/config", "x".repeat(3000)),
+    ] {
+        let answer = asked.ask("GET", path, "").await;
+        assert!(answer.status == 404 || (answer.status == 400 && answer.body.is_empty()), "{path}: {}", answer.status);
+    }
+    assert_eq!(asked.ask("DELETE", "/admin/models/mock/workers/2/../1", "").await.status, 404);
+    assert_eq!(asked.router().workers().len(), 1);
+    for path in ["/admin/models/mock/config", "/admin/models/%6dock/config", "/admin/models/org%2Fmock/config"] {
+        assert_eq!(asked.ask("GET", path, "").await.status, 200, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn questions_are_answered_and_book_nothing() {
+    let asked = Asked::start().await;
+    let router = asked.router().clone();
+    for (id, endpoint) in [("1", "http://127.0.0.1:1"), ("18446744073709551615", "http://127.0.0.1:2")] {
+        let path = format!("/admin/models/org%2Fmock/workers/{id}");
+        asked.ask("PUT", &path, &json!({ "endpoint": endpoint, "data_parallel_size": 2 }).to_string()).await;
+    }
+    let tokens: Vec<u32> = (1..=12).collect();
+    let holder = WorkerRank::new(WorkerId(u64::MAX), 1);
+    router.apply_events(vec![stored(holder, &tokens[..8])]).await.expect("applied");
+    router.flush().await.expect("in the index");
+    let load = async |when: &str| {
+        assert_eq!(router.health().leases, 0, "{when}");
+        asked.ask("GET", "/admin/models/mock/loads", "").await.json()
+    };
+    let before = load("before").await;
+
+    let explained = asked.ask("POST", "/admin/models/mock/explain", &json!({ "tokens": tokens }).to_string()).await;
+    let explained = explained.json();
+    assert_eq!((&explained["tokens_source"], &explained["tokens"]), (&json!("request"), &json!(12)));
+    let table = &explained["explanation"];
+    let last = json!({ "worker": "18446744073709551615", "rank": 1 });
+    assert_eq!((&table["chosen"], &table["isl_tokens"]), (&last, &json!(12)), "{table}");
+    let rows = table["ranks"].as_array().expect("rows");
+    assert_eq!((rows.len(), &rows[3]["rank"], &rows[3]["cached_tokens"]), (4, &last, &json!(8)));
+
+    let pinned = json!({ "tokens": tokens, "pin": { "worker": "1", "rank": 0 }, "allowed_workers": [1, "1"] });
+    let pinned = asked.ask("POST", "/admin/models/mock/explain", &pinned.to_string()).await.json();
+    assert_eq!(pinned["explanation"]["chosen"], json!({ "worker": "1", "rank": 0 }), "{pinned}");
+    let nobody = json!({ "tokens": tokens, "required_taints": ["none"], "strict_priority": 1, "priority_jump": 0.5 });
+    let nobody = asked.ask("POST", "/admin/models/mock/explain", &nobody.to_string()).await.json();
+    assert_eq!(nobody["explanation"]["chosen"], json!(null));
+    assert!(nobody["explanation"]["refused"].is_string(), "{nobody}");
+    let text = asked.ask("POST", "/admin/models/mock/explain", r#"{"prompt":"hello"}"#).await.json();
+    assert!(text["tokens_source"].is_string() && text["explanation"]["chosen"].is_object(), "{text}");
+    let chat = r#"{"messages":[{"role":"user","content":"hello"}]}"#;
+    assert_eq!(asked.ask("POST", "/admin/models/mock/explain", chat).await.status, 200);
+
+    let held = asked.ask("POST", "/admin/models/mock/overlap", &json!({ "tokens": tokens }).to_string()).await.json();
+    let rows = held["overlap"]["ranks"].as_array().expect("rows");
+    assert_eq!((rows.len(), &rows[3]["rank"], &rows[3]["device_blocks"]), (4, &last, &json!(2)), "{held}");
+    assert_eq!(held["overlap"]["shared_cache"]["enabled"], false);
+    let salted = json!({ "tokens": tokens, "cache_salt": "another" }).to_string();
+    let salted = asked.ask("POST", "/admin/models/mock/overlap", &salted).await.json();
+    assert_eq!(salted["overlap"]["ranks"][3]["device_blocks"], 0);
+
+    let after = load("after").await;
+    let loads = |load: &Value| {
+        let rows = load["ranks"].as_array().expect("rows").clone();
+        rows.iter().map(|row| row["active_requests"].as_u64().expect("a count")).collect::<Vec<_>>()
+    };
+    assert_eq!((loads(&before), loads(&after)), (vec![0; 4], vec![0; 4]));
+    assert_eq!((&after["pending"]["requests"], &after["pending"]["tokens"]), (&json!(0), &json!(0)));
+}
+
+fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
+    let block_size = 4.try_into().expect("not zero");
+    let hasher = BlockHasher::new(HashScheme { block_size, lora_name: None, cache_salt: None, is_eagle: false });
+    let hashed = HashedPrompt::from_tokens(&hasher, tokens, &MmBlocks::NONE);
+    let blocks = hashed.block_hashes().iter().zip(1..);
+    let blocks = blocks.map(|(hash, n)| StoredBlock { engine_hash: EngineHash(n), block_hash: *hash });
+    let data = KvEvent::Stored { parent: None, blocks: blocks.collect() };
+    RouterEvent { rank, tier: StorageTier::Device, data }
+}
+
+#[tokio::test]
+async fn a_dump_rebuilds_what_was_dumped() {
+    let asked = Asked::start().await;
+    let router = asked.router().clone();
+    let ranks = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://127.0.0.1:1") };
+    router.upsert_worker(WorkerId(1), ranks).await.expect("a worker");
+    let empty = asked.ask("GET", "/admin/models/mock/dump", "").await;
+    assert_eq!((empty.status, empty.body.len()), (200, 0));
+    // Longer than one frame of the answer.
+    let tokens: Vec<u32> = (0..40_000).collect();
+    let events = [0, 1].map(|rank| stored(WorkerRank::new(WorkerId(1), rank), &tokens));
+    router.apply_events(events.to_vec()).await.expect("applied");
+    let dump = asked.ask("GET", "/admin/models/mock/dump", "").await;
+    assert!(dump.head.contains("content-type: application/x-ndjson"), "{}", dump.head);
+    assert!(dump.head.contains("x-dump-lines: 2") && dump.head.contains("x-dump-blocks: 20000"), "{}", dump.head);
+    let text = String::from_utf8(dump.body).expect("JSON lines are text");
+    let mut read: Vec<RouterEvent> = text.lines().map(|line| serde_json::from_str(line).expect("an event")).collect();
+    read.sort_by_key(|event| event.rank);
+    assert_eq!(read, events);
+}
+
+#[tokio::test]
+async fn reports_say_what_is_there_and_no_secrets() {
+    let asked = Asked::start().await;
+    asked.ask("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    let models = asked.ask("GET", "/admin/models", "").await.json();
+    let model = &models["models"][0];
+    assert_eq!((&model["name"], &model["aliases"]), (&json!(MODEL), &json!([ALIAS])));
+    assert_eq!((&model["workers"], &model["ranks"], &model["leases"]), (&json!(1), &json!(1), &json!(0)));
+    assert_eq!((&model["tokens_source"], &model["block_size"]), (&json!("none"), &json!(4)));
+
+    let health = asked.ask("GET", "/admin/models/mock/health", "").await.json();
+    assert_eq!((&health["up"], &health["cold"], &health["doubts"]), (&json!(true), &json!([]), &json!([])));
+    let rank = json!({ "worker": "1", "rank": 0, "state": "healthy", "why": "", "until_s": null });
+    assert_eq!((&health["ranks"], &health["discovery"]), (&json!([rank]), &json!([])));
+
+    let config = asked.ask("GET", "/admin/models/mock/config", "").await.json();
+    assert_eq!((&config["block_size"], &config["index_shards"]), (&json!(4), &json!(2)));
+    let settings = asked.ask("GET", "/admin/config", "").await;
+    assert!(!String::from_utf8_lossy(&settings.body).contains(TOKEN));
+    let settings = settings.json();
+    assert!(settings["admin"]["token_file"].is_string() && settings["gateway"]["listen"].is_string(), "{settings}");
+    assert_eq!((&settings["models"][0]["name"], &settings["tenants"]), (&json!(MODEL), &json!([])));
+}
+
+#[tokio::test]
+async fn every_change_writes_a_line_and_none_has_the_token() {
+    let log = Log::default();
+    let subscriber = tracing_subscriber::fmt().with_writer(log.clone()).json().finish();
+    // These tests have a thread each, and all of a gateway's tasks run on it.
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let asked = Asked::start().await;
+    asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    asked.ask("PATCH", "/admin/models/mock/workers/7", r#"{"no\nsuch":1}"#).await;
+    asked.ask("POST", "/admin/models/mock/workers/7/drain", r#"{"timeout_ms":0}"#).await;
+    asked.ask("DELETE", "/admin/models/mock/workers/7", "").await;
+    asked.ask("GET", "/admin/models", "").await;
+    for _ in 0..50 {
+        asked.ask_as("GET", "/admin/models", "", &["authorization: Bearer not-the-token-itself"]).await;
+    }
+    let lines = log.lines();
+    let audit: Vec<&Value> = lines.iter().filter(|line| line["target"] == "pointsman_gateway::audit").collect();
+    let said = |line: &&Value| {
+        let fields = &line["fields"];
+        assert_eq!((&line["level"], &fields["model"], &fields["worker"]), (&json!("INFO"), &json!(MODEL), &json!("7")));
+        assert!(fields["peer"].as_str().is_some_and(|peer| peer.parse::<SocketAddr>().is_ok()), "{line}");
+        format!("{} {}", fields["what"].as_str().expect("what"), fields["outcome"].as_str().expect("outcome"))
+    };
+    let said: Vec<String> = audit.iter().map(said).collect();
+    assert_eq!(said, ["put done", "patch failed", "drain begun", "drain done", "remove failed"]);
+    let denials: Vec<&Value> =
+        lines.iter().filter(|line| line["fields"]["message"].as_str().is_some_and(|m| m.contains("token"))).collect();
+    assert!((1..=2).contains(&denials.len()), "{denials:?}");
+    let text = log.text();
+    assert!(!text.contains(TOKEN) && !text.contains("not-the-token-itself"), "{text}");
+}
+
+/// What was logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().expect("whole").clone()).expect("logs are text")
+    }
+
+    fn lines(&self) -> Vec<Value> {
+        self.text().lines().map(|line| serde_json::from_str(line).expect("one JSON object a line")).collect()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("whole").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl tracing_subscriber::fmt::MakeWriter<'_> for Log {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
+
+#[tokio::test]
+async fn the_end_of_the_gateway_ends_what_operators_wait_for() {
+    let asked = Asked::start().await;
+    let router = asked.router().clone();
+    asked.ask("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    let held = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("a place");
+    let drain = asked.begin("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":600000}"#).await;
+    until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;
+    asked.gateway.shutdown(Duration::ZERO).await;
+    assert_eq!(read(drain).await.status, 503);
+    drop(held);
+}
