@@ -1,0 +1,158 @@
+//! A workload, sent.
+//!
+//! Owns the clients while they run: each asks, waits for the whole answer, thinks, and asks again. Promises that every
+//! planned request is either answered or has gone wrong, whatever becomes of the others. Leaves what the samples mean to
+//! [`super::figures`].
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
+
+use super::client::{Answer, Client};
+use super::lag::LagWatch;
+use super::progress::Progress;
+use super::workload::{Conversation, Session, Workload};
+
+/// Reasons of errors that are kept.
+const REASONS_MAX: usize = 5;
+
+/// How often progress is looked at.
+const PROGRESS_EVERY: Duration = Duration::from_millis(250);
+
+/// What came of a workload.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Driven {
+    pub(super) answers: Vec<Answer>,
+    /// What the first few errors said.
+    pub(super) reasons: Vec<String>,
+    /// The sum of all bodies' hashes.
+    pub(super) digest: u64,
+    pub(super) took: Duration,
+    pub(super) lags: Vec<Duration>,
+}
+
+/// Where to ask, and how.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub(super) address: SocketAddr,
+    pub(super) model: String,
+    /// What thinking is shortened by; 0: nobody thinks.
+    pub(super) time_scale: f64,
+}
+
+/// Sends everything, and comes back when the last answer is there.
+pub(super) async fn drive(workload: &Arc<Workload>, target: &Target, progress: &Progress, label: &str) -> Driven {
+    let (planned, begun, lag) = (workload.requests(), Instant::now(), LagWatch::start());
+    let done = Arc::new(AtomicUsize::new(0));
+    let mut clients = JoinSet::new();
+    for n in 0..workload.sessions.len() {
+        let (workload, target, done) = (Arc::clone(workload), target.clone(), Arc::clone(&done));
+        clients.spawn(async move { converse(&workload.sessions[n], &target, &done).await });
+    }
+    let (mut all, mut ticks) = (Driven::default(), interval(PROGRESS_EVERY));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        tokio::select! {
+            biased;
+            ended = clients.join_next() => match ended {
+                Some(Ok(driven)) => all.add(driven),
+                Some(Err(error)) => all.complain(format!("a client died: {error}")),
+                None => break,
+            },
+            _ = ticks.tick() => progress.show(label, done.load(Ordering::Relaxed), planned),
+        }
+    }
+    progress.show(label, done.load(Ordering::Relaxed), planned);
+    all.took = begun.elapsed();
+    all.lags = lag.end();
+    all
+}
+
+async fn converse(session: &Session, target: &Target, done: &AtomicUsize) -> Driven {
+    let (mut client, mut driven) = (Client::new(target.address), Driven::default());
+    rest(session.start_ms, target.time_scale).await;
+    for conversation in &session.conversations {
+        driven.ask(conversation, &mut client, target, done).await;
+    }
+    driven
+}
+
+async fn rest(ms: u32, time_scale: f64) {
+    if time_scale > 0.0 {
+        sleep(Duration::from_secs_f64(f64::from(ms) / 1e3 / time_scale)).await;
+    }
+}
+
+impl Driven {
+    /// Asks all questions of a conversation. One that goes wrong ends it, for there is no answer to quote.
+    async fn ask(&mut self, conversation: &Conversation, client: &mut Client, target: &Target, done: &AtomicUsize) {
+        let mut answers = Vec::new();
+        for turn in &conversation.turns {
+            let body = conversation.body(&target.model, &answers);
+            self.digest = self.digest.wrapping_add(fnv1a(&body));
+            let answered = client.chat(body).await;
+            done.fetch_add(1, Ordering::Relaxed);
+            match answered {
+                Ok(mut answer) => {
+                    answers.push(std::mem::take(&mut answer.content));
+                    self.answers.push(answer);
+                }
+                Err(error) => return self.complain(error.to_string()),
+            }
+            rest(turn.think_ms, target.time_scale).await;
+        }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.answers.extend(other.answers);
+        self.digest = self.digest.wrapping_add(other.digest);
+        other.reasons.into_iter().for_each(|reason| self.complain(reason));
+    }
+
+    fn complain(&mut self, reason: String) {
+        if self.reasons.len() < REASONS_MAX && !self.reasons.contains(&reason) {
+            self.reasons.push(reason);
+        }
+    }
+}
+
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mock::{Faults, MockConfig, MockEngine};
+
+    async fn driven(faults: Faults) -> Driven {
+        let config =
+            MockConfig { data_parallel_size: 2, kv_blocks: 1024, time_scale: 0.0, faults, ..Default::default() };
+        let engine = MockEngine::start(config).await.expect("it starts");
+        let target = Target { address: engine.address(), model: "mock".to_owned(), time_scale: 0.0 };
+        let driven = drive(&Arc::new(Workload::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
+        engine.shutdown().await;
+        driven
+    }
+
+    #[tokio::test]
+    async fn an_engine_answers_all_and_the_same_again() {
+        let (first, second) = (driven(Faults::default()).await, driven(Faults::default()).await);
+        assert_eq!((first.answers.len(), first.reasons.as_slice()), (7, [].as_slice()));
+        assert_eq!(first.digest, second.digest, "answers that are quoted are the same, so the questions are");
+        assert!(first.answers.iter().all(|answer| answer.prompt_tokens > 2_000 && answer.gaps.len() >= 31));
+        assert!(first.answers.iter().any(|answer| answer.cached_tokens > 2_000), "later turns find the earlier ones");
+    }
+
+    #[tokio::test]
+    async fn what_goes_wrong_is_said_once() {
+        let driven = driven(Faults { status_share: 1.0, status: 503, ..Faults::default() }).await;
+        assert!(driven.answers.is_empty());
+        assert_eq!(driven.reasons.len(), 1, "{:?}", driven.reasons);
+        assert!(driven.reasons[0].contains("503") && driven.reasons[0].contains("a fault on demand"));
+    }
+}

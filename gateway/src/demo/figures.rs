@@ -1,0 +1,144 @@
+//! What a run comes to.
+//!
+//! Owns the figures of one run, in the form that `--json` prints. Promises exact percentiles: all samples are kept.
+//! Leaves reading them to [`super::report`].
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::drive::Driven;
+use super::fleet::RankWork;
+
+/// Mean and percentiles of some times, in milliseconds; all 0 where there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Times {
+    /// The mean.
+    pub mean_ms: f64,
+    /// Half of them are not longer.
+    pub p50_ms: f64,
+    /// 99 of 100 are not longer.
+    pub p99_ms: f64,
+}
+
+/// One run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Figures {
+    /// The policy, as the router's configuration calls it.
+    pub policy: String,
+    /// Requests that were answered.
+    pub requests: u64,
+    /// Requests that were not, those included that were not sent because their conversation had broken off.
+    pub errors: u64,
+    /// What the first few said.
+    pub error_reasons: Vec<String>,
+    /// From the request to the first content.
+    pub first_token: Times,
+    /// From each content to the next.
+    pub between_tokens: Times,
+    /// From the request to the end of the answer.
+    pub whole_answer: Times,
+    /// Tokens of all prompts, by the answers' usage.
+    pub prompt_tokens: u64,
+    /// Those of them that the engines found in their caches, likewise.
+    pub cached_tokens: u64,
+    /// The second over the first.
+    pub hit_rate: f64,
+    /// Requests of the busiest rank over the mean of all ranks.
+    pub spread_requests: f64,
+    /// Prompt tokens computed by the busiest rank over the mean of all ranks.
+    pub spread_computed: f64,
+    /// How long the run took, in seconds of this machine.
+    pub run_seconds: f64,
+    /// How late timers rang, in milliseconds of this machine.
+    pub timer_lag: Times,
+    /// FNV-1a of every request's body, summed: equal for equal sets of requests, in whatever order.
+    pub requests_digest: String,
+}
+
+impl Figures {
+    /// Sums up. Times are told at the engines' pace, `time_scale` virtual seconds a real one.
+    pub(super) fn of(policy: &str, driven: &Driven, ranks: &[RankWork], planned: usize, time_scale: f64) -> Self {
+        // At full speed there is no pace to tell times at.
+        let pace = if time_scale > 0.0 { time_scale } else { 1.0 };
+        let answers = &driven.answers;
+        let prompt_tokens: u64 = answers.iter().map(|answer| answer.prompt_tokens).sum();
+        let cached_tokens: u64 = answers.iter().map(|answer| answer.cached_tokens).sum();
+        Self {
+            policy: policy.to_owned(),
+            requests: answers.len() as u64,
+            errors: planned.saturating_sub(answers.len()) as u64,
+            error_reasons: driven.reasons.clone(),
+            first_token: Times::of(answers.iter().map(|answer| answer.first_token), pace),
+            between_tokens: Times::of(answers.iter().flat_map(|answer| answer.gaps.iter().copied()), pace),
+            whole_answer: Times::of(answers.iter().map(|answer| answer.whole), pace),
+            prompt_tokens,
+            cached_tokens,
+            hit_rate: ratio(cached_tokens, prompt_tokens),
+            spread_requests: spread(ranks.iter().map(|rank| rank.requests)),
+            spread_computed: spread(ranks.iter().map(|rank| rank.prompt_tokens.saturating_sub(rank.cached_tokens))),
+            run_seconds: driven.took.as_secs_f64(),
+            timer_lag: Times::of(driven.lags.iter().copied(), 1.0),
+            requests_digest: format!("{:016x}", driven.digest),
+        }
+    }
+
+    /// Prompt tokens that the engines had to compute.
+    #[must_use]
+    pub fn computed_tokens(&self) -> u64 {
+        self.prompt_tokens.saturating_sub(self.cached_tokens)
+    }
+}
+
+impl Times {
+    fn of(times: impl Iterator<Item = Duration>, pace: f64) -> Self {
+        let mut all: Vec<f64> = times.map(|time| time.as_secs_f64() * 1e3 * pace).collect();
+        if all.is_empty() {
+            return Self::default();
+        }
+        all.sort_unstable_by(f64::total_cmp);
+        #[expect(clippy::cast_precision_loss, reason = "a run has far fewer than 2^53 samples")]
+        let mean_ms = all.iter().sum::<f64>() / all.len() as f64;
+        Self { mean_ms, p50_ms: percentile(&all, 50), p99_ms: percentile(&all, 99) }
+    }
+}
+
+/// The least value that `percent` of 100 do not exceed. `sorted` is not empty.
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
+    let rank = (sorted.len() * percent).div_ceil(100).max(1);
+    sorted[rank - 1]
+}
+
+/// The greatest over the mean; 0 where there is nothing.
+fn spread(counts: impl Iterator<Item = u64> + Clone) -> f64 {
+    let (greatest, sum) = (counts.clone().max().unwrap_or(0), counts.clone().sum::<u64>());
+    ratio(greatest.saturating_mul(counts.count() as u64), sum)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts of a run are far below 2^53")]
+fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples_and_the_mean_is_all_of_them() {
+        let times = |all: &[u64], pace| Times::of(all.iter().map(|ms| Duration::from_millis(*ms)), pace);
+        let hundred: Vec<u64> = (1..=100).rev().collect();
+        assert_eq!(times(&hundred, 1.0), Times { mean_ms: 50.5, p50_ms: 50.0, p99_ms: 99.0 });
+        assert_eq!(times(&[4, 2, 9], 2.0), Times { mean_ms: 10.0, p50_ms: 8.0, p99_ms: 18.0 });
+        assert_eq!(times(&[7], 1.0), Times { mean_ms: 7.0, p50_ms: 7.0, p99_ms: 7.0 });
+        assert_eq!(times(&[], 1.0), Times::default());
+    }
+
+    #[test]
+    fn spread_is_the_busiest_over_the_mean() {
+        let cases: [(&[u64], f64); 4] = [(&[5, 5, 5, 5], 1.0), (&[8, 0, 0, 0], 4.0), (&[3, 1], 1.5), (&[0, 0], 0.0)];
+        for (counts, expected) in cases {
+            assert!((spread(counts.iter().copied()) - expected).abs() < 1e-9, "{counts:?}");
+        }
+    }
+}
