@@ -209,6 +209,7 @@ async fn what_cannot_be_done_is_refused_by_its_reason_and_changes_nothing() {
         ("POST", "/admin/models/mock/explain".into(), "{}".into(), 400, "invalid_prompt"),
         ("POST", "/admin/models/mock/explain".into(), deep, 400, "invalid_json"),
         ("POST", "/admin/models/mock/explain".into(), "{\"prompt\":\"\u{0}\"}".into(), 400, "invalid_json"),
+        ("PATCH", format!("{workers}/1"), r#"{"taints":[],"taints":["a"]}"#.into(), 400, "invalid_json"),
         ("POST", "/admin/models/mock/explain".into(), r#"{"tokens":[4294967296]}"#.into(), 400, "invalid_json"),
         (
             "POST",
@@ -453,6 +454,28 @@ impl tracing_subscriber::fmt::MakeWriter<'_> for Log {
     fn make_writer(&self) -> Self {
         self.clone()
     }
+}
+
+#[tokio::test]
+async fn every_command_of_the_documentation_works() {
+    let page = include_str!("../../docs/admin.md");
+    let commands: Vec<&str> = page.lines().filter(|line| line.starts_with("curl ")).collect();
+    assert!(commands.len() > 15, "{commands:?}");
+    let asked = Asked::start().await;
+    for command in commands {
+        let rest = command.strip_prefix(r#"curl -sH "$AUTH" "#).expect("the token is shown");
+        let rest = rest.split(" | ").next().unwrap_or_default();
+        let (rest, body) = rest.split_once(" -d ").unwrap_or((rest, ""));
+        let given = if body.is_empty() { "GET" } else { "POST" };
+        let (method, url) = match rest.strip_prefix("-X ") {
+            Some(rest) => rest.split_once(' ').expect("a method"),
+            None => (given, rest),
+        };
+        let path = url.replace("$ADMIN", "/admin").replace("http://127.0.0.1:8081", "");
+        let answer = asked.ask(method, &path, body.trim_matches('\'')).await;
+        assert!((200..300).contains(&answer.status), "{command}: {}", String::from_utf8_lossy(&answer.body));
+    }
+    assert!(asked.router().workers().is_empty(), "those that were added have gone again");
 }
 
 #[tokio::test]

@@ -16,7 +16,8 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use pointsman::protocol::WorkerId;
 use serde::Deserialize;
-use serde::de::{DeserializeOwned, Deserializer, Visitor};
+use serde::de::{DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde_json::value::RawValue;
 use tokio::time::timeout;
 
 use super::auth::peer_of;
@@ -42,6 +43,12 @@ pub(super) struct Peer(pub(super) Option<SocketAddr>);
 
 /// A body in JSON, whatever its `Content-Type` says.
 pub(super) struct Body<T>(pub(super) T);
+
+/// Deepest nesting of a body. Parts of it may be kept as they were written, and read by others only later.
+const DEPTH_MAX: usize = 64;
+
+/// Some fields of an object, each still JSON, and none of them twice.
+pub(super) struct Fields(pub(super) BTreeMap<String, Box<RawValue>>);
 
 /// A worker's id as people and JavaScript write it: a number, or its decimal digits as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,6 +83,33 @@ impl<'de> Deserialize<'de> for Id {
         }
 
         deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for Fields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Object;
+
+        impl<'de> Visitor<'de> for Object {
+            type Value = Fields;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Fields, A::Error> {
+                let mut fields = BTreeMap::new();
+                while let Some((name, value)) = object.next_entry::<String, Box<RawValue>>()? {
+                    if fields.contains_key(&name) {
+                        return Err(serde::de::Error::custom(format_args!("duplicate field `{name}`")));
+                    }
+                    fields.insert(name, value);
+                }
+                Ok(Fields(fields))
+            }
+        }
+
+        deserializer.deserialize_map(Object)
     }
 }
 
@@ -137,8 +171,31 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
             }
             _ => ApiError::invalid("invalid_body", None, "the body broke off"),
         })?;
+        if is_deeper_than(DEPTH_MAX, &body) {
+            let message = format!("the body is nested more than {DEPTH_MAX} deep");
+            return Err(ApiError::invalid("invalid_json", None, message));
+        }
         serde_json::from_slice(&body).map(Self).map_err(|error| not_understood(&error))
     }
+}
+
+/// Whether brackets outside of strings are open so deep at some place. Of what is no JSON any answer will do.
+fn is_deeper_than(depth_max: usize, json: &[u8]) -> bool {
+    let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
+    for byte in json {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' if !in_string => depth += 1,
+            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth > depth_max {
+            return true;
+        }
+    }
+    false
 }
 
 fn too_slow() -> ApiError {
@@ -161,6 +218,22 @@ mod tests {
         assert_eq!((id("0"), id("7"), id("18446744073709551615")), (Some(0), Some(7), Some(u64::MAX)));
         for text in ["", "-1", "+1", "01", "00", " 1", "1 ", "0x1", "1e3", "1.0", "18446744073709551616", "one", "١"] {
             assert_eq!(id(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn depth_is_that_of_brackets_outside_of_strings() {
+        for (json, depth) in [
+            ("1", 0),
+            ("[]", 1),
+            (r#"[[1],[2],{"a":[3]}]"#, 3),
+            (r#"["[[[["]"#, 1),
+            (r#"["\"[[[["]"#, 1),
+            (r#"["\\",[[]]]"#, 3),
+            (r#"{"a\\\"{":[]}"#, 2),
+        ] {
+            let json = json.as_bytes();
+            assert!(!is_deeper_than(depth, json) && (depth == 0 || is_deeper_than(depth - 1, json)), "{json:?}");
         }
     }
 

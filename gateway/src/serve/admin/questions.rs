@@ -64,14 +64,12 @@ impl Question {
     fn take_prompt(&mut self) -> Result<AskedPrompt, ApiError> {
         let bytes = |json: Box<RawValue>| Bytes::from(Box::<str>::from(json).into_boxed_bytes());
         let chat_only = ChatParts {
-            messages: Bytes::new(),
             tools: self.tools.take().map(bytes),
             documents: self.documents.take().map(bytes),
             template_kwargs: self.chat_template_kwargs.take().map(bytes),
             add_generation_prompt: self.add_generation_prompt.take(),
             continue_final_message: self.continue_final_message.take(),
-            reasoning_effort: None,
-            has_own_template: false,
+            ..ChatParts::default()
         };
         match (self.tokens.take(), self.prompt.take(), self.messages.take()) {
             (None, None, Some(messages)) => {

@@ -4,6 +4,7 @@
 //! changes are made one after the other, and that they are carried out to the end. Leaves what becomes of requests on a
 //! worker to the router.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,10 +16,11 @@ use pointsman::error::MembershipError;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
 use pointsman::{Router, WorkerEntry};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 use super::audit::{Change, Done};
-use super::extract::{Body, ModelAt, Peer, WorkerAt, not_understood};
+use super::extract::{Body, Fields, ModelAt, Peer, WorkerAt, not_understood};
 use super::views::Facts;
 use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
@@ -56,7 +58,7 @@ pub(super) async fn patch(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
     peer: Peer,
-    Body(fields): Body<Map<String, Value>>,
+    Body(fields): Body<Fields>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let id = worker.id;
     let patched = move |known: Option<&WorkerEntry>| {
@@ -66,18 +68,18 @@ pub(super) async fn patch(
     set(admin, worker, peer, "patch", patched).await
 }
 
-/// The configuration with these fields in place of its own; `null` stands for the default.
-fn patched(config: &WorkerConfig, fields: Map<String, Value>) -> Result<WorkerConfig, serde_json::Error> {
-    let mut whole = serde_json::to_value(config)?;
-    if let Value::Object(whole) = &mut whole {
-        for (name, value) in fields {
-            match value {
-                Value::Null if whole.contains_key(&name) => drop(whole.remove(&name)),
-                value => drop(whole.insert(name, value)),
-            }
+/// The configuration with these fields in place of its own; `null` stands for the default. Text is put together, not
+/// values, so that whatever a whole configuration may not be, a part of it may not be either.
+fn patched(config: &WorkerConfig, Fields(fields): Fields) -> Result<WorkerConfig, serde_json::Error> {
+    let mut whole: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&serde_json::to_string(config)?)?;
+    for (name, value) in fields {
+        if value.get() == "null" && whole.contains_key(&name) {
+            whole.remove(&name);
+        } else {
+            whole.insert(name, value);
         }
     }
-    serde_json::from_value(whole)
+    serde_json::from_str(&serde_json::to_string(&whole)?)
 }
 
 /// Makes a worker what `config` says, given what it is now.
@@ -236,20 +238,24 @@ mod tests {
     #[test]
     fn a_patch_changes_what_it_names() {
         let known = WorkerConfig { data_parallel_size: 4, total_kv_blocks: Some(9), ..WorkerConfig::at("http://e") };
-        let with = |patch: Value| {
-            let Value::Object(fields) = patch else { panic!("an object") };
-            patched(&known, fields)
-        };
-        assert_eq!(with(json!({})).expect("nothing"), known);
-        let fewer = with(json!({ "data_parallel_size": 2, "taints": ["a100"] })).expect("two fields");
+        let with = |patch: &str| patched(&known, serde_json::from_str(patch)?);
+        assert_eq!(with("{}").expect("nothing"), known);
+        let fewer = with(r#"{"data_parallel_size":2,"taints":["a100"]}"#).expect("two fields");
         assert_eq!((fewer.data_parallel_size, fewer.total_kv_blocks), (2, Some(9)));
         assert!(fewer.taints.contains("a100"));
-        let defaults = with(json!({ "data_parallel_size": null, "total_kv_blocks": null })).expect("defaults");
+        let defaults = with(r#"{"data_parallel_size":null,"total_kv_blocks":null}"#).expect("defaults");
         assert_eq!((defaults.data_parallel_size, defaults.total_kv_blocks), (1, None));
-        for wrong in
-            [json!({ "endpiont": 1 }), json!({ "endpiont": null }), json!({ "endpoint": null }), json!({ "taints": 1 })]
-        {
-            assert!(with(wrong.clone()).is_err(), "{wrong}");
+        for wrong in [
+            r#"{"endpiont":1}"#,
+            r#"{"endpiont":null}"#,
+            r#"{"endpoint":null}"#,
+            r#"{"taints":1}"#,
+            r#"{"data_parallel_size":1,"data_parallel_size":2}"#,
+            r#"{"kv_events":{"endpoint":"tcp://a:1","endpoint":"tcp://b:1"}}"#,
+            "[]",
+            "null",
+        ] {
+            assert!(with(wrong).is_err(), "{wrong}");
         }
     }
 }
