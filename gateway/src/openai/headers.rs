@@ -272,14 +272,11 @@ fn is_named_by_connection(headers: &HeaderMap, name: &str) -> bool {
 
 /// `name` is in lower case, as all names are.
 fn is_stripped(name: &str) -> bool {
-    let dashed = |byte: u8| if byte == b'_' { b'-' } else { byte };
-    let begins =
-        |prefix: &&str| name.len() >= prefix.len() && name.bytes().map(dashed).zip(prefix.bytes()).all(is_same);
-    STRIPPED.iter().any(|prefix| begins(prefix))
-}
-
-fn is_same((one, other): (u8, u8)) -> bool {
-    one == other
+    let is_like = |(byte, of): (&u8, u8)| *byte == of || (*byte == b'_' && of == b'-');
+    STRIPPED.iter().any(|prefix| {
+        let start = name.as_bytes().get(..prefix.len());
+        start.is_some_and(|start| start.iter().zip(prefix.bytes()).all(is_like))
+    })
 }
 
 fn set_request_id(headers: &mut HeaderMap, id: &str) {

@@ -15,3 +15,6 @@ mod responses;
 pub use ask::{Ask, AskedPrompt, ChatParts, Edits, Endpoint};
 pub use error::{ApiError, ErrorType};
 pub use headers::{Authorization, RequestTerms, ToWorker, request_id, to_client, to_worker};
+
+#[cfg(test)]
+mod tests;
