@@ -461,7 +461,8 @@ mod found {
         runs(&router, &[(1, "http://a")]).await;
         for (broken, says) in [
             ("[[workers]]\nid = 1\nurl = \"http://b\"\ntotal_kv_block = 3\n", "line 4: unknown field `total_kv_block`"),
-            ("[[workers]]\nid = 1\nurl = \"https://b\"\n", "its scheme is \"https\", must be http"),
+            ("[[workers]]\nid = 1\nurl = \"ftp://b\"\n", "its scheme is \"ftp\", must be http or https"),
+            ("[[workers]]\nurl = \"https://b\"\nprobe = true\n", "its scheme is \"https\", must be http"),
             ("[[workers]]\nid = 1\nurl = \"http://", "line 3: "),
             ("", "missing field `workers`"),
         ] {

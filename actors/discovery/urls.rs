@@ -35,7 +35,7 @@ impl ProbedUrls {
     ) -> Result<Self, DiscoveryError> {
         let (mut workers, given) = (Vec::new(), WorkerConfig::at(""));
         for url in urls {
-            workers.push(NamedWorker { probe: true, ..NamedWorker::at(&url.into(), &given)? });
+            workers.push(NamedWorker::at(&url.into(), &given)?.probed()?);
         }
         worker_map(workers.iter().map(|worker| (worker.id, worker.config.clone())))?;
         let (prober, next_at) = (Prober::new(options), Instant::now());

@@ -16,7 +16,7 @@ pub struct NamedWorker {
 }
 
 impl NamedWorker {
-    /// A worker at `url`, of which everything but the endpoint is `given`. Wildcard hosts of its sockets, such as `*`,
+    /// A worker at `url`, `http` or `https`, of which everything but the endpoint is `given`. Wildcard hosts of its sockets, such as `*`,
     /// become its own.
     ///
     /// ```
@@ -32,9 +32,46 @@ impl NamedWorker {
     /// # Errors
     /// An address that is none.
     pub fn at(url: &str, given: &WorkerConfig) -> Result<Self, HttpUrlError> {
-        let parsed = HttpUrl::parse(url)?;
+        let parsed = HttpUrl::parse_endpoint(url)?;
         let mut config = WorkerConfig { endpoint: url.to_owned(), ..given.clone() };
         reach(&mut config, &parsed);
         Ok(Self { id: None, config, probe: false })
+    }
+
+    /// The same, to be asked for the rest.
+    ///
+    /// # Errors
+    /// An endpoint that is not plain `http`: engines are not asked over TLS.
+    pub fn probed(self) -> Result<Self, HttpUrlError> {
+        match HttpUrl::parse(&self.config.endpoint) {
+            Ok(_) => Ok(Self { probe: true, ..self }),
+            Err(HttpUrlError { url, rule }) => {
+                Err(HttpUrlError { url, rule: format!("it is to be asked (probe) over plain HTTP, and {rule}") })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::KvEventsConfig;
+
+    #[test]
+    fn a_worker_behind_tls_is_taken_as_described_but_not_asked() {
+        let (endpoint, replay_endpoint) = ("tcp://*:5557".to_owned(), None);
+        let kv_events = Some(KvEventsConfig { endpoint, replay_endpoint, topic: String::new() });
+        let given = WorkerConfig { kv_events, ..WorkerConfig::at("") };
+        let worker = NamedWorker::at("https://engine/v1", &given).expect("an address");
+        assert_eq!(worker.config.endpoint, "https://engine/v1");
+        assert_eq!(worker.config.kv_events.as_ref().expect("given").endpoint, "tcp://engine:5557");
+        let refused = worker.probed().expect_err("questions are plain HTTP").to_string();
+        assert!(refused.contains("probe") && refused.contains("\"https\", must be http"), "{refused}");
+        assert!(NamedWorker::at("http://engine", &given).and_then(NamedWorker::probed).expect("it can").probe);
+        for (url, rule) in [("ftp://e", "must be http or https"), ("https://me:pw@e", "password"), ("https://", "host")]
+        {
+            let refused = NamedWorker::at(url, &given).expect_err("must be refused").to_string();
+            assert!(refused.contains(rule), "{refused}");
+        }
     }
 }

@@ -42,6 +42,16 @@ impl HttpUrl {
     /// A scheme other than `http`, a login, a fragment, no host, a port that is none, or characters that belong into no
     /// address.
     pub fn parse(url: &str) -> Result<Self, HttpUrlError> {
+        Self::parse_of(url, &["http"])
+    }
+
+    /// An address of requests, which may be `https` too: where it is, but not to be asked in plain HTTP.
+    #[cfg(feature = "discovery")]
+    pub(super) fn parse_endpoint(url: &str) -> Result<Self, HttpUrlError> {
+        Self::parse_of(url, &["http", "https"])
+    }
+
+    fn parse_of(url: &str, schemes: &[&str]) -> Result<Self, HttpUrlError> {
         let refused = |rule: &str| {
             let shown = url.char_indices().take_while(|(at, _)| *at < Self::BYTES_MAX).map(|(_, c)| c).collect();
             HttpUrlError { url: shown, rule: rule.to_owned() }
@@ -50,10 +60,10 @@ impl HttpUrl {
             return Err(refused("it must be at most 2048 bytes long"));
         }
         let Some((scheme, rest)) = url.split_once("://") else {
-            return Err(refused("it must begin with http://"));
+            return Err(refused(&format!("it must begin with {}://", schemes.join(":// or "))));
         };
-        if !scheme.eq_ignore_ascii_case("http") {
-            return Err(refused(&format!("its scheme is {scheme:?}, must be http")));
+        if !schemes.iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
+            return Err(refused(&format!("its scheme is {scheme:?}, must be {}", schemes.join(" or "))));
         }
         if !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(refused("it must be of visible ASCII characters"));
@@ -68,6 +78,7 @@ impl HttpUrl {
         }
         let (host, port) = split_port(authority);
         let port = match port {
+            None if scheme.eq_ignore_ascii_case("https") => 443,
             None => 80,
             Some(port) => {
                 port.parse().ok().filter(|port| *port > 0).ok_or_else(|| refused("its port must be from 1 to 65535"))?

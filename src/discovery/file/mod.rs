@@ -124,9 +124,11 @@ impl FileFormat {
 
 fn checked(position: usize, worker: NamedWorker) -> Result<NamedWorker, FileError> {
     let NamedWorker { id, config, probe } = worker;
-    let named = NamedWorker::at(&config.endpoint, &config).map_err(|error| FileError::Url { position, error })?;
+    let named = NamedWorker::at(&config.endpoint, &config);
+    let named = if probe { named.and_then(NamedWorker::probed) } else { named };
+    let named = named.map_err(|error| FileError::Url { position, error })?;
     match named.config.validate() {
-        Ok(()) => Ok(NamedWorker { id, probe, ..named }),
+        Ok(()) => Ok(NamedWorker { id, ..named }),
         Err(error) => {
             let (url, rule) = (config.endpoint, error.to_string());
             Err(FileError::Worker { position, url, rule })
