@@ -12,6 +12,8 @@
 //!   in        index                bookings
 //! ```
 
+#[cfg(feature = "http")]
+mod body;
 mod clock;
 mod disagg;
 mod discovery;
@@ -40,8 +42,12 @@ mod shared;
 mod shared_cache;
 mod supervisor;
 mod telemetry;
+#[cfg(feature = "tower")]
+mod tower;
 mod turn;
 
+#[cfg(feature = "http")]
+pub use body::PlacedBody;
 pub use disagg::{DisaggPlacement, Disaggregated};
 pub use discovery::{DiscoverySource, DiscoveryStatus, StaticList};
 #[cfg(feature = "discovery")]
@@ -56,3 +62,5 @@ pub use router::{
 };
 pub use scheduler::PendingClass;
 pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
+#[cfg(feature = "tower")]
+pub use tower::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};

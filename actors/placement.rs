@@ -68,6 +68,16 @@ impl Placement {
         self.seat.worker_ranks.load(Ordering::Relaxed)
     }
 
+    #[cfg(feature = "tower")]
+    pub(super) fn endpoint_shared(&self) -> Arc<str> {
+        Arc::clone(&self.seat.endpoint)
+    }
+
+    #[cfg(feature = "http")]
+    pub(super) fn block_size(&self) -> u32 {
+        self.hold.shared().config.block_size
+    }
+
     /// The request id it was booked under.
     #[must_use]
     pub fn request_id(&self) -> &str {

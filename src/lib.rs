@@ -18,7 +18,8 @@
 //!
 //! The actors, behind the default feature `runtime`, own that state and carry the messages: one scheduler, the only one
 //! that books; a sequence actor for each rank; a radix actor for each index shard; a supervisor. Embedders see the
-//! `Router`, its `Placement`s, the [`config`] and the [`error`]s. The feature `faults` adds drills that break one part
+//! `Router`, its `Placement`s, the [`config`] and the [`error`]s; with the feature `http` bodies of answers that hold
+//! their placement, read as [`answer`] has it, and with `tower` a layer that places requests. The feature `faults` adds drills that break one part
 //! of a running router. `ARCHITECTURE.md` has the way of a request and the invariants.
 //!
 //! # Example
@@ -84,6 +85,8 @@ pub mod supervision;
 pub mod wire;
 pub mod zmtp;
 
+#[cfg(feature = "http")]
+pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
     AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, DiscoveryStatus, Health,
@@ -94,9 +97,16 @@ pub use actors::{
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Wedge};
+#[cfg(feature = "tower")]
+pub use actors::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
 pub use config::RouterConfig;
 
 /// The README's example, compiled and run.
 #[cfg(all(doctest, feature = "runtime"))]
 #[doc = include_str!("../README.md")]
 mod readme {}
+
+/// Those of the guide for embedders.
+#[cfg(all(doctest, feature = "tower"))]
+#[doc = include_str!("../docs/embedding.md")]
+mod embedding {}

@@ -1,0 +1,333 @@
+//! Bodies that hold their placement, and the layer that places requests: whatever happens to them, the booking ends.
+
+mod common;
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::future::{pending, poll_fn};
+use std::io;
+use std::marker::PhantomPinned;
+use std::pin::{Pin, pin};
+use std::sync::{Mutex, PoisonError};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use common::{assert_at_rest, config, loads, rank, router, tokens};
+use http::{HeaderMap, Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::{BodyExt as _, Empty, Full};
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+use pointsman::answer::{AnswerKind, Usage};
+use pointsman::health::Outcome;
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::select::Constraints;
+use pointsman::{
+    InputPrompt, PlaceError, PlacedBody, PlacedTarget, Placement, PlacementInput, PlacementLayer, Prompt, RouteRequest,
+    Router, RouterConfig,
+};
+use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
+
+type Step = Result<Frame<Bytes>, io::Error>;
+
+/// A body that goes by a script, and may not be moved, as some may not.
+struct Scripted {
+    steps: Mutex<VecDeque<Step>>,
+    /// Whether it says after its last frame that it has ended, or only when asked for another.
+    knows_its_end: bool,
+    _pinned: PhantomPinned,
+}
+
+impl Scripted {
+    fn new(steps: impl IntoIterator<Item = Step>, knows_its_end: bool) -> Self {
+        Self { steps: Mutex::new(steps.into_iter().collect()), knows_its_end, _pinned: PhantomPinned }
+    }
+}
+
+impl Body for Scripted {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Step>> {
+        Poll::Ready(self.steps.lock().unwrap_or_else(PoisonError::into_inner).pop_front())
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.knows_its_end && self.steps.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(77)
+    }
+}
+
+/// The n-th frame of a streamed answer: one token each.
+fn token(n: usize) -> Step {
+    Ok(Frame::data(format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"t{n}\"}}}}]}}\n\n").into()))
+}
+
+fn reset() -> Step {
+    Err(io::ErrorKind::ConnectionReset.into())
+}
+
+async fn place(router: &Router, id: &str) -> Placement {
+    router.route(RouteRequest::new(id, Prompt::Tokens(&tokens(1, 5)))).await.expect("placed")
+}
+
+/// Reads so many frames, or all.
+async fn read<B: Body>(mut body: Pin<&mut PlacedBody<B>>, frames: usize) -> Vec<Result<Frame<Bytes>, B::Error>> {
+    let mut read = Vec::new();
+    while read.len() < frames
+        && let Some(frame) = poll_fn(|cx| body.as_mut().poll_frame(cx)).await
+    {
+        read.push(frame);
+    }
+    read
+}
+
+#[tokio::test]
+async fn a_body_reports_its_first_byte_its_blocks_and_its_end() {
+    for knows_its_end in [false, true] {
+        let router = router(config(), 1).await;
+        let steps = [Ok(Frame::data(Bytes::new()))].into_iter().chain((0..9).map(token));
+        let body = place(&router, "a").await.wrap_body(Scripted::new(steps, knows_its_end), AnswerKind::Events);
+        let mut body = pin!(body);
+        assert_eq!(body.size_hint().exact(), Some(77));
+        read(body.as_mut(), 1).await;
+        assert_eq!(loads(&router).await, [(1, 5, 20)], "no byte yet");
+        read(body.as_mut(), 1).await;
+        assert_eq!(loads(&router).await, [(1, 5, 0)], "the first byte");
+        read(body.as_mut(), 2).await;
+        assert_eq!((loads(&router).await, body.output_tokens()), (vec![(1, 5, 0)], 3));
+        read(body.as_mut(), 1).await;
+        assert_eq!(loads(&router).await, [(1, 6, 0)], "four tokens are a block");
+        read(body.as_mut(), 4).await;
+        assert_eq!(loads(&router).await, [(1, 7, 0)]);
+        assert_eq!(body.placement().map(Placement::rank), Some(rank(0)));
+        let left = if knows_its_end { 1 } else { 2 };
+        assert_eq!(read(body.as_mut(), left).await.len(), 1);
+        assert!(body.placement().is_none(), "it is over, though the body is still there");
+        assert_at_rest(&router).await;
+    }
+}
+
+#[tokio::test]
+async fn output_counts_for_less_as_its_end_comes_near() {
+    let router = router(config(), 1).await;
+    let placement = place(&router, "a").await;
+    let body = placement.wrap_body(Scripted::new((0..8).map(token), false), AnswerKind::Events).expecting(8);
+    let mut body = pin!(body);
+    read(body.as_mut(), 4).await;
+    assert_eq!(loads(&router).await, [(1, 3, 0)], "half of 5 + 1 blocks");
+    read(body.as_mut(), 4).await;
+    assert_eq!(loads(&router).await, [(1, 0, 0)], "nothing more is expected");
+    read(body.as_mut(), 1).await;
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn nothing_stays_booked_wherever_a_body_stops() {
+    const FRAMES: usize = 12;
+    let router = router(RouterConfig { outcome_failures_max: 0, ..config() }, 2).await;
+    for stop in 0..=FRAMES {
+        for knows_its_end in [false, true] {
+            // Dropped after so many frames.
+            let script = Scripted::new((0..FRAMES).map(token), knows_its_end);
+            let body = Box::pin(place(&router, "a").await.wrap_body(script, AnswerKind::Events));
+            let mut body = body;
+            assert_eq!(read(body.as_mut(), stop).await.len(), stop);
+            let is_over = knows_its_end && stop == FRAMES;
+            assert_eq!(router.health().leases, usize::from(!is_over), "at {stop}");
+            drop(body);
+            assert_at_rest(&router).await;
+
+            // Broken off after so many, and kept.
+            let steps = (0..stop).map(token).chain([reset()]);
+            let body = place(&router, "b").await.wrap_body(Scripted::new(steps, knows_its_end), AnswerKind::Events);
+            let mut body = pin!(body);
+            let frames = read(body.as_mut(), usize::MAX).await;
+            assert_eq!(frames.iter().filter(|frame| frame.is_err()).count(), 1);
+            assert_eq!((frames.len(), body.output_tokens()), (stop + 1, stop as u64));
+            assert_at_rest(&router).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_bytes_and_the_trailers_stay_as_they_are() {
+    let router = router(config(), 1).await;
+    let mut trailers = HeaderMap::new();
+    trailers.insert("x-checksum", "7".parse().expect("a value"));
+    let steps = [token(1), token(2), Ok(Frame::trailers(trailers.clone()))];
+    let body = place(&router, "a").await.wrap_body(Scripted::new(steps, true), AnswerKind::Json);
+    let collected = body.collect().await.expect("it does not break off");
+    assert_eq!(collected.trailers(), Some(&trailers));
+    let sent: Vec<u8> =
+        [token(1), token(2)].into_iter().flatten().filter_map(|f| f.into_data().ok()).flatten().collect();
+    assert_eq!(collected.to_bytes(), sent);
+    assert_at_rest(&router).await;
+    let empty = place(&router, "b").await.wrap_body(Empty::<Bytes>::new(), AnswerKind::Json);
+    assert!(empty.is_end_stream() && empty.placement().is_none(), "nobody would ever ask it");
+    assert_at_rest(&router).await;
+}
+
+/// What is held against the rank after so many bodies that each end like this: ranks that are left.
+async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) -> usize {
+    let router = router(config(), 2).await;
+    let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
+    for _ in 0..router.config().outcome_failures_max {
+        let prompt = Prompt::Tokens(&[1]);
+        let request = RouteRequest { constraints: Some(&elsewhere), ..RouteRequest::new("a", prompt) };
+        let placement = router.route(request).await.expect("placed");
+        let mut body = Box::pin(placement.wrap_response(respond()).into_body());
+        read(body.as_mut(), if read_all { usize::MAX } else { 1 }).await;
+    }
+    router.rank_health().await.expect("up"); // behind the reports
+    assert_at_rest(&router).await;
+    router.eligible_ranks()
+}
+
+#[tokio::test]
+async fn what_a_body_says_of_its_rank_is_what_happened() {
+    let answer = |status: StatusCode, steps: Vec<Step>| {
+        let mut response = Response::new(Scripted::new(steps, true));
+        *response.status_mut() = status;
+        response
+    };
+    let good = || answer(StatusCode::OK, vec![token(1), token(2)]);
+    assert_eq!(left_after(good, true).await, 2);
+    assert_eq!(left_after(good, false).await, 2, "the client has gone");
+    assert_eq!(left_after(|| answer(StatusCode::BAD_REQUEST, vec![token(1)]), true).await, 2);
+    assert_eq!(left_after(|| answer(StatusCode::OK, vec![token(1), reset()]), true).await, 1);
+    assert_eq!(left_after(|| answer(StatusCode::SERVICE_UNAVAILABLE, vec![token(1)]), true).await, 1);
+    assert_eq!(left_after(|| answer(StatusCode::BAD_GATEWAY, vec![]), true).await, 1);
+}
+
+#[test]
+fn cached_tokens_are_reported_once_and_as_the_answer_says_them() {
+    let (recorder, runtime) = (DebuggingRecorder::new(), tokio::runtime::Builder::new_current_thread());
+    let runtime = { runtime }.enable_time().build().expect("a runtime");
+    let snapshotter = recorder.snapshotter();
+    let usage =
+        "\"usage\":{\"prompt_tokens\":20,\"completion_tokens\":2,\"prompt_tokens_details\":{\"cached_tokens\":8}}";
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let router = router(config(), 1).await;
+            let events = Full::<Bytes>::from(format!("data: {{{usage}}}\n\ndata: {{{usage}}}\n\n"));
+            let json = Full::<Bytes>::from(format!("{{\"choices\":[],{usage}}}"));
+            for (answer, content_type) in [(events, "text/event-stream"), (json, "application/json")] {
+                let response = Response::builder().header("content-type", content_type).body(answer);
+                let response = place(&router, "a").await.wrap_response(response.expect("well-formed"));
+                let mut body = pin!(response.into_body());
+                read(body.as_mut(), usize::MAX).await;
+                let said = Usage { prompt_tokens: Some(20), output_tokens: Some(2), cached_tokens: Some(8) };
+                assert_eq!(body.usage(), Some(said));
+                assert_at_rest(&router).await;
+            }
+        });
+    });
+    let delivered = snapshotter.snapshot().into_vec().into_iter().find_map(|(key, _, _, value)| {
+        let is_delivered = key.key().labels().any(|label| label.key() == "stage" && label.value() == "delivered");
+        is_delivered.then_some(value)
+    });
+    assert_eq!(delivered, Some(DebugValue::Counter(2 * 8)), "of two answers, each once");
+}
+
+fn asking(id: &str) -> Request<()> {
+    let mut request = Request::new(());
+    let prompt = InputPrompt::Tokens(tokens(1, 5).into());
+    request.extensions_mut().insert(PlacementInput::new(id, prompt));
+    request
+}
+
+#[tokio::test]
+async fn the_service_inside_is_told_where_to_send() {
+    let two = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://a") };
+    let router = Router::builder(config()).worker(WorkerId(7), two).start().await.expect("valid");
+    let client = service_fn(async |request: Request<()>| {
+        assert!(request.extensions().get::<PlacementInput>().is_none(), "it has been used");
+        let target = request.extensions().get::<PlacedTarget>().expect("it has been placed").clone();
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("{} {}", target.endpoint, target.worker_ranks))))
+    });
+    let mut service = PlacementLayer::new(router.clone()).layer(client);
+    let response = service.ready().await.expect("ready").call(asking("a")).await.expect("answered");
+    assert_eq!(router.health().leases, 1, "its answer has not been read");
+    assert_eq!(response.into_body().collect().await.expect("whole").to_bytes(), "http://a 2");
+    assert_at_rest(&router).await;
+}
+
+#[tokio::test]
+async fn every_field_of_an_input_reaches_the_router() {
+    let router = router(config(), 3).await;
+    let constraints = Some(Constraints { excluded_ranks: [rank(0), rank(1)].into(), ..Constraints::default() });
+    let mut request = asking("a");
+    let input = PlacementInput::new("a", InputPrompt::Tokens([1].into()));
+    request.extensions_mut().insert(PlacementInput { constraints, ..input });
+    let client = service_fn(async |request: Request<()>| {
+        let target = request.extensions().get::<PlacedTarget>().expect("it has been placed");
+        assert_eq!(target.rank, rank(2));
+        Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
+    });
+    let layer = PlacementLayer::new(router.clone());
+    layer.layer(client).oneshot(request).await.expect("answered");
+    assert_at_rest(&router).await;
+
+    let input = PlacementInput { policy_class: Some("none".to_owned()), ..asked(asking("b")) };
+    let mut request = Request::new(());
+    request.extensions_mut().insert(input);
+    let refused = layer.layer(client).oneshot(request).await.expect_err("there is no such class");
+    assert!(matches!(refused, PlaceError::Route(_)), "{refused}");
+    let refused = layer.layer(client).oneshot(Request::new(())).await.expect_err("nothing to place");
+    assert!(matches!(refused, PlaceError::MissingInput), "{refused}");
+    assert_at_rest(&router).await;
+}
+
+fn asked(mut request: Request<()>) -> PlacementInput {
+    request.extensions_mut().remove().expect("it is there")
+}
+
+#[tokio::test]
+async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
+    let failing = service_fn(async |_: Request<()>| Err::<Response<Empty<Bytes>>, _>(io::Error::other("no route")));
+    for (layer_of, left) in [
+        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 1),
+        (|router| PlacementLayer::new(router).outcomes(|_| Outcome::Ok), 2),
+    ] {
+        let router = router(config(), 2).await;
+        let service = layer_of(router.clone()).layer(failing);
+        for _ in 0..2 * router.config().outcome_failures_max {
+            let refused = service.clone().oneshot(asking("a")).await.expect_err("it fails");
+            assert!(matches!(&refused, PlaceError::Inner(error) if error.to_string() == "no route"), "{refused}");
+            assert_at_rest(&router).await;
+        }
+        router.rank_health().await.expect("up"); // behind the reports
+        assert_eq!(router.eligible_ranks(), left);
+    }
+}
+
+/// Polls a future once.
+async fn poll_once<F: Future>(mut future: Pin<&mut F>) -> bool {
+    poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_ready())).await
+}
+
+#[tokio::test]
+async fn a_request_whose_future_is_dropped_leaves_nothing() {
+    let worker = WorkerConfig { max_num_batched_tokens: Some(10), ..WorkerConfig::at("http://a") };
+    let router = Router::builder(RouterConfig { queue_threshold: Some(0.5), ..config() });
+    let router = router.worker(WorkerId(0), worker).start().await.expect("valid");
+    let hung = service_fn(async |_: Request<()>| pending::<Result<Response<Empty<Bytes>>, Infallible>>().await);
+    let service = PlacementLayer::new(router.clone()).layer(hung);
+    let mut sending = Box::pin(service.clone().oneshot(asking("a")));
+    while router.health().leases == 0 || loads(&router).await == [(0, 0, 0)] {
+        assert!(!poll_once(sending.as_mut()).await, "the service hangs");
+    }
+    let mut waiting = Box::pin(service.clone().oneshot(asking("b")));
+    while router.pending().await.expect("up").iter().all(|class| class.depth.requests == 0) {
+        assert!(!poll_once(waiting.as_mut()).await, "the rank is busy");
+    }
+    assert_eq!(router.health().leases, 2);
+    drop(waiting);
+    assert_eq!(router.health().leases, 1);
+    assert!(router.pending().await.expect("up").iter().all(|class| class.depth.requests == 0));
+    drop(sending);
+    assert_at_rest(&router).await;
+}
