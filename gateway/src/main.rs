@@ -1,17 +1,19 @@
 //! The `pointsman` command.
 //!
-//! Owns the command line, and is the only place that reads files and the environment. Exits with 0 on success, with 2
-//! when what it was given cannot be used. The gateway itself comes later.
+//! Owns the command line, and is the only place that reads the file of settings and the environment. Exits with 0 on
+//! success, with 2 when what it was given cannot be used. Leaves what a command does to the library.
 
-mod config;
-
-use std::fs;
+use std::fs::{self, File};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 use pointsman_gateway::demo::{Demo, DemoConfig, Progress};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, Secrets, Settings, Sources};
 
 /// Routes each LLM request to the engine rank that will serve it fastest.
 #[derive(Debug, Parser)]
@@ -25,14 +27,11 @@ struct Cli {
 enum Command {
     /// Prints the version and exits.
     Version,
-    /// Checks a configuration file and the POINTSMAN_ROUTER_* variables over it, and prints what results: every
-    /// setting, and whether it came from the file, the environment or the defaults. Exits with 2 and a list of all
-    /// problems if it cannot be used.
-    CheckConfig {
-        /// The TOML file.
-        #[arg(long, value_name = "FILE")]
-        config: PathBuf,
-    },
+    /// Runs the gateway: OpenAI's API in front of engines. docs/gateway.md explains its settings.
+    Serve(Box<SettingsArgs>),
+    /// Checks what `serve` would be given, and prints what results: every setting, and whether it came from the file,
+    /// the environment, a flag or the defaults. Exits with 2 and a list of all problems if it cannot be used.
+    CheckConfig(Box<SettingsArgs>),
     /// Runs an LLM engine without a GPU: it answers OpenAI's requests with made-up tokens in modelled time, and
     /// publishes the KV events of its prefix cache as vLLM or SGLang do. Ends on Ctrl-C. docs/mock-engine.md has
     /// endpoints and examples.
@@ -43,14 +42,104 @@ enum Command {
     Demo(DemoConfig),
 }
 
-#[expect(clippy::print_stdout, reason = "what a command prints is its answer")]
+/// Where settings come from: flags win over variables, and these over the file.
+#[derive(Debug, Args)]
+struct SettingsArgs {
+    /// The TOML file.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Serves a model of this name, without a file.
+    #[arg(long, value_name = "NAME", requires = "worker")]
+    model: Option<String>,
+    /// An engine of that model, which is asked what it is. Once for each.
+    #[arg(long, value_name = "URL", requires = "model")]
+    worker: Vec<String>,
+    /// Where clients connect (gateway.listen).
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<SocketAddr>,
+    /// Where operators connect (admin.listen).
+    #[arg(long, value_name = "ADDR")]
+    admin_listen: Option<SocketAddr>,
+    /// File with the token that operators show (admin.token_file).
+    #[arg(long, value_name = "FILE")]
+    admin_token_file: Option<String>,
+    /// How much is logged (gateway.log_level).
+    #[arg(long, value_name = "LEVEL")]
+    log_level: Option<String>,
+    /// How it is logged: text or json (gateway.log_format).
+    #[arg(long, value_name = "FORMAT")]
+    log_format: Option<String>,
+    /// Any other setting of gateway, admin or router, such as router.block_size=16. As often as wanted.
+    #[arg(long, value_name = "SECTION.KEY=VALUE", value_parser = setting_and_value)]
+    set: Vec<(String, String)>,
+}
+
+fn setting_and_value(text: &str) -> Result<(String, String), String> {
+    let (setting, value) = text.split_once('=').ok_or("must be SECTION.KEY=VALUE")?;
+    Ok((setting.to_owned(), value.to_owned()))
+}
+
+impl SettingsArgs {
+    /// Reads the file, and takes settings from everywhere.
+    fn load(self) -> Result<Loaded, String> {
+        let file = self.config.as_deref().map(read_config).transpose()?;
+        let flags = self.flags();
+        let model = self.model.map(|name| (name, self.worker));
+        let directory = std::env::current_dir().map_err(|error| format!("no working directory: {error}\n"))?;
+        let sources = Sources { file, variables: environment(), flags, model, directory };
+        sources.load().map_err(|errors| errors.to_string())
+    }
+
+    fn flags(&self) -> Vec<Flag> {
+        let set = self.set.iter().map(|(setting, value)| Flag {
+            name: format!("--set {setting}"),
+            setting: setting.clone(),
+            value: value.clone(),
+        });
+        let address = |address: Option<SocketAddr>| address.map(|address| address.to_string());
+        let short = [
+            ("--listen", "gateway.listen", address(self.listen)),
+            ("--admin-listen", "admin.listen", address(self.admin_listen)),
+            ("--admin-token-file", "admin.token_file", self.admin_token_file.clone()),
+            ("--log-level", "gateway.log_level", self.log_level.clone()),
+            ("--log-format", "gateway.log_format", self.log_format.clone()),
+        ];
+        let short = short.into_iter().filter_map(|(name, setting, value)| {
+            Some(Flag { name: name.to_owned(), setting: setting.to_owned(), value: value? })
+        });
+        set.chain(short).collect()
+    }
+}
+
+fn read_config(path: &Path) -> Result<ConfigFile, String> {
+    let unreadable = |error| format!("{} cannot be read: {error}\n", path.display());
+    let text = fs::read_to_string(path).map_err(unreadable)?;
+    let directory = std::path::absolute(path).map_err(unreadable)?;
+    Ok(ConfigFile { text, directory: directory.parent().map_or(PathBuf::new(), Path::to_owned) })
+}
+
+/// The process's variables. What is not UTF-8 comes with replacement characters, which no setting takes.
+fn environment() -> Vec<(String, String)> {
+    let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
+    std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect()
+}
+
 fn main() -> ExitCode {
-    let answer = match Cli::parse().command {
-        Command::Version => Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION"))),
-        Command::CheckConfig { config } => check_config(&config, environment()),
-        Command::MockEngine(config) => mock_engine(*config),
-        Command::Demo(config) => return demo(&config),
-    };
+    match Cli::parse().command {
+        Command::Version => answered(Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
+        Command::Serve(args) => match args.load() {
+            Ok(loaded) => serve(loaded.settings),
+            Err(problems) => answered(Err(problems)),
+        },
+        Command::CheckConfig(args) => answered(args.load().and_then(|loaded| check_config(&loaded))),
+        Command::MockEngine(config) => answered(mock_engine(*config)),
+        Command::Demo(config) => demo(&config),
+    }
+}
+
+/// Prints what a command has to say: its answer, or every problem.
+#[expect(clippy::print_stdout, reason = "what a command prints is its answer")]
+fn answered(answer: Result<String, String>) -> ExitCode {
     match answer {
         Ok(answer) => {
             print!("{answer}");
@@ -63,17 +152,36 @@ fn main() -> ExitCode {
     }
 }
 
-/// The process's variables. What is not UTF-8 comes with replacement characters, which no setting takes.
-fn environment() -> impl Iterator<Item = (String, String)> {
-    let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
-    std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
+/// The effective settings, or every file that cannot be used, one a line.
+fn check_config(loaded: &Loaded) -> Result<String, String> {
+    let settings = &loaded.settings;
+    let secrets = Secrets::problems(settings).into_iter().map(|problem| problem.to_string());
+    let files = settings.files().into_iter().filter_map(|(setting, file)| {
+        let error = File::open(file).err()?;
+        Some(format!("{setting} is {}, which cannot be read: {error}", file.display()))
+    });
+    let problems: String = secrets.chain(files).map(|problem| format!("{problem}\n")).collect();
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    settings.warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
+    Ok(loaded.to_string())
 }
 
-/// The effective configuration, or every problem, one a line.
-fn check_config(path: &Path, env: impl Iterator<Item = (String, String)>) -> Result<String, String> {
-    let text = fs::read_to_string(path).map_err(|error| format!("{} cannot be read: {error}\n", path.display()))?;
-    let loaded = config::load(&text, env).map_err(|errors| errors.to_string())?;
-    Ok(loaded.to_string())
+/// Runs the gateway until it is interrupted.
+fn serve(settings: Settings) -> ExitCode {
+    let runtime = match tokio::runtime::Runtime::new() {
+        Ok(runtime) => runtime,
+        Err(error) => return answered(Err(format!("no runtime: {error}\n"))),
+    };
+    let deadline = Duration::from_millis(settings.gateway.drain_timeout_ms);
+    answered(runtime.block_on(async {
+        let gateway = Gateway::start(settings).await.map_err(|error| format!("{error}\n"))?;
+        eprintln!("listening on {}", gateway.address());
+        tokio::signal::ctrl_c().await.map_err(|error| format!("interrupts cannot be heard: {error}\n"))?;
+        gateway.shutdown(deadline).await;
+        Ok(String::new())
+    }))
 }
 
 /// Runs an engine until it is interrupted, and says where it is once it answers.

@@ -1,13 +1,18 @@
 //! `pointsman check-config` as an operator runs it.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// Runs the command in an environment of nothing but `env`.
 fn check_config(file: &Path, env: &[(&str, &str)]) -> Output {
+    run(&["--config".as_ref(), file.as_os_str()], env)
+}
+
+fn run(args: &[&OsStr], env: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-    command.arg("check-config").arg("--config").arg(file).env_clear().envs(env.iter().copied());
+    command.arg("check-config").args(args).env_clear().envs(env.iter().copied());
     command.output().expect("the command runs")
 }
 
@@ -46,7 +51,8 @@ fn the_example_is_accepted_and_printed() {
 fn a_broken_file_is_refused_with_every_problem() {
     let broken = written(
         "broken.toml",
-        "[server]\nport = 1\n[router]\nblok_size = 16\ntemperature = -1.0\n[[router.queue_classes]]\nname = \"a b\"\n",
+        "[server]\nport = 1\n[router]\nblok_size = 16\ntemperature = -1.0\n[[router.queue_classes]]\nname = \"a b\"\n\
+         [[models]]\nname = \"m\"\n",
     );
     let env = [("POINTSMAN_ROUTER_SEED", "x"), ("POINTSMAN_ROUTER_SEAD", "1"), ("POINTSMAN_ROUTER_QUEUE_CLASSES", "")];
     let output = check_config(&broken, &env);
@@ -54,15 +60,79 @@ fn a_broken_file_is_refused_with_every_problem() {
     assert_eq!(
         text(&output.stderr).lines().collect::<Vec<_>>(),
         [
-            "router.blok_size is not a known key, must be the name of a setting",
-            "server is not a known key, must be router, the only table",
-            "POINTSMAN_ROUTER_QUEUE_CLASSES is \"\", must be absent: queue_classes can be set in the file only",
-            "POINTSMAN_ROUTER_SEAD is not a known variable, must end in the name of a setting in upper case",
-            "POINTSMAN_ROUTER_SEED is \"x\", must be an integer from 0 to 9223372036854775807",
+            "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)",
+            "server is not a known key, must be gateway, admin, router, models or tenants (file)",
+            "router.queue_classes is \"\", must be absent here: it can be set in the file only \
+             (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)",
+            "POINTSMAN_ROUTER_SEAD is not a known variable, must end in the name of a setting in upper case, \
+             perhaps POINTSMAN_ROUTER_SEED",
+            "router.seed is \"x\", must be an integer from 0 to 9223372036854775807 \
+             (environment: POINTSMAN_ROUTER_SEED)",
+            "models[0] is without workers, must be given workers, workers_file, worker_urls or worker_names, \
+             unless [admin] can add some (default)",
             "router.temperature is -1, must be between 0 and 1e9 (file)",
             "router.queue_classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
         ]
     );
+}
+
+#[test]
+fn flags_are_enough_and_win() {
+    let args = ["--model", "m", "--worker", "http://e:8000", "--worker", "http://f:8000", "--listen", "127.0.0.1:0"];
+    let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9"];
+    let token = written("flags.token", "0123456789abcdef\n");
+    let token = ["--admin-token-file".as_ref(), token.as_os_str()];
+    let args: Vec<&OsStr> = args.into_iter().chain(more).map(OsStr::new).chain(token).collect();
+    let output = run(&args, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "32")]);
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
+    let printed = text(&output.stdout);
+    let lines = [
+        ("block_size = 16 ", "flag: --set router.block_size"),
+        ("listen = \"127.0.0.1:0\" ", "flag: --listen"),
+        ("listen = \"[::1]:9\" ", "flag: --admin-listen"),
+        ("log_format = \"json\" ", "flag: --log-format"),
+        ("worker_urls = [\"http://e:8000\", \"http://f:8000\"] ", "flag: --worker"),
+        ("token_file = ", "flag: --admin-token-file"),
+    ];
+    for (setting, origin) in lines {
+        let line = printed.lines().find(|line| line.starts_with(setting)).unwrap_or_else(|| panic!("{printed}"));
+        assert!(line.ends_with(&format!(" # {origin}")), "{line}");
+    }
+    assert!(!printed.contains("0123456789abcdef"), "the token is not shown: {printed}");
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named_without_their_content() {
+    written("short.key", "hush-hush\n");
+    let file = written(
+        "files.toml",
+        "[gateway]\nsalt_secret_file = \"short.key\"\nworker_ca_file = \"nowhere.pem\"\n\
+         [[models]]\nname = \"m\"\nworker_urls = [\"http://e\"]\ntokens = { tokenizer_file = \"nowhere.json\" }\n\
+         [[tenants]]\nname = \"t\"\nkeys_file = \"nowhere.keys\"\n",
+    );
+    let output = check_config(&file, &[]);
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(2), ""));
+    let told = text(&output.stderr);
+    let beginnings = [
+        ("gateway.salt_secret_file is ", "short.key, which must hold at least 16 bytes"),
+        ("tenants[0].keys_file is ", "nowhere.keys, which cannot be read: "),
+        ("gateway.worker_ca_file is ", "nowhere.pem, which cannot be read: "),
+        ("models[0].tokens.tokenizer_file is ", "nowhere.json, which cannot be read: "),
+    ];
+    assert_eq!(told.lines().count(), beginnings.len(), "{told}");
+    for (line, (setting, problem)) in told.lines().zip(beginnings) {
+        assert!(line.starts_with(setting) && line.contains(problem) && !line.contains("hush"), "{line}");
+    }
+}
+
+#[test]
+fn what_is_odd_is_warned_of() {
+    let file =
+        written("odd.toml", "[[models]]\nname = \"m\"\nworker_urls = [\"http://e\"]\ntokens.source = \"none\"\n");
+    let output = check_config(&file, &[]);
+    assert_eq!(output.status.code(), Some(0));
+    let told = text(&output.stderr);
+    assert!(told.starts_with("warning: model \"m\" has no source of tokens") && told.lines().count() == 1, "{told}");
 }
 
 #[test]

@@ -4,7 +4,14 @@
 //! Leaves where values come from (file, environment, flags) to the loader, and the router's own fields to
 //! [`RouterConfig`].
 
+mod error;
+mod fields;
+mod load;
 mod secrets;
+mod section;
+#[cfg(test)]
+mod tests;
+mod validate;
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -13,7 +20,11 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
 
+pub use error::{LoadError, LoadErrors};
+pub use load::{ConfigFile, Flag, Loaded, Sources};
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
+pub use section::Origin;
+pub use validate::{SettingError, SettingErrors};
 
 /// Everything.
 #[derive(Clone, Debug, Default)]
@@ -117,10 +128,9 @@ impl Default for GatewaySettings {
 
 /// `[admin]`: needs a token, always.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 pub struct AdminSettings {
     /// Where operators connect.
-    #[serde(default = "AdminSettings::default_listen")]
     pub listen: SocketAddr,
     /// File with the token that they show (`Authorization: Bearer`); at least 16 bytes.
     pub token_file: PathBuf,
@@ -131,6 +141,13 @@ impl AdminSettings {
     #[must_use]
     pub fn default_listen() -> SocketAddr {
         SocketAddr::from((Ipv4Addr::LOCALHOST, 8081))
+    }
+}
+
+impl Default for AdminSettings {
+    /// The default address, and no token: [`Settings::validate`] wants one.
+    fn default() -> Self {
+        Self { listen: Self::default_listen(), token_file: PathBuf::new() }
     }
 }
 
@@ -231,18 +248,16 @@ impl Default for TokensSettings {
     }
 }
 
-/// One of `[[tenants]]`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// One of `[[tenants]]`. By default it has neither name nor keys: [`Settings::validate`] wants both.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct TenantSettings {
     /// Its name, for logs and for its salt.
     pub name: String,
     /// File with its keys, one a line.
     pub keys_file: PathBuf,
     /// The policy class of its requests; they may not choose another. Default: as the request's header says.
-    #[serde(default)]
     pub policy_class: Option<String>,
     /// The highest strict priority that its requests may ask for.
-    #[serde(default)]
     pub strict_priority_max: u32,
 }

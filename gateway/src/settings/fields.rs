@@ -4,22 +4,23 @@
 //! to the struct's own validation.
 
 use std::fmt;
+use std::net::SocketAddr;
 
 use serde::de::value::{Error, MapDeserializer};
-use serde::de::{DeserializeOwned, Deserializer, Error as _, IntoDeserializer, Visitor};
+use serde::de::{DeserializeOwned, Deserializer, Error as _, Expected, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use toml::Value;
 
 /// One setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Field {
-    pub(crate) name: &'static str,
-    pub(crate) kind: Kind,
+pub(super) struct Field {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
 }
 
 /// Which values a setting takes, before its own rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(super) enum Kind {
     Switch,
     /// From 0 to `max`.
     Integer {
@@ -28,12 +29,16 @@ pub(crate) enum Kind {
     Number,
     Choice(&'static [&'static str]),
     Text,
+    /// The path of a file.
+    File,
+    /// An IP address with a port.
+    Address,
     /// A list or a table: too much for one word.
     Structured,
 }
 
 /// The fields of `T`, in the order of their declaration; none where `T` is not a struct.
-pub(crate) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
+pub(super) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
     let mut names: &[&str] = &[];
     // Both probes end in an error once they know enough.
     let _ = T::deserialize(NameProbe(&mut names));
@@ -47,13 +52,14 @@ pub(crate) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
 
 impl Kind {
     /// The value that `text` stands for, if it is one of this kind.
-    pub(crate) fn parse(self, text: &str) -> Option<Value> {
+    pub(super) fn parse(self, text: &str) -> Option<Value> {
         match self {
             Self::Switch => text.parse().ok().map(Value::Boolean),
             Self::Integer { max } => text.parse().ok().filter(|n| (0..=max).contains(n)).map(Value::Integer),
             Self::Number => text.parse().ok().map(Value::Float),
             Self::Choice(names) => names.contains(&text).then(|| Value::from(text)),
-            Self::Text => (!text.is_empty()).then(|| Value::from(text)),
+            Self::Text | Self::File => (!text.is_empty()).then(|| Value::from(text)),
+            Self::Address => text.parse::<SocketAddr>().is_ok().then(|| Value::from(text)),
             Self::Structured => None,
         }
     }
@@ -67,6 +73,8 @@ impl fmt::Display for Kind {
             Self::Number => f.write_str("a number"),
             Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
             Self::Text => f.write_str("a text, not empty"),
+            Self::File => f.write_str("the path of a file"),
+            Self::Address => f.write_str("an IP address with a port, such as 127.0.0.1:8080 or [::]:8080"),
             Self::Structured => f.write_str("a list or a table"),
         }
     }
@@ -140,8 +148,15 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
         self.note(Kind::Number)
     }
 
-    fn deserialize_string<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Text)
+    // Texts and paths are asked for alike; only what stands in their errors differs.
+    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        let expected: &dyn Expected = &visitor;
+        self.note(if expected.to_string() == "path string" { Kind::File } else { Kind::Text })
+    }
+
+    // Of all types that settings have, only addresses read themselves from text.
+    fn deserialize_str<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        self.note(Kind::Address)
     }
 
     fn deserialize_enum<V: Visitor<'de>>(
@@ -158,7 +173,7 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
     }
 
     forward_to_deserialize_any! {
-        i8 i16 i32 i64 i128 u8 u16 u128 f32 char str bytes byte_buf unit unit_struct newtype_struct seq tuple
+        i8 i16 i32 i64 i128 u8 u16 u128 f32 char bytes byte_buf unit unit_struct newtype_struct seq tuple
         tuple_struct map struct identifier ignored_any
     }
 }
@@ -168,6 +183,7 @@ mod tests {
     use pointsman::RouterConfig;
 
     use super::*;
+    use crate::settings::{AdminSettings, GatewaySettings};
 
     fn kind(name: &str) -> Kind {
         fields_of::<RouterConfig>().into_iter().find(|field| field.name == name).expect("a field").kind
@@ -186,6 +202,20 @@ mod tests {
         assert_eq!(kind("queue_default_family"), Kind::Text);
         assert_eq!(kind("queue_classes"), Kind::Structured);
         assert!(fields_of::<u32>().is_empty());
+    }
+
+    #[test]
+    fn paths_and_addresses_are_told_from_texts() {
+        let gateway = fields_of::<GatewaySettings>();
+        let kind = |name: &str| gateway.iter().find(|field| field.name == name).expect("a field").kind;
+        assert_eq!(kind("listen"), Kind::Address);
+        assert_eq!(kind("tls_key_file"), Kind::File);
+        assert_eq!(kind("log_level"), Kind::Text);
+        assert_eq!(kind("log_format"), Kind::Choice(&["text", "json"]));
+        assert_eq!(fields_of::<AdminSettings>()[1], Field { name: "token_file", kind: Kind::File });
+        for Field { name, kind } in gateway {
+            assert_eq!(kind == Kind::File, name.ends_with("_file"), "{name}");
+        }
     }
 
     #[test]
@@ -212,6 +242,9 @@ mod tests {
         assert_eq!(Kind::Choice(&["a", "b"]).parse("B"), None);
         assert_eq!(Kind::Text.parse("x y"), Some(Value::from("x y")));
         assert_eq!(Kind::Text.parse(""), None);
+        assert_eq!(Kind::File.parse(""), None);
+        assert_eq!(Kind::Address.parse("[::1]:80"), Some(Value::from("[::1]:80")));
+        assert_eq!(Kind::Address.parse("localhost:80"), None);
         assert_eq!(Kind::Structured.parse("[]"), None);
     }
 }

@@ -1,0 +1,484 @@
+//! Settings from a file, the environment over it, and flags over both.
+//!
+//! Owns where each value came from. Promises that loading is a pure function of its arguments, that every problem is
+//! named at once, and that what is printed loads again to the same settings. Leaves reading files and the environment
+//! to `main`, and the rules to [`Settings::validate`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use pointsman::RouterConfig;
+use pointsman::discovery::{FileError, FileFormat, NamedWorker};
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use super::error::{LoadError, LoadErrors, nearest};
+use super::fields::{Field, fields_of};
+use super::section::{Origin, Section};
+use super::{AdminSettings, GatewaySettings, ModelSettings, SettingError, Settings, TenantSettings, TokensSettings};
+
+/// The tables at the top of the file.
+const TABLES: [&str; 5] = ["gateway", "admin", "router", "models", "tenants"];
+
+/// What settings are made of.
+///
+/// ```
+/// use pointsman_gateway::settings::{ConfigFile, Sources};
+///
+/// let text = "[[models]]\nname = \"llama\"\nworker_urls = [\"http://10.0.0.7:8000\"]\n".to_owned();
+/// let file = ConfigFile { text, directory: "/etc/pointsman".into() };
+/// let variables = vec![("POINTSMAN_ROUTER_BLOCK_SIZE".to_owned(), "16".to_owned())];
+/// let loaded = Sources { file: Some(file), variables, ..Sources::default() }.load()?;
+/// assert_eq!(loaded.settings.models[0].router.block_size, 16);
+/// # Ok::<(), pointsman_gateway::settings::LoadErrors>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    /// The TOML file.
+    pub file: Option<ConfigFile>,
+    /// The environment; variables of others are left alone.
+    pub variables: Vec<(String, String)>,
+    /// Settings of single flags; of two for one setting the last one counts.
+    pub flags: Vec<Flag>,
+    /// A model given by flags alone: its name, and its workers' addresses.
+    pub model: Option<(String, Vec<String>)>,
+    /// What paths in variables and flags are relative to.
+    pub directory: PathBuf,
+}
+
+/// A file's content, and what its paths are relative to.
+#[derive(Clone, Debug)]
+pub struct ConfigFile {
+    /// TOML.
+    pub text: String,
+    /// Where it stands.
+    pub directory: PathBuf,
+}
+
+/// A setting on the command line.
+#[derive(Clone, Debug)]
+pub struct Flag {
+    /// As problems name it: `--listen`.
+    pub name: String,
+    /// The setting with its section: `gateway.listen`.
+    pub setting: String,
+    /// The value, written as in a variable.
+    pub value: String,
+}
+
+/// Settings that follow every rule, and where they came from. It is shown as TOML, a setting a line.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// The settings.
+    pub settings: Settings,
+    sections: Sections,
+}
+
+impl Sources {
+    /// Reads everything.
+    ///
+    /// # Errors
+    /// Every problem of the file, of the variables, of the flags, and of the values that result.
+    pub fn load(self) -> Result<Loaded, LoadErrors> {
+        let mut loading = Loading::default();
+        if let Some(file) = &self.file {
+            loading.read_file(file);
+        }
+        // In the order of their names, so that the same problems are told in the same order.
+        for (variable, value) in BTreeMap::from_iter(self.variables) {
+            loading.read_variable(variable, &value, &self.directory);
+        }
+        for flag in self.flags {
+            loading.read_flag(&flag, &self.directory);
+        }
+        if let Some((name, worker_urls)) = self.model {
+            let n = loading.sections.models.len();
+            let mut model = ModelSections::new(n);
+            model.own.insert("name", Value::from(name), Origin::Flag("--model".to_owned()));
+            model.own.insert("worker_urls", Value::from(worker_urls), Origin::Flag("--worker".to_owned()));
+            loading.sections.models.push(model);
+        }
+        loading.finish()
+    }
+}
+
+/// A model's own settings; its router's and its tokens' have sections of their own.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct ModelFields {
+    name: String,
+    aliases: Vec<String>,
+    upstream_name: Option<String>,
+    workers: Vec<Table>,
+    workers_file: Option<PathBuf>,
+    worker_urls: Vec<String>,
+    worker_names: Vec<String>,
+}
+
+#[derive(Clone, Debug)]
+struct ModelSections {
+    own: Section,
+    router: Section,
+    tokens: Section,
+}
+
+impl ModelSections {
+    fn new(n: usize) -> Self {
+        Self {
+            own: Section::of::<ModelFields>(format!("models[{n}]")).with_tables(&["router", "tokens"]),
+            router: Section::of::<RouterConfig>(format!("models[{n}].router")),
+            tokens: Section::of::<TokensSettings>(format!("models[{n}].tokens")),
+        }
+    }
+
+    fn read(&mut self, mut table: Table, directory: &Path, problems: &mut Vec<LoadError>) {
+        for section in [&mut self.router, &mut self.tokens] {
+            let key = section.path.rsplit('.').next().unwrap_or_default();
+            let Some(value) = table.remove(key) else { continue };
+            match value {
+                Value::Table(table) => section.read(table, directory, problems),
+                value => problems.push(not_a(&section.path, &value, "a table")),
+            }
+        }
+        self.own.read(table, directory, problems);
+    }
+
+    /// The router's settings in force: its own over those of all routers.
+    fn router_config(&self, all: &Section, name: &str) -> RouterConfig {
+        let mut values = all.values.clone();
+        values.extend(self.router.values.clone());
+        values.entry("pool").or_insert_with(|| Value::from(pool_name(name)));
+        values.try_into().expect("every value has been read by itself, and every field has a default")
+    }
+
+    fn router_origin(&self, all: &Section, name: &'static str) -> Origin {
+        match (self.router.origins.get(name), all.origins.get(name)) {
+            (Some(origin), _) | (None, Some(origin)) => origin.clone(),
+            (None, None) if name == "pool" => Origin::ModelName,
+            (None, None) => Origin::Default,
+        }
+    }
+}
+
+/// The fields of a section that variables and flags can set; none where it is no such section.
+fn simple_fields(section: &str) -> Vec<Field> {
+    match section {
+        "gateway" => fields_of::<GatewaySettings>(),
+        "admin" => fields_of::<AdminSettings>(),
+        "router" => fields_of::<RouterConfig>(),
+        _ => Vec::new(),
+    }
+}
+
+/// A model's name as metrics can carry it.
+fn pool_name(model: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '_' };
+    let name: String = model.chars().map(plain).collect();
+    if name.is_empty() { RouterConfig::default().pool } else { name }
+}
+
+#[derive(Clone, Debug)]
+struct Sections {
+    gateway: Section,
+    /// There is an admin listener once anything of it is set.
+    admin: Option<Section>,
+    router: Section,
+    models: Vec<ModelSections>,
+    tenants: Vec<Section>,
+}
+
+impl Default for Sections {
+    fn default() -> Self {
+        Self {
+            gateway: Section::of::<GatewaySettings>("gateway"),
+            admin: None,
+            router: Section::of::<RouterConfig>("router"),
+            models: Vec::new(),
+            tenants: Vec::new(),
+        }
+    }
+}
+
+impl Sections {
+    /// One that variables and flags can set.
+    fn simple(&mut self, name: &str) -> Option<&mut Section> {
+        match name {
+            "gateway" => Some(&mut self.gateway),
+            "admin" => Some(self.admin.get_or_insert_with(|| Section::of::<AdminSettings>("admin"))),
+            "router" => Some(&mut self.router),
+            _ => None,
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Section> {
+        let models = self.models.iter().flat_map(|model| [&model.own, &model.router, &model.tokens]);
+        [&self.gateway, &self.router].into_iter().chain(&self.admin).chain(models).chain(&self.tenants)
+    }
+
+    /// The section and the field of a setting such as `models[0].router.queue_classes[1].name`.
+    fn find(&self, setting: &str) -> Option<(&Section, &'static str)> {
+        self.all().find_map(|section| {
+            let rest = setting.strip_prefix(&section.path)?.strip_prefix('.')?;
+            let name = rest.split(['[', '.']).next()?;
+            section.fields.iter().find(|field| field.name == name).map(|field| (section, field.name))
+        })
+    }
+}
+
+/// What has been read so far.
+#[derive(Default)]
+struct Loading {
+    sections: Sections,
+    /// Whether the file, or a list of it, could not be looked at: nobody knows what is missing.
+    is_partial: bool,
+    problems: Vec<LoadError>,
+}
+
+impl Loading {
+    fn read_file(&mut self, file: &ConfigFile) {
+        let tables: Table = match file.text.parse() {
+            Ok(tables) => tables,
+            Err(error) => {
+                let error: toml::de::Error = error;
+                self.problems.push(LoadError::Syntax(error.to_string().trim_end().to_owned()));
+                self.is_partial = true;
+                return;
+            }
+        };
+        for (key, value) in tables {
+            match (key.as_str(), value) {
+                ("models" | "tenants", Value::Array(elements)) => self.read_list(&key, elements, &file.directory),
+                ("gateway" | "admin" | "router", Value::Table(table)) => {
+                    let section = self.sections.simple(&key).expect("one of these three");
+                    section.read(table, &file.directory, &mut self.problems);
+                }
+                (name, value) if TABLES.contains(&name) => {
+                    let rule = if matches!(name, "models" | "tenants") { "a list of tables" } else { "a table" };
+                    self.problems.push(not_a(name, &value, rule));
+                    self.is_partial = true;
+                }
+                (name, _) => self.problems.push(LoadError::Unknown {
+                    what: "key",
+                    name: name.to_owned(),
+                    rule: "gateway, admin, router, models or tenants",
+                    near: nearest(name, TABLES).map(str::to_owned),
+                    origin: Origin::File,
+                }),
+            }
+        }
+    }
+
+    fn read_list(&mut self, key: &str, elements: Vec<Value>, directory: &Path) {
+        for (n, element) in elements.into_iter().enumerate() {
+            let table = match element {
+                Value::Table(table) => table,
+                other => {
+                    self.problems.push(not_a(&format!("{key}[{n}]"), &other, "a table"));
+                    self.is_partial = true;
+                    Table::new()
+                }
+            };
+            if key == "models" {
+                let mut model = ModelSections::new(n);
+                model.read(table, directory, &mut self.problems);
+                self.sections.models.push(model);
+            } else {
+                let mut tenant = Section::of::<TenantSettings>(format!("tenants[{n}]"));
+                tenant.read(table, directory, &mut self.problems);
+                self.sections.tenants.push(tenant);
+            }
+        }
+    }
+
+    fn read_variable(&mut self, variable: String, value: &str, directory: &Path) {
+        let parts = [("POINTSMAN_GATEWAY_", "gateway"), ("POINTSMAN_ADMIN_", "admin"), ("POINTSMAN_ROUTER_", "router")];
+        let part = parts.iter().find_map(|(prefix, section)| Some((*prefix, *section, variable.strip_prefix(prefix)?)));
+        let Some((prefix, section, setting)) = part else { return };
+        let fields = simple_fields(section);
+        let Some(field) = fields.iter().find(|field| field.name.to_ascii_uppercase() == setting) else {
+            let known: Vec<String> = fields.iter().map(|field| field.name.to_ascii_uppercase()).collect();
+            let near = nearest(setting, known.iter().map(String::as_str)).map(|near| format!("{prefix}{near}"));
+            self.problems.push(LoadError::UnknownVariable { variable, near });
+            return;
+        };
+        let section = self.sections.simple(section).expect("one with fields");
+        section.read_text(*field, value, Origin::Environment(variable), directory, &mut self.problems);
+    }
+
+    fn read_flag(&mut self, flag: &Flag, directory: &Path) {
+        let origin = Origin::Flag(flag.name.clone());
+        let (section, setting) = flag.setting.split_once('.').unwrap_or((&flag.setting, ""));
+        let fields = simple_fields(section);
+        let Some(field) = fields.iter().find(|field| field.name == setting) else {
+            let near = nearest(setting, fields.iter().map(|field| field.name));
+            self.problems.push(LoadError::Unknown {
+                what: "setting",
+                name: flag.setting.clone(),
+                rule: "one of gateway, admin or router, such as gateway.listen",
+                near: near.map(|near| format!("{section}.{near}")),
+                origin,
+            });
+            return;
+        };
+        let section = self.sections.simple(section).expect("one with fields");
+        section.read_text(*field, &flag.value, origin, directory, &mut self.problems);
+    }
+
+    fn finish(mut self) -> Result<Loaded, LoadErrors> {
+        let sections = &self.sections;
+        let models = sections.models.iter().map(|model| {
+            let fields: ModelFields = model.own.parsed();
+            let ModelFields { name, aliases, upstream_name, workers, workers_file, worker_urls, worker_names } = fields;
+            let router = model.router_config(&sections.router, &name);
+            let workers = read_workers(&model.own, workers, &mut self.problems);
+            let tokens = model.tokens.parsed();
+            ModelSettings {
+                name,
+                aliases,
+                upstream_name,
+                router,
+                workers,
+                workers_file,
+                worker_urls,
+                worker_names,
+                tokens,
+            }
+        });
+        let settings = Settings {
+            models: models.collect(),
+            gateway: sections.gateway.parsed(),
+            admin: sections.admin.as_ref().map(Section::parsed),
+            tenants: sections.tenants.iter().map(Section::parsed).collect(),
+        };
+        for (model, section) in settings.models.iter().zip(&mut self.sections.models) {
+            let has_none = section.own.values.get("workers").and_then(Value::as_array).is_none_or(Vec::is_empty);
+            if model.workers.is_empty() && !has_none {
+                section.own.unread.push("workers");
+            }
+        }
+        if !self.is_partial {
+            self.judge(&settings);
+        }
+        let Self { sections, problems, .. } = self;
+        if problems.is_empty() { Ok(Loaded { settings, sections }) } else { Err(LoadErrors(problems)) }
+    }
+
+    /// Adds the rules that are broken, as far as all is known that they speak of.
+    fn judge(&mut self, settings: &Settings) {
+        let mut broken = settings.validate().err().map_or(Vec::new(), |errors| errors.0);
+        if settings.models.is_empty() {
+            let router: RouterConfig = self.sections.router.parsed();
+            let errors = router.validate().err().map_or(Vec::new(), |errors| errors.0);
+            broken.extend(errors.into_iter().map(|error| SettingError {
+                setting: format!("router.{}", error.field),
+                value: error.value,
+                rule: error.rule.to_owned(),
+            }));
+        }
+        let unread: Vec<&'static str> = self.sections.all().flat_map(|section| section.unread.clone()).collect();
+        let mut told = BTreeSet::new();
+        for SettingError { setting, value, rule } in broken {
+            let setting = self.given_as(setting);
+            let found = self.sections.find(&setting);
+            // A rule that speaks of an unread setting might hold, did we know that setting's value.
+            let is_unread = found.is_some_and(|(section, name)| section.unread.contains(&name));
+            if is_unread || unread.iter().any(|unread| rule.contains(unread)) {
+                continue;
+            }
+            let origin = found.map_or(Origin::Default, |(section, name)| section.origin(name));
+            let origin = if origin == Origin::Default { self.derived_origin(&setting) } else { origin };
+            if told.insert((setting.clone(), rule.clone())) {
+                self.problems.push(LoadError::Value { setting, value, rule, origin });
+            }
+        }
+    }
+
+    /// The place to change: a model's router has most settings from all routers'.
+    fn given_as(&self, setting: String) -> String {
+        let Some((section, name)) = self.sections.find(&setting) else { return setting };
+        let is_inherited = !section.mentions(name) && (name != "pool" || self.sections.router.mentions(name));
+        match setting.split_once(".router.") {
+            Some((_, rest)) if is_inherited => format!("router.{rest}"),
+            _ => setting,
+        }
+    }
+
+    fn derived_origin(&self, setting: &str) -> Origin {
+        if setting.ends_with(".router.pool") { Origin::ModelName } else { Origin::Default }
+    }
+}
+
+fn not_a(setting: &str, value: &Value, rule: &str) -> LoadError {
+    let (setting, value, rule) = (setting.to_owned(), value.to_string(), rule.to_owned());
+    LoadError::Value { setting, value, rule, origin: Origin::File }
+}
+
+/// Workers, read as a file of them would be.
+fn read_workers(section: &Section, workers: Vec<Table>, problems: &mut Vec<LoadError>) -> Vec<NamedWorker> {
+    let read = |workers: Vec<Table>| {
+        let file = Table::from_iter([("workers".to_owned(), Value::from(workers))]);
+        FileFormat::Toml.parse(file.to_string().as_bytes())
+    };
+    let mut refused = |setting: String, value: String, reason: String| {
+        problems.push(LoadError::Structure { setting, value, reason, origin: Origin::File });
+    };
+    let mut is_refused = false;
+    for (n, worker) in workers.iter().enumerate() {
+        let Err(error) = read(vec![worker.clone()]) else { continue };
+        is_refused = true;
+        // Its line and its position would be those of a file that nobody has.
+        let reason = match error {
+            FileError::Line { line: _, reason } | FileError::Worker { position: _, url: _, rule: reason } => reason,
+            FileError::Url { position: _, error } => error.to_string(),
+            error @ (FileError::Format | FileError::TooLong(_) | FileError::NotText | FileError::DuplicateId(_)) => {
+                error.to_string()
+            }
+        };
+        refused(section.setting(&format!("workers[{n}]")), Value::from(worker.clone()).to_string(), reason);
+    }
+    if is_refused {
+        return Vec::new();
+    }
+    read(workers).unwrap_or_else(|error| {
+        refused(section.setting("workers"), "a list".to_owned(), error.to_string());
+        Vec::new()
+    })
+}
+
+impl fmt::Display for Loaded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { settings, sections } = self;
+        writeln!(f, "[gateway]")?;
+        sections.gateway.write_lines(f, &settings.gateway, |name| Some(sections.gateway.origin(name)))?;
+        match (&settings.admin, &sections.admin) {
+            (Some(admin), Some(section)) => {
+                writeln!(f, "\n[admin]")?;
+                section.write_lines(f, admin, |name| Some(section.origin(name)))?;
+            }
+            _ => writeln!(f, "\n# [admin] is not set: operators cannot connect")?,
+        }
+        writeln!(f, "\n[router]")?;
+        let router: RouterConfig = sections.router.parsed();
+        // Each model has a pool of its own, unless one name was given to all.
+        let is_shown = |name: &str| name != "pool" || sections.router.mentions(name);
+        let of_all = |name| is_shown(name).then(|| sections.router.origin(name));
+        sections.router.write_lines(f, &router, of_all)?;
+        for (model, own) in settings.models.iter().zip(&sections.models) {
+            writeln!(f, "\n[[models]]")?;
+            let fields: ModelFields = own.own.parsed();
+            own.own.write_lines(f, &fields, |name| Some(own.own.origin(name)))?;
+            writeln!(f, "\n[models.router]                              # over [router]")?;
+            let differs = |name: &'static str| own.router.mentions(name) || (name == "pool" && !is_shown(name));
+            let of_model = |name| differs(name).then(|| own.router_origin(&sections.router, name));
+            own.router.write_lines(f, &model.router, of_model)?;
+            writeln!(f, "\n[models.tokens]")?;
+            own.tokens.write_lines(f, &model.tokens, |name| Some(own.tokens.origin(name)))?;
+        }
+        for (tenant, section) in settings.tenants.iter().zip(&sections.tenants) {
+            writeln!(f, "\n[[tenants]]")?;
+            section.write_lines(f, tenant, |name| Some(section.origin(name)))?;
+        }
+        Ok(())
+    }
+}

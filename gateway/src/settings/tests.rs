@@ -1,0 +1,480 @@
+use std::path::{Path, PathBuf};
+
+use pointsman::RouterConfig;
+use pointsman::config::QueueOrder;
+use serde::Serialize;
+use toml::{Table, Value};
+
+use super::fields::{Field, Kind, fields_of};
+use super::*;
+
+const MODEL: &str = "\n[[models]]\nname = \"m\"\nworker_urls = [\"http://e:8000\"]\n";
+
+/// Sources with a file in `/etc`, and a working directory `/home`.
+fn sources(text: &str, env: &[(&str, &str)], flags: &[(&str, &str)]) -> Sources {
+    let variables = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    let flags = flags.iter().map(|(setting, value)| Flag {
+        name: format!("--set {setting}"),
+        setting: (*setting).to_owned(),
+        value: (*value).to_owned(),
+    });
+    let file = Some(ConfigFile { text: text.to_owned(), directory: "/etc".into() });
+    Sources { file, variables, flags: flags.collect(), model: None, directory: "/home".into() }
+}
+
+/// What a file with one plain model besides gives.
+fn loaded(text: &str, env: &[(&str, &str)]) -> Loaded {
+    sources(&format!("{text}{MODEL}"), env, &[]).load().unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+fn refused(sources: Sources) -> Vec<String> {
+    let errors = sources.load().expect_err("must be refused");
+    errors.0.iter().map(ToString::to_string).collect()
+}
+
+fn problems(text: &str, env: &[(&str, &str)]) -> Vec<String> {
+    refused(sources(&format!("{text}{MODEL}"), env, &[]))
+}
+
+/// The line of a setting in a section of what is printed.
+fn line<'a>(printed: &'a str, section: &str, setting: &str) -> &'a str {
+    let mut lines = printed.lines().skip_while(|line| line.split(' ').next() != Some(section)).skip(1);
+    let mut lines = lines.by_ref().take_while(|line| !line.starts_with('['));
+    lines.find(|line| line.starts_with(setting)).unwrap_or_else(|| panic!("no {setting} in {printed}"))
+}
+
+#[test]
+fn nothing_given_is_the_defaults() {
+    for text in ["", "[router]\n[gateway]\n"] {
+        let settings = loaded(text, &[]).settings;
+        assert_eq!(settings.gateway, GatewaySettings::default());
+        assert_eq!(settings.models[0].router, RouterConfig { pool: "m".to_owned(), ..RouterConfig::default() });
+        assert_eq!(settings.models[0].tokens, TokensSettings::default());
+        assert!(settings.admin.is_none() && settings.tenants.is_empty());
+    }
+}
+
+#[test]
+fn flags_win_over_the_environment_and_that_over_the_file() {
+    let text = format!("[router]\nblock_size = 16\nseed = 1\ntemperature = 1\nqueue_policy = \"lcfs\"\n{MODEL}");
+    let env = [
+        ("POINTSMAN_ROUTER_BLOCK_SIZE", "32"),
+        ("POINTSMAN_ROUTER_SEED", "2"),
+        ("POINTSMAN_ROUTER_QUEUE_THRESHOLD", "2.5"),
+        ("POINTSMAN_SERVER_PORT", "left alone"),
+        ("PATH", "/bin"),
+    ];
+    let flags = [("router.seed", "3"), ("router.is_eagle", "true"), ("router.is_eagle", "false")];
+    let loaded = sources(&text, &env, &flags).load().expect("accepted");
+    let expected = RouterConfig {
+        pool: "m".to_owned(),
+        block_size: 32,
+        seed: 3,
+        temperature: 1.0,
+        queue_policy: QueueOrder::Lcfs,
+        queue_threshold: Some(2.5),
+        is_eagle: false,
+        ..RouterConfig::default()
+    };
+    assert_eq!(loaded.settings.models[0].router, expected);
+    let printed = loaded.to_string();
+    let origins = [
+        ("block_size", "environment: POINTSMAN_ROUTER_BLOCK_SIZE"),
+        ("seed", "flag: --set router.seed"),
+        ("temperature", "file"),
+        ("fanout", "default"),
+        ("# index_bytes_max is not set", "default"),
+    ];
+    for (setting, origin) in origins {
+        let line = line(&printed, "[router]", setting);
+        assert!(line.ends_with(&format!(" # {origin}")), "{line}");
+    }
+}
+
+/// A value that the field does not have by default, as it is written in a variable.
+fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<String> {
+    let value = match kind {
+        Kind::Switch => (default != Some(&Value::Boolean(true))).to_string(),
+        Kind::Integer { .. } if name == "index_bytes_max" => "2000000".to_owned(),
+        Kind::Integer { .. } => {
+            default.and_then(Value::as_integer).map_or(7, |n| if n > 1 { n - 1 } else { n + 1 }).to_string()
+        }
+        Kind::Number => "0.375".to_owned(),
+        Kind::Choice(names) => (*names.iter().rev().find(|name| default != Some(&Value::from(**name)))?).to_owned(),
+        Kind::Text if name == "log_level" => "trace".to_owned(),
+        Kind::Text | Kind::File => "other".to_owned(),
+        Kind::Address => "127.0.0.1:9".to_owned(),
+        Kind::Structured => return None,
+    };
+    Some(value)
+}
+
+#[test]
+fn every_simple_setting_can_be_set_in_all_three_ways() {
+    fn table(value: &impl Serialize) -> Table {
+        Table::try_from(value).expect("settings are TOML")
+    }
+    let sections = [
+        ("gateway", fields_of::<GatewaySettings>(), table(&GatewaySettings::default())),
+        ("admin", fields_of::<AdminSettings>(), table(&AdminSettings::default())),
+        ("router", fields_of::<RouterConfig>(), table(&RouterConfig::default())),
+    ];
+    for (section, fields, defaults) in sections {
+        for field in fields {
+            let (name, default) = (field.name, defaults.get(field.name));
+            let Some(text) = another(field, default) else { continue };
+            let value = match field.kind {
+                Kind::Switch | Kind::Integer { .. } | Kind::Number => text.clone(),
+                _ => format!("{text:?}"),
+            };
+            let variable = format!("POINTSMAN_{}_{}", section.to_uppercase(), name.to_uppercase());
+            let setting = format!("{section}.{name}");
+            let token = if setting == "admin.listen" { "token_file = \"t\"\n" } else { "" };
+            let others = if token.is_empty() { MODEL.to_owned() } else { format!("[admin]\n{token}{MODEL}") };
+            let ways = [
+                sources(&format!("[{section}]\n{token}{name} = {value}\n{MODEL}"), &[], &[]),
+                sources(&others, &[(&variable, &text)], &[]),
+                sources(&others, &[], &[(&setting, &text)]),
+            ];
+            for (sources, origin) in ways.into_iter().zip(["file", "environment: ", "flag: --set "]) {
+                let shown = match sources.load() {
+                    // Some settings want others beside them; then the problem still knows where the value came from.
+                    Ok(loaded) => line(&loaded.to_string(), &format!("[{section}]"), &format!("{name} = ")).to_owned(),
+                    Err(errors) => errors.to_string(),
+                };
+                assert!(shown.contains(origin), "{setting}: {shown}");
+                assert!(shown.contains(&text) && !shown.contains("not a known"), "{setting}: {shown}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_models_router_goes_over_the_router_of_all() {
+    let text = r#"
+        [router]
+        block_size = 16
+        seed = 1
+        queue_classes = [{ name = "a" }]
+        [[models]]
+        name = "org/one"
+        worker_urls = ["http://e:8000"]
+        [models.router]
+        seed = 2
+        [models.tokens]
+        source = "none"
+        [[models]]
+        name = "two"
+        workers_file = "two.toml"
+        [models.router]
+        pool = "second"
+        queue_classes = []
+    "#;
+    let loaded = sources(text, &[("POINTSMAN_ROUTER_SEED", "3")], &[]).load().expect("accepted");
+    let [one, two] = &loaded.settings.models[..] else { panic!("two models") };
+    assert_eq!((one.router.pool.as_str(), one.router.block_size, one.router.seed), ("org_one", 16, 2));
+    assert_eq!((two.router.pool.as_str(), two.router.block_size, two.router.seed), ("second", 16, 3));
+    assert_eq!((one.router.queue_classes.len(), two.router.queue_classes.len()), (1, 0));
+    assert_eq!(one.tokens.source, TokenSourceChoice::None);
+    assert_eq!(two.workers_file.as_deref(), Some(Path::new("/etc/two.toml")));
+    let printed = loaded.to_string();
+    assert!(line(&printed, "[models.router]", "pool = \"org_one\"").ends_with("# default: the model's name"));
+    assert!(line(&printed, "[models.router]", "seed = 2").ends_with("# file"));
+}
+
+#[test]
+fn what_is_printed_loads_again_to_the_same() {
+    let text = r#"
+        [gateway]
+        salt_secret_file = "salt"
+        log_level = "info,pointsman=debug"
+        [admin]
+        token_file = "/run/token"
+        [router]
+        session_weight = 1e-7
+        queue_threshold = 2
+        queue_default_family = "chat"
+        queue_uncached_buckets = [{ min_tokens = 0, bucket = "short" }, { min_tokens = 4096, bucket = "long" }]
+        [[router.queue_classes]]
+        name = "chat-short"
+        family = "chat"
+        bucket = "short"
+        [[router.queue_classes]]
+        name = "batch"
+        order = "wspt"
+        busy_prefill_frac = 0.5
+        [[models]]
+        name = "m"
+        aliases = ["n \"o\""]
+        [[models.workers]]
+        url = "http://e:8000"
+        data_parallel_size = 2
+        kv_events = { endpoint = "tcp://*:5557" }
+        [[models.workers]]
+        url = "http://f:8000"
+        probe = true
+        [models.tokens]
+        tokenizer_file = "tokenizer.json"
+        [[models]]
+        name = "two"
+        worker_names = ["engines:8000"]
+        [models.router]
+        block_size = 32
+        [[tenants]]
+        name = "acme"
+        keys_file = "acme.keys"
+        policy_class = "batch"
+    "#;
+    let env = [("POINTSMAN_ROUTER_SEED", "9223372036854775807"), ("POINTSMAN_GATEWAY_WORKER_CA_FILE", "ca.pem")];
+    let first = sources(text, &env, &[]).load().unwrap_or_else(|errors| panic!("{errors}"));
+    let again = sources(&first.to_string(), &[], &[]).load().unwrap_or_else(|errors| panic!("{errors}\n{first}"));
+    assert_eq!(format!("{:?}", again.settings), format!("{:?}", first.settings));
+    let workers = &first.settings.models[0].workers;
+    assert_eq!((workers[0].config.data_parallel_size, workers[1].probe), (2, true));
+    let events = workers[0].config.kv_events.as_ref().expect("given");
+    assert_eq!(events.endpoint, "tcp://e:5557", "as a file of workers would be read");
+    assert_eq!(first.settings.models[1].router.queue_classes.len(), 2);
+    assert_eq!(first.settings.gateway.salt_secret_file, Some(PathBuf::from("/etc/salt")), "beside the file");
+    assert_eq!(first.settings.gateway.worker_ca_file, Some(PathBuf::from("/home/ca.pem")), "where the command runs");
+    assert_eq!(first.settings.tenants[0].keys_file, PathBuf::from("/etc/acme.keys"));
+}
+
+#[test]
+fn flags_alone_are_enough() {
+    let model = Some(("m".to_owned(), vec!["http://e:8000".to_owned()]));
+    let loaded = Sources { model, ..Sources::default() }.load().expect("accepted");
+    let model = &loaded.settings.models[0];
+    assert_eq!((model.name.as_str(), &model.worker_urls[..]), ("m", &["http://e:8000".to_owned()][..]));
+    let printed = loaded.to_string();
+    assert!(line(&printed, "[[models]]", "name = ").ends_with("# flag: --model"));
+    assert!(line(&printed, "[[models]]", "worker_urls = ").ends_with("# flag: --worker"));
+    assert_eq!(refused(Sources::default()), ["models is empty, must be at least one model (default)"]);
+}
+
+#[test]
+fn unknown_names_are_refused_with_the_nearest_known_one() {
+    let text = format!(
+        "server = 1\n[router]\nblok_size = 1\n[gatway]\n{MODEL}worker_url = 1\n[models.tokens]\nthread = 1\n[models.ruter]\n"
+    );
+    let env = [("POINTSMAN_ROUTER_BLOK_SIZE", "1"), ("POINTSMAN_ROUTER_", ""), ("POINTSMAN_ADMIN_TOKEN", "hush")];
+    let flags = [("gateway.lisen", "x"), ("models.name", "x"), ("listen", "x")];
+    let variable = "is not a known variable, must end in the name of a setting in upper case";
+    let setting = "must be one of gateway, admin or router, such as gateway.listen";
+    assert_eq!(
+        refused(sources(&text, &env, &flags)),
+        [
+            "gatway is not a known key, must be gateway, admin, router, models or tenants, perhaps gateway (file)"
+                .to_owned(),
+            "models[0].tokens.thread is not a known key, must be the name of a setting, perhaps threads (file)"
+                .to_owned(),
+            "models[0].ruter is not a known key, must be the name of a setting, perhaps router (file)".to_owned(),
+            "models[0].worker_url is not a known key, must be the name of a setting, perhaps worker_urls (file)"
+                .to_owned(),
+            "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)".to_owned(),
+            "server is not a known key, must be gateway, admin, router, models or tenants (file)".to_owned(),
+            format!("POINTSMAN_ADMIN_TOKEN {variable}"),
+            format!("POINTSMAN_ROUTER_ {variable}"),
+            format!("POINTSMAN_ROUTER_BLOK_SIZE {variable}, perhaps POINTSMAN_ROUTER_BLOCK_SIZE"),
+            format!(
+                "gateway.lisen is not a known setting, {setting}, perhaps gateway.listen (flag: --set gateway.lisen)"
+            ),
+            format!("models.name is not a known setting, {setting} (flag: --set models.name)"),
+            format!("listen is not a known setting, {setting} (flag: --set listen)"),
+        ]
+    );
+    assert_eq!(problems("router = 3", &[]), ["router is 3, must be a table (file)"]);
+    assert_eq!(refused(sources("models = 3", &[], &[])), ["models is 3, must be a list of tables (file)"]);
+    assert_eq!(refused(sources("models = [3]", &[], &[])), ["models[0] is 3, must be a table (file)"]);
+}
+
+#[test]
+fn values_of_the_wrong_type_name_value_rule_and_origin() {
+    let text =
+        "[router]\nblock_size = \"x\"\nseed = -1\nis_eagle = 1\n[gateway]\nlisten = \"here\"\ntls_key_file = \"\"\n";
+    let env = [("POINTSMAN_ROUTER_REQUESTS_MAX", "4294967296"), ("POINTSMAN_GATEWAY_LOG_FORMAT", "xml")];
+    assert_eq!(
+        problems(text, &env),
+        [
+            "gateway.listen is \"here\", must be an IP address with a port, such as 127.0.0.1:8080 or [::]:8080 (file)",
+            "gateway.tls_key_file is \"\", must be the path of a file (file)",
+            "router.block_size is \"x\", must be an integer from 0 to 4294967295 (file)",
+            "router.is_eagle is 1, must be true or false (file)",
+            "router.seed is -1, must be an integer from 0 to 9223372036854775807 (file)",
+            "gateway.log_format is \"xml\", must be one of text, json (environment: POINTSMAN_GATEWAY_LOG_FORMAT)",
+            "router.requests_max is \"4294967296\", must be an integer from 0 to 4294967295 \
+             (environment: POINTSMAN_ROUTER_REQUESTS_MAX)",
+        ]
+    );
+}
+
+#[test]
+fn broken_rules_name_the_place_to_change() {
+    let text = format!(
+        "[router]\nblock_size = 0\n{MODEL}[models.router]\nqueue_classes = [{{ name = \"a b\" }}]\n\
+         [[models]]\nname = \"n\"\nworker_urls = [\"http://f\"]\n"
+    );
+    assert_eq!(
+        refused(sources(&text, &[("POINTSMAN_ROUTER_TEMPERATURE", "NaN")], &[])),
+        [
+            "router.temperature is NaN, must be between 0 and 1e9 (environment: POINTSMAN_ROUTER_TEMPERATURE)",
+            "router.block_size is 0, must be at least 1 (file)",
+            "models[0].router.queue_classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
+        ]
+    );
+    assert_eq!(
+        refused(sources("[router]\nblock_size = 0\n", &[], &[])),
+        ["models is empty, must be at least one model (default)", "router.block_size is 0, must be at least 1 (file)"]
+    );
+}
+
+#[test]
+fn only_values_in_force_are_judged() {
+    let text = "[router]\nblock_size = 0\n";
+    let loaded = loaded(text, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "16")]);
+    assert_eq!(loaded.settings.models[0].router.block_size, 16);
+    let text = format!("{text}{MODEL}[models.router]\nblock_size = 8\n");
+    assert!(sources(&text, &[], &[]).load().is_ok(), "no model uses it");
+}
+
+#[test]
+fn rules_about_unread_settings_are_not_judged() {
+    let text = "[router]\nuse_kv_events = \"no\"\napproximate_policy = \"lru\"\n";
+    assert_eq!(problems(text, &[]), ["router.use_kv_events is \"no\", must be true or false (file)"]);
+    let text = "[[models]]\nname = \"m\"\nworker_urls = 3\n";
+    let told = refused(sources(text, &[], &[]));
+    assert!(told.len() == 1 && told[0].starts_with("models[0].worker_urls is 3, which cannot be read: "), "{told:?}");
+}
+
+#[test]
+fn lists_are_set_in_the_file_only() {
+    assert_eq!(
+        problems("", &[("POINTSMAN_ROUTER_QUEUE_CLASSES", "[]")]),
+        ["router.queue_classes is \"[]\", must be absent here: it can be set in the file only \
+          (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)"]
+    );
+}
+
+#[test]
+fn each_bad_element_of_a_list_is_named() {
+    let text = "[router]\nqueue_classes = [{ name = \"a\", quantm = 1 }, { name = \"b\" }, { order = \"fcfs\" }]\n";
+    let told = problems(text, &[]);
+    assert_eq!(told.len(), 2, "{told:?}");
+    assert!(told[0].starts_with("router.queue_classes[0] is {"), "{told:?}");
+    assert!(told[0].contains("unknown field `quantm`"), "{told:?}");
+    assert!(told[1].starts_with("router.queue_classes[2] is {"), "{told:?}");
+    let workers = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e\" }, { endpoint = \"http://e\" }, { url = \"e\" }, \
+                   { url = \"http://f\", total_kv_blocks = 0 }]\n";
+    let told = refused(sources(workers, &[], &[]));
+    let expected = [
+        "models[0].workers[1] is { endpoint = \"http://e\" }, which cannot be read: unknown field `endpoint`, must be `url`",
+        "models[0].workers[2] is { url = \"e\" }, which cannot be read: url \"e\" is refused",
+        "models[0].workers[3] is ",
+    ];
+    // That the model has no workers left is not said as well.
+    assert_eq!(told.len(), expected.len(), "{told:?}");
+    for (told, expected) in told.iter().zip(expected) {
+        assert!(told.starts_with(expected) && told.ends_with("(file)"), "{told}");
+    }
+    let twice = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e\" }, { url = \"http://e\" }]\n";
+    let told = refused(sources(twice, &[], &[]));
+    assert!(told.len() == 1 && told[0].contains("ids must differ"), "{told:?}");
+}
+
+#[test]
+fn text_that_is_not_toml_is_told_with_its_place() {
+    let told = problems("[router]\nblock_size = = 1\n", &[("POINTSMAN_ROUTER_SEED", "x")]);
+    assert_eq!(told.len(), 2, "the environment is looked at all the same: {told:?}");
+    assert!(told[0].starts_with("the file cannot be read as TOML: ") && told[0].contains("line 2"), "{told:?}");
+}
+
+#[test]
+fn rules_between_sections_are_told_at_once() {
+    let text = r#"
+        [gateway]
+        listen = "0.0.0.0:8081"
+        tls_key_file = "key"
+        attempts_max = 11
+        idle_timeout_ms = 0
+        first_byte_timeout_ms = 86400001
+        body_bytes_max = 1023
+        retry_share_max = 1.5
+        log_level = "loud"
+        [admin]
+        [[models]]
+        name = "m"
+        aliases = ["n", "n", ""]
+        worker_urls = ["ftp://e"]
+        worker_names = ["e"]
+        workers_file = "workers.yaml"
+        [models.tokens]
+        source = "local"
+        threads = 0
+        [[models]]
+        name = "m"
+        [[tenants]]
+        name = "a"
+        keys_file = "keys"
+        policy_class = "fast"
+        [[tenants]]
+        name = "a"
+    "#;
+    let told = refused(sources(text, &[], &[]));
+    let expected = [
+        "gateway.tls_key_file is \"/etc/key\", must be absent where there is no tls_certificate_file (file)",
+        "gateway.body_bytes_max is 1023, must be 1024 to 1073741824 (file)",
+        "gateway.first_byte_timeout_ms is 86400001, must be 1 to 86400000 (file)",
+        "gateway.idle_timeout_ms is 0, must be 1 to 86400000 (file)",
+        "gateway.attempts_max is 11, must be 1 to 10 (file)",
+        "gateway.retry_share_max is 1.5, must be between 0 and 1 (file)",
+        "gateway.log_level is \"loud\", must be off, error, warn, info, debug or trace, or targets",
+        "admin.listen is 127.0.0.1:8081, must be an address apart from gateway.listen, 0.0.0.0:8081 (default)",
+        "admin.token_file is \"\", must be the path of a file: there is no admin listener without a token (default)",
+        "models[0].aliases[1] is \"n\", must be another name than models[0].aliases[0] (file)",
+        "models[0].aliases[2] is \"\", must be 1 to 256 bytes without control characters (file)",
+        "models[1].name is \"m\", must be another name than models[0].name (file)",
+        "models[1].router.pool is \"m\", must be another name than models[0].router.pool (default: the model's name)",
+        "models[0].workers_file is \"/etc/workers.yaml\", must be a name that ends in .toml or .json (file)",
+        "models[0].worker_urls[0] is \"ftp://e\", must be the address of a worker: ",
+        "models[0].worker_names[0] is \"e\", must be NAME:PORT (file)",
+        "models[0].tokens.source is \"local\", must be another one where there is no tokenizer_file (file)",
+        "models[0].tokens.threads is 0, must be 1 to 256 (file)",
+        "gateway.salt_secret_file is absent, must be the path of a file where there are tenants (default)",
+        "tenants[0].policy_class is \"fast\", must be a class or family of every model, \"m\" has none (file)",
+        "tenants[1].name is \"a\", must be another name than tenants[0].name (file)",
+        "tenants[1].keys_file is \"\", must be the path of a file (default)",
+    ];
+    assert_eq!(told.len(), expected.len(), "{told:#?}");
+    for (told, expected) in told.iter().zip(expected) {
+        assert!(told.starts_with(expected), "{told}\nmust be\n{expected}");
+    }
+}
+
+#[test]
+fn a_model_without_workers_wants_an_operator() {
+    let text = "[[models]]\nname = \"m\"\n";
+    assert_eq!(
+        refused(sources(text, &[], &[])),
+        ["models[0] is without workers, must be given workers, workers_file, worker_urls or worker_names, \
+          unless [admin] can add some (default)"]
+    );
+    let text =
+        format!("[admin]\nlisten = \"0.0.0.0:8081\"\ntoken_file = \"t\"\n{text}[models.tokens]\nsource = \"none\"\n");
+    let warnings = sources(&text, &[], &[]).load().expect("accepted").settings.warnings();
+    let expected =
+        ["admin.listen is 0.0.0.0:8081", "model \"m\" has no workers", "model \"m\" has no source of tokens"];
+    assert_eq!(warnings.len(), expected.len(), "{warnings:?}");
+    for (warning, expected) in warnings.iter().zip(expected) {
+        assert!(warning.starts_with(expected), "{warning}");
+    }
+    assert!(loaded("", &[]).settings.warnings().is_empty());
+}
+
+#[test]
+fn log_levels_are_levels_for_targets() {
+    for level in ["info", "off", "warn,pointsman=debug", "pointsman::serve=trace,error"] {
+        loaded("", &[("POINTSMAN_GATEWAY_LOG_LEVEL", level)]);
+    }
+    for level in ["inof", "INFO", "info,", "=debug", "pointsman=", "pointsman=loud", "info debug"] {
+        assert_eq!(problems("", &[("POINTSMAN_GATEWAY_LOG_LEVEL", level)]).len(), 1, "{level}");
+    }
+}

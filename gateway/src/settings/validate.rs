@@ -1,0 +1,291 @@
+//! The rules of settings, beyond their types.
+//!
+//! Owns every range, and what goes with what. Promises that all broken rules are told at once, each with the setting, its
+//! value and the rule. Leaves the router's own settings to [`RouterConfig::validate`](pointsman::RouterConfig::validate),
+//! and what stands in files to their readers.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::Path;
+
+use pointsman::DnsNames;
+use pointsman::discovery::{FileFormat, HttpUrl};
+
+use super::{ModelSettings, Settings, TokenSourceChoice};
+
+const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+
+/// Longest name of a model or a tenant, in bytes.
+const NAME_BYTES_MAX: usize = 256;
+
+const NAME_RULE: &str = "1 to 256 bytes without control characters";
+
+/// How much can be logged.
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
+/// A setting that breaks its rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{setting} is {value}, must be {rule}")]
+pub struct SettingError {
+    /// The setting with its section, such as `models[0].name`.
+    pub setting: String,
+    /// Its value.
+    pub value: String,
+    /// What it must be.
+    pub rule: String,
+}
+
+/// Every setting that breaks its rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SettingErrors(pub Vec<SettingError>);
+
+impl std::error::Error for SettingErrors {}
+
+/// One a line.
+impl fmt::Display for SettingErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|error| writeln!(f, "{error}"))
+    }
+}
+
+/// Broken rules, as they are found.
+#[derive(Default)]
+struct Rules(Vec<SettingError>);
+
+impl Rules {
+    fn check(&mut self, setting: impl Into<String>, value: impl ToString, holds: bool, rule: impl Into<String>) {
+        if !holds {
+            self.0.push(SettingError { setting: setting.into(), value: value.to_string(), rule: rule.into() });
+        }
+    }
+
+    fn text(&mut self, setting: impl Into<String>, value: &str, holds: bool, rule: impl Into<String>) {
+        self.check(setting, format!("{value:?}"), holds, rule);
+    }
+
+    fn range(&mut self, setting: impl Into<String>, value: impl Into<u64>, least: u64, most: u64) {
+        let value = value.into();
+        self.check(setting, value, (least..=most).contains(&value), format!("{least} to {most}"));
+    }
+}
+
+impl Settings {
+    /// Checks every rule. Files are not looked at.
+    ///
+    /// ```
+    /// use pointsman_gateway::settings::{ModelSettings, Settings};
+    ///
+    /// let mut settings = Settings::default();
+    /// let told = settings.validate().expect_err("nothing to serve").to_string();
+    /// assert_eq!(told, "models is empty, must be at least one model\n");
+    ///
+    /// let worker_urls = vec!["http://10.0.0.7:8000".to_owned()];
+    /// settings.models = vec![ModelSettings { worker_urls, ..ModelSettings::named("llama") }];
+    /// assert_eq!(settings.validate(), Ok(()));
+    /// ```
+    ///
+    /// # Errors
+    /// Every setting that breaks its rule.
+    pub fn validate(&self) -> Result<(), SettingErrors> {
+        let mut rules = Rules::default();
+        self.check_gateway(&mut rules);
+        self.check_admin(&mut rules);
+        rules.check("models", "empty", !self.models.is_empty(), "at least one model");
+        self.check_names(&mut rules);
+        for (n, model) in self.models.iter().enumerate() {
+            model.check(&format!("models[{n}]"), self.admin.is_some(), &mut rules);
+        }
+        self.check_tenants(&mut rules);
+        if rules.0.is_empty() { Ok(()) } else { Err(SettingErrors(rules.0)) }
+    }
+
+    fn check_gateway(&self, rules: &mut Rules) {
+        let gateway = &self.gateway;
+        let pairs = [
+            ("tls_certificate_file", &gateway.tls_certificate_file, "tls_key_file", &gateway.tls_key_file),
+            ("tls_key_file", &gateway.tls_key_file, "tls_certificate_file", &gateway.tls_certificate_file),
+        ];
+        for (setting, file, other, other_file) in pairs {
+            if let Some(file) = file {
+                let rule = format!("absent where there is no {other}");
+                rules.text(format!("gateway.{setting}"), &file.to_string_lossy(), other_file.is_some(), rule);
+            }
+        }
+        let timeouts = [
+            ("head_timeout_ms", gateway.head_timeout_ms, 1),
+            ("body_timeout_ms", gateway.body_timeout_ms, 1),
+            ("connect_timeout_ms", gateway.connect_timeout_ms, 1),
+            ("first_byte_timeout_ms", gateway.first_byte_timeout_ms, 1),
+            ("idle_timeout_ms", gateway.idle_timeout_ms, 1),
+            ("drain_delay_ms", gateway.drain_delay_ms, 0),
+            ("drain_timeout_ms", gateway.drain_timeout_ms, 0),
+            ("warm_up_ms", gateway.warm_up_ms, 0),
+        ];
+        rules.range("gateway.connections_max", gateway.connections_max, 1, 1_000_000);
+        rules.range("gateway.body_bytes_max", gateway.body_bytes_max, 1 << 10, 1 << 30);
+        for (setting, value, least) in timeouts {
+            rules.range(format!("gateway.{setting}"), value, least, DAY_MS);
+        }
+        rules.range("gateway.attempts_max", gateway.attempts_max, 1, 10);
+        let share = gateway.retry_share_max;
+        rules.check("gateway.retry_share_max", share, (0.0..=1.0).contains(&share), "between 0 and 1");
+        let level_rule = "off, error, warn, info, debug or trace, or targets with these, such as info,pointsman=debug";
+        rules.text("gateway.log_level", &gateway.log_level, is_log_level(&gateway.log_level), level_rule);
+    }
+
+    fn check_admin(&self, rules: &mut Rules) {
+        let Some(admin) = &self.admin else { return };
+        let rule = format!("an address apart from gateway.listen, {}", self.gateway.listen);
+        rules.check("admin.listen", admin.listen, !collide(self.gateway.listen, admin.listen), rule);
+        let is_given = !admin.token_file.as_os_str().is_empty();
+        rules.text("admin.token_file", "", is_given, "the path of a file: there is no admin listener without a token");
+    }
+
+    /// That a name, and a pool, is one model's.
+    fn check_names(&self, rules: &mut Rules) {
+        let (mut names, mut pools) = (BTreeMap::new(), BTreeMap::new());
+        for (n, model) in self.models.iter().enumerate() {
+            let aliases = model.aliases.iter().enumerate();
+            let aliases = aliases.map(|(m, alias)| (format!("models[{n}].aliases[{m}]"), alias));
+            for (setting, name) in [(format!("models[{n}].name"), &model.name)].into_iter().chain(aliases) {
+                rules.text(setting.clone(), name, is_name(name), NAME_RULE);
+                let first = names.entry(name).or_insert_with(|| setting.clone());
+                rules.text(&setting, name, *first == setting, format!("another name than {first}"));
+            }
+            let setting = format!("models[{n}].router.pool");
+            let first = pools.entry(&model.router.pool).or_insert_with(|| setting.clone());
+            rules.text(&setting, &model.router.pool, *first == setting, format!("another name than {first}"));
+        }
+    }
+
+    fn check_tenants(&self, rules: &mut Rules) {
+        let has_secret = self.tenants.is_empty() || self.gateway.salt_secret_file.is_some();
+        rules.check("gateway.salt_secret_file", "absent", has_secret, "the path of a file where there are tenants");
+        let mut names = BTreeMap::new();
+        for (n, tenant) in self.tenants.iter().enumerate() {
+            let setting = |name: &str| format!("tenants[{n}].{name}");
+            rules.text(setting("name"), &tenant.name, is_name(&tenant.name), NAME_RULE);
+            let first = *names.entry(&tenant.name).or_insert(n);
+            rules.text(setting("name"), &tenant.name, first == n, format!("another name than tenants[{first}].name"));
+            let is_given = !tenant.keys_file.as_os_str().is_empty();
+            rules.text(setting("keys_file"), "", is_given, "the path of a file");
+            if let Some(class) = &tenant.policy_class {
+                let lacking = self.models.iter().find(|model| !model.router.knows_class(class));
+                let lacking =
+                    lacking.map(|model| format!("a class or family of every model, {:?} has none", model.name));
+                rules.text(setting("policy_class"), class, lacking.is_none(), lacking.unwrap_or_default());
+            }
+        }
+    }
+
+    /// What is allowed and probably not meant.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        let gateway = &self.gateway;
+        if let Some(admin) = self.admin.as_ref().filter(|admin| !admin.listen.ip().is_loopback()) {
+            let listen = admin.listen;
+            warnings
+                .push(format!("admin.listen is {listen}: whoever reaches it and knows the token rules the gateway"));
+        }
+        let is_plain = gateway.tls_certificate_file.is_none() && !gateway.listen.ip().is_loopback();
+        if is_plain && !self.tenants.is_empty() {
+            let listen = gateway.listen;
+            warnings.push(format!("gateway.listen is {listen} without TLS: tenants' keys can be read on their way"));
+        }
+        for model in &self.models {
+            let name = &model.name;
+            if !model.has_sources() {
+                warnings.push(format!("model {name:?} has no workers until an operator adds some"));
+            }
+            if model.tokens.source == TokenSourceChoice::None {
+                warnings.push(format!("model {name:?} has no source of tokens: requests without token ids go by load"));
+            }
+        }
+        warnings
+    }
+
+    /// The files that the settings name and that must be there at the start, with their settings; secrets apart.
+    #[must_use]
+    pub fn files(&self) -> Vec<(String, &Path)> {
+        let gateway = &self.gateway;
+        let mut files = vec![
+            ("gateway.tls_certificate_file".to_owned(), &gateway.tls_certificate_file),
+            ("gateway.tls_key_file".to_owned(), &gateway.tls_key_file),
+            ("gateway.worker_ca_file".to_owned(), &gateway.worker_ca_file),
+        ];
+        for (n, model) in self.models.iter().enumerate() {
+            files.push((format!("models[{n}].tokens.tokenizer_file"), &model.tokens.tokenizer_file));
+            files.push((format!("models[{n}].tokens.chat_template_file"), &model.tokens.chat_template_file));
+        }
+        files.into_iter().filter_map(|(setting, file)| Some((setting, file.as_deref()?))).collect()
+    }
+}
+
+impl ModelSettings {
+    fn has_sources(&self) -> bool {
+        let has_lists = [&self.worker_urls, &self.worker_names].into_iter().any(|list| !list.is_empty());
+        has_lists || !self.workers.is_empty() || self.workers_file.is_some()
+    }
+
+    fn check(&self, path: &str, has_admin: bool, rules: &mut Rules) {
+        if let Some(name) = &self.upstream_name {
+            rules.text(format!("{path}.upstream_name"), name, is_name(name), NAME_RULE);
+        }
+        let rule = "given workers, workers_file, worker_urls or worker_names, unless [admin] can add some";
+        rules.check(path, "without workers", self.has_sources() || has_admin, rule);
+        if let Some(file) = &self.workers_file {
+            let file = file.to_string_lossy();
+            let is_known = FileFormat::of_name(&file).is_ok();
+            rules.text(format!("{path}.workers_file"), &file, is_known, "a name that ends in .toml or .json");
+        }
+        for (n, url) in self.worker_urls.iter().enumerate() {
+            if let Err(error) = HttpUrl::parse(url) {
+                let rule = format!("the address of a worker: {}", error.rule);
+                rules.text(format!("{path}.worker_urls[{n}]"), &error.url, false, rule);
+            }
+        }
+        for (n, name) in self.worker_names.iter().enumerate() {
+            let is_name = DnsNames::new([name]).is_ok();
+            rules.text(format!("{path}.worker_names[{n}]"), name, is_name, "NAME:PORT");
+        }
+        for error in self.router.validate().err().into_iter().flat_map(|errors| errors.0) {
+            rules.check(format!("{path}.router.{}", error.field), error.value, false, error.rule);
+        }
+        self.check_tokens(&format!("{path}.tokens"), rules);
+    }
+
+    fn check_tokens(&self, path: &str, rules: &mut Rules) {
+        let tokens = &self.tokens;
+        let has_tokenizer = tokens.tokenizer_file.is_some();
+        let is_local = tokens.source == TokenSourceChoice::Local;
+        let rule = "another one where there is no tokenizer_file";
+        rules.text(format!("{path}.source"), "local", !is_local || has_tokenizer, rule);
+        if let Some(file) = &tokens.chat_template_file {
+            let rule = "absent where there is no tokenizer_file";
+            rules.text(format!("{path}.chat_template_file"), &file.to_string_lossy(), has_tokenizer, rule);
+        }
+        rules.range(format!("{path}.threads"), tokens.threads, 1, 256);
+        rules.range(format!("{path}.cache_bytes_max"), tokens.cache_bytes_max, 0, 1 << 40);
+        rules.range(format!("{path}.engine_timeout_ms"), tokens.engine_timeout_ms, 1, DAY_MS);
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    (1..=NAME_BYTES_MAX).contains(&name.len()) && !name.chars().any(char::is_control)
+}
+
+/// Whether it names levels, each for everything or for a target.
+fn is_log_level(text: &str) -> bool {
+    text.split(',').all(|part| {
+        let (target, level) = part.split_once('=').unwrap_or(("all", part));
+        !target.is_empty() && LEVELS.contains(&level)
+    })
+}
+
+/// Whether only one of the two can be listened at.
+fn collide(one: SocketAddr, other: SocketAddr) -> bool {
+    let same_ip = one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified();
+    one.port() != 0 && one.port() == other.port() && same_ip
+}

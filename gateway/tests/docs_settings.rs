@@ -1,0 +1,152 @@
+//! Holds `docs/gateway.md` to the code: every setting is there, in order, with its type, default and range.
+//!
+//! Owns nothing. Loads settings for their names and defaults, and breaks them for their types and ranges. On a
+//! difference it prints the row that the table must have.
+
+use std::fs;
+use std::path::Path;
+
+use pointsman_gateway::settings::{ConfigFile, LoadError, LoadErrors, Loaded, Sources};
+
+const PAGE: &str = "docs/gateway.md";
+
+/// What stands where a type is all the rule there is.
+const NO_RULE: &str = "–";
+
+/// The tables of the page: their heading, the header of what is printed, and what their settings are called in problems.
+const TABLES: [(&str, &str, &str); 5] = [
+    ("## Gateway settings", "[gateway]", "gateway"),
+    ("## Admin settings", "[admin]", "admin"),
+    ("## Model settings", "[[models]]", "models[0]"),
+    ("## Token settings", "[models.tokens]", "models[0].tokens"),
+    ("## Tenant settings", "[[tenants]]", "tenants[0]"),
+];
+
+/// The least that can be loaded, with `line` among the settings below `header`.
+fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
+    let key = line.split(' ').next().unwrap_or_default();
+    let is_tenants = header == "[[tenants]]";
+    let mut text = String::new();
+    for (_, printed, _) in TABLES {
+        let least: &[(&str, &str)] = match printed {
+            "[gateway]" if is_tenants => &[("salt_secret_file", "\"s\"")],
+            "[admin]" => &[("token_file", "\"t\"")],
+            "[[models]]" => &[("name", "\"m\"")],
+            "[[tenants]]" if !is_tenants => continue,
+            "[[tenants]]" => &[("name", "\"t\""), ("keys_file", "\"k\"")],
+            _ => &[],
+        };
+        text.push_str(&format!("{printed}\n"));
+        for (name, value) in least {
+            if printed != header || *name != key {
+                text.push_str(&format!("{name} = {value}\n"));
+            }
+        }
+        if printed == header {
+            text.push_str(&format!("{line}\n"));
+        }
+    }
+    let file = Some(ConfigFile { text, directory: "/etc".into() });
+    Sources { file, ..Sources::default() }.load()
+}
+
+/// Name and default of each setting below `header`, as they are printed: required, none, or a value.
+fn settings_under(header: &str) -> Vec<(String, String)> {
+    let printed = load(header, "").expect("the least is enough").to_string();
+    let lines = printed.lines().skip_while(|line| *line != header).skip(1).take_while(|line| !line.is_empty());
+    let setting = |line: &str| {
+        let (setting, origin) = line.rsplit_once(" # ").expect("an origin");
+        match setting.trim().strip_prefix("# ").and_then(|line| line.strip_suffix(" is not set")) {
+            Some(name) => (name.to_owned(), "none".to_owned()),
+            None => {
+                let (name, value) = setting.trim().split_once(" = ").expect("a value");
+                let default = if origin == "file" { "required".to_owned() } else { format!("`{value}`") };
+                (name.to_owned(), default)
+            }
+        }
+    };
+    lines.map(setting).collect()
+}
+
+/// What a problem with exactly this setting says it must be.
+fn rule_of(header: &str, setting: &str, line: &str) -> Option<String> {
+    let problems = load(header, line).err()?.0;
+    problems.into_iter().find_map(|problem| match problem {
+        LoadError::Value { setting: told, rule, .. } if told == setting => Some(rule),
+        LoadError::Structure { setting: told, .. } if told.starts_with(setting) => Some("list".to_owned()),
+        _ => None,
+    })
+}
+
+/// The type, as the page writes it.
+fn kind_of(header: &str, path: &str, name: &str) -> String {
+    let rule = rule_of(header, &format!("{path}.{name}"), &format!("{name} = [1.5]")).expect("no setting takes this");
+    match rule.as_str() {
+        "an integer from 0 to 4294967295" => "u32".to_owned(),
+        "an integer from 0 to 9223372036854775807" => "u64".to_owned(),
+        "a number" => "f64".to_owned(),
+        "true or false" => "boolean".to_owned(),
+        "a text, not empty" => "string".to_owned(),
+        "the path of a file" => "path".to_owned(),
+        "list" => "list".to_owned(),
+        rule if rule.starts_with("an IP address") => "address".to_owned(),
+        rule => {
+            let words = rule.strip_prefix("one of ").unwrap_or_else(|| panic!("{name}: {rule}"));
+            words.split(", ").map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ")
+        }
+    }
+}
+
+/// The range of a number, if it has one.
+fn range_of(header: &str, path: &str, name: &str, kind: &str) -> Option<String> {
+    let probes = match kind {
+        "u32" => ["0", "4294967295"],
+        "u64" => ["0", "9223372036854775807"],
+        "f64" => ["-1.0", "1e300"],
+        _ => return None,
+    };
+    probes.iter().find_map(|probe| rule_of(header, &format!("{path}.{name}"), &format!("{name} = {probe}")))
+}
+
+#[test]
+fn every_table_lists_its_settings() {
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(PAGE)).expect("the page");
+    let mut wrong = Vec::new();
+    for (heading, header, path) in TABLES {
+        let rows = rows_under(&page, heading);
+        let settings = settings_under(header);
+        for (name, default) in &settings {
+            let kind = kind_of(header, path, name);
+            let range = range_of(header, path, name, &kind);
+            let optional = if default == "none" { ", optional" } else { "" };
+            let expected = [format!("`{name}`"), format!("{kind}{optional}"), default.clone()];
+            let row = rows.iter().find(|row| row[0] == expected[0]);
+            let agrees = row.is_some_and(|row| {
+                let rule = row.get(3).map_or("", String::as_str);
+                let is_ranged = range.as_ref().is_none_or(|range| rule == range);
+                row[..3] == expected && is_ranged && !rule.is_empty() && row.get(4).is_some_and(|cell| !cell.is_empty())
+            });
+            if !agrees {
+                let (rule, now) = (range.as_deref().unwrap_or(NO_RULE), row.map(|row| row.join(" | ")));
+                wrong.push(format!("under {heading:?} {now:?} must be\n| {} | {rule} | ... |", expected.join(" | ")));
+            }
+        }
+        let listed: Vec<&str> = rows.iter().map(|row| row[0].trim_matches('`')).collect();
+        let names: Vec<&str> = settings.iter().map(|(name, _)| name.as_str()).collect();
+        if listed != names {
+            wrong.push(format!("under {heading:?} stand\n  {listed:?}\nmust be, in this order\n  {names:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{PAGE} does not say what the code does:\n\n{}\n", wrong.join("\n\n"));
+}
+
+/// The rows of the first table behind a heading, as cells, without its head.
+fn rows_under(page: &str, heading: &str) -> Vec<Vec<String>> {
+    let lines = page.lines().skip_while(|line| *line != heading).skip(1);
+    let in_section = lines.take_while(|line| !line.starts_with("## "));
+    let table = in_section.skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let cells = |line: &str| line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect();
+    let rows: Vec<Vec<String>> = table.skip(2).map(cells).collect();
+    assert!(!rows.is_empty(), "{PAGE} has no table under {heading:?}");
+    rows
+}
