@@ -1,19 +1,19 @@
 //! The `pointsman` command.
 //!
 //! Owns the command line, and is the only place that reads the file of settings and the environment. Exits with 0 on
-//! success, with 2 when what it was given cannot be used. Leaves what a command does to the library.
+//! success, with 2 when what it was given cannot be used; [`serve::run`] has codes of its own. Leaves what a command does
+//! to the library.
 
 use std::fs::{self, File};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use pointsman_gateway::demo::{Demo, DemoConfig, Progress};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
-use pointsman_gateway::serve::Gateway;
-use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, Secrets, Settings, Sources};
+use pointsman_gateway::serve;
+use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, Secrets, Sources};
 
 /// Routes each LLM request to the engine rank that will serve it fastest.
 #[derive(Debug, Parser)]
@@ -128,7 +128,7 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Version => answered(Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
         Command::Serve(args) => match args.load() {
-            Ok(loaded) => serve(loaded.settings),
+            Ok(loaded) => serve::run(loaded.settings),
             Err(problems) => answered(Err(problems)),
         },
         Command::CheckConfig(args) => answered(args.load().and_then(|loaded| check_config(&loaded))),
@@ -166,22 +166,6 @@ fn check_config(loaded: &Loaded) -> Result<String, String> {
     }
     settings.warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
     Ok(loaded.to_string())
-}
-
-/// Runs the gateway until it is interrupted.
-fn serve(settings: Settings) -> ExitCode {
-    let runtime = match tokio::runtime::Runtime::new() {
-        Ok(runtime) => runtime,
-        Err(error) => return answered(Err(format!("no runtime: {error}\n"))),
-    };
-    let deadline = Duration::from_millis(settings.gateway.drain_timeout_ms);
-    answered(runtime.block_on(async {
-        let gateway = Gateway::start(settings).await.map_err(|error| format!("{error}\n"))?;
-        eprintln!("listening on {}", gateway.address());
-        tokio::signal::ctrl_c().await.map_err(|error| format!("interrupts cannot be heard: {error}\n"))?;
-        gateway.shutdown(deadline).await;
-        Ok(String::new())
-    }))
 }
 
 /// Runs an engine until it is interrupted, and says where it is once it answers.

@@ -278,9 +278,6 @@ impl IntoResponse for ApiError {
         if closes_connection {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
-        if status == StatusCode::UNAUTHORIZED {
-            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-        }
         response
     }
 }

@@ -66,6 +66,7 @@ pub fn run(settings: Settings) -> ExitCode {
     // The log counts what it drops: the recorder comes first.
     drop(Metrics::install());
     let log = start_log(level, settings.gateway.log_format);
+    settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
     let ended = runtime.block_on(async {
         let signals = signals().map_err(|error| format!("signals cannot be heard: {error}"))?;
         run_until(settings, signals).await.map_err(|error| error.to_string())

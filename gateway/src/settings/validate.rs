@@ -12,6 +12,8 @@ use std::path::Path;
 use pointsman::DnsNames;
 use pointsman::discovery::{FileFormat, HttpUrl};
 
+use crate::serve::telemetry::parse_level;
+
 use super::{ModelSettings, Settings, TokenSourceChoice};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
@@ -20,9 +22,6 @@ const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 const NAME_BYTES_MAX: usize = 256;
 
 const NAME_RULE: &str = "1 to 256 bytes without control characters";
-
-/// How much can be logged.
-const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
 /// A setting that breaks its rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -131,7 +130,7 @@ impl Settings {
         let share = gateway.retry_share_max;
         rules.check("gateway.retry_share_max", share, (0.0..=1.0).contains(&share), "between 0 and 1");
         let level_rule = "off, error, warn, info, debug or trace, or targets with these, such as info,pointsman=debug";
-        rules.text("gateway.log_level", &gateway.log_level, is_log_level(&gateway.log_level), level_rule);
+        rules.text("gateway.log_level", &gateway.log_level, parse_level(&gateway.log_level).is_ok(), level_rule);
     }
 
     fn check_admin(&self, rules: &mut Rules) {
@@ -274,14 +273,6 @@ impl ModelSettings {
 
 fn is_name(name: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&name.len()) && !name.chars().any(char::is_control)
-}
-
-/// Whether it names levels, each for everything or for a target.
-fn is_log_level(text: &str) -> bool {
-    text.split(',').all(|part| {
-        let (target, level) = part.split_once('=').unwrap_or(("all", part));
-        !target.is_empty() && LEVELS.contains(&level)
-    })
 }
 
 /// Whether only one of the two can be listened at.
