@@ -37,6 +37,18 @@ impl ProbedUrls {
         for url in urls {
             workers.push(NamedWorker::at(&url.into(), &given)?.probed()?);
         }
+        Self::named(workers, options)
+    }
+
+    /// Workers with all that is known of each; those that say `probe` are asked for the rest.
+    ///
+    /// # Errors
+    /// Two workers with one id or address.
+    pub fn named(
+        workers: impl IntoIterator<Item = NamedWorker>,
+        options: ProbeOptions,
+    ) -> Result<Self, DiscoveryError> {
+        let workers: Vec<NamedWorker> = workers.into_iter().collect();
         worker_map(workers.iter().map(|worker| (worker.id, worker.config.clone())))?;
         let (prober, next_at) = (Prober::new(options), Instant::now());
         Ok(Self { workers, prober, next_at, changes: Changes::default() })

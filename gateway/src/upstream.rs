@@ -4,6 +4,8 @@
 //! and that a body dropped early closes its connection. Leaves retries, and what an error means for a worker's health, to
 //! callers.
 
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
@@ -11,11 +13,14 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::CONTENT_TYPE;
 use hyper::{Request, Response, StatusCode, Uri};
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use pointsman::health::Outcome;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::{ClientConfig, RootCertStore};
 use tokio::time::timeout;
 
 /// Idle connections kept for one worker.
@@ -61,6 +66,50 @@ impl UpstreamError {
     }
 }
 
+/// Why it is not known which certificates of workers to believe.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerTlsError {
+    /// The file of authorities.
+    #[error("worker_ca_file {}: {reason}", path.display())]
+    Authorities {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// Believes certificates of workers that come from the authorities in a PEM file, or from the system's.
+///
+/// # Errors
+/// A file that cannot be read, or holds no certificate. A system without authorities is none: nobody is believed then.
+pub fn worker_tls(authorities: Option<&Path>) -> Result<ClientConfig, WorkerTlsError> {
+    let builder = || {
+        ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .expect("ring speaks TLS 1.2 and 1.3")
+    };
+    let with_roots = match authorities {
+        Some(path) => builder().with_root_certificates(roots_of(path)?),
+        None => builder().with_native_roots().unwrap_or_else(|error| {
+            tracing::warn!("no certificate of a worker will be believed: {error}");
+            builder().with_root_certificates(RootCertStore::empty())
+        }),
+    };
+    Ok(with_roots.with_no_client_auth())
+}
+
+fn roots_of(path: &Path) -> Result<RootCertStore, WorkerTlsError> {
+    let wrong = |reason: String| WorkerTlsError::Authorities { path: path.to_owned(), reason };
+    let certificates = CertificateDer::pem_file_iter(path).map_err(|error| wrong(error.to_string()))?;
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates {
+        let certificate = certificate.map_err(|error| wrong(error.to_string()))?;
+        roots.add(certificate).map_err(|error| wrong(error.to_string()))?;
+    }
+    if roots.is_empty() { Err(wrong("it holds no certificate".to_owned())) } else { Ok(roots) }
+}
+
 /// Sends requests to workers. Cheap to clone; clones share their connections.
 #[derive(Clone, Debug)]
 pub struct Upstream {
@@ -70,7 +119,7 @@ pub struct Upstream {
 impl Upstream {
     /// Without connections yet. `tls` says which certificates of workers are believed.
     #[must_use]
-    pub fn new(tls: rustls::ClientConfig, connect_timeout: Duration) -> Self {
+    pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
         let mut http = HttpConnector::new();
         http.enforce_http(false);
         http.set_nodelay(true);

@@ -5,29 +5,41 @@
 //! [`tenants`], which model is meant to [`models`], and operators to [`admin`].
 
 mod admin;
+mod catalog;
+mod ids;
 mod listener;
+pub mod metrics;
 mod models;
 mod proxy;
+mod rarely;
 mod ready;
+mod retry_budget;
 mod routes;
 mod run;
+mod sources;
 pub mod telemetry;
 mod tenants;
 mod tls;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use axum::http::HeaderValue;
 use pointsman::Router;
-use rustls::RootCertStore;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
-use crate::settings::{GatewaySettings, Settings};
-use crate::upstream::Upstream;
+use self::metrics::Meters;
+use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
+use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
+use ids::Ids;
 use listener::{Listener, ListenerOptions};
 use models::Models;
+use rarely::Rarely;
 use ready::Readiness;
+use retry_budget::RetryBudget;
 use telemetry::Metrics;
 
 pub use admin::TokenError;
@@ -36,6 +48,9 @@ pub use models::ModelError;
 pub use run::{Ended, Signal, run, run_until};
 pub use tenants::{Tenant, Tenants};
 pub use tls::TlsError;
+
+/// How often it may be said that an answer was cut off.
+const BROKEN_STREAMS_SAID_EVERY: Duration = Duration::from_secs(10);
 
 /// Why a gateway did not start.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +61,15 @@ pub enum GatewayError {
     /// The operators' token.
     #[error(transparent)]
     AdminToken(#[from] TokenError),
+    /// A secret.
+    #[error(transparent)]
+    Secret(#[from] SecretError),
+    /// Whom to believe that they are workers.
+    #[error(transparent)]
+    WorkerTls(#[from] WorkerTlsError),
+    /// The clients' certificate chain or its key.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// An address that cannot be listened at.
     #[error("cannot listen at {address}: {error}")]
     Listen {
@@ -54,9 +78,6 @@ pub enum GatewayError {
         /// What the system says.
         error: std::io::Error,
     },
-    /// The clients' certificate chain or its key.
-    #[error(transparent)]
-    Tls(#[from] TlsError),
 }
 
 /// What every request is served with.
@@ -66,6 +87,50 @@ pub(crate) struct App {
     pub(crate) upstream: Upstream,
     pub(crate) readiness: Readiness,
     pub(crate) metrics: Option<Metrics>,
+    pub(crate) tenants: Tenants,
+    /// `Authorization` for workers, in place of the clients' own.
+    pub(crate) worker_key: Option<HeaderValue>,
+    pub(crate) meters: Arc<Meters>,
+    pub(crate) retry_budget: RetryBudget,
+    pub(crate) broken_streams: Rarely,
+    pub(crate) ids: Ids,
+    /// When the gateway started, in seconds of Unix: the date of its models.
+    pub(crate) created: u64,
+    /// It takes no more requests.
+    closing: AtomicBool,
+}
+
+impl App {
+    #[expect(clippy::disallowed_methods, reason = "clients are told a date, and nothing is decided by it")]
+    fn new(
+        settings: Settings,
+        secrets: &Secrets,
+        models: Models,
+        upstream: Upstream,
+        metrics: Option<Metrics>,
+    ) -> Self {
+        let now = Instant::now();
+        Self {
+            tenants: Tenants::new(&settings.tenants, secrets),
+            worker_key: secrets.worker_api_key.as_ref().and_then(Secret::bearer),
+            readiness: Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms)),
+            metrics,
+            retry_budget: RetryBudget::new(settings.gateway.retry_share_max, now),
+            settings,
+            models,
+            upstream,
+            meters: Arc::new(Meters::new()),
+            broken_streams: Rarely::new(BROKEN_STREAMS_SAID_EVERY),
+            ids: Ids::new(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            closing: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether it takes no more requests.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Relaxed)
+    }
 }
 
 /// A running gateway.
@@ -88,18 +153,15 @@ impl Gateway {
     pub async fn start(settings: Settings) -> Result<Self, GatewayError> {
         // Handles belong to the recorder that is there when they are made.
         let metrics = Metrics::install();
+        metrics::describe();
         let options = client_options(&settings.gateway)?;
-        let readiness = Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms));
         // What cannot be read is found before anything runs.
         let token = match &settings.admin {
             Some(admin) => Some((admin.listen, admin::Token::read(&admin.token_file).await?)),
             None => None,
         };
-        let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .expect("ring speaks TLS 1.2 and 1.3")
-            .with_root_certificates(RootCertStore::empty())
-            .with_no_client_auth();
+        let secrets = Secrets::read(&settings)?;
+        let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
         let models = Models::start(&settings.models, &upstream).await?;
         let listen = settings.gateway.listen;
@@ -107,7 +169,7 @@ impl Gateway {
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
-        let app = Arc::new(App { settings, models, upstream, readiness, metrics });
+        let app = Arc::new(App::new(settings, &secrets, models, upstream, metrics));
         let admin = match token {
             Some((listen, token)) => {
                 let routes = admin::routes(Arc::clone(&app), token, routes::common(&app, true));
@@ -145,9 +207,10 @@ impl Gateway {
         self.app.readiness.drain();
     }
 
-    /// Takes no more connections, waits up to `deadline` for requests in flight, and ends.
+    /// Takes no more connections and requests, waits up to `deadline` for those in flight, and ends.
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
+        self.app.closing.store(true, Ordering::Relaxed);
         let drained = self.clients.drain(deadline).await;
         // Operators may look until the end.
         self.app.models.shutdown().await;

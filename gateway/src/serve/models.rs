@@ -1,16 +1,27 @@
 //! The models that are served, and their routers.
 //!
-//! Owns names: which model a client means. Promises that a name means one model. Leaves choosing a rank to the router.
+//! Owns names: which model a client means. Promises that a name means one model: a configured name goes before an adapter's,
+//! and of two models with an adapter of one name the first has it. Leaves choosing a rank to the router, and where workers
+//! come from to [`sources`](super::sources).
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ahash::AHashMap;
-use pointsman::Router;
+use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
+use pointsman::protocol::WorkerId;
+use pointsman::{Router, WorkerEntry};
 
+use super::metrics::ModelMeters;
+use super::sources;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
 use crate::settings::ModelSettings;
 use crate::upstream::Upstream;
+
+/// How long a router waits for bookings at its end: those of requests that were broken off end at once.
+const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
 /// Why a model cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +33,14 @@ pub enum ModelError {
         model: String,
         /// What is wrong.
         error: StartError,
+    },
+    /// Its workers.
+    #[error("model {model:?}: {error}")]
+    Workers {
+        /// The model.
+        model: String,
+        /// What is wrong.
+        error: DiscoveryError,
     },
     /// Its tokenizer.
     #[error("model {model:?}: {error}")]
@@ -38,12 +57,24 @@ pub(crate) struct Model {
     pub(crate) settings: ModelSettings,
     pub(crate) router: Router,
     pub(crate) tokens: Tokens,
+    pub(crate) meters: Arc<ModelMeters>,
 }
 
 /// All models, by every name.
 pub(crate) struct Models {
     all: Vec<Arc<Model>>,
     by_name: AHashMap<String, usize>,
+    adapters: Mutex<Adapters>,
+}
+
+/// The adapters that workers have.
+#[derive(Default)]
+struct Adapters {
+    /// The workers that they were read of, by model.
+    seen: Vec<Arc<[WorkerEntry]>>,
+    by_name: AHashMap<String, usize>,
+    /// Names that two models have, and that it has been said of.
+    shared: BTreeSet<String>,
 }
 
 impl Models {
@@ -56,7 +87,7 @@ impl Models {
             }
             all.push(model);
         }
-        Ok(Self { all, by_name })
+        Ok(Self { all, by_name, adapters: Mutex::default() })
     }
 
     pub(crate) fn all(&self) -> &[Arc<Model>] {
@@ -64,27 +95,91 @@ impl Models {
     }
 
     /// The model that a client means by `name`, and the adapter of it, if the name is one's.
-    pub(crate) fn find(&self, name: &str) -> Option<(&Arc<Model>, Option<&str>)> {
-        self.by_name.get(name).map(|n| (&self.all[*n], None))
+    pub(crate) fn find<'a>(&self, name: &'a str) -> Option<(&Arc<Model>, Option<&'a str>)> {
+        if let Some(n) = self.by_name.get(name) {
+            return Some((&self.all[*n], None));
+        }
+        let n = *self.adapters().by_name.get(name)?;
+        Some((&self.all[n], Some(name)))
+    }
+
+    /// The only model, if there is just one.
+    pub(crate) fn only(&self) -> Option<&Arc<Model>> {
+        match &self.all[..] {
+            [model] => Some(model),
+            _ => None,
+        }
+    }
+
+    /// Every adapter's name with its model, by name.
+    pub(crate) fn adapter_names(&self) -> Vec<(String, &Arc<Model>)> {
+        let adapters = self.adapters();
+        let mut names: Vec<_> = adapters.by_name.keys().cloned().collect();
+        names.sort_unstable();
+        names.into_iter().map(|name| (adapters.by_name[&name], name)).map(|(n, name)| (name, &self.all[n])).collect()
+    }
+
+    /// The adapters that the workers have now.
+    fn adapters(&self) -> MutexGuard<'_, Adapters> {
+        // The table is put in place whole.
+        let mut adapters = self.adapters.lock().unwrap_or_else(PoisonError::into_inner);
+        let workers = || self.all.iter().map(|model| model.router.workers());
+        let is_current = adapters.seen.len() == self.all.len()
+            && adapters.seen.iter().zip(workers()).all(|(seen, now)| Arc::ptr_eq(seen, &now));
+        if !is_current {
+            let seen: Vec<_> = workers().collect();
+            adapters.read(seen, &self.by_name, &self.all);
+        }
+        adapters
     }
 
     pub(crate) async fn shutdown(&self) {
         for model in &self.all {
-            model.router.clone().shutdown(std::time::Duration::from_secs(1)).await;
+            model.router.clone().shutdown(SHUTDOWN_WAIT).await;
         }
+    }
+}
+
+impl Adapters {
+    fn read(&mut self, seen: Vec<Arc<[WorkerEntry]>>, names: &AHashMap<String, usize>, models: &[Arc<Model>]) {
+        let mut by_name: AHashMap<String, usize> = AHashMap::new();
+        for (n, workers) in seen.iter().enumerate() {
+            for adapter in workers.iter().flat_map(|worker| &worker.config.lora_adapters) {
+                let first = names.get(adapter).or_else(|| by_name.get(adapter)).copied();
+                match first {
+                    None => drop(by_name.insert(adapter.clone(), n)),
+                    Some(first) if first == n && !names.contains_key(adapter) => {}
+                    Some(first) => {
+                        if self.shared.insert(adapter.clone()) {
+                            let (model, first) = (&models[n].settings.name, &models[first].settings.name);
+                            tracing::warn!(adapter, model, "requests for this adapter go to model {first:?}");
+                        }
+                    }
+                }
+            }
+        }
+        (self.seen, self.by_name) = (seen, by_name);
     }
 }
 
 impl Model {
     async fn start(settings: &ModelSettings, upstream: &Upstream) -> Result<Self, ModelError> {
         let model = || settings.name.clone();
-        let router = Router::builder(settings.router.clone()).start().await;
-        let router = router.map_err(|error| ModelError::Router { model: model(), error })?;
+        let builder = sources::follow(Router::builder(settings.router.clone()), settings);
+        let builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
+        let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
         let workers = router.clone();
         let any_worker: AnyWorker =
             Arc::new(move || workers.workers().first().map(|entry| entry.config.endpoint.clone()));
         let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
-        Ok(Self { settings: settings.clone(), router, tokens })
+        let meters = Arc::new(ModelMeters::of(&settings.name));
+        Ok(Self { settings: settings.clone(), router, tokens, meters })
+    }
+
+    /// How many ranks a worker has.
+    pub(crate) fn ranks_of(&self, worker: WorkerId) -> usize {
+        let workers = self.router.workers();
+        workers.iter().find(|entry| entry.worker == worker).map_or(1, |entry| entry.ranks.len())
     }
 }

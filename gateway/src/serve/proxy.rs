@@ -1,37 +1,128 @@
 //! One request's way to a worker and back.
+//!
+//! Owns the order of the steps: who asks, what is asked of which model, by which tokens it is routed, where it goes.
+//! Promises that a request is refused before anything is booked for it wherever it can be, that its body passes unchanged but
+//! for what routing must change, and that whatever ends the request ends its booking. Leaves tries to [`attempts`], and
+//! what follows the first byte to [`answer`].
+
+mod answer;
+mod attempts;
+mod intake;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::StatusCode;
-use axum::response::{IntoResponse as _, Response};
+use axum::http::header::{AUTHORIZATION, HeaderName};
+use axum::http::{HeaderMap, HeaderValue, Request, Response};
+use axum::response::IntoResponse as _;
 use pointsman::{Prompt, RouteRequest};
-use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use super::App;
-use crate::openai::{ApiError, Ask, Edits, Endpoint};
-use crate::upstream::UpstreamError;
+use super::metrics::Account;
+use super::tenants::Tenant;
+use crate::openai::{ApiError, Ask, Edits, Endpoint, RequestTerms, request_id, to_client};
+use answer::Answer;
+use attempts::{Begin, Errand};
 
-pub(super) async fn chat(State(app): State<Arc<App>>, body: Bytes) -> Result<Response, ApiError> {
-    let ask = Ask::parse(Endpoint::Chat, body)?;
-    let name = ask.model.as_deref().unwrap_or_default();
-    let unknown = || ApiError::invalid("model_not_found", Some("model"), "there is no such model");
-    let (model, _) = app.models.find(name).ok_or_else(unknown)?;
-    let tokens = model.tokens.of(&ask.prompt, name).await;
-    let prompt = Prompt::Tokens(&tokens.ids);
-    let placement = model.router.route(RouteRequest::new("request", prompt)).await?;
-    let (connected, path) = (app.settings.gateway.connect_timeout_ms, ask.endpoint.path());
-    let url = format!("{}{path}", placement.endpoint());
-    let answer = app.upstream.ask(&url, ask.body(Edits::default()), Duration::from_millis(connected), 1 << 20).await;
-    let failed =
-        |error: UpstreamError| ApiError::unavailable(StatusCode::BAD_GATEWAY, "worker_failed", error.to_string());
-    Ok(answer.map_err(failed)?.into_response())
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Answers a request to one of the endpoints.
+pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, request: Request<Body>) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    let mut account = Account::begin(&app.meters, endpoint);
+    let request_id = request_id(&head.headers).map_or_else(|| app.ids.public(), str::to_owned);
+    let passed = pass(&app, &mut account, endpoint, &head.headers, &request_id, body).await;
+    let mut response = match passed {
+        Ok(begin) => return begun(&app, account, begin, &request_id),
+        Err(response) => response,
+    };
+    account.answered(response.status());
+    account.complete();
+    let request_id = HeaderValue::try_from(request_id).expect("it was a header, or is hexadecimal");
+    response.headers_mut().insert(REQUEST_ID, request_id);
+    response
 }
 
-pub(super) async fn models(State(app): State<Arc<App>>) -> Json<Value> {
-    let names = app.models.all().iter().map(|model| json!({ "id": model.settings.name, "object": "model" }));
-    Json(json!({ "object": "list", "data": names.collect::<Vec<_>>() }))
+/// All that is done before the client is told anything. The error is an answer, too.
+async fn pass(
+    app: &Arc<App>,
+    account: &mut Account,
+    endpoint: Endpoint,
+    headers: &HeaderMap,
+    request_id: &str,
+    body: Body,
+) -> Result<Begin, Response<Body>> {
+    let refused = |error: ApiError| error.into_response();
+    app.retry_budget.requested(account.started());
+    if app.is_closing() {
+        return Err(refused(ApiError::draining()));
+    }
+    let tenant = app.tenants.identify(headers.get(AUTHORIZATION)).map_err(refused)?;
+    let body = take_in(app, account, body).await?;
+    let ask = Ask::parse(endpoint, body).map_err(refused)?;
+    let (model, adapter) = match ask.model.as_deref() {
+        Some(name) => app.models.find(name).ok_or_else(|| refused(ApiError::model_not_found(name)))?,
+        None => (app.models.only().ok_or_else(|| refused(model_missing()))?, None),
+    };
+    account.is_for(&model.meters);
+    let terms = terms_of(headers, tenant).map_err(refused)?;
+    let tenant_salt = tenant.map(|tenant| tenant.salt(ask.cache_salt.as_deref()));
+
+    let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
+    let edits = Edits {
+        model: Some(upstream_name).filter(|name| ask.model.as_deref().is_some_and(|asked| asked != *name)),
+        cache_salt: tenant_salt.as_deref(),
+    };
+    let tokens = model.tokens.of(&ask.prompt, ask.model.as_deref().unwrap_or(upstream_name)).await;
+    let request = RouteRequest {
+        lora_name: adapter,
+        cache_salt: tenant_salt.as_deref().or(ask.cache_salt.as_deref()),
+        strict_priority: terms.strict_priority,
+        priority_jump: terms.priority_jump,
+        deadline: terms.deadline,
+        policy_class: terms.policy_class.as_deref(),
+        do_not_queue: terms.do_not_queue,
+        session_id: terms.session_id.as_deref().or(ask.session_id.as_deref()),
+        expected_output_tokens: ask.output_tokens_max,
+        ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
+    };
+    let errand = Errand { app, model, endpoint, headers, request_id, body: ask.body(edits) };
+    errand.run(account, request).await
+}
+
+/// The answer of a worker that has begun to give one.
+fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -> Response<Body> {
+    let Begin { placement, head, body } = begin;
+    account.first_byte();
+    account.answered(head.status);
+    tracing::debug!(?request_id, rank = %placement.rank(), status = head.status.as_u16(), "answered");
+    let headers = to_client(&head.headers, request_id);
+    let mut response = Response::new(Body::new(Answer::new(app, account, body, placement)));
+    (*response.status_mut(), *response.headers_mut()) = (head.status, headers);
+    response
+}
+
+async fn take_in(app: &App, account: &mut Account, body: Body) -> Result<Bytes, Response<Body>> {
+    let settings = &app.settings.gateway;
+    let waits = Instant::now();
+    let taken = intake::take_in(body, settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms)).await;
+    account.waited_since(waits);
+    taken.map_err(ApiError::into_response)
+}
+
+fn model_missing() -> ApiError {
+    ApiError::invalid("missing_field", Some("model"), "the body has no model, and several are served")
+}
+
+/// What the headers ask of routing, within what the tenant may.
+fn terms_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestTerms, ApiError> {
+    let mut terms = RequestTerms::parse(headers)?;
+    if let Some(tenant) = tenant {
+        terms.strict_priority = terms.strict_priority.min(tenant.strict_priority_max);
+        terms.policy_class = tenant.policy_class.clone().or(terms.policy_class);
+    }
+    Ok(terms)
 }

@@ -1,25 +1,46 @@
 //! What is answered on the clients' listener, and what on every one.
 //!
-//! Owns paths and methods. Leaves the answers to the modules they belong to.
+//! Owns paths and methods. Promises an answer in OpenAI's shape for every other path and method, and for a handler that
+//! panics. Leaves the answers to the modules they belong to.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use axum::Router;
+use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
+use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
-use super::{proxy, ready};
+use super::{catalog, proxy, ready};
+use crate::openai::{ApiError, Endpoint};
 
 pub(super) fn clients(app: Arc<App>) -> Router {
     let common = common(&app, app.settings.gateway.metrics_public);
-    Router::new()
-        .route("/v1/chat/completions", post(proxy::chat))
-        .route("/v1/models", get(proxy::models))
+    let ask = |endpoint: Endpoint| {
+        post(move |state, request| proxy::answer(endpoint, state, request))
+            .fallback(|| async { ApiError::method_not_allowed("POST") })
+    };
+    let mut routes = Router::new();
+    for endpoint in [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses] {
+        routes = routes.route(endpoint.path(), ask(endpoint));
+    }
+    routes
+        .route("/v1/models", get(catalog::list))
+        .route("/v1/models/{*id}", get(catalog::one))
         .with_state(app)
         .merge(common)
+        .fallback(|| async { ApiError::not_found() })
+        .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
+        .layer(CatchPanicLayer::custom(panicked))
 }
 
 /// How the process is: the same for clients and operators.
 pub(super) fn common(app: &Arc<App>, with_metrics: bool) -> Router {
     ready::routes(with_metrics).with_state(Arc::clone(app))
+}
+
+/// The panic itself has been told by the hook; what it says is nobody else's business.
+fn panicked(_: Box<dyn Any + Send>) -> Response {
+    ApiError::internal().into_response()
 }

@@ -1,0 +1,47 @@
+//! The models as OpenAI's clients list them.
+//!
+//! Owns the shape of the list. Promises every name that a request may bear: models, aliases, and adapters that workers
+//! have now.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+use serde_json::{Value, json};
+
+use super::App;
+use crate::openai::ApiError;
+
+/// Whom models belong to, as far as their clients are told.
+const OWNER: &str = "pointsman";
+
+pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Json<Value>, ApiError> {
+    app.tenants.identify(headers.get(AUTHORIZATION))?;
+    let mut data = Vec::new();
+    for model in app.models.all() {
+        let settings = &model.settings;
+        data.push(card(&app, &settings.name, None));
+        data.extend(settings.aliases.iter().map(|alias| card(&app, alias, Some(&settings.name))));
+    }
+    let adapters = app.models.adapter_names();
+    data.extend(adapters.iter().map(|(name, model)| card(&app, name, Some(&model.settings.name))));
+    Ok(Json(json!({ "object": "list", "data": data })))
+}
+
+pub(super) async fn one(
+    State(app): State<Arc<App>>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+) -> Result<Json<Value>, ApiError> {
+    app.tenants.identify(headers.get(AUTHORIZATION))?;
+    let (model, _) = app.models.find(&id).ok_or_else(|| ApiError::model_not_found(&id))?;
+    let name = &model.settings.name;
+    Ok(Json(card(&app, &id, Some(name).filter(|name| **name != id))))
+}
+
+/// One entry. `parent` is the model that the name is an alias or an adapter of.
+fn card(app: &App, id: &str, parent: Option<&String>) -> Value {
+    json!({ "id": id, "object": "model", "created": app.created, "owned_by": OWNER, "parent": parent })
+}

@@ -1,0 +1,342 @@
+//! What the gateway tells of requests as numbers.
+//!
+//! Owns names, labels and meanings ([`ALL`]), the handles, and the [`Account`] of one request. Promises that each request
+//! to an endpoint is counted once, whatever becomes of it; that a handle is looked up once, not for each request; and that
+//! no label holds what a client wrote, only names that are configured. Leaves buckets and the page to the recorder.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use metrics::{Counter, Gauge, Histogram, Unit};
+use tokio::time::Instant;
+
+use crate::openai::Endpoint;
+
+/// How a metric moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricKind {
+    /// Only up.
+    Counter,
+    /// Up and down.
+    Gauge,
+    /// A distribution.
+    Histogram,
+}
+
+impl MetricKind {
+    /// As Prometheus calls it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+/// One metric of the gateway.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// Its name.
+    pub name: &'static str,
+    /// How it moves.
+    pub kind: MetricKind,
+    /// Its labels.
+    pub labels: &'static [&'static str],
+    /// What it says.
+    pub help: &'static str,
+}
+
+impl Metric {
+    const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: MetricKind::Counter, labels, help }
+    }
+
+    const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: MetricKind::Gauge, labels, help }
+    }
+
+    const fn histogram(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: MetricKind::Histogram, labels, help }
+    }
+
+    /// What it counts in.
+    #[must_use]
+    pub fn unit(&self) -> &'static str {
+        if self.name.contains("_seconds") { "seconds" } else { "count" }
+    }
+}
+
+const REQUESTS: Metric = Metric::counter(
+    "pointsman_gateway_requests_total",
+    &["model", "endpoint", "status"],
+    "Requests, by the status that they were answered with; 499 where the client left before there was one.",
+);
+const IN_FLIGHT: Metric =
+    Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests whose answer has not ended.");
+const FIRST_BYTE: Metric = Metric::histogram(
+    "pointsman_gateway_time_to_first_byte_seconds",
+    &["model"],
+    "From a request's head to the first byte of a worker's answer, queue and retries included.",
+);
+const WHOLE: Metric = Metric::histogram(
+    "pointsman_gateway_request_seconds",
+    &["model"],
+    "From a request's head to the end of its answer, of requests whose answer came to its end.",
+);
+const OVERHEAD: Metric = Metric::histogram(
+    "pointsman_gateway_overhead_seconds",
+    &[],
+    "What the gateway took from a request's head until its first try was sent, without waiting for the body and the router.",
+);
+const RETRIES: Metric = Metric::counter(
+    "pointsman_gateway_retries_total",
+    &["model", "reason"],
+    "Requests sent to another rank, by what went wrong before.",
+);
+const DENIED: Metric = Metric::counter(
+    "pointsman_gateway_retries_denied_total",
+    &[],
+    "Retries that were not tried because there had been too many.",
+);
+const CLIENT_GONE: Metric =
+    Metric::counter("pointsman_gateway_client_gone_total", &[], "Requests whose client left before the answer's end.");
+const BROKEN: Metric = Metric::counter(
+    "pointsman_gateway_streams_broken_total",
+    &["reason"],
+    "Answers cut off after their first byte, because the worker broke off or fell silent.",
+);
+
+/// Every metric of the gateway, for descriptions and for the page that lists them.
+pub const ALL: &[Metric] = &[REQUESTS, IN_FLIGHT, FIRST_BYTE, WHOLE, OVERHEAD, RETRIES, DENIED, CLIENT_GONE, BROKEN];
+
+/// Tells the recorder what each metric means.
+pub(crate) fn describe() {
+    for metric in ALL {
+        let unit = if metric.unit() == "seconds" { Unit::Seconds } else { Unit::Count };
+        match metric.kind {
+            MetricKind::Counter => metrics::describe_counter!(metric.name, unit, metric.help),
+            MetricKind::Gauge => metrics::describe_gauge!(metric.name, unit, metric.help),
+            MetricKind::Histogram => metrics::describe_histogram!(metric.name, unit, metric.help),
+        }
+    }
+}
+
+/// Why a request was tried elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RetryReason {
+    /// No connection.
+    Connect,
+    /// No first byte in time.
+    Timeout,
+    /// Broken off, or no HTTP.
+    Broken,
+    /// A status of 429 or 503.
+    Busy,
+    /// Another status of 500 or above.
+    ServerError,
+}
+
+impl RetryReason {
+    const ALL: [Self; 5] = [Self::Connect, Self::Timeout, Self::Broken, Self::Busy, Self::ServerError];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Connect => "connect",
+            Self::Timeout => "timeout",
+            Self::Broken => "broken",
+            Self::Busy => "busy",
+            Self::ServerError => "server_error",
+        }
+    }
+}
+
+/// Why an answer ended before its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamBreak {
+    /// The worker broke off.
+    Broken,
+    /// It was silent for too long.
+    Idle,
+}
+
+impl StreamBreak {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Broken => "broken",
+            Self::Idle => "idle",
+        }
+    }
+}
+
+/// Statuses whose counters are kept; others are looked up.
+const COMMON: [u16; 10] = [200, 400, 401, 404, 429, CLIENT_LEFT, 500, 502, 503, 504];
+
+/// The status of a request whose client left before there was one. Nobody is told.
+const CLIENT_LEFT: u16 = 499;
+
+const ENDPOINTS: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
+
+/// The handles of one model, or of requests for none (the empty name).
+pub(crate) struct ModelMeters {
+    model: String,
+    /// By endpoint, then by status; a series is there from its first request on.
+    requests: [[OnceLock<Counter>; COMMON.len()]; ENDPOINTS.len()],
+    first_byte: Histogram,
+    whole: Histogram,
+    retries: [Counter; RetryReason::ALL.len()],
+}
+
+impl ModelMeters {
+    pub(crate) fn of(model: &str) -> Self {
+        let name = || model.to_owned();
+        let retries =
+            |reason: RetryReason| metrics::counter!(RETRIES.name, "model" => name(), "reason" => reason.name());
+        Self {
+            model: name(),
+            requests: Default::default(),
+            first_byte: metrics::histogram!(FIRST_BYTE.name, "model" => name()),
+            whole: metrics::histogram!(WHOLE.name, "model" => name()),
+            retries: RetryReason::ALL.map(retries),
+        }
+    }
+
+    pub(crate) fn retried(&self, reason: RetryReason) {
+        self.retries[reason as usize].increment(1);
+    }
+
+    fn answered(&self, endpoint: Endpoint, status: u16) {
+        let counter = || {
+            let (model, status) = (self.model.clone(), status.to_string());
+            metrics::counter!(REQUESTS.name, "model" => model, "endpoint" => endpoint.name(), "status" => status)
+        };
+        match COMMON.iter().position(|common| *common == status) {
+            Some(n) => self.requests[endpoint as usize][n].get_or_init(counter).increment(1),
+            None => counter().increment(1),
+        }
+    }
+}
+
+/// The handles of all requests.
+pub(crate) struct Meters {
+    in_flight: Gauge,
+    overhead: Histogram,
+    denied: Counter,
+    client_gone: Counter,
+    broken: [Counter; 2],
+    /// Of requests that name no model.
+    nameless: Arc<ModelMeters>,
+}
+
+impl Meters {
+    pub(crate) fn new() -> Self {
+        let broken = |reason: StreamBreak| metrics::counter!(BROKEN.name, "reason" => reason.name());
+        Self {
+            in_flight: metrics::gauge!(IN_FLIGHT.name),
+            overhead: metrics::histogram!(OVERHEAD.name),
+            denied: metrics::counter!(DENIED.name),
+            client_gone: metrics::counter!(CLIENT_GONE.name),
+            broken: [StreamBreak::Broken, StreamBreak::Idle].map(broken),
+            nameless: Arc::new(ModelMeters::of("")),
+        }
+    }
+
+    pub(crate) fn retry_denied(&self) {
+        self.denied.increment(1);
+    }
+}
+
+/// One request, from its head to the end of its answer. Dropped before that, the client has left.
+pub(crate) struct Account {
+    meters: Arc<Meters>,
+    model: Arc<ModelMeters>,
+    endpoint: Endpoint,
+    started: Instant,
+    /// Time until now that others are to blame for.
+    elsewhere: Duration,
+    is_sent: bool,
+    is_answered: bool,
+    is_over: bool,
+}
+
+impl Account {
+    pub(crate) fn begin(meters: &Arc<Meters>, endpoint: Endpoint) -> Self {
+        meters.in_flight.increment(1.0);
+        Self {
+            meters: Arc::clone(meters),
+            model: Arc::clone(&meters.nameless),
+            endpoint,
+            started: Instant::now(),
+            elsewhere: Duration::ZERO,
+            is_sent: false,
+            is_answered: false,
+            is_over: false,
+        }
+    }
+
+    pub(crate) fn started(&self) -> Instant {
+        self.started
+    }
+
+    /// It is known which model is meant.
+    pub(crate) fn is_for(&mut self, model: &Arc<ModelMeters>) {
+        self.model = Arc::clone(model);
+    }
+
+    /// Since then it has waited for somebody else.
+    pub(crate) fn waited_since(&mut self, then: Instant) {
+        self.elsewhere += then.elapsed();
+    }
+
+    /// It goes to a worker; only the first time counts.
+    pub(crate) fn sent(&mut self) {
+        if !std::mem::replace(&mut self.is_sent, true) {
+            self.meters.overhead.record(self.started.elapsed().saturating_sub(self.elsewhere));
+        }
+    }
+
+    /// The first byte of a worker's answer is there.
+    pub(crate) fn first_byte(&self) {
+        self.model.first_byte.record(self.started.elapsed());
+    }
+
+    /// The client is told a status.
+    pub(crate) fn answered(&mut self, status: StatusCode) {
+        if !std::mem::replace(&mut self.is_answered, true) {
+            self.model.answered(self.endpoint, status.as_u16());
+        }
+    }
+
+    /// The answer has come to its end.
+    pub(crate) fn complete(&mut self) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.model.whole.record(self.started.elapsed());
+        }
+    }
+
+    /// The answer was cut off.
+    pub(crate) fn broke(&mut self, why: StreamBreak) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.meters.broken[why as usize].increment(1);
+        }
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.meters.in_flight.decrement(1.0);
+        if self.is_over {
+            return;
+        }
+        if std::thread::panicking() {
+            self.answered(StatusCode::INTERNAL_SERVER_ERROR);
+            return;
+        }
+        self.meters.client_gone.increment(1);
+        if !self.is_answered {
+            self.model.answered(self.endpoint, CLIENT_LEFT);
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! An answer on its way to the client.
+//!
+//! Owns the body that is passed on, and the placement with it. Promises that a frame in is a frame out, at once; that the
+//! booking ends with the answer, however that ends; and that an answer which breaks off never looks whole: the error goes
+//! to the server, which cuts the client's connection. Leaves what came before the first byte to the tries.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use pointsman::Placement;
+use pointsman::health::Outcome;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use crate::serve::App;
+use crate::serve::metrics::{Account, StreamBreak};
+
+/// Why an answer was cut off. Only the server of connections hears of it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Cut {
+    /// The worker broke off.
+    #[error("the worker broke off: {0}")]
+    Broken(hyper::Error),
+    /// The worker was silent.
+    #[error("the worker was silent for {} ms", .0.as_millis())]
+    Idle(Duration),
+}
+
+/// A worker's body with its first frame, which was waited for, back in front.
+#[derive(Debug)]
+pub(super) struct Begun {
+    first: Option<Frame<Bytes>>,
+    rest: Incoming,
+}
+
+impl Begun {
+    pub(super) fn new(first: Option<Frame<Bytes>>, rest: Incoming) -> Self {
+        Self { first, rest }
+    }
+}
+
+impl Body for Begun {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match self.first.take() {
+            Some(first) => Poll::Ready(Some(Ok(first))),
+            None => Pin::new(&mut self.rest).poll_frame(context),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.first.is_none() && self.rest.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let first = self.first.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
+        let rest = self.rest.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + first);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + first);
+        }
+        hint
+    }
+}
+
+/// What the client's connection reads.
+pub(super) struct Answer {
+    app: Arc<App>,
+    account: Account,
+    body: Begun,
+    placement: Option<Placement>,
+    idle_max: Duration,
+    /// Since when the worker has been silent; absent while it is not, or while nobody listens.
+    silent_since: Option<Instant>,
+    alarm: Option<Pin<Box<Sleep>>>,
+}
+
+impl Answer {
+    pub(super) fn new(app: &Arc<App>, account: Account, body: Begun, placement: Placement) -> Self {
+        placement.prefill_completed();
+        let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
+        let (app, placement) = (Arc::clone(app), Some(placement));
+        let mut answer = Self { app, account, body, placement, idle_max, silent_since: None, alarm: None };
+        answer.look_for_the_end();
+        answer
+    }
+
+    /// Bodies of a length that is known are not asked for more after their last byte.
+    fn look_for_the_end(&mut self) {
+        if self.body.is_end_stream() {
+            self.end();
+        }
+    }
+
+    fn end(&mut self) {
+        if let Some(placement) = self.placement.take() {
+            placement.outcome(Outcome::Ok);
+        }
+        self.account.complete();
+    }
+
+    fn cut(&mut self, why: StreamBreak, outcome: Outcome, shown: &Cut) {
+        let Some(placement) = self.placement.take() else { return };
+        placement.outcome(outcome);
+        self.account.broke(why);
+        if let Some(unsaid) = self.app.broken_streams.may_say(Instant::now()) {
+            let (rank, endpoint) = (placement.rank(), placement.endpoint());
+            tracing::warn!(%rank, endpoint, reason = why.name(), unsaid, "an answer was cut off: {shown}");
+        }
+    }
+
+    /// Comes back when the worker has been silent for too long.
+    fn poll_silence(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let since = *self.silent_since.get_or_insert_with(Instant::now);
+        let due = since + self.idle_max;
+        // One alarm for the whole answer: frames do not move it, it looks again when it rings.
+        let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep_until(due)));
+        loop {
+            ready!(alarm.as_mut().poll(context));
+            if Instant::now() >= due {
+                return Poll::Ready(());
+            }
+            alarm.as_mut().reset(due);
+        }
+    }
+}
+
+impl Body for Answer {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        match Pin::new(&mut self.body).poll_frame(context) {
+            Poll::Ready(Some(Ok(frame))) => {
+                self.silent_since = None;
+                self.look_for_the_end();
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(Err(error))) => {
+                let cut = Cut::Broken(error);
+                self.cut(StreamBreak::Broken, Outcome::Reset, &cut);
+                Poll::Ready(Some(Err(cut)))
+            }
+            Poll::Ready(None) => {
+                self.end();
+                Poll::Ready(None)
+            }
+            Poll::Pending => {
+                ready!(self.poll_silence(context));
+                let cut = Cut::Idle(self.idle_max);
+                self.cut(StreamBreak::Idle, Outcome::Timeout, &cut);
+                Poll::Ready(Some(Err(cut)))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,238 @@
+//! The tries of one request, until a worker has begun to answer.
+//!
+//! Owns where it is tried next, and what is said when nobody answers. Promises at most `attempts_max` tries, each on another
+//! rank, retries within the gateway's budget, and none once a byte of an answer is there: until then the client has been
+//! told nothing. Leaves the rest of the answer to [`Answer`](super::answer::Answer).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderMap, Request, Response, StatusCode, Uri};
+use axum::response::IntoResponse as _;
+use http_body::Frame;
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::Incoming;
+use pointsman::health::Outcome;
+use pointsman::select::Constraints;
+use pointsman::{Placement, RouteRequest};
+use tokio::time::{Instant, timeout};
+
+use super::answer::Begun;
+use crate::openai::{ApiError, Authorization, Endpoint, ToWorker, to_client, to_worker};
+use crate::serve::App;
+use crate::serve::metrics::{Account, RetryReason};
+use crate::serve::models::Model;
+use crate::upstream::UpstreamError;
+
+/// The longest error of a worker that is kept, in case nobody else answers.
+const ERROR_BYTES_MAX: usize = 64 << 10;
+
+/// What every try of a request sends.
+pub(super) struct Errand<'a> {
+    pub(super) app: &'a Arc<App>,
+    pub(super) model: &'a Arc<Model>,
+    pub(super) endpoint: Endpoint,
+    /// The client's.
+    pub(super) headers: &'a HeaderMap,
+    pub(super) request_id: &'a str,
+    pub(super) body: Bytes,
+}
+
+/// A worker has begun to answer.
+pub(super) struct Begin {
+    pub(super) placement: Placement,
+    pub(super) head: axum::http::response::Parts,
+    pub(super) body: Begun,
+}
+
+/// Why a try came to nothing.
+enum Failure {
+    /// There was no answer.
+    Silence(UpstreamError),
+    /// There was one, and another rank might give a better one.
+    Refusal {
+        status: StatusCode,
+        headers: HeaderMap,
+        /// Absent where it was too long or broke off.
+        body: Option<Bytes>,
+    },
+}
+
+impl Failure {
+    fn reason(&self) -> RetryReason {
+        match self {
+            Self::Silence(UpstreamError::Connect(_) | UpstreamError::Address(_)) => RetryReason::Connect,
+            Self::Silence(UpstreamError::Timeout(_)) => RetryReason::Timeout,
+            Self::Silence(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
+                RetryReason::Broken
+            }
+            Self::Refusal { status, .. } if is_busy(*status) => RetryReason::Busy,
+            Self::Refusal { .. } => RetryReason::ServerError,
+        }
+    }
+
+    fn outcome(&self) -> Outcome {
+        match self {
+            Self::Silence(error) => error.outcome(),
+            Self::Refusal { status, .. } if status.is_server_error() => Outcome::ServerError,
+            Self::Refusal { .. } => Outcome::Ok,
+        }
+    }
+}
+
+fn is_busy(status: StatusCode) -> bool {
+    status == StatusCode::TOO_MANY_REQUESTS || status == StatusCode::SERVICE_UNAVAILABLE
+}
+
+impl Errand<'_> {
+    /// Goes from rank to rank until one has begun to answer.
+    ///
+    /// # Errors
+    /// What the client is to be told when none does: a worker's own error where one gave any.
+    pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
+        let (asked, deadline) = (Instant::now(), request.deadline);
+        let (mut failed, mut failures) = (Constraints::default(), Failures::default());
+        let attempts_max = self.app.settings.gateway.attempts_max;
+        for attempt in 1.. {
+            let booking_id = self.app.ids.next();
+            let request = RouteRequest {
+                request_id: Some(&booking_id),
+                deadline: deadline.map(|deadline| deadline.saturating_sub(asked.elapsed())),
+                constraints: (attempt > 1).then_some(&failed),
+                ..request
+            };
+            let routed = Instant::now();
+            let placement = match self.model.router.route(request).await {
+                Ok(placement) => placement,
+                Err(error) if attempt == 1 => return Err(ApiError::from(error).into_response()),
+                // Nobody else can serve it, so what is known stands.
+                Err(_) => {
+                    self.app.retry_budget.give_back(Instant::now());
+                    break;
+                }
+            };
+            account.waited_since(routed);
+            if let Some(reason) = failures.last {
+                self.model.meters.retried(reason);
+            }
+            let failure = match self.attempt(account, &placement).await {
+                Ok((head, body)) => return Ok(Begin { placement, head, body }),
+                Err(failure) => failure,
+            };
+            placement.outcome(failure.outcome());
+            tracing::debug!(
+                request_id = self.request_id,
+                rank = %placement.rank(),
+                attempt,
+                reason = failure.reason().name(),
+                "a try came to nothing"
+            );
+            failed.excluded_ranks.insert(placement.rank());
+            drop(placement);
+            failures.add(failure);
+            if attempt >= attempts_max {
+                break;
+            }
+            if !self.app.retry_budget.take(Instant::now()) {
+                self.app.meters.retry_denied();
+                break;
+            }
+        }
+        Err(failures.answer(self.request_id))
+    }
+
+    /// One try: the head of the answer and its body, of which the first byte is there.
+    async fn attempt(
+        &self,
+        account: &mut Account,
+        placement: &Placement,
+    ) -> Result<(axum::http::response::Parts, Begun), Failure> {
+        let request = self.request(placement).map_err(Failure::Silence)?;
+        account.sent();
+        let within = Duration::from_millis(self.app.settings.gateway.first_byte_timeout_ms);
+        let begun = async {
+            let (head, mut body) = self.app.upstream.send(request).await.map_err(Failure::Silence)?.into_parts();
+            if head.status.is_server_error() || head.status == StatusCode::TOO_MANY_REQUESTS {
+                let body = Limited::new(body, ERROR_BYTES_MAX).collect().await.ok();
+                let body = body.map(http_body_util::Collected::to_bytes);
+                return Err(Failure::Refusal { status: head.status, headers: head.headers, body });
+            }
+            if !head.status.is_success() && !head.status.is_client_error() {
+                // Nothing that clients of models are told: they would be sent elsewhere, or into another protocol.
+                return Err(Failure::Silence(UpstreamError::Status(head.status)));
+            }
+            let first = first_frame(&mut body).await.map_err(Failure::Silence)?;
+            Ok((head, Begun::new(first, body)))
+        };
+        timeout(within, begun).await.unwrap_or(Err(Failure::Silence(UpstreamError::Timeout(within))))
+    }
+
+    fn request(&self, placement: &Placement) -> Result<Request<Full<Bytes>>, UpstreamError> {
+        let endpoint = placement.endpoint();
+        let address = || UpstreamError::Address(endpoint.to_owned());
+        let url = [endpoint.trim_end_matches('/'), self.endpoint.path()].concat();
+        let url = Uri::try_from(url).map_err(|_| address())?;
+        let rank = placement.rank();
+        let rank = (self.model.ranks_of(rank.worker) > 1).then_some(rank.rank);
+        let mut request = Request::new(Full::new(self.body.clone()));
+        *request.method_mut() = axum::http::Method::POST;
+        *request.uri_mut() = url;
+        let own =
+            ToWorker { request_id: self.request_id, data_parallel_rank: rank, authorization: self.authorization() };
+        *request.headers_mut() = to_worker(self.headers, own);
+        Ok(request)
+    }
+
+    /// A client's key passes where nobody here has looked at it, so that it can only be the worker's.
+    fn authorization(&self) -> Authorization<'_> {
+        match &self.app.worker_key {
+            Some(key) => Authorization::Key(key),
+            None if self.app.tenants.is_empty() => Authorization::Pass,
+            None => Authorization::Drop,
+        }
+    }
+}
+
+/// The first frame that says anything; `None` where the body is empty.
+async fn first_frame(body: &mut Incoming) -> Result<Option<Frame<Bytes>>, UpstreamError> {
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| UpstreamError::Broken(error.to_string()))?;
+        if !frame.data_ref().is_some_and(Bytes::is_empty) {
+            return Ok(Some(frame));
+        }
+    }
+    Ok(None)
+}
+
+/// What has gone wrong so far.
+#[derive(Default)]
+struct Failures {
+    last: Option<RetryReason>,
+    /// The last error that a worker gave itself.
+    told: Option<(StatusCode, HeaderMap, Bytes)>,
+}
+
+impl Failures {
+    fn add(&mut self, failure: Failure) {
+        self.last = Some(failure.reason());
+        if let Failure::Refusal { status, headers, body: Some(body) } = failure {
+            self.told = Some((status, headers, body));
+        }
+    }
+
+    fn answer(self, request_id: &str) -> Response<Body> {
+        if let Some((status, headers, body)) = self.told {
+            let mut response = Response::new(Body::from(body));
+            *response.status_mut() = status;
+            *response.headers_mut() = to_client(&headers, request_id);
+            return response;
+        }
+        match self.last {
+            Some(RetryReason::Timeout) => ApiError::worker_timeout().into_response(),
+            Some(RetryReason::Connect | RetryReason::Broken | RetryReason::Busy | RetryReason::ServerError) | None => {
+                ApiError::worker_failed().into_response()
+            }
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! A request's body, taken in.
+//!
+//! Owns limits of length and silence. Promises that nothing is reserved for bytes that have not come, and that a body in
+//! one piece is not copied.
+
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
+use tokio::time::timeout;
+
+use crate::openai::ApiError;
+
+/// The whole body, at most `bytes_max` long, if it is never silent for longer than `silence_max`.
+///
+/// # Errors
+/// 413, 408, or 400 where the client breaks off.
+pub(super) async fn take_in(mut body: Body, bytes_max: u64, silence_max: Duration) -> Result<Bytes, ApiError> {
+    // What the client announces; nothing where it sends chunks.
+    if body.size_hint().lower() > bytes_max {
+        return Err(ApiError::too_large(bytes_max));
+    }
+    let mut whole = Vec::new();
+    let mut first = Bytes::new();
+    loop {
+        let frame = timeout(silence_max, body.frame()).await;
+        let Some(frame) = frame.map_err(|_| ApiError::body_timeout())? else { break };
+        let Ok(data) = frame.map_err(|_| body_broken())?.into_data() else { continue };
+        if (first.len() + whole.len() + data.len()) as u64 > bytes_max {
+            return Err(ApiError::too_large(bytes_max));
+        }
+        if first.is_empty() && whole.is_empty() {
+            first = data;
+        } else {
+            whole.extend_from_slice(&std::mem::take(&mut first));
+            whole.extend_from_slice(&data);
+        }
+    }
+    Ok(if whole.is_empty() { first } else { whole.into() })
+}
+
+fn body_broken() -> ApiError {
+    ApiError::invalid("body_broken", None, "the body broke off, or is not framed as HTTP wants")
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::StatusCode;
+    use pieces::chunks;
+
+    use super::*;
+
+    /// Bodies that come in pieces.
+    mod pieces {
+        use std::collections::VecDeque;
+        use std::convert::Infallible;
+        use std::pin::Pin;
+        use std::task::{Context, Poll};
+
+        use axum::body::{Body, Bytes};
+        use http_body::Frame;
+
+        struct Chunks(VecDeque<&'static str>);
+
+        impl http_body::Body for Chunks {
+            type Data = Bytes;
+            type Error = Infallible;
+
+            fn poll_frame(
+                mut self: Pin<&mut Self>,
+                _: &mut Context<'_>,
+            ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+                match self.0.pop_front() {
+                    Some("silence") => Poll::Pending,
+                    chunk => Poll::Ready(chunk.map(|chunk| Ok(Frame::data(Bytes::from_static(chunk.as_bytes()))))),
+                }
+            }
+        }
+
+        pub(super) fn chunks(chunks: &[&'static str]) -> Body {
+            Body::new(Chunks(chunks.iter().copied().collect()))
+        }
+    }
+
+    async fn taken(body: Body) -> Result<String, StatusCode> {
+        let taken = take_in(body, 10, Duration::from_secs(3)).await;
+        taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pieces_become_one_body_within_the_limits() {
+        assert_eq!(taken(Body::empty()).await, Ok(String::new()));
+        assert_eq!(taken(Body::from("0123456789")).await, Ok("0123456789".to_owned()));
+        assert_eq!(taken(Body::from("0123456789a")).await, Err(StatusCode::PAYLOAD_TOO_LARGE));
+        assert_eq!(taken(chunks(&["0123", "", "45", "6789"])).await, Ok("0123456789".to_owned()));
+        assert_eq!(taken(chunks(&["0123", "45", "6789", "a", "silence"])).await, Err(StatusCode::PAYLOAD_TOO_LARGE));
+        assert_eq!(taken(chunks(&["0123", "silence"])).await, Err(StatusCode::REQUEST_TIMEOUT));
+    }
+}

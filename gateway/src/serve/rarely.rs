@@ -1,0 +1,46 @@
+//! Log lines that come at a bounded rate.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Lets one through every so often, and counts the others.
+#[derive(Debug)]
+pub(crate) struct Rarely {
+    every: Duration,
+    last: Mutex<(Option<Instant>, u64)>,
+}
+
+impl Rarely {
+    pub(crate) fn new(every: Duration) -> Self {
+        Self { every, last: Mutex::default() }
+    }
+
+    /// Whether this one may be said, and how many were not since the last.
+    pub(crate) fn may_say(&self, now: Instant) -> Option<u64> {
+        // Both are whole after every statement.
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.0.is_some_and(|said| now.saturating_duration_since(said) < self.every) {
+            last.1 += 1;
+            return None;
+        }
+        let unsaid = last.1;
+        *last = (Some(now), 0);
+        Some(unsaid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_said_in_each_period_and_the_others_are_counted() {
+        let (start, rarely) = (Instant::now(), Rarely::new(Duration::from_secs(10)));
+        assert_eq!(rarely.may_say(start), Some(0));
+        assert_eq!([1, 9].map(|s| rarely.may_say(start + Duration::from_secs(s))), [None, None]);
+        assert_eq!(rarely.may_say(start + Duration::from_secs(10)), Some(2));
+        assert_eq!(rarely.may_say(start + Duration::from_secs(20)), Some(0));
+    }
+}

@@ -1,0 +1,139 @@
+//! How many retries there may be.
+//!
+//! Owns the count of requests and retries in the last ten seconds. Promises that retries stay within a share of the
+//! requests, so that a fleet in trouble is not asked several times as much as a healthy one; a few are always allowed, for
+//! where there are few requests a share of them is nothing. Leaves what is worth a retry to the proxy.
+
+use std::sync::{Mutex, PoisonError};
+
+use tokio::time::Instant;
+
+/// Seconds that are looked back on, each with a count of its own.
+const SECONDS: usize = 10;
+
+/// Retries that are allowed in them, whatever the share.
+const ALWAYS: u64 = 10;
+
+/// The gateway's budget of retries.
+#[derive(Debug)]
+pub(crate) struct RetryBudget {
+    share_max: f64,
+    origin: Instant,
+    window: Mutex<Window>,
+}
+
+#[derive(Debug, Default)]
+struct Window {
+    /// The second that was last counted in, from the origin on.
+    second: u64,
+    requests: [u64; SECONDS],
+    retries: [u64; SECONDS],
+}
+
+impl RetryBudget {
+    /// `share_max`: retries for each request.
+    pub(crate) fn new(share_max: f64, now: Instant) -> Self {
+        Self { share_max, origin: now, window: Mutex::default() }
+    }
+
+    /// A request has come.
+    pub(crate) fn requested(&self, now: Instant) {
+        self.at(now, |window, slot| window.requests[slot] += 1);
+    }
+
+    /// Takes a retry, if there is one to be had.
+    #[must_use]
+    pub(crate) fn take(&self, now: Instant) -> bool {
+        self.at(now, |window, slot| {
+            let (requests, retries) = (window.requests.iter().sum::<u64>(), window.retries.iter().sum::<u64>());
+            let has_one = retries < ALWAYS || as_float(retries + 1) <= as_float(requests) * self.share_max;
+            window.retries[slot] += u64::from(has_one);
+            has_one
+        })
+    }
+
+    /// The retry that was just taken came to nothing: there was nowhere to go.
+    pub(crate) fn give_back(&self, now: Instant) {
+        self.at(now, |window, slot| window.retries[slot] = window.retries[slot].saturating_sub(1));
+    }
+
+    fn at<T>(&self, now: Instant, count: impl FnOnce(&mut Window, usize) -> T) -> T {
+        // Counts are whole after every statement.
+        let mut window = self.window.lock().unwrap_or_else(PoisonError::into_inner);
+        let second = now.saturating_duration_since(self.origin).as_secs().max(window.second);
+        let passed = usize::try_from(second - window.second).unwrap_or(SECONDS).min(SECONDS);
+        for n in 1..=passed {
+            let slot = slot_of(second - (passed - n) as u64);
+            (window.requests[slot], window.retries[slot]) = (0, 0);
+        }
+        window.second = second;
+        count(&mut window, slot_of(second))
+    }
+}
+
+fn slot_of(second: u64) -> usize {
+    usize::try_from(second % SECONDS as u64).expect("below ten")
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts of ten seconds are exact")]
+fn as_float(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn after(start: Instant, seconds: u64) -> Instant {
+        start + Duration::from_secs(seconds)
+    }
+
+    /// How many retries can be had at once.
+    fn left(budget: &RetryBudget, now: Instant) -> usize {
+        (0..10_000).take_while(|_| budget.take(now)).count()
+    }
+
+    #[test]
+    fn a_few_are_always_allowed() {
+        let start = Instant::now();
+        let budget = RetryBudget::new(0.0, start);
+        assert_eq!(left(&budget, start), 10);
+        assert_eq!(left(&budget, after(start, 9)), 0, "the ten of the last ten seconds are spent");
+        assert_eq!(left(&budget, after(start, 10)), 10);
+    }
+
+    #[test]
+    fn beyond_them_a_share_of_the_requests_is() {
+        let start = Instant::now();
+        let budget = RetryBudget::new(0.2, start);
+        for second in 0..10 {
+            (0..50).for_each(|_| budget.requested(after(start, second)));
+        }
+        assert_eq!(left(&budget, after(start, 9)), 100);
+        // The first second's 50 requests are forgotten, the retries of the ninth are not.
+        assert_eq!(left(&budget, after(start, 10)), 0);
+        assert_eq!(left(&budget, after(start, 1_000)), 10, "long silence forgets everything");
+    }
+
+    #[test]
+    fn what_was_given_back_can_be_taken_again() {
+        let start = Instant::now();
+        let budget = RetryBudget::new(0.0, start);
+        assert_eq!(left(&budget, start), 10);
+        budget.give_back(start);
+        assert_eq!(left(&budget, start), 1);
+        budget.give_back(after(start, 30));
+        assert_eq!(left(&budget, after(start, 30)), 10, "nothing was taken in that second");
+    }
+
+    #[test]
+    fn a_clock_that_stands_still_or_seems_to_go_back_harms_nothing() {
+        let start = Instant::now();
+        let budget = RetryBudget::new(1.0, after(start, 5));
+        budget.requested(after(start, 100));
+        budget.requested(start);
+        assert_eq!(left(&budget, start), 10);
+    }
+}

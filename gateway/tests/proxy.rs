@@ -1,0 +1,267 @@
+//! The way of requests through the gateway: to workers and back, byte for byte, and elsewhere when a worker fails.
+
+mod proxy_support;
+
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use proxy_support::{
+    Act, Answer, Scripted, answer, at_rest, gateway, get, post, receive, request, send, settings, stream, stream_end,
+    until, worker,
+};
+use serde_json::json;
+
+const CHAT: &str = "/v1/chat/completions";
+
+async fn engine(loras: &[&str]) -> MockEngine {
+    let loras = loras.iter().map(|name| (*name).to_owned()).collect();
+    let config = MockConfig { time_scale: 0.0, data_parallel_size: 2, loras, ..MockConfig::default() };
+    MockEngine::start(config).await.expect("it starts")
+}
+
+fn chat(model: &str, stream: bool) -> serde_json::Value {
+    let messages = json!([{ "role": "user", "content": "What does a pointsman do?" }]);
+    json!({ "model": model, "messages": messages, "max_tokens": 8, "stream": stream })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_endpoint_of_an_engine_answers_through_the_gateway() {
+    let engine = engine(&[]).await;
+    let gateway = gateway(settings(vec![worker(1, &engine.url(), 2)])).await;
+    let whole = post(&gateway, CHAT, &chat("mock", false)).await;
+    assert_eq!((whole.status, &whole.json()["object"]), (200, &json!("chat.completion")));
+    let streamed = post(&gateway, CHAT, &chat("mock", true)).await;
+    assert!(streamed.is_whole && streamed.text().ends_with("data: [DONE]\n\n"), "{streamed:?}");
+    assert_eq!(streamed.header("content-type"), Some("text/event-stream; charset=utf-8"));
+    let completed =
+        post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": [1, 2], "max_tokens": 2 })).await;
+    assert_eq!((completed.status, &completed.json()["usage"]["completion_tokens"]), (200, &json!(2)));
+    // What the engine does not know is its own to say.
+    let unknown = post(&gateway, "/v1/embeddings", &json!({ "model": "mock", "input": "text" })).await;
+    assert_eq!(unknown.status, 404, "{unknown:?}");
+    at_rest(&gateway).await;
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn models_are_listed_under_every_name() {
+    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);
+    settings.models[0].aliases = vec!["org/alias".to_owned()];
+    settings.models[0].workers[0].config.lora_adapters = ["tuned".to_owned()].into();
+    let gateway = gateway(settings).await;
+    let list = get(&gateway, "/v1/models").await.json();
+    assert_eq!(list["object"], "list");
+    let names: Vec<_> = list["data"].as_array().expect("a list").iter().map(|model| &model["id"]).collect();
+    assert_eq!(names, ["mock", "org/alias", "tuned"]);
+    assert!(
+        list["data"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .all(|model| { model["object"] == "model" && model["owned_by"].is_string() && model["created"].is_u64() })
+    );
+    let one = get(&gateway, "/v1/models/org/alias").await;
+    assert_eq!((one.status, &one.json()["parent"]), (200, &json!("mock")));
+    let none = get(&gateway, "/v1/models/other").await;
+    assert_eq!((none.status, none.code().as_str()), (404, "model_not_found"));
+}
+
+#[tokio::test]
+async fn other_paths_and_methods_are_refused_in_openai_s_shape() {
+    let gateway = gateway(settings(Vec::new())).await;
+    let cases = [("GET", "/", 404, "path_not_found"), ("GET", CHAT, 405, "method_not_allowed")];
+    for (method, path, status, code) in cases {
+        let answer = request(gateway.address(), method, path, "", b"").await;
+        assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path}");
+    }
+    let unknown = post(&gateway, CHAT, &chat("other", false)).await;
+    assert_eq!((unknown.status, unknown.code().as_str()), (404, "model_not_found"));
+    let nobody = post(&gateway, CHAT, &chat("mock", false)).await;
+    assert_eq!(nobody.status, 503, "{nobody:?}");
+    assert!(nobody.header("retry-after").is_some());
+}
+
+#[tokio::test]
+async fn a_body_that_is_announced_or_comes_too_long_is_refused() {
+    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);
+    settings.gateway.body_bytes_max = 100;
+    let gateway = gateway(settings).await;
+    let announced = request(gateway.address(), "POST", CHAT, "", &[b' '; 101]).await;
+    assert_eq!((announced.status, announced.code().as_str()), (413, "body_too_large"));
+    let chunked = format!("65\r\n{}\r\n0\r\n\r\n", " ".repeat(0x65));
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n";
+    let mut stream = tokio::net::TcpStream::connect(gateway.address()).await.expect("it listens");
+    tokio::io::AsyncWriteExt::write_all(&mut stream, (head.to_owned() + &chunked).as_bytes()).await.expect("it reads");
+    let came = receive(stream).await.expect("an answer");
+    assert_eq!((came.status, came.code().as_str()), (413, "body_too_large"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_pass_byte_for_byte_both_ways() {
+    let events = ["data: {\"choices\": [ {\"delta\":{}} ]}\n\n", "data: {\"x\":\"\u{e9}\"}\n", "\ndata: [DONE]\n\n"];
+    let scripted = Scripted::start(move |_| [stream(&events), vec![stream_end()]].concat()).await;
+    let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
+    let body =
+        "{ \"model\":\"mock\" ,\n\t\"messages\" : [ ], \"stream\": true, \"unknown\": [1.50, 1e3, \"\\u00e9\"] }";
+    let headers = "x-request-id: abc-1\r\nauthorization: Bearer key\r\nx-data-parallel-rank: 7\r\n";
+    let answer = request(gateway.address(), "POST", CHAT, headers, body.as_bytes()).await;
+    assert_eq!((answer.status, answer.text()), (200, events.concat().as_str()));
+    assert_eq!(answer.header("x-request-id"), Some("abc-1"));
+    let got = &scripted.requests()[0];
+    assert_eq!(got.text(), body);
+    assert!(got.head.starts_with("POST /v1/chat/completions HTTP/1.1\r\n"), "{}", got.head);
+    assert_eq!(got.header("x-request-id"), Some("abc-1"));
+    assert_eq!(got.header("x-data-parallel-rank"), None, "the worker has one rank");
+    let made = request(gateway.address(), "POST", CHAT, "", body.as_bytes()).await;
+    assert_eq!(made.header("x-request-id").map(str::len), Some(32));
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frames_are_passed_on_as_they_come() {
+    // The worker never says more: only a gateway that does not wait for more gets this to the client.
+    let scripted = Scripted::start(|_| [stream(&["data: 1\n\n"]), vec![Act::Hang]].concat()).await;
+    let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
+    let mut client = send(gateway.address(), "POST", CHAT, "", br#"{"model":"mock","messages":[]}"#).await;
+    let mut seen = Vec::new();
+    while !seen.windows(9).any(|bytes| bytes == b"data: 1\n\n") {
+        let read = tokio::io::AsyncReadExt::read_buf(&mut client, &mut seen).await.expect("the gateway writes");
+        assert!(read > 0, "{}", String::from_utf8_lossy(&seen));
+    }
+    let router = gateway.router("mock").expect("it is served").clone();
+    assert_eq!(router.health().leases, 1);
+    // The client leaves: so does the gateway.
+    drop(client);
+    until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_leaves_before_the_first_byte_takes_its_request_along() {
+    let scripted = Scripted::start(|_| vec![Act::Hang]).await;
+    let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
+    let client = send(gateway.address(), "POST", CHAT, "", br#"{"model":"mock","messages":[]}"#).await;
+    until("the worker has the request", || scripted.seen(|seen| seen.requests.len()) == 1).await;
+    drop(client);
+    until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
+    at_rest(&gateway).await;
+}
+
+/// Asks until the first worker, which fails as told, has been asked; each answer must be the second's.
+async fn retried(acts: Vec<Act>) {
+    let failing = Scripted::start(move |_| acts.clone()).await;
+    retried_from(&failing.url(), || failing.seen(|seen| seen.requests.len()) > 0).await;
+}
+
+async fn retried_from(url: &str, asked: impl Fn() -> bool) {
+    let good = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let mut settings = settings(vec![worker(1, url, 1), worker(2, &good.url(), 1)]);
+    settings.gateway.first_byte_timeout_ms = 300;
+    let gateway = gateway(settings).await;
+    for _ in 0..8 {
+        let answer = post(&gateway, CHAT, &chat("mock", false)).await;
+        assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+        if asked() {
+            break;
+        }
+    }
+    assert!(asked(), "the failing worker was never asked");
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_fails_before_the_first_byte_is_tried_elsewhere() {
+    let head = Act::Send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n".to_vec());
+    retried(vec![Act::Reset]).await;
+    retried(vec![Act::Close]).await;
+    retried(vec![Act::Hang]).await;
+    retried(vec![Act::Send(b"garbage\r\n\r\n".to_vec()), Act::Close]).await;
+    retried(vec![head.clone(), Act::Hang]).await;
+    retried(vec![head, Act::Close]).await;
+    retried(answer("500 Oops", "oops")).await;
+    retried(answer("503 Busy", "later")).await;
+    retried(answer("429 Busy", "later")).await;
+    retried(answer("302 Elsewhere", "")).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_is_not_there_is_passed_over() {
+    let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
+    let asked = std::sync::atomic::AtomicU32::new(0);
+    // In turn: the second request at the latest begins there.
+    let twice = || asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) > 0;
+    retried_from(&format!("http://{closed}"), twice).await;
+}
+
+/// The answer of a gateway whose only workers, two, do as told.
+async fn failed(acts: Vec<Act>) -> Answer {
+    let script = move |_| acts.clone();
+    let workers = [Scripted::start(script.clone()).await, Scripted::start(script).await];
+    let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
+    settings.gateway.first_byte_timeout_ms = 300;
+    let gateway = gateway(settings).await;
+    let answer = post(&gateway, CHAT, &chat("mock", false)).await;
+    let asked: Vec<_> = workers.iter().map(|worker| worker.requests().len()).collect();
+    if answer.status >= 429 {
+        assert_eq!(asked, [1, 1], "each rank is tried once");
+    } else {
+        assert_eq!(asked.iter().sum::<usize>(), 1, "the answer is final");
+    }
+    at_rest(&gateway).await;
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn when_nobody_answers_the_client_is_told_the_best_that_is_known() {
+    let code = async |acts| {
+        let answer = failed(acts).await;
+        (answer.status, answer.code())
+    };
+    assert_eq!(code(vec![Act::Reset]).await, (502, "worker_failed".to_owned()));
+    assert_eq!(code(vec![Act::Hang]).await, (504, "worker_timeout".to_owned()));
+    let own = failed(answer("503 Busy", "full")).await;
+    assert_eq!((own.status, own.text()), (503, "full"), "a worker's own words");
+    let refused = failed(answer("400 Bad", "no such field")).await;
+    assert_eq!((refused.status, refused.text()), (400, "no such field"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_tried_again_after_the_first_byte_and_a_cut_answer_looks_cut() {
+    let begun = stream(&["data: 1\n\n"]);
+    let whole_head = Act::Send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab".to_vec());
+    for acts in
+        [[begun.clone(), vec![Act::Reset]].concat(), [begun, vec![Act::Close]].concat(), vec![whole_head, Act::Close]]
+    {
+        let script = move |_| acts.clone();
+        let workers = [Scripted::start(script.clone()).await, Scripted::start(script).await];
+        let workers_given = vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)];
+        let gateway = gateway(settings(workers_given)).await;
+        let answer = post(&gateway, CHAT, &chat("mock", true)).await;
+        assert!(answer.status == 200 && !answer.is_whole, "{answer:?}");
+        assert_eq!(workers.iter().map(|worker| worker.requests().len()).sum::<usize>(), 1);
+        at_rest(&gateway).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_that_falls_silent_is_cut() {
+    let scripted = Scripted::start(|_| [stream(&["data: 1\n\n"]), vec![Act::Hang]].concat()).await;
+    let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
+    settings.gateway.idle_timeout_ms = 100;
+    let gateway = gateway(settings).await;
+    let answer = post(&gateway, CHAT, &chat("mock", true)).await;
+    assert!(answer.status == 200 && !answer.is_whole && answer.text() == "data: 1\n\n", "{answer:?}");
+    until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_are_named_where_there_are_several() {
+    let scripted = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let gateway = gateway(settings(vec![worker(1, &scripted.url(), 2)])).await;
+    for _ in 0..2 {
+        assert_eq!(post(&gateway, CHAT, &chat("mock", false)).await.status, 200);
+    }
+    let requests = scripted.requests();
+    let mut ranks: Vec<_> = requests.iter().map(|got| got.header("x-data-parallel-rank")).collect();
+    ranks.sort_unstable();
+    assert_eq!(ranks, [Some("0"), Some("1")]);
+}
