@@ -1,0 +1,111 @@
+//! Tokens of parts of earlier texts.
+//!
+//! Owns the parts' tokens and their age. Promises to stay within its bytes, the least recently used parts going first,
+//! and not to keep a text: a part is known by 128 bits of two keyed hashes, the keys drawn at the start, and its length.
+//! Leaves where texts are cut to [`chunks`](super::chunks).
+//!
+//! A part is kept once, whatever stands before it: conversations share their system prompts and their beginnings.
+
+use std::sync::Arc;
+
+use ahash::RandomState;
+use lru::LruCache;
+
+/// What an entry takes beside its tokens: a node of the list, an allocation and its counts, and a slot of a table that
+/// is half full.
+const ENTRY_BYTES: usize = 192;
+
+/// Which part.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    hashes: [u64; 2],
+    bytes: usize,
+}
+
+/// Makes keys. Others than this one make others of the same texts.
+pub(super) struct Keys([RandomState; 2]);
+
+impl Keys {
+    pub(super) fn new() -> Self {
+        Self([RandomState::new(), RandomState::new()])
+    }
+
+    /// `is_first`: a tokenizer may treat a text's beginning differently.
+    pub(super) fn of(&self, text: &str, is_first: bool) -> Key {
+        let hash = |state: &RandomState| state.hash_one((is_first, text));
+        Key { hashes: [hash(&self.0[0]), hash(&self.0[1])], bytes: text.len() }
+    }
+}
+
+/// The parts that are kept.
+pub(super) struct Cache {
+    parts: LruCache<Key, Arc<[u32]>, RandomState>,
+    bytes: usize,
+    bytes_max: usize,
+}
+
+impl Cache {
+    pub(super) fn new(bytes_max: usize) -> Self {
+        Self { parts: LruCache::unbounded_with_hasher(RandomState::new()), bytes: 0, bytes_max }
+    }
+
+    pub(super) fn get(&mut self, key: Key) -> Option<Arc<[u32]>> {
+        self.parts.get(&key).cloned()
+    }
+
+    /// A part that alone is larger than all may be is not kept.
+    pub(super) fn put(&mut self, key: Key, ids: &[u32]) {
+        let bytes = entry_bytes(ids);
+        if bytes > self.bytes_max {
+            return;
+        }
+        if let Some(before) = self.parts.put(key, Arc::from(ids)) {
+            self.bytes -= entry_bytes(&before);
+        }
+        self.bytes += bytes;
+        while self.bytes > self.bytes_max {
+            let (_, oldest) = self.parts.pop_lru().expect("bytes are those of parts");
+            self.bytes -= entry_bytes(&oldest);
+        }
+    }
+
+    /// What it takes now.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+fn entry_bytes(ids: &[u32]) -> usize {
+    size_of_val(ids) + ENTRY_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_part_goes_first() {
+        let keys = Keys::new();
+        let [a, b, c] = ["a", "b", "c"].map(|text| keys.of(text, false));
+        let mut cache = Cache::new(2 * (ENTRY_BYTES + 8));
+        cache.put(a, &[1, 2]);
+        cache.put(b, &[3, 4]);
+        assert_eq!(cache.get(a).as_deref(), Some(&[1, 2][..]));
+        cache.put(c, &[5, 6]);
+        assert_eq!(cache.bytes(), 2 * (ENTRY_BYTES + 8));
+        assert_eq!([a, b, c].map(|key| cache.get(key).is_some()), [true, false, true]);
+        // The same part again takes no more room, and one that is too large none.
+        cache.put(c, &[5, 6]);
+        cache.put(b, &[0; 1_000]);
+        assert_eq!((cache.bytes(), cache.get(b)), (2 * (ENTRY_BYTES + 8), None));
+    }
+
+    #[test]
+    fn keys_tell_texts_places_and_processes_apart() {
+        let keys = Keys::new();
+        assert!(keys.of("a", true) == keys.of("a", true));
+        assert!(keys.of("a", true) != keys.of("a", false));
+        assert!(keys.of("a", true) != keys.of("b", true));
+        assert!(keys.of("a", true) != Keys::new().of("a", true));
+    }
+}

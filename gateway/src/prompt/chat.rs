@@ -1,0 +1,231 @@
+//! A chat request as its template is given it.
+//!
+//! Owns the reading of messages and tools, and the shape that vLLM brings them into first. Promises that what is not text
+//! alone is told apart, and limits on what is read. Leaves rendering to [`template`](super::template).
+//!
+//! vLLM's shape: only a message's known fields, contents as the template wants them (see [`ContentFormat`]), arguments of
+//! earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even where they are not
+//! given. Where SGLang does otherwise (it joins several texts by spaces), the texts of most requests are the same.
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::format::ContentFormat;
+use super::reason::NoTokens;
+use crate::openai::ChatParts;
+
+/// Bytes of JSON that are read for one prompt, and bytes of text that are tokenised: about a million tokens.
+pub(super) const PROMPT_BYTES_MAX: usize = 4 << 20;
+
+/// What a template is rendered with.
+pub(super) struct Chat {
+    pub(super) messages: Vec<Value>,
+    pub(super) tools: Value,
+    pub(super) documents: Value,
+    pub(super) variables: Vec<(Value, Value)>,
+    pub(super) add_generation_prompt: bool,
+    pub(super) continue_final_message: bool,
+}
+
+#[derive(Deserialize)]
+struct Message {
+    role: String,
+    content: Option<Content>,
+    tool_calls: Option<Vec<Value>>,
+    reasoning: Option<Value>,
+    reasoning_content: Option<Value>,
+    tool_call_id: Option<Value>,
+    name: Option<Value>,
+    tools: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Part {
+    Text(String),
+    Typed {
+        #[serde(rename = "type")]
+        kind: Option<String>,
+        text: Option<String>,
+        refusal: Option<String>,
+        thinking: Option<String>,
+    },
+}
+
+/// Whether the request gives tools, were it an empty list.
+pub(super) fn has_tools(parts: &ChatParts) -> bool {
+    parts.tools.as_deref().is_some_and(|tools| tools.trim_ascii() != b"null")
+}
+
+/// Whether a conversation is short enough to be read.
+pub(super) fn is_short(parts: &ChatParts) -> bool {
+    let optional = [&parts.tools, &parts.documents, &parts.template_kwargs];
+    let bytes: usize = optional.iter().filter_map(|part| part.as_ref().map(|bytes| bytes.len())).sum();
+    parts.messages.len() + bytes <= PROMPT_BYTES_MAX
+}
+
+/// Why a template of ours would not tell the truth about this conversation, as far as that can be seen unread.
+pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
+    if parts.has_own_template {
+        return Err(NoTokens::OwnTemplate);
+    }
+    if is_short(parts) { Ok(()) } else { Err(NoTokens::TooLong) }
+}
+
+/// Reads a conversation whose messages have text alone, for a template that wants `format`.
+pub(super) fn read(parts: &ChatParts, format: ContentFormat) -> Result<Chat, NoTokens> {
+    let messages: Vec<Message> = json(&parts.messages)?;
+    let messages = messages.into_iter().map(|message| message.shaped(format)).collect::<Result<_, _>>()?;
+    let tools = match &parts.tools {
+        Some(tools) if has_tools(parts) => {
+            let tools: Vec<Value> = json(tools)?;
+            Value::from(tools.iter().map(tool).collect::<Result<Vec<_>, _>>()?)
+        }
+        Some(_) | None => Value::from(()),
+    };
+    let optional = |part: &Option<axum::body::Bytes>| part.as_ref().map_or(Ok(Value::from(())), |bytes| json(bytes));
+    let variables: Value = optional(&parts.template_kwargs)?;
+    let variables = if variables.is_none() { Vec::new() } else { pairs(&variables)? };
+    Ok(Chat {
+        messages,
+        tools,
+        documents: optional(&parts.documents)?,
+        variables,
+        add_generation_prompt: parts.add_generation_prompt.unwrap_or(true),
+        continue_final_message: parts.continue_final_message.unwrap_or(false),
+    })
+}
+
+/// Checks that all contents are text, without a template.
+pub(super) fn text_only(parts: &ChatParts) -> Result<(), NoTokens> {
+    #[derive(Deserialize)]
+    struct Outline {
+        content: Option<Content>,
+    }
+    let messages: Vec<Outline> = json(&parts.messages)?;
+    messages.into_iter().try_for_each(|message| message.content.map_or(Ok(()), |content| content.texts().map(drop)))
+}
+
+fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
+    serde_json::from_slice(bytes).map_err(|_| NoTokens::Malformed)
+}
+
+impl Message {
+    fn shaped(self, format: ContentFormat) -> Result<Value, NoTokens> {
+        let texts = self.content.map_or(Ok(Vec::new()), Content::texts)?;
+        let content = match format {
+            ContentFormat::Text => Value::from(texts.join("\n")),
+            ContentFormat::Parts => {
+                let part = |text| Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]);
+                Value::from(texts.into_iter().map(part).collect::<Vec<Value>>())
+            }
+        };
+        let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
+        match self.role.as_str() {
+            "assistant" => {
+                let calls = self.tool_calls.filter(|calls| !calls.is_empty());
+                if let Some(calls) = calls {
+                    let calls = calls.iter().map(tool_call).collect::<Result<Vec<_>, _>>()?;
+                    fields.push(("tool_calls", Value::from(calls)));
+                }
+                if let Some(reasoning) = self.reasoning.or(self.reasoning_content) {
+                    fields.push(("reasoning", reasoning.clone()));
+                    fields.push(("reasoning_content", reasoning));
+                }
+            }
+            "tool" => fields.extend(self.tool_call_id.map(|id| ("tool_call_id", id))),
+            "developer" => fields.push(("tools", self.tools.unwrap_or(Value::from(())))),
+            // Roles are the clients' words.
+            _ => {}
+        }
+        fields.extend(self.name.filter(|name| name.as_str().is_some()).map(|name| ("name", name)));
+        Ok(Value::from_pairs(fields))
+    }
+}
+
+impl Content {
+    fn texts(self) -> Result<Vec<String>, NoTokens> {
+        match self {
+            Self::Text(text) => Ok(vec![text]),
+            Self::Parts(parts) => parts.into_iter().filter_map(|part| part.text().transpose()).collect(),
+        }
+    }
+}
+
+impl Part {
+    /// `None` for a part that engines leave out.
+    fn text(self) -> Result<Option<String>, NoTokens> {
+        match self {
+            Self::Text(text) => Ok(Some(text)),
+            Self::Typed { kind: Some(kind), text, refusal, thinking } => match kind.as_str() {
+                "text" | "input_text" | "output_text" => Ok(text),
+                "refusal" => Ok(refusal),
+                "thinking" => Ok(thinking),
+                _ => Err(NoTokens::Multimodal),
+            },
+            Self::Typed { kind: None, .. } => Err(NoTokens::Multimodal),
+        }
+    }
+}
+
+/// A call in an earlier answer; its arguments came as JSON text.
+fn tool_call(call: &Value) -> Result<Value, NoTokens> {
+    let function = call.get_attr("function").map_err(|_| NoTokens::Malformed)?;
+    let arguments = function.get_attr("arguments").map_err(|_| NoTokens::Malformed)?;
+    let arguments = match arguments.as_str() {
+        Some(text) if !text.is_empty() => json(text.as_bytes())?,
+        Some(_) | None if !arguments.is_true() => Value::from_pairs(Vec::<(Value, Value)>::new()),
+        Some(_) | None => arguments,
+    };
+    with(call, "function", with(&function, "arguments", arguments)?)
+}
+
+/// A tool, its fields in the order and with the gaps that the engine's own types give it.
+fn tool(tool: &Value) -> Result<Value, NoTokens> {
+    let function = tool.get_attr("function").map_err(|_| NoTokens::Malformed)?;
+    if function.kind() != ValueKind::Map {
+        // Not a function, or flat as in another API: as it came.
+        return Ok(tool.clone());
+    }
+    let function = ordered(&function, &["name", "description", "parameters"])?;
+    let tool = with(tool, "function", function)?;
+    let kind = tool.get_attr("type").unwrap_or_default();
+    let tool = if kind.is_undefined() { with(&tool, "type", Value::from("function"))? } else { tool };
+    ordered(&tool, &["type", "function"])
+}
+
+/// The map with `first` at its beginning, as nulls where they are missing.
+fn ordered(map: &Value, first: &[&str]) -> Result<Value, NoTokens> {
+    let given = pairs(map)?;
+    let found = |name: &str| given.iter().find(|(key, _)| key.as_str() == Some(name)).map(|(_, value)| value.clone());
+    let head = first.iter().map(|name| (Value::from(*name), found(name).unwrap_or(Value::from(()))));
+    let rest = given.iter().filter(|(key, _)| key.as_str().is_none_or(|key| !first.contains(&key))).cloned();
+    Ok(Value::from_pairs(head.chain(rest)))
+}
+
+/// The map with one value changed or added.
+fn with(map: &Value, name: &str, value: Value) -> Result<Value, NoTokens> {
+    let mut fields = pairs(map)?;
+    match fields.iter_mut().find(|(key, _)| key.as_str() == Some(name)) {
+        Some(field) => field.1 = value,
+        None => fields.push((Value::from(name), value)),
+    }
+    Ok(Value::from_pairs(fields))
+}
+
+fn pairs(map: &Value) -> Result<Vec<(Value, Value)>, NoTokens> {
+    if map.kind() != ValueKind::Map {
+        return Err(NoTokens::Malformed);
+    }
+    let keys = map.try_iter().map_err(|_| NoTokens::Malformed)?;
+    keys.map(|key| map.get_item(&key).map(|value| (key, value)).map_err(|_| NoTokens::Malformed)).collect()
+}

@@ -1,0 +1,119 @@
+//! A model's tokenizer files.
+//!
+//! Owns where a chat template and special tokens are found beside a `tokenizer.json`. Promises errors that name the file.
+//! Leaves what is in them to the tokenizer and to [`template`](super::template).
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use minijinja::Value;
+use serde::Deserialize;
+
+use super::TokensError;
+use super::template::TemplateSources;
+
+/// Variables of templates that name a token.
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// A template, or several by name.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Stated {
+    One(String),
+    Named(Vec<Named>),
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+    template: String,
+}
+
+/// Finds templates: `chat_template_file` where it is given, else `chat_template.jinja` or `tokenizer_config.json` beside
+/// the tokenizer, the first of them that has one. Special tokens always come from beside the tokenizer, or from the
+/// `tokenizer_config.json` that is given.
+pub(super) fn template_sources(
+    tokenizer_file: &Path,
+    chat_template_file: Option<&Path>,
+) -> Result<TemplateSources, TokensError> {
+    let beside = |name: &str| tokenizer_file.with_file_name(name);
+    let is_json = |path: &&Path| path.extension().is_some_and(|extension| extension == "json");
+    let given_config = chat_template_file.filter(is_json);
+    let config_path = given_config.map_or_else(|| beside("tokenizer_config.json"), Path::to_path_buf);
+    let config = match given_config {
+        Some(path) => Some(json(path, &read(path)?)?),
+        None => optional(&config_path)?.map(|text| json(&config_path, &text)).transpose()?,
+    };
+    let mut sources = TemplateSources::default();
+    let jinja = match chat_template_file {
+        Some(path) if given_config.is_none() => Some(read(path)?),
+        Some(_) => None,
+        None => optional(&beside("chat_template.jinja"))?,
+    };
+    match jinja {
+        Some(source) => sources.default = Some(source),
+        None => {
+            let stated =
+                config.as_ref().and_then(|config| config.get("chat_template")).filter(|stated| !stated.is_null());
+            stated.map(|stated| state(stated, &config_path, &mut sources)).transpose()?;
+        }
+    }
+    if chat_template_file.is_some() && sources.default.is_none() && sources.tool_use.is_none() {
+        return Err(TokensError::Template { path: config_path, error: "it has no chat_template".to_owned() });
+    }
+    let map_path = beside("special_tokens_map.json");
+    let map = optional(&map_path)?.map(|text| json(&map_path, &text)).transpose()?;
+    for name in SPECIAL_TOKENS {
+        let token = [&config, &map].into_iter().flatten().find_map(|file| token_text(file.get(name)?));
+        sources.special_tokens.extend(token.map(|token| (name.to_owned(), Value::from(token))));
+    }
+    Ok(sources)
+}
+
+/// A token's text: a string, or an object that has it as its content.
+fn token_text(token: &serde_json::Value) -> Option<&str> {
+    token.as_str().or_else(|| token.get("content")?.as_str())
+}
+
+fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources) -> Result<(), TokensError> {
+    let unusable =
+        |_| TokensError::Template { path: path.to_owned(), error: "chat_template is no string and no list".to_owned() };
+    match Stated::deserialize(stated).map_err(unusable)? {
+        Stated::One(source) => sources.default = Some(source),
+        Stated::Named(all) => {
+            for Named { name, template } in all {
+                match name.as_str() {
+                    "default" => sources.default = Some(template),
+                    "tool_use" => sources.tool_use = Some(template),
+                    // For other uses, which no request asks for here.
+                    _ => {}
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn json(path: &Path, text: &str) -> Result<serde_json::Value, TokensError> {
+    serde_json::from_str(text)
+        .map_err(|error| TokensError::Template { path: path.to_owned(), error: error.to_string() })
+}
+
+pub(super) fn read(path: &Path) -> Result<String, TokensError> {
+    fs::read_to_string(path).map_err(|error| unreadable(path, error))
+}
+
+/// `None` for a file that is not there.
+fn optional(path: &PathBuf) -> Result<Option<String>, TokensError> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(unreadable(path, error)),
+    }
+}
+
+fn unreadable(path: &Path, error: io::Error) -> TokensError {
+    TokensError::Read { path: path.to_owned(), error }
+}

@@ -1,0 +1,208 @@
+//! A model's own tokenizer.
+//!
+//! Owns the tokenizer, its templates and the tokens of earlier texts. Promises the same tokens with and without those:
+//! texts are only cut where that holds, and a tokenizer with which it does not hold on samples works without. Runs where
+//! it is called, which takes milliseconds: see [`pool`](super::pool).
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokenizers::Tokenizer;
+
+use super::cache::{Cache, Keys};
+use super::chat::PROMPT_BYTES_MAX;
+use super::chunks::{CHUNK_BYTES_MIN, Chunk, Cutter};
+use super::files;
+use super::meters::Meters;
+use super::reason::NoTokens;
+use super::template::{Clock, Templates};
+use super::{TokensError, TokensError::Tokenizer as BadTokenizer};
+use crate::openai::ChatParts;
+
+/// Special tokens that the samples are put together with.
+const SAMPLED_MARKS_MAX: usize = 8;
+
+/// Beginnings of texts that tokenizers are known to treat in ways of their own.
+const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ", "É", "1234 + x_y", "\u{301}combining"];
+
+/// A tokenizer and what belongs to it.
+pub(super) struct Local {
+    tokenizer: Tokenizer,
+    templates: Templates,
+    /// The tokens that stand before and after a text that is no chat; `None` where they depend on the text.
+    around: Option<(Vec<u32>, Vec<u32>)>,
+    /// `None` where every text is tokenised whole.
+    kept: Option<Kept>,
+    meters: Arc<Meters>,
+}
+
+struct Kept {
+    cutter: Cutter,
+    keys: Keys,
+    cache: Mutex<Cache>,
+    chunk_bytes_min: usize,
+}
+
+impl Local {
+    /// Reads the files. Blocks: large tokenizers take a second.
+    pub(super) fn load(
+        tokenizer_file: &Path,
+        chat_template_file: Option<&Path>,
+        cache_bytes_max: u64,
+        clock: Clock,
+        meters: Arc<Meters>,
+    ) -> Result<Self, TokensError> {
+        let unusable = |error: String| BadTokenizer { path: tokenizer_file.to_owned(), error };
+        let mut tokenizer =
+            Tokenizer::from_bytes(files::read(tokenizer_file)?).map_err(|error| unusable(error.to_string()))?;
+        // Engines switch off what a file may say of them.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|error| unusable(error.to_string()))?;
+        let sources = files::template_sources(tokenizer_file, chat_template_file)?;
+        let unusable = |error: minijinja::Error| TokensError::Template {
+            path: chat_template_file.unwrap_or(tokenizer_file).to_owned(),
+            error: format!("the chat template: {error}"),
+        };
+        let templates = Templates::compile(sources, clock).map_err(unusable)?;
+        let around = around(&tokenizer);
+        let mut local = Self { tokenizer, templates, around, kept: None, meters };
+        let bytes_max = usize::try_from(cache_bytes_max).unwrap_or(usize::MAX);
+        if bytes_max > 0 {
+            local.keep(bytes_max, CHUNK_BYTES_MIN);
+        }
+        Ok(local)
+    }
+
+    /// Whether chats can be tokenised.
+    pub(super) fn has_template(&self) -> bool {
+        !self.templates.is_empty()
+    }
+
+    /// Whether tokens of earlier texts are used.
+    pub(super) fn is_cached(&self) -> bool {
+        self.kept.is_some()
+    }
+
+    /// Keeps tokens from now on, if that is safe with this tokenizer.
+    fn keep(&mut self, bytes_max: usize, chunk_bytes_min: usize) {
+        let kept = Cutter::of(&self.tokenizer).filter(|cutter| self.cuts_are_safe(cutter)).map(|cutter| Kept {
+            cutter,
+            keys: Keys::new(),
+            cache: Mutex::new(Cache::new(bytes_max)),
+            chunk_bytes_min,
+        });
+        self.kept = kept;
+    }
+
+    /// Tokens of a text that is no chat, with what the tokenizer adds around it.
+    pub(super) fn text(&self, text: &str) -> Result<Vec<u32>, NoTokens> {
+        if text.len() > PROMPT_BYTES_MAX {
+            return Err(NoTokens::TooLong);
+        }
+        match &self.around {
+            Some((before, after)) => self.encode(text, before, after),
+            None => whole(&self.tokenizer, text, true),
+        }
+    }
+
+    /// Tokens of a conversation. Its template brings what stands around it.
+    pub(super) fn chat(&self, parts: &ChatParts) -> Result<Vec<u32>, NoTokens> {
+        self.encode(&self.templates.render(parts)?, &[], &[])
+    }
+
+    fn encode(&self, text: &str, before: &[u32], after: &[u32]) -> Result<Vec<u32>, NoTokens> {
+        let mut ids = before.to_vec();
+        let from_cache = match &self.kept {
+            Some(kept) => self.encode_kept(kept, text, &mut ids)?,
+            None => {
+                ids.extend(whole(&self.tokenizer, text, false)?);
+                0
+            }
+        };
+        ids.extend_from_slice(after);
+        self.meters.from_cache.increment(from_cache as u64);
+        self.meters.tokenized.increment((ids.len() - from_cache) as u64);
+        Ok(ids)
+    }
+
+    /// Appends the text's tokens, and says how many of them were known.
+    fn encode_kept(&self, kept: &Kept, text: &str, ids: &mut Vec<u32>) -> Result<usize, NoTokens> {
+        let (begin, mut from_cache) = (ids.len(), 0);
+        for chunk in kept.cutter.chunks(text, kept.chunk_bytes_min) {
+            let key = chunk.is_closed.then(|| kept.keys.of(&text[chunk.at.clone()], chunk.after.is_none()));
+            if let Some(known) = key.and_then(|key| kept.cache().get(key)) {
+                from_cache += known.len();
+                ids.extend_from_slice(&known);
+                continue;
+            }
+            let Some(new) = part(&self.tokenizer, text, &chunk)? else {
+                // Not seen with any tokenizer: the token before the part is none when it stands there.
+                ids.truncate(begin);
+                ids.extend(whole(&self.tokenizer, text, false)?);
+                return Ok(0);
+            };
+            if let Some(key) = key {
+                let mut cache = kept.cache();
+                cache.put(key, &new);
+                self.meters.cache_bytes.set(cache.bytes() as f64);
+            }
+            ids.extend(new);
+        }
+        Ok(from_cache)
+    }
+
+    /// Tokenises samples both ways: a defence against tokenizers that [`Cutter`] does not know enough of.
+    fn cuts_are_safe(&self, cutter: &Cutter) -> bool {
+        let marks = &cutter.marks()[..cutter.marks().len().min(SAMPLED_MARKS_MAX)];
+        marks.iter().all(|mark| {
+            SAMPLES.iter().all(|sample| {
+                let text = format!("{sample}{mark}{sample}{mark}{mark}\n{sample} {mark} {sample}");
+                let parts = cutter.chunks(&text, 1).into_iter().map(|chunk| part(&self.tokenizer, &text, &chunk));
+                let parts: Result<Option<Vec<Vec<u32>>>, NoTokens> = parts.collect();
+                let whole = whole(&self.tokenizer, &text, false);
+                matches!((parts, whole), (Ok(Some(parts)), Ok(whole)) if parts.concat() == whole)
+            })
+        })
+    }
+}
+
+impl Kept {
+    /// Nothing panics that holds it.
+    fn cache(&self) -> MutexGuard<'_, Cache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn whole(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, NoTokens> {
+    // The error may quote the text, so that it is counted only.
+    let encoding = tokenizer.encode_fast(text, add_special_tokens).map_err(|_| NoTokens::TokenizerError)?;
+    Ok(encoding.get_ids().to_vec())
+}
+
+/// Tokens of a part of the text; `None` if the token before it is not the one that was found there.
+fn part(tokenizer: &Tokenizer, text: &str, chunk: &Chunk) -> Result<Option<Vec<u32>>, NoTokens> {
+    let Some(mark) = chunk.after else { return whole(tokenizer, &text[chunk.at.clone()], false).map(Some) };
+    let mut ids = whole(tokenizer, &text[mark.start..chunk.at.end], false)?;
+    if ids.first() != Some(&mark.id) {
+        return Ok(None);
+    }
+    ids.remove(0);
+    Ok(Some(ids))
+}
+
+/// What the tokenizer puts around a text, if it is the same around every sample.
+fn around(tokenizer: &Tokenizer) -> Option<(Vec<u32>, Vec<u32>)> {
+    let mut found: Option<(Vec<u32>, Vec<u32>)> = None;
+    for sample in SAMPLES {
+        let (bare, full) = (whole(tokenizer, sample, false).ok()?, whole(tokenizer, sample, true).ok()?);
+        let at = (0..=full.len().checked_sub(bare.len())?).find(|at| full[*at..].starts_with(&bare))?;
+        let this = (full[..at].to_vec(), full[at + bare.len()..].to_vec());
+        if found.get_or_insert_with(|| this.clone()) != &this {
+            return None;
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,310 @@
+use std::path::PathBuf;
+
+use axum::body::Bytes;
+use proptest::prelude::*;
+use proptest::sample::select;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::*;
+
+/// What `tests/data/tokens/expected.json` holds: the texts that `apply_chat_template` of transformers 4.57.6 renders and
+/// the ids that `PreTrainedTokenizerFast` gives with the files beside it, the messages first put into the shape that vLLM
+/// gives its templates. Made once with Python; the tokenizer was trained on a few made-up lines.
+#[derive(Deserialize)]
+struct Expected {
+    chats: Vec<ChatCase>,
+    texts: Vec<TextCase>,
+}
+
+#[derive(Deserialize)]
+struct ChatCase {
+    name: String,
+    template: Option<String>,
+    messages: Box<RawValue>,
+    tools: Option<Box<RawValue>>,
+    kwargs: Box<RawValue>,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    rendered: String,
+    ids: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct TextCase {
+    text: String,
+    ids: Vec<u32>,
+}
+
+fn data(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens").join(name)
+}
+
+fn expected() -> Expected {
+    serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap()
+}
+
+fn local(tokenizer: &str, template: Option<&str>, cache_bytes_max: u64) -> Local {
+    let template = template.map(data);
+    // 26 July 2024, 12:00.
+    let clock = || 1_721_995_200;
+    let meters = Arc::new(Meters::new("m"));
+    Local::load(&data(tokenizer), template.as_deref(), cache_bytes_max, clock, meters).unwrap()
+}
+
+fn bytes(raw: &RawValue) -> Bytes {
+    Bytes::from(raw.get().to_owned())
+}
+
+fn chat(messages: &str) -> ChatParts {
+    ChatParts { messages: Bytes::from(messages.to_owned()), ..ChatParts::default() }
+}
+
+impl ChatCase {
+    fn parts(&self) -> ChatParts {
+        ChatParts {
+            messages: bytes(&self.messages),
+            tools: self.tools.as_deref().map(bytes),
+            documents: None,
+            template_kwargs: Some(bytes(&self.kwargs)),
+            add_generation_prompt: Some(self.add_generation_prompt),
+            continue_final_message: Some(self.continue_final_message),
+            has_own_template: false,
+        }
+    }
+}
+
+#[test]
+fn chats_are_rendered_and_tokenised_as_transformers_does() {
+    for case in expected().chats {
+        let local = local("tokenizer.json", case.template.as_deref(), 1 << 20);
+        let parts = case.parts();
+        assert_eq!(local.templates.render(&parts).as_deref(), Ok(case.rendered.as_str()), "{}", case.name);
+        assert_eq!(local.chat(&parts).as_deref(), Ok(&case.ids[..]), "{}", case.name);
+        assert_eq!(local.chat(&parts).as_deref(), Ok(&case.ids[..]), "again: {}", case.name);
+    }
+}
+
+#[test]
+fn texts_are_tokenised_with_what_stands_around_them() {
+    for cache_bytes_max in [0, 1 << 20] {
+        let local = local("tokenizer.json", None, cache_bytes_max);
+        assert!(local.around.is_some());
+        for case in expected().texts {
+            assert_eq!(local.text(&case.text), Ok(case.ids), "{:?}", case.text);
+        }
+    }
+}
+
+#[test]
+fn the_date_is_todays_unless_the_request_says_otherwise() {
+    let local = local("tokenizer.json", Some("llama3.jinja"), 0);
+    let rendered = local.templates.render(&chat(r#"[{"role":"user","content":"Hi"}]"#)).unwrap();
+    assert!(rendered.contains("Today: 26 Jul 2024\n"), "{rendered}");
+}
+
+#[test]
+fn what_no_template_here_can_tell_has_no_tokens() {
+    let local = local("tokenizer.json", None, 0);
+    let user = |content: &str| format!(r#"[{{"role":"user","content":{content}}}]"#);
+    let image = r#"[{"type":"text","text":"a"},{"type":"image_url","image_url":{"url":"http://x/y.png"}}]"#;
+    let cases = [
+        (chat(&user(image)), NoTokens::Multimodal),
+        (chat(&user(r#"[{"image_url":"http://x/y.png"}]"#)), NoTokens::Multimodal),
+        (ChatParts { has_own_template: true, ..chat(&user("\"a\"")) }, NoTokens::OwnTemplate),
+        (chat(r#"[{"role":"nobody","content":"a"}]"#), NoTokens::TemplateError),
+        (chat(r#"{"role":"user"}"#), NoTokens::Malformed),
+        (chat("[{\"role\":\"user\",\"content\":7}]"), NoTokens::Malformed),
+        (chat("\u{fffd}"), NoTokens::Malformed),
+        (chat(&"[".repeat(100_000)), NoTokens::Malformed),
+        (chat(&user(&format!("\"{}\"", "x".repeat(PROMPT_BYTES_MAX)))), NoTokens::TooLong),
+        (ChatParts { tools: Some(Bytes::from_static(b"[7]")), ..chat(&user("\"a\"")) }, NoTokens::Malformed),
+        (ChatParts { template_kwargs: Some(Bytes::from_static(b"[]")), ..chat(&user("\"a\"")) }, NoTokens::Malformed),
+        (ChatParts { continue_final_message: Some(true), ..chat(&user("\"a\"")) }, NoTokens::TemplateError),
+    ];
+    for (parts, reason) in cases {
+        let shown = String::from_utf8_lossy(&parts.messages[..parts.messages.len().min(80)]).into_owned();
+        assert_eq!(local.chat(&parts), Err(reason), "{shown}");
+    }
+    assert_eq!(local.text(&"x".repeat(PROMPT_BYTES_MAX + 1)), Err(NoTokens::TooLong));
+}
+
+#[test]
+fn templates_come_to_an_end() {
+    let endless = [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for a in range(99999) %}{{ messages[0].content }}{% endfor %}",
+    ];
+    for source in endless {
+        let sources =
+            crate::prompt::template::TemplateSources { default: Some(source.to_owned()), ..Default::default() };
+        let templates = Templates::compile(sources, || 0).unwrap();
+        let rendered = templates.render(&chat(&format!(r#"[{{"role":"user","content":"{}"}}]"#, "x".repeat(1_000))));
+        assert!(matches!(rendered, Err(NoTokens::TemplateError | NoTokens::TooLong)), "{source}: {rendered:?}");
+    }
+}
+
+#[test]
+fn a_next_turn_costs_only_what_is_new() {
+    let local = local("tokenizer.json", None, 1 << 20);
+    let cached = |local: &Local| {
+        let kept = local.kept.as_ref().unwrap();
+        kept.cache().bytes()
+    };
+    let long = "once upon a time ".repeat(200);
+    let first = format!(r#"{{"role":"user","content":"{long}"}}"#);
+    local.chat(&chat(&format!("[{first}]"))).unwrap();
+    let after_first = cached(&local);
+    assert!(after_first > 4 * 600, "{after_first}");
+    let text = local.templates.render(&chat(&format!("[{first}]"))).unwrap();
+    let mut ids = Vec::new();
+    let from_cache = local.encode_kept(local.kept.as_ref().unwrap(), &text, &mut ids).unwrap();
+    // All but the part after the last special token that is far enough from the one before.
+    assert!(ids.len() - from_cache < 300, "{} of {}", from_cache, ids.len());
+    let second =
+        format!(r#"[{first},{{"role":"assistant","content":"Go on."}},{{"role":"user","content":"{long}!"}}]"#);
+    let uncached = super::tests::local("tokenizer.json", None, 0);
+    assert_eq!(local.chat(&chat(&second)), uncached.chat(&chat(&second)));
+    assert!(cached(&local) > after_first);
+}
+
+#[test]
+fn tokenizers_that_cannot_be_cut_are_not() {
+    let text = std::fs::read_to_string(data("tokenizer.json")).unwrap();
+    let changed = |from: &str, to: &str| {
+        let changed = text.replace(from, to);
+        assert_ne!(changed, text, "{from}");
+        Tokenizer::from_bytes(changed).unwrap()
+    };
+    assert!(Cutter::of(&changed(r#""single_word":false"#, r#""single_word":true"#)).is_none());
+    assert!(Cutter::of(&changed(r#""rstrip":false"#, r#""rstrip":true"#)).is_none());
+    assert!(Cutter::of(&changed(r#""special":true"#, r#""special":false"#)).is_none());
+    // Found in normalised text, they are found together with what stands around them.
+    assert!(Cutter::of(&changed(r#""normalized":false"#, r#""normalized":true"#)).is_none());
+}
+
+/// Pieces that conversations are made of: text of every kind, special tokens and parts of them.
+fn piece() -> impl Strategy<Value = String> {
+    let fixed = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+        "<tool_call>",
+        "</tool_call>",
+        "<s>",
+        "</s>",
+        "<|im_",
+        "end|>",
+        "<",
+        "|>",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "'s",
+        "user\n",
+        "Hello world",
+        " 12345",
+        "é",
+        "e\u{301}",
+        "東京",
+        "🙂",
+        "▁",
+        "\u{0}",
+        "\u{2028}",
+    ];
+    prop_oneof![4 => select(&fixed[..]).prop_map(str::to_owned), 1 => any::<String>()]
+}
+
+fn conversations() -> impl Strategy<Value = Vec<String>> {
+    // Each goes on from some prefix of the one before.
+    let turn = (0.0..=1.0_f64, prop::collection::vec(piece(), 0..20));
+    prop::collection::vec(turn, 1..8).prop_map(|turns| {
+        let mut texts: Vec<String> = vec![String::new()];
+        for (share, pieces) in turns {
+            let before = texts.last().expect("there is one from the start");
+            let wanted = (before.len() as f64 * share) as usize;
+            let cut = (0..=wanted).rev().find(|at| before.is_char_boundary(*at)).unwrap_or(0);
+            texts.push(format!("{}{}", &before[..cut], pieces.concat()));
+        }
+        texts
+    })
+}
+
+/// A tokenizer whose settings in its file are changed, with parts of any length and room for a few.
+fn variant(file: &str, changes: &[(&str, &str)], chunk_bytes_min: usize, cache_bytes: usize) -> Local {
+    let mut local = local(file, Some("llama3.jinja"), 0);
+    let mut text = std::fs::read_to_string(data(file)).unwrap();
+    for (from, to) in changes {
+        assert!(text.contains(from), "{from}");
+        text = text.replace(from, to);
+    }
+    local.tokenizer = Tokenizer::from_bytes(text).unwrap();
+    local.keep(cache_bytes, chunk_bytes_min);
+    local
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn tokens_with_the_cache_are_those_without(
+        texts in conversations(),
+        chunk_bytes_min in select(&[1_usize, 8, 40][..]),
+        cache_bytes in select(&[600_usize, 1 << 20][..]),
+    ) {
+        thread_local! {
+            // Reading them is the slow part.
+            static VARIANTS: Vec<Local> = vec![
+                variant("tokenizer.json", &[], 1, 1),
+                variant("tokenizer.json", &[(r#""lstrip":false"#, r#""lstrip":true"#)], 1, 1),
+                variant("tokenizer.json", &[(r#""add_prefix_space":false"#, r#""add_prefix_space":true"#)], 1, 1),
+                variant("tokenizer.json", &[(r#""normalizer":null"#, r#""normalizer":{"type":"NFC"}"#)], 1, 1),
+                variant("tokenizer.json", &[(r#""normalizer":null"#, r#""normalizer":{"type":"Prepend","prepend":"_"}"#)], 1, 1),
+                variant("metaspace.json", &[], 1, 1),
+                variant("metaspace.json", &[("\"first\"", "\"always\"")], 1, 1),
+                variant("metaspace.json", &[("\"first\"", "\"never\"")], 1, 1),
+            ];
+        }
+        VARIANTS.with(|variants| {
+            for (n, local) in variants.iter().enumerate() {
+                let cutter = Cutter::of(&local.tokenizer).expect("these can be cut");
+                prop_assert!(local.is_cached(), "variant {}", n);
+                let cache = Mutex::new(Cache::new(cache_bytes));
+                let kept = Kept { cutter, keys: Keys::new(), cache, chunk_bytes_min };
+                for text in &texts {
+                    let mut ids = Vec::new();
+                    local.encode_kept(&kept, text, &mut ids).unwrap();
+                    prop_assert_eq!(&ids, &whole(&local.tokenizer, text, false).unwrap(), "variant {}: {:?}", n, text);
+                    prop_assert!(kept.cache().bytes() <= cache_bytes);
+                }
+            }
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn hostile_parts_never_panic(
+        messages in prop_oneof![any::<String>(), any::<Vec<(String, String)>>().prop_map(|all| {
+            let message = |(role, content)| serde_json::json!({ "role": role, "content": content, "tool_calls": [content] });
+            serde_json::Value::from(all.into_iter().map(message).collect::<Vec<_>>()).to_string()
+        })],
+        tools in prop::option::of(any::<String>()),
+        is_continued in any::<bool>(),
+    ) {
+        thread_local! {
+            static LOCAL: Local = local("tokenizer.json", None, 1 << 20);
+        }
+        let parts = ChatParts {
+            tools: tools.map(Bytes::from),
+            add_generation_prompt: Some(!is_continued),
+            continue_final_message: Some(is_continued),
+            ..chat(&messages)
+        };
+        // Whichever it is: an answer.
+        LOCAL.with(|local| drop(local.chat(&parts)));
+    }
+}

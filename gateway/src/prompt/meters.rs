@@ -1,0 +1,83 @@
+//! What is measured of a model's tokens.
+//!
+//! Owns names, help texts and handles. Promises few series: models are configured, sources and reasons are words of ours.
+
+use std::time::Duration;
+
+use metrics::{Counter, Gauge, Histogram, Unit};
+
+use super::TokenSource;
+
+const SOURCE: &str = "pointsman_gateway_tokens_source";
+const TOKENS: &str = "pointsman_gateway_tokens_total";
+const SECONDS: &str = "pointsman_gateway_tokenize_seconds";
+const FROM_CACHE: &str = "pointsman_gateway_prompt_tokens_from_cache_total";
+const TOKENIZED: &str = "pointsman_gateway_prompt_tokens_tokenized_total";
+const CACHE_BYTES: &str = "pointsman_gateway_prompt_cache_bytes";
+const PARITY: &str = "pointsman_gateway_tokens_parity_total";
+
+/// Handles of one model.
+pub(super) struct Meters {
+    model: String,
+    pub(super) from_cache: Counter,
+    pub(super) tokenized: Counter,
+    pub(super) cache_bytes: Gauge,
+    /// Prompts that have tokens, by [`TokenSource`].
+    had: [Counter; 4],
+    seconds: [Histogram; 4],
+}
+
+const SOURCES: [TokenSource; 4] = [TokenSource::Request, TokenSource::Local, TokenSource::Engine, TokenSource::None];
+
+impl Meters {
+    pub(super) fn new(model: &str) -> Self {
+        describe();
+        let label = || model.to_owned();
+        Self {
+            model: label(),
+            from_cache: metrics::counter!(FROM_CACHE, "model" => label()),
+            tokenized: metrics::counter!(TOKENIZED, "model" => label()),
+            cache_bytes: metrics::gauge!(CACHE_BYTES, "model" => label()),
+            had: SOURCES
+                .map(|source| metrics::counter!(TOKENS, "model" => label(), "source" => source.name(), "reason" => "")),
+            seconds: SOURCES.map(|source| metrics::histogram!(SECONDS, "source" => source.name())),
+        }
+    }
+
+    pub(super) fn source(&self, used: TokenSource) {
+        for source in [TokenSource::Local, TokenSource::Engine, TokenSource::None] {
+            let is_used = if source == used { 1.0 } else { 0.0 };
+            metrics::gauge!(SOURCE, "model" => self.model.clone(), "source" => source.name()).set(is_used);
+        }
+    }
+
+    /// A prompt that has tokens.
+    pub(super) fn had(&self, source: TokenSource) {
+        self.had[source as usize].increment(1);
+    }
+
+    /// A prompt that has none.
+    pub(super) fn had_not(&self, reason: &'static str) {
+        let source = TokenSource::None.name();
+        metrics::counter!(TOKENS, "model" => self.model.clone(), "source" => source, "reason" => reason).increment(1);
+    }
+
+    /// How long a prompt's tokens took, waiting included.
+    pub(super) fn took(&self, source: TokenSource, time: Duration) {
+        self.seconds[source as usize].record(time);
+    }
+
+    pub(super) fn parity(&self, result: &'static str) {
+        metrics::counter!(PARITY, "model" => self.model.clone(), "result" => result).increment(1);
+    }
+}
+
+fn describe() {
+    metrics::describe_gauge!(SOURCE, "1 for where the tokens come from of prompts that bring none.");
+    metrics::describe_counter!(TOKENS, "Prompts by where their tokens came from, and why they have none.");
+    metrics::describe_histogram!(SECONDS, Unit::Seconds, "Time until a prompt's tokens are there, waiting included.");
+    metrics::describe_counter!(FROM_CACHE, "Prompt tokens that an earlier prompt had been tokenised for.");
+    metrics::describe_counter!(TOKENIZED, "Prompt tokens that were tokenised.");
+    metrics::describe_gauge!(CACHE_BYTES, Unit::Bytes, "Memory of tokens of earlier prompts.");
+    metrics::describe_counter!(PARITY, "Samples compared with an engine's tokenizer, by result.");
+}

@@ -1,0 +1,301 @@
+//! What chat templates expect of Python.
+//!
+//! Owns `json.dumps`, the printing of floats in it, and `strftime` in UTC. Promises the same text as Python's for what
+//! JSON can hold. Leaves methods of strings, lists and dictionaries to `minijinja_contrib`.
+
+use std::fmt::Write as _;
+
+use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
+use minijinja::{Error, ErrorKind, Value};
+
+/// Nested values that `tojson` follows: JSON that came in is no deeper, and a template's own is not either.
+const DEPTH_MAX: usize = 192;
+
+/// How `json.dumps` writes.
+struct Style {
+    ascii: bool,
+    indent: Option<String>,
+    item: String,
+    key: String,
+    sorted: bool,
+}
+
+/// The filter `tojson` as chat templates know it: no HTML escapes, and Python's arguments.
+pub(super) fn tojson(value: &Value, arguments: Rest<Value>) -> Result<String, Error> {
+    let (placed, named): (&[Value], Kwargs) = from_args(&arguments)?;
+    let argument = |place: usize, name| match placed.get(place) {
+        Some(value) => Ok::<Value, Error>(value.clone()),
+        None => Ok(named.get::<Option<Value>>(name)?.unwrap_or(Value::from(()))),
+    };
+    let ascii = argument(0, "ensure_ascii")?.is_true();
+    let indent = indent_of(&argument(1, "indent")?)?;
+    let separators = argument(2, "separators")?;
+    let sorted = argument(3, "sort_keys")?.is_true();
+    named.assert_all_used()?;
+    let (item, key) = if separators.is_none() {
+        let item = if indent.is_some() { "," } else { ", " };
+        (item.to_owned(), ": ".to_owned())
+    } else {
+        (separators.get_item_by_index(0)?.to_string(), separators.get_item_by_index(1)?.to_string())
+    };
+    let mut out = String::new();
+    dump(&mut out, value, &Style { ascii, indent, item, key, sorted }, 0)?;
+    Ok(out)
+}
+
+/// One step of indentation; `None` for everything in one line.
+fn indent_of(value: &Value) -> Result<Option<String>, Error> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    if let Some(text) = value.as_str() {
+        return Ok(Some(text.to_owned()));
+    }
+    let spaces = usize::try_from(value.clone())?;
+    let width = (spaces <= 64).then(|| " ".repeat(spaces));
+    width.map(Some).ok_or_else(|| invalid("indent is larger than 64"))
+}
+
+fn dump(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    if depth > DEPTH_MAX {
+        return Err(invalid("the value is nested too deeply for JSON"));
+    }
+    match value.kind() {
+        ValueKind::None => out.push_str("null"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number if value.is_integer() => write!(out, "{value}").expect("strings take everything"),
+        ValueKind::Number => out.push_str(&float(f64::try_from(value.clone())?)),
+        ValueKind::String => string(out, value.as_str().unwrap_or_default(), style.ascii),
+        ValueKind::Seq | ValueKind::Iterable => list(out, value, style, depth)?,
+        ValueKind::Map => map(out, value, style, depth)?,
+        // The kinds are another crate's, and it may add some.
+        _ => return Err(invalid("the value has no JSON")),
+    }
+    Ok(())
+}
+
+fn list(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    out.push('[');
+    let mut any = false;
+    for item in value.try_iter()? {
+        separate(out, style, depth + 1, any);
+        any = true;
+        dump(out, &item, style, depth + 1)?;
+    }
+    close(out, style, depth, any, ']');
+    Ok(())
+}
+
+fn map(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    let mut keys: Vec<Value> = value.try_iter()?.collect();
+    if style.sorted {
+        keys.sort();
+    }
+    out.push('{');
+    let any = !keys.is_empty();
+    for (n, key) in keys.into_iter().enumerate() {
+        separate(out, style, depth + 1, n > 0);
+        match key.as_str() {
+            Some(text) => string(out, text, style.ascii),
+            // Python writes other keys as strings of their JSON.
+            None => {
+                out.push('"');
+                dump(out, &key, style, depth + 1)?;
+                out.push('"');
+            }
+        }
+        out.push_str(&style.key);
+        dump(out, &value.get_item(&key)?, style, depth + 1)?;
+    }
+    close(out, style, depth, any, '}');
+    Ok(())
+}
+
+fn separate(out: &mut String, style: &Style, depth: usize, any: bool) {
+    if any {
+        out.push_str(&style.item);
+    }
+    line(out, style, depth);
+}
+
+fn close(out: &mut String, style: &Style, depth: usize, any: bool, bracket: char) {
+    if any {
+        line(out, style, depth);
+    }
+    out.push(bracket);
+}
+
+fn line(out: &mut String, style: &Style, depth: usize) {
+    if let Some(indent) = &style.indent {
+        out.push('\n');
+        (0..depth).for_each(|_| out.push_str(indent));
+    }
+}
+
+/// A string's JSON, which for what is ASCII is the same in Python and in serde.
+fn string(out: &mut String, text: &str, ascii: bool) {
+    let quoted = serde_json::to_string(text).expect("strings have JSON");
+    if !ascii || quoted.is_ascii() {
+        out.push_str(&quoted);
+        return;
+    }
+    for c in quoted.chars() {
+        if c.is_ascii() {
+            out.push(c);
+        } else {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                write!(out, "\\u{unit:04x}").expect("strings take everything");
+            }
+        }
+    }
+}
+
+/// A float as Python's `repr` prints it: the shortest digits, with an exponent below 1e-4 and from 1e16 on.
+fn float(value: f64) -> String {
+    if value.is_nan() {
+        return "NaN".to_owned();
+    }
+    if value.is_infinite() {
+        return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
+    }
+    let scientific = format!("{value:e}");
+    let (digits, exponent) = scientific.split_once('e').expect("floats are printed with an exponent here");
+    let exponent: i32 = exponent.parse().expect("exponents are small integers");
+    if (-4..16).contains(&exponent) {
+        let plain = format!("{value}");
+        return if plain.contains('.') { plain } else { format!("{plain}.0") };
+    }
+    let sign = if exponent < 0 { '-' } else { '+' };
+    format!("{digits}e{sign}{:02}", exponent.abs())
+}
+
+const MONTHS: [&str; 12] = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+];
+
+const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+
+/// `strftime` of a moment in UTC, `now_s` seconds after 1970 began. What it does not know stays as it stands.
+pub(super) fn strftime(format: &str, now_s: u64) -> String {
+    let (days, second) = (now_s / 86_400, now_s % 86_400);
+    let (year, month, day, day_of_year) = civil(days);
+    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
+    let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);
+    let hour_12 = (hour + 11) % 12 + 1;
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        let code = chars.next();
+        // glibc's `-` leaves the padding away.
+        let (code, bare) = if code == Some('-') { (chars.next(), true) } else { (code, false) };
+        let padded = |n: u64, width: usize| if bare { n.to_string() } else { format!("{n:0width$}") };
+        match code {
+            Some('Y') => out.push_str(&year.to_string()),
+            Some('y') => out.push_str(&padded(year % 100, 2)),
+            Some('m') => out.push_str(&padded(month as u64, 2)),
+            Some('d') => out.push_str(&padded(day, 2)),
+            Some('e') => write!(out, "{day:2}").expect("strings take everything"),
+            Some('j') => out.push_str(&padded(day_of_year, 3)),
+            Some('B') => out.push_str(month_name),
+            Some('b' | 'h') => out.push_str(&month_name[..3]),
+            Some('A') => out.push_str(day_name),
+            Some('a') => out.push_str(&day_name[..3]),
+            Some('H') => out.push_str(&padded(hour, 2)),
+            Some('I') => out.push_str(&padded(hour_12, 2)),
+            Some('M') => out.push_str(&padded(minute, 2)),
+            Some('S') => out.push_str(&padded(second, 2)),
+            Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
+            Some('F') => write!(out, "{year}-{month:02}-{day:02}").expect("strings take everything"),
+            Some('T') => write!(out, "{hour:02}:{minute:02}:{second:02}").expect("strings take everything"),
+            Some('Z') => out.push_str("UTC"),
+            Some('%') => out.push('%'),
+            Some(other) => out.extend(['%', other]),
+            None => out.push('%'),
+        }
+    }
+    out
+}
+
+/// Year, month from 1, day from 1 and day of the year from 1, of the day that is `days` after 1970-01-01.
+fn civil(days: u64) -> (u64, usize, u64, u64) {
+    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    // 400 years have 146,097 days; no clock is so far off that walking the years of one such span is long.
+    let (mut year, mut rest) = (1970 + 400 * (days / 146_097), days % 146_097);
+    while rest >= 365 + u64::from(leap(year)) {
+        rest -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let day_of_year = rest + 1;
+    let lengths = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while rest >= lengths[month] {
+        rest -= lengths[month];
+        month += 1;
+    }
+    (year, month + 1, rest + 1, day_of_year)
+}
+
+fn invalid(message: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use minijinja::Environment;
+
+    use super::*;
+
+    /// Expectations are what CPython 3.11 prints for the same expressions.
+    #[test]
+    fn json_is_pythons() {
+        let mut env = Environment::new();
+        env.add_filter("tojson", tojson);
+        let value: Value = serde_json::from_str(
+            r#"{"b": [1, 2.0, 1e16, 1e-5, 0.0001], "a": {"é<&>": "x\u0001\n\"😀"}, "n": null, "e": [], "o": {}}"#,
+        )
+        .unwrap();
+        let cases = [
+            (
+                "v|tojson",
+                r#"{"b": [1, 2.0, 1e+16, 1e-05, 0.0001], "a": {"é<&>": "x\u0001\n\"😀"}, "n": null, "e": [], "o": {}}"#,
+            ),
+            (
+                "v|tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true)",
+                r#"{"a":{"\u00e9<&>":"x\u0001\n\"\ud83d\ude00"},"b":[1,2.0,1e+16,1e-05,0.0001],"e":[],"n":null,"o":{}}"#,
+            ),
+            ("v.a|tojson(indent=2)", "{\n  \"é<&>\": \"x\\u0001\\n\\\"😀\"\n}"),
+            ("[1, {'k': []}]|tojson(indent=4)", "[\n    1,\n    {\n        \"k\": []\n    }\n]"),
+        ];
+        for (expression, expected) in cases {
+            let shown = env.render_str(&format!("{{{{ {expression} }}}}"), minijinja::context! { v => value }).unwrap();
+            assert_eq!(shown, expected, "{expression}");
+        }
+        assert!(env.render_str("{{ missing|tojson }}", ()).is_err());
+    }
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let format = "%Y-%m-%d %H:%M:%S %A %a %B %b %j %y %I %p %-d %e %% %Q";
+        // `date -u -d @SECONDS` with the same format.
+        let leap_day = "2024-02-29 13:05:09 Thursday Thu February Feb 060 24 01 PM 29 29 % %Q";
+        assert_eq!(strftime(format, 1_709_211_909), leap_day);
+        assert_eq!(strftime("%d %b %Y %a %I %p", 0), "01 Jan 1970 Thu 12 AM");
+        assert_eq!(strftime("%F", 4_107_542_399), "2100-02-28");
+        assert_eq!(strftime("%F", 4_107_542_400), "2100-03-01");
+    }
+}

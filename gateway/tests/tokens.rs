@@ -1,0 +1,296 @@
+//! A model's tokens as the gateway has them: out of files, out of an engine, or not at all.
+//!
+//! Owns the promises of `prompt::Tokens` that need sockets, threads or metrics. Leaves which ids are right to the tests
+//! beside the tokenizer.
+
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::http::StatusCode;
+use axum::routing::post;
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::openai::{AskedPrompt, ChatParts};
+use pointsman_gateway::prompt::{AnyWorker, TokenSource, Tokens};
+use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
+use pointsman_gateway::upstream::Upstream;
+use rustls::RootCertStore;
+use serde_json::Value;
+use tokio::time::{sleep, timeout};
+
+/// How long anything may take before a test gives up.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn data(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens").join(name)
+}
+
+fn upstream() -> Upstream {
+    let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(RootCertStore::empty())
+        .with_no_client_auth();
+    Upstream::new(tls, Duration::from_secs(10))
+}
+
+fn settings(source: TokenSourceChoice) -> TokensSettings {
+    TokensSettings { source, engine_timeout_ms: 60_000, parity_check: false, ..TokensSettings::default() }
+}
+
+fn with_files(source: TokenSourceChoice) -> TokensSettings {
+    TokensSettings { tokenizer_file: Some(data("tokenizer.json")), ..settings(source) }
+}
+
+/// A worker that may come later.
+#[derive(Clone, Default)]
+struct Worker(Arc<Mutex<Option<String>>>);
+
+impl Worker {
+    fn at(endpoint: &str) -> Self {
+        Self(Arc::new(Mutex::new(Some(endpoint.to_owned()))))
+    }
+
+    fn any(&self) -> AnyWorker {
+        let endpoint = Arc::clone(&self.0);
+        Arc::new(move || endpoint.lock().unwrap().clone())
+    }
+}
+
+async fn tokens(settings: &TokensSettings, worker: &Worker) -> Tokens {
+    Tokens::start(settings, "m", upstream(), worker.any()).await.unwrap()
+}
+
+/// A worker that answers every question after `/tokenize` alike; its address, and how often it was asked what.
+async fn answering(
+    answer: impl Fn(Value) -> (StatusCode, String) + Clone + Send + Sync + 'static,
+) -> (String, Arc<AtomicUsize>) {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    let handler = move |body: Bytes| {
+        count.fetch_add(1, Ordering::Relaxed);
+        let answer = answer(serde_json::from_slice(&body).unwrap_or_default());
+        async move { answer }
+    };
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.unwrap() });
+    (url, asked)
+}
+
+fn recorder() -> (PrometheusRecorder, PrometheusHandle) {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let handle = recorder.handle();
+    (recorder, handle)
+}
+
+fn chat(messages: &'static str) -> AskedPrompt {
+    let messages = Bytes::from_static(messages.as_bytes());
+    AskedPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
+}
+
+fn text(text: &str) -> AskedPrompt {
+    AskedPrompt::Text(text.to_owned())
+}
+
+const HELLO: &str = r#"[{"role":"user","content":"Hello"}]"#;
+
+#[tokio::test]
+async fn the_files_give_tokens_and_each_prompt_is_counted() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let tokens = tokens(&with_files(TokenSourceChoice::Auto), &Worker::default()).await;
+    assert_eq!(tokens.source(), TokenSource::Local);
+    let ids = tokens.of(&AskedPrompt::Tokens(vec![1, 2, 3]), "m").await;
+    assert_eq!((&*ids.ids, ids.source), (&[1, 2, 3][..], TokenSource::Request));
+    let chat_ids = tokens.of(&chat(HELLO), "m").await;
+    let text_ids = tokens.of(&text("Hello"), "m").await;
+    assert_eq!((chat_ids.source, text_ids.source), (TokenSource::Local, TokenSource::Local));
+    assert!(chat_ids.ids.len() > text_ids.ids.len() && text_ids.ids.len() > 1);
+    let image = chat(r#"[{"role":"user","content":[{"type":"input_audio","input_audio":{}}]}]"#);
+    let none = tokens.of(&image, "m").await;
+    assert_eq!((none.ids.len(), none.source), (0, TokenSource::None));
+    tokens.of(&AskedPrompt::Opaque("embeds"), "m").await;
+    let page = page.render();
+    let lines = [
+        r#"pointsman_gateway_tokens_source{model="m",source="local"} 1"#,
+        r#"pointsman_gateway_tokens_source{model="m",source="none"} 0"#,
+        r#"pointsman_gateway_tokens_total{model="m",source="request",reason=""} 1"#,
+        r#"pointsman_gateway_tokens_total{model="m",source="local",reason=""} 2"#,
+        r#"pointsman_gateway_tokens_total{model="m",source="none",reason="multimodal"} 1"#,
+        r#"pointsman_gateway_tokens_total{model="m",source="none",reason="embeds"} 1"#,
+        "# HELP pointsman_gateway_tokenize_seconds ",
+    ];
+    for line in lines {
+        assert!(page.contains(line), "{line}\n{page}");
+    }
+}
+
+#[tokio::test]
+async fn without_a_source_prompts_have_no_tokens() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let tokens = tokens(&with_files(TokenSourceChoice::None), &Worker::default()).await;
+    assert_eq!(tokens.source(), TokenSource::None);
+    assert_eq!(tokens.of(&chat(HELLO), "m").await.source, TokenSource::None);
+    let page = page.render();
+    assert!(page.contains(r#"pointsman_gateway_tokens_source{model="m",source="none"} 1"#), "{page}");
+    assert!(page.contains(r#"pointsman_gateway_tokens_total{model="m",source="none",reason="off"} 1"#), "{page}");
+}
+
+#[tokio::test]
+async fn unusable_files_are_named() {
+    let start = async |settings: TokensSettings| {
+        let started = Tokens::start(&settings, "m", upstream(), Worker::default().any()).await;
+        started.err().expect("it cannot start").to_string()
+    };
+    let file = |name: &str| TokensSettings { tokenizer_file: Some(data(name)), ..settings(TokenSourceChoice::Local) };
+    assert!(start(settings(TokenSourceChoice::Local)).await.contains("tokenizer_file"));
+    assert!(start(file("missing.json")).await.contains("missing.json cannot be read"));
+    assert!(start(file("expected.json")).await.contains("expected.json is no tokenizer"));
+    let template = TokensSettings { chat_template_file: Some(data("expected.json")), ..file("tokenizer.json") };
+    assert!(start(template).await.contains("no chat_template"));
+}
+
+#[tokio::test]
+async fn an_engine_is_asked_in_its_own_words() {
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&asked);
+    let (url, _) = answering(move |question| {
+        heard.lock().unwrap().push(question);
+        (StatusCode::OK, r#"{"count": 2, "tokens": [7, 9], "token_strs": null}"#.to_owned())
+    })
+    .await;
+    let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
+    let ids = tokens.of(&text("Hello"), "an alias").await;
+    assert_eq!((&*ids.ids, ids.source), (&[7, 9][..], TokenSource::Engine));
+    let parts = ChatParts {
+        messages: Bytes::from_static(HELLO.as_bytes()),
+        tools: Some(Bytes::from_static(b"[]")),
+        template_kwargs: Some(Bytes::from_static(br#"{"a":1}"#)),
+        add_generation_prompt: Some(false),
+        continue_final_message: Some(true),
+        ..ChatParts::default()
+    };
+    assert_eq!(tokens.of(&AskedPrompt::Chat(Box::new(parts)), "m").await.source, TokenSource::Engine);
+    let expected = serde_json::json!([
+        { "model": "m", "prompt": "Hello" },
+        {
+            "model": "m", "messages": [{ "role": "user", "content": "Hello" }], "tools": [],
+            "chat_template_kwargs": { "a": 1 }, "add_generation_prompt": false, "continue_final_message": true,
+        },
+    ]);
+    assert_eq!(Value::from(asked.lock().unwrap().clone()), expected);
+}
+
+#[tokio::test]
+async fn the_mock_engine_gives_tokens() {
+    let engine = MockEngine::start(MockConfig::default()).await.unwrap();
+    let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&engine.url())).await;
+    assert_eq!(tokens.source(), TokenSource::None);
+    for prompt in [text("What is a block?"), chat(HELLO)] {
+        let ids = tokens.of(&prompt, "m").await;
+        assert_eq!(ids.source, TokenSource::Engine);
+        assert!(!ids.ids.is_empty());
+    }
+    assert_eq!(tokens.source(), TokenSource::Engine);
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn an_engine_that_comes_later_is_found() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let worker = Worker::default();
+    let tokens = tokens(&settings(TokenSourceChoice::Auto), &worker).await;
+    assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::None);
+    let (url, _) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
+    *worker.0.lock().unwrap() = Some(url);
+    assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::Engine);
+    let page = page.render();
+    assert!(page.contains(r#"pointsman_gateway_tokens_source{model="m",source="engine"} 1"#), "{page}");
+    assert!(page.contains(r#"pointsman_gateway_tokens_total{model="m",source="none",reason="no_worker"} 1"#), "{page}");
+}
+
+#[tokio::test]
+async fn an_engine_that_fails_is_left_alone() {
+    let long = format!(r#"{{"tokens":[{}1]}}"#, "1,".repeat(1 << 20));
+    let failures = [
+        (StatusCode::NOT_FOUND, String::new()),
+        (StatusCode::OK, "[1, 2]".to_owned()),
+        (StatusCode::OK, r#"{"tokens":[-1]}"#.to_owned()),
+        (StatusCode::OK, long),
+    ];
+    for answer in failures {
+        let shown = format!("{:.40}", answer.1);
+        let (url, asked) = answering(move |_| answer.clone()).await;
+        let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
+        for _ in 0..8 {
+            assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::None, "{shown}");
+        }
+        assert_eq!(asked.load(Ordering::Relaxed), 5, "{shown}");
+        // Chats are another matter, for some engines tokenise texts alone.
+        tokens.of(&chat(HELLO), "m").await;
+        assert_eq!(asked.load(Ordering::Relaxed), 6, "{shown}");
+    }
+}
+
+#[tokio::test]
+async fn parity_with_an_engine_is_counted() {
+    let cases = [("[1, 2, 3]", "different"), ("{}", "unanswered")];
+    for (answer, result) in cases {
+        let (recorder, page) = recorder();
+        let _recording = metrics::set_default_local_recorder(&recorder);
+        let answer = answer.to_owned();
+        let answer = move |_| (StatusCode::OK, format!(r#"{{"tokens":{answer}}}"#));
+        let (url, _) = answering(answer).await;
+        let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
+        let _tokens = tokens(&settings, &Worker::at(&url)).await;
+        await_line(&page, &format!(r#"pointsman_gateway_tokens_parity_total{{model="m",result="{result}"}} 3"#)).await;
+    }
+}
+
+#[tokio::test]
+async fn parity_with_an_engine_that_has_the_same_files_is_equal() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let theirs = Arc::new(tokens(&with_files(TokenSourceChoice::Local), &Worker::default()).await);
+    let handler = move |body: Bytes| {
+        let theirs = Arc::clone(&theirs);
+        async move {
+            let question: Value = serde_json::from_slice(&body).unwrap();
+            let prompt = match question["prompt"].as_str() {
+                Some(prompt) => text(prompt),
+                None => {
+                    let messages = Bytes::from(question["messages"].to_string());
+                    AskedPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
+                }
+            };
+            let ids = theirs.of(&prompt, "m").await;
+            serde_json::json!({ "tokens": ids.ids }).to_string()
+        }
+    };
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.unwrap() });
+    // The worker is there only after the start.
+    let worker = Worker::default();
+    let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
+    let _tokens = tokens(&settings, &worker).await;
+    *worker.0.lock().unwrap() = Some(url);
+    await_line(&page, r#"pointsman_gateway_tokens_parity_total{model="m",result="equal"} 3"#).await;
+}
+
+async fn await_line(page: &PrometheusHandle, line: &str) {
+    let shows = async {
+        while !page.render().contains(line) {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, shows).await.unwrap_or_else(|_| panic!("{line}\n{}", page.render()));
+}
