@@ -83,6 +83,12 @@ async fn answering(
     (url, asked)
 }
 
+/// A prompt's tokens, and where they came from; asked by an alias.
+async fn had(tokens: &Tokens, prompt: AskedPrompt) -> (Vec<u32>, TokenSource) {
+    let had = tokens.of(&prompt, "an alias").await;
+    (had.ids.into_owned(), had.source)
+}
+
 fn recorder() -> (PrometheusRecorder, PrometheusHandle) {
     let recorder = PrometheusBuilder::new().build_recorder();
     let handle = recorder.handle();
@@ -106,15 +112,13 @@ async fn the_files_give_tokens_and_each_prompt_is_counted() {
     let _recording = metrics::set_default_local_recorder(&recorder);
     let tokens = tokens(&with_files(TokenSourceChoice::Auto), &Worker::default()).await;
     assert_eq!(tokens.source(), TokenSource::Local);
-    let ids = tokens.of(&AskedPrompt::Tokens(vec![1, 2, 3]), "m").await;
-    assert_eq!((&*ids.ids, ids.source), (&[1, 2, 3][..], TokenSource::Request));
-    let chat_ids = tokens.of(&chat(HELLO), "m").await;
-    let text_ids = tokens.of(&text("Hello"), "m").await;
-    assert_eq!((chat_ids.source, text_ids.source), (TokenSource::Local, TokenSource::Local));
-    assert!(chat_ids.ids.len() > text_ids.ids.len() && text_ids.ids.len() > 1);
+    assert_eq!(had(&tokens, AskedPrompt::Tokens(vec![1, 2, 3])).await, (vec![1, 2, 3], TokenSource::Request));
+    let (chat_ids, of_chat) = had(&tokens, chat(HELLO)).await;
+    let (text_ids, of_text) = had(&tokens, text("Hello")).await;
+    assert_eq!((of_chat, of_text), (TokenSource::Local, TokenSource::Local));
+    assert!(chat_ids.len() > text_ids.len() && text_ids.len() > 1);
     let image = chat(r#"[{"role":"user","content":[{"type":"input_audio","input_audio":{}}]}]"#);
-    let none = tokens.of(&image, "m").await;
-    assert_eq!((none.ids.len(), none.source), (0, TokenSource::None));
+    assert_eq!(had(&tokens, image).await, (Vec::new(), TokenSource::None));
     tokens.of(&AskedPrompt::Opaque("embeds"), "m").await;
     let page = page.render();
     let lines = [
@@ -167,8 +171,7 @@ async fn an_engine_is_asked_in_its_own_words() {
     })
     .await;
     let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
-    let ids = tokens.of(&text("Hello"), "an alias").await;
-    assert_eq!((&*ids.ids, ids.source), (&[7, 9][..], TokenSource::Engine));
+    assert_eq!(had(&tokens, text("Hello")).await, (vec![7, 9], TokenSource::Engine));
     let parts = ChatParts {
         messages: Bytes::from_static(HELLO.as_bytes()),
         tools: Some(Bytes::from_static(b"[]")),

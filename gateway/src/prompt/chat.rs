@@ -192,6 +192,9 @@ fn tool_call(call: &Value) -> Result<Value, NoTokens> {
 /// A tool, its fields in the order and with the gaps that the engine's own types give it.
 fn tool(tool: &Value) -> Result<Value, NoTokens> {
     let function = tool.get_attr("function").map_err(|_| NoTokens::Malformed)?;
+    if tool.kind() != ValueKind::Map {
+        return Err(NoTokens::Malformed);
+    }
     if function.kind() != ValueKind::Map {
         // Not a function, or flat as in another API: as it came.
         return Ok(tool.clone());

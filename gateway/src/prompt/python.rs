@@ -5,7 +5,7 @@
 
 use std::fmt::Write as _;
 
-use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
+use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
 /// Nested values that `tojson` follows: JSON that came in is no deeper, and a template's own is not either.
@@ -21,7 +21,8 @@ struct Style {
 }
 
 /// The filter `tojson` as chat templates know it: no HTML escapes, and Python's arguments.
-pub(super) fn tojson(value: &Value, arguments: Rest<Value>) -> Result<String, Error> {
+pub(super) fn tojson(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Error> {
+    let arguments = arguments.into_values();
     let (placed, named): (&[Value], Kwargs) = from_args(&arguments)?;
     let argument = |place: usize, name| match placed.get(place) {
         Some(value) => Ok::<Value, Error>(value.clone()),
@@ -282,7 +283,8 @@ mod tests {
             ("[1, {'k': []}]|tojson(indent=4)", "[\n    1,\n    {\n        \"k\": []\n    }\n]"),
         ];
         for (expression, expected) in cases {
-            let shown = env.render_str(&format!("{{{{ {expression} }}}}"), minijinja::context! { v => value }).unwrap();
+            let shown =
+                env.render_str(&format!("{{{{ {expression} }}}}"), minijinja::context! { v => value.clone() }).unwrap();
             assert_eq!(shown, expected, "{expression}");
         }
         assert!(env.render_str("{{ missing|tojson }}", ()).is_err());
