@@ -33,7 +33,7 @@ fn data(name: &str) -> PathBuf {
 fn upstream() -> Upstream {
     let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .unwrap()
+        .expect("ring speaks TLS 1.2 and 1.3")
         .with_root_certificates(RootCertStore::empty())
         .with_no_client_auth();
     Upstream::new(tls, Duration::from_secs(10))
@@ -58,12 +58,12 @@ impl Worker {
 
     fn any(&self) -> AnyWorker {
         let endpoint = Arc::clone(&self.0);
-        Arc::new(move || endpoint.lock().unwrap().clone())
+        Arc::new(move || endpoint.lock().expect("no test panics with it").clone())
     }
 }
 
 async fn tokens(settings: &TokensSettings, worker: &Worker) -> Tokens {
-    Tokens::start(settings, "m", upstream(), worker.any()).await.unwrap()
+    Tokens::start(settings, "m", upstream(), worker.any()).await.expect("the files can be used")
 }
 
 /// A worker that answers every question after `/tokenize` alike; its address, and how often it was asked what.
@@ -77,9 +77,9 @@ async fn answering(
         let answer = answer(serde_json::from_slice(&body).unwrap_or_default());
         async move { answer }
     };
-    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.unwrap() });
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("loopback has a free port");
+    let url = format!("http://{}", listener.local_addr().expect("it listens"));
+    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await });
     (url, asked)
 }
 
