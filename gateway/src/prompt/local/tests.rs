@@ -69,7 +69,7 @@ impl ChatCase {
             template_kwargs: Some(bytes(&self.kwargs)),
             add_generation_prompt: Some(self.add_generation_prompt),
             continue_final_message: Some(self.continue_final_message),
-            has_own_template: false,
+            ..ChatParts::default()
         }
     }
 }
