@@ -78,7 +78,7 @@ fn broken_rules_name_the_worker() {
     );
     assert_eq!(
         toml("[[workers]]\nurl = \"grpc://e\"\n"),
-        "workers[0]: url \"grpc://e\" is refused: its scheme is \"grpc\", must be http"
+        "workers[0]: url \"grpc://e\" is refused: its scheme is \"grpc\", must be http or https"
     );
     let id = derived_id("http://e");
     assert_eq!(
