@@ -79,6 +79,10 @@ fn documented() -> BTreeMap<String, [String; 4]> {
     let rows = rows.map(|row| row.split(" | ").map(str::to_owned).collect::<Vec<_>>());
     rows.filter_map(|cells| {
         let [name, cells @ ..] = &cells[..] else { return None };
+        // The gateway's own tests hold its rows.
+        if name.starts_with("gateway_") {
+            return None;
+        }
         Some((format!("pointsman_{}", name.trim_end_matches('`')), cells.to_vec().try_into().ok()?))
     })
     .collect()

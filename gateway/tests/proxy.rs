@@ -265,3 +265,73 @@ async fn ranks_are_named_where_there_are_several() {
     ranks.sort_unstable();
     assert_eq!(ranks, [Some("0"), Some("1")]);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn names_are_the_worker_s_own_when_they_get_there() {
+    let scripted = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
+    settings.models[0].aliases = vec!["alias".to_owned()];
+    settings.models[0].upstream_name = Some("org/base".to_owned());
+    settings.models[0].workers[0].config.lora_adapters = ["tuned".to_owned()].into();
+    let gateway = gateway(settings).await;
+    for (asked, sent) in [("mock", "org/base"), ("alias", "org/base"), ("tuned", "tuned")] {
+        let body = format!("{{\"messages\":[],  \"model\" : \"{asked}\"}}");
+        let answer = request(gateway.address(), "POST", CHAT, "", body.as_bytes()).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        let got = scripted.requests().pop().expect("it was asked");
+        assert_eq!(got.text(), body.replace(asked, sent));
+    }
+    // An adapter that comes later is known as soon as its worker says so.
+    let router = gateway.router("mock").expect("it is served").clone();
+    let entry = router.workers()[0].clone();
+    let mut config = entry.config;
+    config.lora_adapters.insert("new".to_owned());
+    router.upsert_worker(entry.worker, config).await.expect("it is up");
+    let answer = post(&gateway, CHAT, &chat("new", false)).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    // Without a name the only model is meant, and the worker is told nothing.
+    let nameless = request(gateway.address(), "POST", CHAT, "", br#"{"messages":[]}"#).await;
+    assert_eq!(nameless.status, 200, "{nameless:?}");
+    assert_eq!(scripted.requests().pop().expect("it was asked").text(), r#"{"messages":[]}"#);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tenants_show_a_key_and_get_a_salt_of_their_own() {
+    let scripted = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let directory = std::env::temp_dir().join(format!("pointsman-proxy-tenants-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).expect("a directory for the test's files");
+    let file = |name: &str, content: &str| {
+        let path = directory.join(name);
+        std::fs::write(&path, content).expect("it can be written");
+        path
+    };
+    let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
+    settings.gateway.salt_secret_file = Some(file("salt", "0123456789abcdef"));
+    settings.gateway.worker_api_key_file = Some(file("worker", "worker-key-01234"));
+    settings.tenants = ["a", "b"]
+        .map(|name| pointsman_gateway::settings::TenantSettings {
+            name: name.to_owned(),
+            keys_file: file(name, &format!("key-of-{name}-0123456789\n")),
+            policy_class: None,
+            strict_priority_max: 0,
+        })
+        .into();
+    let gateway = gateway(settings).await;
+    let ask = async |headers: &str, body: &str| {
+        let answer = request(gateway.address(), "POST", CHAT, headers, body.as_bytes()).await;
+        (answer.status == 200).then(|| scripted.requests().pop().expect("it was asked")).ok_or(answer)
+    };
+    let body = r#"{"model":"mock","messages":[],"cache_salt":"own"}"#;
+    let refused = ask("", body).await.expect_err("nobody is not allowed");
+    assert_eq!((refused.status, refused.code().as_str()), (401, "invalid_api_key"));
+    assert_eq!(get(&gateway, "/v1/models").await.status, 401);
+    let a = ask("authorization: Bearer key-of-a-0123456789\r\n", body).await.expect("a may ask");
+    let b = ask("authorization: Bearer key-of-b-0123456789\r\n", body).await.expect("b may ask");
+    let salt = |got: &proxy_support::Got| {
+        let body: serde_json::Value = serde_json::from_str(got.text()).expect("JSON");
+        body["cache_salt"].as_str().expect("a salt").to_owned()
+    };
+    assert!(salt(&a) != salt(&b) && salt(&a) != "own" && salt(&a).len() == 32, "{a:?} {b:?}");
+    assert_eq!(a.header("authorization"), Some("Bearer worker-key-01234"));
+    std::fs::remove_dir_all(&directory).expect("the test's files are there");
+}

@@ -11,7 +11,6 @@ use std::time::Duration;
 use ahash::AHashMap;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
-use pointsman::protocol::WorkerId;
 use pointsman::{Router, WorkerEntry};
 
 use super::metrics::ModelMeters;
@@ -175,11 +174,5 @@ impl Model {
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         Ok(Self { settings: settings.clone(), router, tokens, meters })
-    }
-
-    /// How many ranks a worker has.
-    pub(crate) fn ranks_of(&self, worker: WorkerId) -> usize {
-        let workers = self.router.workers();
-        workers.iter().find(|entry| entry.worker == worker).map_or(1, |entry| entry.ranks.len())
     }
 }

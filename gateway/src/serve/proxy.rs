@@ -14,9 +14,10 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::header::{AUTHORIZATION, HeaderName};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderName};
 use axum::http::{HeaderMap, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
+use pointsman::answer::AnswerKind;
 use pointsman::{Prompt, RouteRequest};
 use tokio::time::Instant;
 
@@ -95,12 +96,15 @@ async fn pass(
 
 /// The answer of a worker that has begun to give one.
 fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -> Response<Body> {
-    let Begin { placement, head, body } = begin;
+    let Begin { placement, head, body, output_tokens } = begin;
     account.first_byte();
     account.answered(head.status);
     tracing::debug!(?request_id, rank = %placement.rank(), status = head.status.as_u16(), "answered");
     let headers = to_client(&head.headers, request_id);
-    let mut response = Response::new(Body::new(Answer::new(app, account, body, placement)));
+    let content_type = head.headers.get(CONTENT_TYPE);
+    let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
+    let answer = Answer::new(app, account, placement, body, kind, output_tokens);
+    let mut response = Response::new(Body::new(answer));
     (*response.status_mut(), *response.headers_mut()) = (head.status, headers);
     response
 }

@@ -12,8 +12,10 @@ use std::time::Duration;
 use axum::body::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use pointsman::Placement;
+use pointsman::answer::AnswerKind;
 use pointsman::health::Outcome;
+use pointsman::protocol::WorkerRank;
+use pointsman::{PlacedBody, Placement};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::serve::App;
@@ -77,8 +79,9 @@ impl Body for Begun {
 pub(super) struct Answer {
     app: Arc<App>,
     account: Account,
-    body: Begun,
-    placement: Option<Placement>,
+    /// Absent once it was cut off: the booking and the worker's connection have ended then.
+    body: Option<PlacedBody<Begun>>,
+    rank: WorkerRank,
     idle_max: Duration,
     /// Since when the worker has been silent; absent while it is not, or while nobody listens.
     silent_since: Option<Instant>,
@@ -86,37 +89,41 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    pub(super) fn new(app: &Arc<App>, account: Account, body: Begun, placement: Placement) -> Self {
-        placement.prefill_completed();
+    /// `output_tokens` are expected of it.
+    pub(super) fn new(
+        app: &Arc<App>,
+        account: Account,
+        placement: Placement,
+        body: Begun,
+        kind: AnswerKind,
+        output_tokens: Option<u32>,
+    ) -> Self {
+        let (app, rank) = (Arc::clone(app), placement.rank());
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
-        let (app, placement) = (Arc::clone(app), Some(placement));
-        let mut answer = Self { app, account, body, placement, idle_max, silent_since: None, alarm: None };
+        let body = placement.wrap_body(body, kind);
+        let body = Some(match output_tokens {
+            Some(tokens) => body.expecting(tokens),
+            None => body,
+        });
+        let mut answer = Self { app, account, body, rank, idle_max, silent_since: None, alarm: None };
         answer.look_for_the_end();
         answer
     }
 
     /// Bodies of a length that is known are not asked for more after their last byte.
     fn look_for_the_end(&mut self) {
-        if self.body.is_end_stream() {
-            self.end();
+        if self.body.as_ref().is_some_and(Body::is_end_stream) {
+            self.account.complete();
         }
     }
 
-    fn end(&mut self) {
-        if let Some(placement) = self.placement.take() {
-            placement.outcome(Outcome::Ok);
-        }
-        self.account.complete();
-    }
-
-    fn cut(&mut self, why: StreamBreak, outcome: Outcome, shown: &Cut) {
-        let Some(placement) = self.placement.take() else { return };
-        placement.outcome(outcome);
+    fn cut(&mut self, why: StreamBreak, cut: Cut) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        self.body = None;
         self.account.broke(why);
         if let Some(unsaid) = self.app.broken_streams.may_say(Instant::now()) {
-            let (rank, endpoint) = (placement.rank(), placement.endpoint());
-            tracing::warn!(%rank, endpoint, reason = why.name(), unsaid, "an answer was cut off: {shown}");
+            tracing::warn!(rank = %self.rank, reason = why.name(), unsaid, "an answer was cut off: {cut}");
         }
+        Poll::Ready(Some(Err(cut)))
     }
 
     /// Comes back when the worker has been silent for too long.
@@ -140,35 +147,35 @@ impl Body for Answer {
     type Error = Cut;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        match Pin::new(&mut self.body).poll_frame(context) {
+        let Some(body) = &mut self.body else { return Poll::Ready(None) };
+        match Pin::new(body).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.silent_since = None;
                 self.look_for_the_end();
                 Poll::Ready(Some(Ok(frame)))
             }
-            Poll::Ready(Some(Err(error))) => {
-                let cut = Cut::Broken(error);
-                self.cut(StreamBreak::Broken, Outcome::Reset, &cut);
-                Poll::Ready(Some(Err(cut)))
-            }
+            Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error)),
             Poll::Ready(None) => {
-                self.end();
+                self.account.complete();
                 Poll::Ready(None)
             }
             Poll::Pending => {
                 ready!(self.poll_silence(context));
+                // The body would say that the connection broke.
+                if let Some(placement) = self.body.as_ref().and_then(PlacedBody::placement) {
+                    placement.outcome(Outcome::Timeout);
+                }
                 let cut = Cut::Idle(self.idle_max);
-                self.cut(StreamBreak::Idle, Outcome::Timeout, &cut);
-                Poll::Ready(Some(Err(cut)))
+                self.cut(StreamBreak::Idle, cut)
             }
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.body.as_ref().is_some_and(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.body.as_ref().map_or_else(SizeHint::new, Body::size_hint)
     }
 }

@@ -44,6 +44,8 @@ pub(super) struct Begin {
     pub(super) placement: Placement,
     pub(super) head: axum::http::response::Parts,
     pub(super) body: Begun,
+    /// As much as the client allows.
+    pub(super) output_tokens: Option<u32>,
 }
 
 /// Why a try came to nothing.
@@ -117,7 +119,10 @@ impl Errand<'_> {
                 self.model.meters.retried(reason);
             }
             let failure = match self.attempt(account, &placement).await {
-                Ok((head, body)) => return Ok(Begin { placement, head, body }),
+                Ok((head, body)) => {
+                    let output_tokens = request.expected_output_tokens;
+                    return Ok(Begin { placement, head, body, output_tokens });
+                }
                 Err(failure) => failure,
             };
             placement.outcome(failure.outcome());
@@ -173,8 +178,7 @@ impl Errand<'_> {
         let address = || UpstreamError::Address(endpoint.to_owned());
         let url = [endpoint.trim_end_matches('/'), self.endpoint.path()].concat();
         let url = Uri::try_from(url).map_err(|_| address())?;
-        let rank = placement.rank();
-        let rank = (self.model.ranks_of(rank.worker) > 1).then_some(rank.rank);
+        let rank = (placement.worker_ranks() > 1).then_some(placement.rank().rank);
         let mut request = Request::new(Full::new(self.body.clone()));
         *request.method_mut() = axum::http::Method::POST;
         *request.uri_mut() = url;

@@ -1,0 +1,35 @@
+//! `docs/metrics.md` says of the gateway's metrics what the code does, no more and no less.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use pointsman_gateway::serve::metrics::{ALL, Metric};
+
+fn row(metric: &Metric) -> String {
+    let labels: Vec<String> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
+    let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
+    let Metric { name, help, .. } = metric;
+    format!("| `{name}` | {} | {} | {labels} | {help} |", metric.kind.name(), metric.unit())
+}
+
+#[test]
+fn every_metric_of_the_gateway_has_its_row_and_every_row_its_metric() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let rows = page.lines().filter(|line| line.starts_with("| `pointsman_gateway_"));
+    let documented: BTreeSet<String> = rows.map(str::to_owned).collect();
+    let known: BTreeSet<String> = ALL.iter().map(row).collect();
+    let (missing, unknown): (Vec<_>, Vec<_>) =
+        (known.difference(&documented).collect(), documented.difference(&known).collect());
+    assert!(missing.is_empty() && unknown.is_empty(), "missing: {missing:#?}\nunknown: {unknown:#?}");
+}
+
+#[test]
+fn names_say_kind_and_unit() {
+    for Metric { name, kind, help, .. } in ALL {
+        assert_eq!(name.ends_with("_total"), kind.name() == "counter", "{name}");
+        assert!(kind.name() != "histogram" || name.ends_with("_seconds"), "{name}");
+        assert!(help.ends_with('.'), "{name}");
+    }
+    assert_eq!(ALL.iter().map(|metric| metric.name).collect::<BTreeSet<_>>().len(), ALL.len());
+}
