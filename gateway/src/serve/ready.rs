@@ -14,16 +14,12 @@ use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
-use pointsman::health::HealthState;
 use pointsman::ingest::Trust;
 use serde::{Deserialize, Serialize};
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use super::App;
 use super::models::Model;
-
-/// How long a router may take to say how its ranks are.
-const ROUTER_WAIT: Duration = Duration::from_secs(1);
 
 /// What the gateway itself contributes to being ready.
 pub(crate) struct Readiness {
@@ -55,9 +51,9 @@ impl Readiness {
 /// What there is to know of one model's ranks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Ranks {
-    /// Whether the router answers.
+    /// Whether the router takes requests.
     router_up: bool,
-    /// Those that may serve.
+    /// Those that can serve.
     eligible: usize,
     /// Those whose cache contents are not known, yet or any more.
     unknown: usize,
@@ -91,7 +87,7 @@ fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verd
 fn why_not(ranks: Ranks, warm_up_over: bool) -> Option<String> {
     let Ranks { router_up, eligible, unknown } = ranks;
     if !router_up {
-        Some("its router does not answer".to_owned())
+        Some("its router is down".to_owned())
     } else if eligible == 0 {
         Some("no rank can serve".to_owned())
     } else if unknown > 0 && !warm_up_over {
@@ -102,18 +98,12 @@ fn why_not(ranks: Ranks, warm_up_over: bool) -> Option<String> {
 }
 
 /// The facts about one model, from its router.
-async fn ranks_of(model: &Model) -> Ranks {
-    let router = &model.router;
-    let Ok(Ok(health)) = timeout(ROUTER_WAIT, router.rank_health()).await else { return Ranks::default() };
-    let workers = router.workers();
-    let serving = |rank| workers.iter().any(|entry| !entry.draining && entry.ranks.contains(rank));
-    let eligible = health.iter().filter(|health| match health.state {
-        HealthState::Healthy | HealthState::Suspected => serving(&health.rank),
-        HealthState::Ejected { .. } => false,
-    });
-    let mut unknown = router.health().cold;
-    unknown.extend(router.kv_sources().iter().filter(|source| source.trust != Trust::Live).map(|source| source.rank));
-    Ranks { router_up: true, eligible: eligible.count(), unknown: unknown.len() }
+fn ranks_of(model: &Model) -> Ranks {
+    let health = model.router.health();
+    let mut unknown = health.cold;
+    let sources = model.router.kv_sources().into_iter();
+    unknown.extend(sources.filter(|source| source.trust != Trust::Live).map(|source| source.rank));
+    Ranks { router_up: health.state.is_ok(), eligible: model.router.eligible_ranks(), unknown: unknown.len() }
 }
 
 /// `/live` and `/ready`, and `/metrics` where it is wanted.
@@ -141,10 +131,7 @@ async fn ready(State(app): State<Arc<App>>, Query(asked): Query<Asked>) -> Respo
             }
         },
     }
-    let mut ranks = Vec::with_capacity(models.len());
-    for model in models {
-        ranks.push((model.settings.name.as_str(), ranks_of(model).await));
-    }
+    let ranks: Vec<_> = models.into_iter().map(|model| (model.settings.name.as_str(), ranks_of(model))).collect();
     let verdict = verdict(app.readiness.is_draining(), app.readiness.is_warm_up_over(), &ranks);
     let status = if verdict.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(verdict)).into_response()
@@ -176,7 +163,7 @@ mod tests {
                 false,
                 true,
                 &[("a", none), ("b", down)],
-                &["model \"a\": no rank can serve", "model \"b\": its router does not answer"],
+                &["model \"a\": no rank can serve", "model \"b\": its router is down"],
             ),
             (false, true, &[], &["no model is served"]),
             (true, true, &[("a", good)], &["the gateway is about to end"]),

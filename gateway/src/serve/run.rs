@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio::time::sleep;
 
 use super::telemetry::{Metrics, parse_level, start_log};
-use super::{Drained, Gateway, GatewayError};
+use super::{Drained, Gateway};
 use crate::settings::Settings;
 
 /// What was given cannot be used.
@@ -67,10 +67,7 @@ pub fn run(settings: Settings) -> ExitCode {
     drop(Metrics::install());
     let log = start_log(level, settings.gateway.log_format);
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
-    let ended = runtime.block_on(async {
-        let signals = signals().map_err(|error| format!("signals cannot be heard: {error}"))?;
-        run_until(settings, signals).await.map_err(|error| error.to_string())
-    });
+    let ended = runtime.block_on(started(settings));
     // Nobody waits for a tokenizer's thread.
     runtime.shutdown_background();
     // What could not be written in time has no reader.
@@ -82,23 +79,27 @@ pub fn run(settings: Settings) -> ExitCode {
     }
 }
 
-/// Runs a gateway until the first of `signals` has drained it, or the second one ends it at once.
-///
-/// # Errors
-/// When it cannot start.
-pub async fn run_until(settings: Settings, mut signals: mpsc::Receiver<Signal>) -> Result<Ended, GatewayError> {
-    let drain_delay = Duration::from_millis(settings.gateway.drain_delay_ms);
-    let drain_timeout = Duration::from_millis(settings.gateway.drain_timeout_ms);
+/// Starts and runs a gateway, and says why it cannot.
+async fn started(settings: Settings) -> Result<Ended, String> {
+    let mut signals = signals().map_err(|error| format!("signals cannot be heard: {error}"))?;
     let gateway = tokio::select! {
         biased;
         // Nothing has been accepted yet.
         Some(_) = signals.recv() => return Ok(Ended::Drained(Drained { broken: 0 })),
-        started = Gateway::start(settings) => started?,
+        gateway = Gateway::start(settings) => gateway.map_err(|error| error.to_string())?,
     };
     tracing::info!(address = %gateway.address(), version = env!("CARGO_PKG_VERSION"), "listening");
+    Ok(run_until(gateway, signals).await)
+}
+
+/// Runs a gateway until the first of `signals` has drained it, or the second one ends it at once.
+pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) -> Ended {
+    let settings = &gateway.app.settings.gateway;
+    let drain_delay = Duration::from_millis(settings.drain_delay_ms);
+    let drain_timeout = Duration::from_millis(settings.drain_timeout_ms);
     let Some(signal) = signals.recv().await else {
         // Whoever sends signals has gone, and nobody could end it any more.
-        return Ok(Ended::Drained(gateway.shutdown(drain_timeout).await));
+        return Ended::Drained(gateway.shutdown(drain_timeout).await);
     };
     tracing::info!(?signal, "ending: no longer ready");
     gateway.begin_drain();
@@ -111,14 +112,14 @@ pub async fn run_until(settings: Settings, mut signals: mpsc::Receiver<Signal>) 
         biased;
         Some(signal) = signals.recv() => {
             tracing::warn!(?signal, "ending at once");
-            Ok(Ended::AtOnce(signal))
+            Ended::AtOnce(signal)
         }
         drained = drained => {
             match drained.broken {
                 0 => tracing::info!("ended: nothing was in flight any more"),
                 broken => tracing::warn!(broken, "ended: connections were still busy after drain_timeout_ms, and were broken"),
             }
-            Ok(Ended::Drained(drained))
+            Ended::Drained(drained)
         }
     }
 }

@@ -214,3 +214,52 @@ async fn a_handshake_that_does_not_come_is_cut() {
     let listener = start(quick, &Arc::default()).await;
     assert_eq!(rest(&mut connect(&listener).await).await, "");
 }
+
+/// A body that says `begun`, and ends once `go` is told.
+struct Open {
+    has_begun: bool,
+    end: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl http_body::Body for Open {
+    type Data = axum::body::Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<http_body::Frame<Self::Data>, Infallible>>> {
+        if !std::mem::replace(&mut self.has_begun, true) {
+            return std::task::Poll::Ready(Some(Ok(http_body::Frame::data("begun".into()))));
+        }
+        self.end.as_mut().poll(cx).map(|()| None)
+    }
+}
+
+#[tokio::test]
+async fn a_drain_lets_five_hundred_open_streams_end() {
+    let (go, gone) = watch::channel(false);
+    let stream = async move || {
+        let mut gone = gone.clone();
+        let end = Box::pin(async move { ended(&mut gone).await });
+        Response::new(axum::body::Body::new(Open { has_begun: false, end }))
+    };
+    let routes = Router::new().route("/", get(stream));
+    let options = ListenerOptions { connections_max: 500, ..options("streams") };
+    let listener = Listener::start(SocketAddr::from(([127, 0, 0, 1], 0)), options, routes).await.expect("a free port");
+    let mut streams = Vec::new();
+    for _ in 0..500 {
+        let mut stream = connect(&listener).await;
+        ask(&mut stream, "/").await;
+        answer(&mut stream, "5\r\nbegun\r\n").await;
+        streams.push(stream);
+    }
+    let mut draining = tokio::spawn(listener.drain(PATIENCE));
+    // Nothing ends for being drained.
+    assert!(timeout(Duration::from_millis(50), &mut draining).await.is_err());
+    go.send_replace(true);
+    for stream in &mut streams {
+        assert_eq!(rest(stream).await, "0\r\n\r\n", "the stream ends as it should");
+    }
+    assert_eq!(draining.await.expect("it ends"), Drained { broken: 0 });
+}

@@ -1,0 +1,198 @@
+//! The gateway as an operator sees it: probes, metrics, signals, the end.
+//!
+//! Owns nothing. Promises that every wait has a generous end. Leaves what clients see to other tests.
+
+use std::net::SocketAddr;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::serve::{Drained, Ended, Gateway, Signal, run_until};
+use pointsman_gateway::settings::{GatewaySettings, ModelSettings, Settings};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+/// The end of every wait.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn settings(listen: SocketAddr) -> Settings {
+    Settings {
+        gateway: GatewaySettings { listen, head_timeout_ms: 120_000, ..GatewaySettings::default() },
+        models: vec![ModelSettings::named("m")],
+        ..Settings::default()
+    }
+}
+
+fn any_port() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], 0))
+}
+
+/// The status and the body of an answer on a connection of its own.
+async fn get(address: SocketAddr, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).await.expect("somebody listens");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("the connection stands");
+    let mut answer = String::new();
+    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer in time").expect("an answer");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+    (head[9..12].parse().expect("a status"), body.to_owned())
+}
+
+/// A request that is in flight for as long as its client likes: the end of its body is missing.
+async fn unfinished(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.expect("somebody listens");
+    let request = "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\nexpect: 100-continue\r\n\
+                   content-type: application/json\r\ncontent-length: 100\r\n\r\n";
+    stream.write_all(request.as_bytes()).await.expect("the connection stands");
+    // Asked to go on, it is surely in flight.
+    let mut heard = [0; 25];
+    timeout(PATIENCE, stream.read_exact(&mut heard)).await.expect("in time").expect("the connection stands");
+    assert_eq!(&heard, b"HTTP/1.1 100 Continue\r\n\r\n");
+    stream
+}
+
+#[tokio::test]
+async fn ready_is_said_while_a_rank_can_serve_and_nobody_has_said_to_end() {
+    let gateway = Gateway::start(settings(any_port())).await.expect("it starts");
+    let address = gateway.address();
+    assert_eq!(get(address, "/live").await, (200, "live\n".to_owned()));
+    let (status, said) = get(address, "/ready").await;
+    assert_eq!((status, said.as_str()), (503, r#"{"ready":false,"reasons":["model \"m\": no rank can serve"]}"#));
+    assert_eq!(get(address, "/ready?model=n").await.0, 404);
+
+    let engine = MockEngine::start(MockConfig::default()).await.expect("the engine starts");
+    let router = gateway.router("m").expect("the model is there").clone();
+    router.upsert_worker(WorkerId(1), WorkerConfig::at(engine.url())).await.expect("the worker is taken");
+    let ready = (200, r#"{"ready":true,"reasons":[]}"#.to_owned());
+    assert_eq!(get(address, "/ready").await, ready);
+    assert_eq!(get(address, "/ready?model=m").await, ready);
+
+    gateway.begin_drain();
+    let (status, said) = get(address, "/ready").await;
+    assert_eq!((status, said.as_str()), (503, r#"{"ready":false,"reasons":["the gateway is about to end"]}"#));
+    assert_eq!(get(address, "/v1/models").await.0, 200, "everything else is still answered");
+    assert_eq!(gateway.shutdown(PATIENCE).await, Drained { broken: 0 });
+    assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn the_metrics_page_is_as_prometheus_wants_it() {
+    let gateway = Gateway::start(settings(any_port())).await.expect("it starts");
+    let (status, page) = get(gateway.address(), "/metrics").await;
+    assert_eq!(status, 200);
+    for name in
+        ["pointsman_ranks{pool=", "pointsman_gateway_connections{listener=\"clients\"}", "pointsman_build_info{"]
+    {
+        assert!(page.contains(name), "{name} is not on the page:\n{page}");
+    }
+    let described = |name: &str| page.contains(&format!("# HELP {name} "));
+    let types: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+    for (name, kind) in types.iter().filter_map(|line| line.split_once(' ')) {
+        assert!(described(name), "{name} has no help");
+        assert_eq!(name.ends_with("_total"), kind == "counter", "{name} is a {kind}");
+        assert_ne!(kind, "summary", "{name} cannot be added up over processes");
+    }
+    promtool(&page);
+    gateway.shutdown(PATIENCE).await;
+
+    let gateway = GatewaySettings { metrics_public: false, listen: any_port(), ..GatewaySettings::default() };
+    let gateway = Gateway::start(Settings { gateway, ..Settings::default() }).await.expect("it starts");
+    assert_eq!(get(gateway.address(), "/metrics").await.0, 404);
+    gateway.shutdown(PATIENCE).await;
+}
+
+/// Prometheus's own word, where its tool is there.
+fn promtool(page: &str) {
+    use std::io::Write as _;
+    let mut command = Command::new("promtool");
+    command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = match command.spawn() {
+        Ok(child) => child,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return eprintln!("skipped: promtool is not installed");
+        }
+        Err(error) => panic!("promtool does not start: {error}"),
+    };
+    child.stdin.take().expect("it is piped").write_all(page.as_bytes()).expect("promtool reads");
+    let output = child.wait_with_output().expect("promtool ends");
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success() && said.is_empty(), "{}", String::from_utf8_lossy(&said));
+}
+
+/// A gateway that runs until signals end it, and where it listens.
+async fn running(gateway: GatewaySettings) -> (SocketAddr, mpsc::Sender<Signal>, JoinHandle<Ended>) {
+    let settings = Settings { gateway: GatewaySettings { listen: any_port(), ..gateway }, ..Settings::default() };
+    let gateway = Gateway::start(settings).await.expect("it starts");
+    let (address, (signals, heard)) = (gateway.address(), mpsc::channel(2));
+    (address, signals, tokio::spawn(run_until(gateway, heard)))
+}
+
+async fn end_of(running: JoinHandle<Ended>) -> Ended {
+    timeout(PATIENCE, running).await.expect("it ends in time").expect("it does not panic")
+}
+
+#[tokio::test]
+async fn the_first_signal_lets_requests_end() {
+    let patient = GatewaySettings { drain_timeout_ms: 120_000, head_timeout_ms: 120_000, ..GatewaySettings::default() };
+    let (address, signals, running) = running(patient).await;
+    let mut client = unfinished(address).await;
+    signals.send(Signal::Terminate).await.expect("it hears");
+    let closed = async {
+        while TcpStream::connect(address).await.is_ok() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, closed).await.expect("it stops to listen in time");
+    assert!(!running.is_finished(), "a request is in flight");
+    client.write_all(&[b' '; 100]).await.expect("the connection stands");
+    let mut answer = String::new();
+    timeout(PATIENCE, client.read_to_string(&mut answer)).await.expect("in time").expect("an answer");
+    assert!(answer.starts_with("HTTP/1.1 4") && answer.contains("connection: close\r\n"), "{answer}");
+    assert_eq!(end_of(running).await, Ended::Drained(Drained { broken: 0 }));
+}
+
+#[tokio::test]
+async fn before_the_listener_closes_ready_says_no_for_a_while() {
+    let slow = GatewaySettings { drain_delay_ms: 120_000, ..GatewaySettings::default() };
+    let (address, signals, running) = running(slow).await;
+    signals.send(Signal::Terminate).await.expect("it hears");
+    let says_no = async {
+        while !get(address, "/ready").await.1.contains("about to end") {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, says_no).await.expect("it says no in time");
+    signals.send(Signal::Interrupt).await.expect("it hears");
+    assert_eq!(end_of(running).await, Ended::AtOnce(Signal::Interrupt));
+}
+
+#[tokio::test]
+async fn the_second_signal_ends_it_at_once() {
+    let patient = GatewaySettings { drain_timeout_ms: 120_000, head_timeout_ms: 120_000, ..GatewaySettings::default() };
+    let (address, signals, running) = running(patient).await;
+    let mut client = unfinished(address).await;
+    signals.send(Signal::Terminate).await.expect("it hears");
+    signals.send(Signal::Terminate).await.expect("it hears");
+    assert_eq!(end_of(running).await, Ended::AtOnce(Signal::Terminate));
+    let mut rest = Vec::new();
+    let _ = timeout(PATIENCE, client.read_to_end(&mut rest)).await.expect("its connection is gone in time");
+}
+
+#[tokio::test]
+async fn what_takes_too_long_is_broken_and_counted() {
+    let hasty = GatewaySettings { drain_timeout_ms: 50, ..GatewaySettings::default() };
+    let (address, signals, running) = running(hasty).await;
+    let _client = unfinished(address).await;
+    signals.send(Signal::Terminate).await.expect("it hears");
+    assert_eq!(end_of(running).await, Ended::Drained(Drained { broken: 1 }));
+}
+
+#[test]
+fn exit_codes_are_those_of_shells() {
+    assert_eq!((Signal::Interrupt.exit_code(), Signal::Terminate.exit_code()), (130, 143));
+}
