@@ -1,0 +1,117 @@
+//! The alert rules hold on to what is there: metrics, runbooks, tests of their own.
+//!
+//! Owns nothing. Reads `deploy/alerts.yml` as text. Promises that no alert asks for a metric that nobody counts, and that
+//! whoever is woken up finds a page. Leaves what the rules say to promtool (`deploy/check`).
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+/// What Prometheus itself says of a scrape.
+const PROMETHEUS_OWN: &[&str] = &["up"];
+
+/// What PromQL is made of, as far as the rules use it.
+const PROMQL: &[&str] =
+    &["absent", "and", "by", "group_left", "histogram_quantile", "increase", "on", "or", "rate", "sum", "unless"];
+
+fn read(path: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// What follows `key:` in each rule, folded lines as one.
+fn values(rules: &str, key: &str) -> Vec<String> {
+    let lines: Vec<&str> = rules.lines().collect();
+    let mut values = Vec::new();
+    for (n, line) in lines.iter().enumerate() {
+        let bare = line.trim_start().trim_start_matches("- ");
+        let Some(value) = bare.strip_prefix(key).and_then(|rest| rest.strip_prefix(':')) else { continue };
+        let indent = line.len() - line.trim_start().len();
+        let deeper = |line: &&&str| line.len() - line.trim_start().len() > indent;
+        let folded: Vec<&str> = lines[n + 1..].iter().take_while(deeper).map(|line| line.trim()).collect();
+        let value = value.trim();
+        values.push(if value == ">-" { folded.join(" ") } else { value.to_owned() });
+    }
+    values
+}
+
+/// Names in an expression: labels, their values, ranges and PromQL's own words left out.
+fn metrics_in(expr: &str) -> Vec<String> {
+    let mut bare = String::new();
+    let mut depth = 0_u32;
+    for c in expr.chars() {
+        match c {
+            '{' | '[' => depth += 1,
+            '}' | ']' => depth -= 1,
+            c if depth == 0 => bare.push(c),
+            _ => {}
+        }
+    }
+    for grouping in ["by (", "on ("] {
+        while let Some(at) = bare.find(grouping) {
+            let end = at + bare[at..].find(')').expect("brackets are closed");
+            bare.replace_range(at..=end, "");
+        }
+    }
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+    let words = bare.split(|c| !is_name(c)).filter(|word| word.starts_with(|c: char| c.is_ascii_alphabetic()));
+    words.filter(|word| !PROMQL.contains(word)).map(str::to_owned).collect()
+}
+
+/// Metrics in the tables of the pages.
+fn documented() -> BTreeSet<String> {
+    let pages = ["docs/metrics.md", "docs/operations.md"].map(read).join("\n");
+    let names = pages.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    names.flat_map(|name| [name.to_owned(), format!("{name}_bucket")]).collect()
+}
+
+/// A page's anchors, as they are made of its headings.
+fn anchors(page: &str) -> BTreeSet<String> {
+    let headings =
+        page.lines().filter_map(|line| line.strip_prefix('#')).map(|line| line.trim_start_matches('#').trim());
+    let anchor = |heading: &str| {
+        let kept = heading.to_lowercase();
+        kept.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>().replace(' ', "-")
+    };
+    headings.map(anchor).collect()
+}
+
+#[test]
+fn every_metric_of_an_alert_is_documented() {
+    let known = documented();
+    let expressions = values(&read("deploy/alerts.yml"), "expr");
+    assert!(expressions.len() > 10, "{} rules found: the test looks in the wrong place", expressions.len());
+    for expr in expressions {
+        let metrics = metrics_in(&expr);
+        assert!(!metrics.is_empty(), "no metric in {expr}");
+        for metric in metrics {
+            let is_known = known.contains(&metric) || PROMETHEUS_OWN.contains(&metric.as_str());
+            assert!(is_known, "{metric} is in no table of docs/metrics.md or docs/operations.md: {expr}");
+        }
+    }
+}
+
+#[test]
+fn every_alert_has_a_runbook_and_both_tests() {
+    let rules = read("deploy/alerts.yml");
+    let (alerts, runbooks) = (values(&rules, "alert"), values(&rules, "runbook_url"));
+    assert_eq!(alerts.len(), runbooks.len(), "a runbook for each alert");
+    assert_eq!(alerts.len(), values(&rules, "summary").len(), "a summary for each alert");
+    assert_eq!(alerts.len(), values(&rules, "description").len(), "a description for each alert");
+    for runbook in runbooks {
+        let (page, anchor) = runbook.split_once('#').expect("a place on a page");
+        assert!(anchors(&read(page)).contains(anchor), "{page} has no heading for #{anchor}");
+    }
+    let tests = read("deploy/alerts_test.yml");
+    for alert in alerts {
+        assert!(tests.contains(&format!("alertname: {alert}\n        exp_alerts:\n")), "{alert} is not seen to fire");
+        assert!(tests.contains(&format!("alertname: {alert}, exp_alerts: []")), "{alert} is not seen to be silent");
+    }
+}
+
+#[test]
+fn names_are_found_in_expressions() {
+    let expr = r#"sum by (model) (rate(a_total{status=~"5.."}[5m])) / on () group_left () sum(b) > 0.05 or absent(c)"#;
+    assert_eq!(metrics_in(expr), ["a_total", "b", "c"]);
+    assert!(anchors("## Answers are 502, 503 or 504").contains("answers-are-502-503-or-504"));
+}
