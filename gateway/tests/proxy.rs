@@ -38,6 +38,16 @@ async fn every_endpoint_of_an_engine_answers_through_the_gateway() {
     let unknown = post(&gateway, "/v1/embeddings", &json!({ "model": "mock", "input": "text" })).await;
     assert_eq!(unknown.status, 404, "{unknown:?}");
     at_rest(&gateway).await;
+    let page = get(&gateway, "/metrics").await;
+    for series in [
+        "requests_total{model=\"mock\",endpoint=\"chat\",status=\"200\"}",
+        "requests_total{model=\"mock\",endpoint=\"embeddings\",status=\"404\"}",
+        "time_to_first_byte_seconds_count{model=\"mock\"}",
+        "request_seconds_count{model=\"mock\"}",
+        "overhead_seconds_count",
+    ] {
+        assert!(page.text().contains(&format!("pointsman_gateway_{series} ")), "{series}: {}", page.text());
+    }
     engine.shutdown().await;
 }
 

@@ -155,6 +155,12 @@ impl ApiError {
         Self::new(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message).closing()
     }
 
+    /// A body that ended before its end, or that is not framed as HTTP wants: 400.
+    #[must_use]
+    pub fn body_broken() -> Self {
+        Self::invalid("body_broken", None, "the body broke off, or is not framed as HTTP wants").closing()
+    }
+
     /// Every worker that was tried broke off or could not be reached: 502.
     #[must_use]
     pub fn worker_failed() -> Self {

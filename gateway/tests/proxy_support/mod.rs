@@ -13,7 +13,7 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman_gateway::serve::Gateway;
-use pointsman_gateway::settings::{ModelSettings, Settings};
+use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
 use serde_json::Value as Json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -39,7 +39,8 @@ pub(crate) fn worker(n: u64, url: &str, data_parallel_size: u32) -> NamedWorker 
     NamedWorker { id: Some(WorkerId(n)), config, probe: false }
 }
 
-/// Settings of one model, `mock`, that goes from worker to worker in turn and holds nothing against any.
+/// Settings of one model, `mock`, that goes from worker to worker in turn, holds nothing against any, and asks none for
+/// tokens.
 pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     let router = RouterConfig {
         policy: pointsman::select::Policy::RoundRobin,
@@ -49,7 +50,8 @@ pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     };
     let mut settings = Settings::default();
     settings.gateway.listen = SocketAddr::from(([127, 0, 0, 1], 0));
-    settings.models = vec![ModelSettings { workers, router, ..ModelSettings::named("mock") }];
+    let tokens = TokensSettings { source: TokenSourceChoice::None, ..TokensSettings::default() };
+    settings.models = vec![ModelSettings { workers, router, tokens, ..ModelSettings::named("mock") }];
     settings
 }
 

@@ -81,6 +81,7 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::method_not_allowed("POST"),
         ApiError::too_large(5),
         ApiError::body_timeout(),
+        ApiError::body_broken(),
         ApiError::worker_failed(),
         ApiError::worker_timeout(),
         ApiError::draining(),

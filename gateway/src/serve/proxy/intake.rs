@@ -26,7 +26,7 @@ pub(super) async fn take_in(mut body: Body, bytes_max: u64, silence_max: Duratio
     loop {
         let frame = timeout(silence_max, body.frame()).await;
         let Some(frame) = frame.map_err(|_| ApiError::body_timeout())? else { break };
-        let Ok(data) = frame.map_err(|_| body_broken())?.into_data() else { continue };
+        let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
         if (first.len() + whole.len() + data.len()) as u64 > bytes_max {
             return Err(ApiError::too_large(bytes_max));
         }
@@ -38,10 +38,6 @@ pub(super) async fn take_in(mut body: Body, bytes_max: u64, silence_max: Duratio
         }
     }
     Ok(if whole.is_empty() { first } else { whole.into() })
-}
-
-fn body_broken() -> ApiError {
-    ApiError::invalid("body_broken", None, "the body broke off, or is not framed as HTTP wants")
 }
 
 #[cfg(test)]
