@@ -67,10 +67,11 @@ mod tests {
                 mut self: Pin<&mut Self>,
                 _: &mut Context<'_>,
             ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-                match self.0.pop_front() {
-                    Some("silence") => Poll::Pending,
-                    chunk => Poll::Ready(chunk.map(|chunk| Ok(Frame::data(Bytes::from_static(chunk.as_bytes()))))),
+                if self.0.front() == Some(&"silence") {
+                    return Poll::Pending;
                 }
+                let chunk = self.0.pop_front();
+                Poll::Ready(chunk.map(|chunk| Ok(Frame::data(Bytes::from_static(chunk.as_bytes())))))
             }
         }
 
