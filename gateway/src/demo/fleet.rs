@@ -38,6 +38,13 @@ const STEP_TOKENS_MAX: u32 = 8192;
 const READY_MAX: Duration = Duration::from_secs(20);
 const READY_POLL: Duration = Duration::from_millis(10);
 
+/// How long `/tokenize` may take: on a machine that is busy a late answer is better than none, which would leave a
+/// request to load alone.
+const TOKENIZE_MAX_MS: u64 = 10_000;
+
+/// How long connections may be idle: at a slow pace clients think for long.
+const IDLE_MAX_MS: u64 = 3_600_000;
+
 /// How long requests may take to end with the gateway.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
 
@@ -156,10 +163,18 @@ fn settings(engines: &[MockEngine], policy: Policy, seed: u64) -> Settings {
     let model = ModelSettings {
         router: RouterConfig { block_size: BLOCK_SIZE, policy, seed, ..RouterConfig::default() },
         workers,
-        tokens: TokensSettings { source: TokenSourceChoice::Engine, ..TokensSettings::default() },
+        tokens: TokensSettings {
+            source: TokenSourceChoice::Engine,
+            engine_timeout_ms: TOKENIZE_MAX_MS,
+            ..TokensSettings::default()
+        },
         ..ModelSettings::named(MODEL)
     };
-    let gateway = GatewaySettings { listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), ..GatewaySettings::default() };
+    let gateway = GatewaySettings {
+        listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+        head_timeout_ms: IDLE_MAX_MS,
+        ..GatewaySettings::default()
+    };
     Settings { gateway, models: vec![model], ..Settings::default() }
 }
 

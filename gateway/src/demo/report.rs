@@ -89,8 +89,8 @@ Requests  {planned} streamed chats from {clients} clients (seed {seed}); each cl
           answer, and thinks {think_min} to {think_max} s. Conversations of {turns_min} to {turns_max} questions over {SYSTEMS} shared system
           prompts; {prompt_mean} prompt tokens on average.
 Tokens    to compare prompts by come from the engines' /tokenize.
-Runs      first each rank in its turn (round robin), then Pointsman's own policy (kv): {requests},
-          and cold caches for each.
+Runs      first each rank in its turn (round robin), then Pointsman's own policy (kv), with
+          {requests}, and cold caches for each.
 "
         )?;
         if self.time_scale > 0.0 && self.time_scale.to_bits() != 1.0_f64.to_bits() {
@@ -235,10 +235,10 @@ impl Display for Report {
         write!(
             f,
             "\n\
-Next, an engine of your own; docs/quick-start.md has all ports and modes:
-  vllm serve MODEL --kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\",
-    \"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5657\", \"topic\": \"kv-events\"}}'
-  pointsman serve --model MODEL --worker http://HOST:8000
+Next, engines of your own; docs/quick-start.md has the ports, the modes, and the file for vLLM:
+  python -m sglang.launch_server --model-path MODEL --page-size {BLOCK_SIZE} --enable-cache-report --kv-events-config \\
+    '{{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5657\"}}'
+  pointsman serve --model MODEL --worker http://HOST:30000
 "
         )
     }

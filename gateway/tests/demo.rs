@@ -1,0 +1,51 @@
+//! The demo in small: at full speed, with few clients. Nothing here looks at times.
+
+use pointsman_gateway::demo::{Demo, DemoConfig, Progress, Report};
+
+fn config() -> DemoConfig {
+    DemoConfig { seed: 5, requests: 24, clients: 4, time_scale: 0.0, ..DemoConfig::default() }
+}
+
+async fn report(config: &DemoConfig) -> Report {
+    let demo = Demo::run(config, &Progress::silent()).await.expect("it runs");
+    let report = demo.report().clone();
+    let addresses = demo.addresses();
+    assert!(addresses.contains("http://127.0.0.1:") && addresses.contains("curl "), "{addresses}");
+    demo.shutdown().await;
+    report
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_requests_are_answered_and_the_router_finds_more_in_caches() {
+    let report = report(&config()).await;
+    assert!(report.is_clean(), "{report}");
+    assert_eq!((report.round_robin.requests, report.kv.requests), (24, 24));
+    assert!(report.same_requests, "answers are quoted, and are the same whoever gives them");
+    assert_eq!(report.round_robin.prompt_tokens, report.kv.prompt_tokens);
+    assert!(report.kv.cached_tokens > report.round_robin.cached_tokens, "{report}");
+    assert!(!report.times_usable, "there is no pace");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_same_seed_gives_the_same_requests_and_another_one_others() {
+    let (first, again) = (report(&config()).await, report(&config()).await);
+    let other = report(&DemoConfig { seed: 6, ..config() }).await;
+    assert_eq!(first.kv.requests_digest, again.kv.requests_digest);
+    assert_ne!(first.kv.requests_digest, other.kv.requests_digest);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_report_is_json_and_plain_text() {
+    let report = report(&DemoConfig { requests: 5, clients: 2, ..config() }).await;
+    let json: serde_json::Value = serde_json::from_str(&report.json()).expect("it is JSON");
+    assert_eq!((&json["kv"]["requests"], &json["engines"], &json["seed"]), (&5.into(), &4.into(), &5.into()));
+    let text = report.to_string();
+    assert!(text.contains("time to first token") && text.contains("--time-scale 0"), "{text}");
+    assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+}
+
+#[tokio::test]
+async fn what_breaks_a_rule_is_refused() {
+    let refused = Demo::run(&DemoConfig { time_scale: -1.0, ..config() }, &Progress::silent()).await;
+    assert_eq!(refused.err().map(|error| error.to_string()), Some("time_scale is -1, not within 0 to 100".to_owned()));
+}
