@@ -62,10 +62,12 @@ impl Placement {
         &self.seat.endpoint
     }
 
-    /// How many data-parallel ranks that worker has. Where it is 1 the engine need not be told which of them is meant.
+    /// What the engine behind the endpoint calls the rank: its number among the worker's own, from 0, whatever its
+    /// number in a larger group. That is what vLLM and SGLang read from `X-data-parallel-rank`. `None` where the worker
+    /// has one rank only, and need not be told.
     #[must_use]
-    pub fn worker_ranks(&self) -> u32 {
-        self.seat.worker_ranks.load(Ordering::Relaxed)
+    pub fn rank_at_worker(&self) -> Option<u32> {
+        Some(self.seat.number_at_worker.load(Ordering::Relaxed)).filter(|number| *number != Seat::ALONE)
     }
 
     #[cfg(feature = "tower")]

@@ -94,8 +94,8 @@ pub(crate) struct Seat {
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) endpoint: Arc<str>,
-    /// How many data-parallel ranks its worker has. Written by the supervisor.
-    pub(crate) worker_ranks: AtomicU32,
+    /// Its number among its worker's ranks, from 0, or [`Seat::ALONE`]. Written by the supervisor.
+    pub(crate) number_at_worker: AtomicU32,
     /// When it joined.
     pub(crate) since: Timestamp,
     /// Where its sequence actor publishes its load.
@@ -114,6 +114,9 @@ pub(crate) struct Seat {
 }
 
 impl Seat {
+    /// The number of a rank that is its worker's only one.
+    pub(crate) const ALONE: u32 = u32::MAX;
+
     /// Names this incarnation among all that the router ever has.
     pub(crate) fn incarnation(&self) -> u64 {
         u64::from(self.slot.0) << 32 | u64::from(self.generation.0)

@@ -310,7 +310,7 @@ impl State {
         &mut self,
         rank: WorkerRank,
         endpoint: Arc<str>,
-        worker_ranks: u32,
+        number_at_worker: u32,
         traits: &Arc<RankTraits>,
     ) -> Result<Slot, ActorProcessingErr> {
         let slot = self.free_slots.pop_first().unwrap_or(Slot(u32::try_from(self.seats.len())?));
@@ -325,7 +325,7 @@ impl State {
             slot,
             generation,
             endpoint,
-            worker_ranks: AtomicU32::new(worker_ranks),
+            number_at_worker: AtomicU32::new(number_at_worker),
             since: self.shared.clock.now(),
             board: Arc::default(),
             rate: Arc::default(),

@@ -127,8 +127,8 @@ pub struct PlacedTarget {
     pub endpoint: Arc<str>,
     /// The rank.
     pub rank: WorkerRank,
-    /// How many ranks the worker has: above 1 its engine must be told which of them is meant.
-    pub worker_ranks: u32,
+    /// What the engine there calls the rank; `None` where it has one rank only.
+    pub rank_at_worker: Option<u32>,
     /// The decision's number.
     pub decision: u64,
     /// What the prefill is expected to skip, in tokens.
@@ -142,7 +142,7 @@ impl PlacedTarget {
         Self {
             endpoint: placement.endpoint_shared(),
             rank: placement.rank(),
-            worker_ranks: placement.worker_ranks(),
+            rank_at_worker: placement.rank_at_worker(),
             decision: placement.decision(),
             cached_tokens: placement.cached_tokens(),
         }
@@ -284,7 +284,7 @@ where
             let input = request.extensions_mut().remove::<PlacementInput>().ok_or(PlaceError::MissingInput)?;
             let placement = router.route(input.as_route()).await?;
             request.extensions_mut().insert(PlacedTarget::of(&placement));
-            match inner.call(request).await {
+            match S::call(&mut inner, request).await {
                 Ok(response) => {
                     let response = placement.wrap_response(response);
                     Ok(match input.expected_output_tokens {

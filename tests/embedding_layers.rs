@@ -241,17 +241,20 @@ fn asking(id: &str) -> Request<()> {
 
 #[tokio::test]
 async fn the_service_inside_is_told_where_to_send() {
-    let two = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://a") };
+    let two = WorkerConfig { data_parallel_start_rank: 6, data_parallel_size: 2, ..WorkerConfig::at("http://a") };
     let router = Router::builder(config()).worker(WorkerId(7), two).start().await.expect("valid");
     let client = service_fn(async |request: Request<()>| {
         assert!(request.extensions().get::<PlacementInput>().is_none(), "it has been used");
         let target = request.extensions().get::<PlacedTarget>().expect("it has been placed").clone();
-        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("{} {}", target.endpoint, target.worker_ranks))))
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!(
+            "{} {:?}",
+            target.endpoint, target.rank_at_worker
+        ))))
     });
     let mut service = PlacementLayer::new(router.clone()).layer(client);
     let response = service.ready().await.expect("ready").call(asking("a")).await.expect("answered");
     assert_eq!(router.health().leases, 1, "its answer has not been read");
-    assert_eq!(response.into_body().collect().await.expect("whole").to_bytes(), "http://a 2");
+    assert_eq!(response.into_body().collect().await.expect("whole").to_bytes(), "http://a Some(0)");
     assert_at_rest(&router).await;
 }
 

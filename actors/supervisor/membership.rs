@@ -14,6 +14,7 @@ use crate::actors::health::HealthMsg;
 use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::router::WorkerEntry;
 use crate::actors::scheduler::SchedulerMsg;
+use crate::actors::shared::Seat;
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerRank};
 use crate::select::RankTraits;
@@ -75,14 +76,18 @@ impl State {
             self.retire(*rank, *slot);
         }
         let mut slots: BTreeMap<_, _> = running.into_iter().filter(|(rank, _)| wanted.contains(rank)).collect();
-        let (endpoint, worker_ranks) = (Arc::<str>::from(config.endpoint.as_str()), config.data_parallel_size);
+        let endpoint = Arc::<str>::from(config.endpoint.as_str());
+        let number = |rank: WorkerRank| match config.data_parallel_size {
+            1 => Seat::ALONE,
+            _ => rank.rank - config.data_parallel_start_rank,
+        };
         let traits = Arc::new(RankTraits::of(&config));
-        for slot in slots.values() {
-            self.describe(*slot, worker_ranks, &traits);
+        for (rank, slot) in &slots {
+            self.describe(*slot, number(*rank), &traits);
         }
         for rank in wanted {
             if let std::collections::btree_map::Entry::Vacant(vacant) = slots.entry(rank) {
-                vacant.insert(self.start_rank(rank, Arc::clone(&endpoint), worker_ranks, &traits).await?);
+                vacant.insert(self.start_rank(rank, Arc::clone(&endpoint), number(rank), &traits).await?);
             }
         }
         self.drained.remove(&worker);
@@ -124,9 +129,9 @@ impl State {
     }
 
     /// Shows what a rank's worker says of it now, and tells the scheduler.
-    fn describe(&self, slot: Slot, worker_ranks: u32, traits: &Arc<RankTraits>) {
+    fn describe(&self, slot: Slot, number_at_worker: u32, traits: &Arc<RankTraits>) {
         if let Some(Some(running)) = self.seats.get(slot.index()) {
-            running.seat.worker_ranks.store(worker_ranks, Ordering::Relaxed);
+            running.seat.number_at_worker.store(number_at_worker, Ordering::Relaxed);
             let (generation, traits) = (running.seat.generation, Arc::clone(traits));
             self.register(&running.seat, &traits);
             self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });

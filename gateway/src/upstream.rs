@@ -11,7 +11,7 @@ use std::time::Duration;
 use axum::body::Bytes;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
-use hyper::header::CONTENT_TYPE;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode, Uri};
 use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
@@ -114,6 +114,8 @@ fn roots_of(path: &Path) -> Result<RootCertStore, WorkerTlsError> {
 #[derive(Clone, Debug)]
 pub struct Upstream {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    /// What workers want to be shown with questions of the gateway's own. Marked sensitive, so that nothing prints it.
+    key: Option<HeaderValue>,
 }
 
 impl Upstream {
@@ -130,7 +132,17 @@ impl Upstream {
             .pool_idle_timeout(IDLE_KEPT)
             .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
             .build(connector.wrap_connector(http));
-        Self { client }
+        Self { client, key: None }
+    }
+
+    /// As before, and shows this `Authorization` with questions of the gateway's own.
+    #[must_use]
+    pub fn showing(self, key: Option<HeaderValue>) -> Self {
+        let key = key.map(|mut key| {
+            key.set_sensitive(true);
+            key
+        });
+        Self { key, ..self }
     }
 
     /// The head of the answer. Cancel-safe: dropping the future closes the connection.
@@ -157,8 +169,11 @@ impl Upstream {
     ) -> Result<Bytes, UpstreamError> {
         let address = || UpstreamError::Address(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| address())?;
-        let request = Request::post(uri).header(CONTENT_TYPE, "application/json").body(Full::new(body));
-        let request = request.map_err(|_| address())?;
+        let mut request = Request::post(uri).header(CONTENT_TYPE, "application/json");
+        if let Some(key) = &self.key {
+            request = request.header(AUTHORIZATION, key);
+        }
+        let request = request.body(Full::new(body)).map_err(|_| address())?;
         let answered = async {
             let answer = self.send(request).await?;
             if answer.status() != StatusCode::OK {

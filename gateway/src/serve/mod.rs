@@ -162,7 +162,8 @@ impl Gateway {
         };
         let secrets = Secrets::read(&settings)?;
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
-        let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+        let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
+            .showing(secrets.worker_api_key.as_ref().and_then(Secret::bearer));
         let models = Models::start(&settings.models, &upstream).await?;
         let listen = settings.gateway.listen;
         let mut upkeep = JoinSet::new();

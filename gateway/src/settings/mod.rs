@@ -61,7 +61,8 @@ pub struct GatewaySettings {
     pub connections_max: u32,
     /// Longest request body, in bytes.
     pub body_bytes_max: u64,
-    /// How long a request's head may take to come.
+    /// How long a request's head may take to come, and a connection be idle before it: longer than the idle time-out of a
+    /// load balancer in front, which would else use connections that are just being closed.
     pub head_timeout_ms: u64,
     /// How long the body may be silent while it comes.
     pub body_timeout_ms: u64,
@@ -110,7 +111,7 @@ impl Default for GatewaySettings {
             metrics_public: true,
             connections_max: 16_384,
             body_bytes_max: 16 << 20,
-            head_timeout_ms: 10_000,
+            head_timeout_ms: 75_000,
             body_timeout_ms: 30_000,
             connect_timeout_ms: 2_000,
             first_byte_timeout_ms: 300_000,

@@ -29,8 +29,8 @@ def engine(binary, stack, seed):
     return port, {"endpoint": live, "replay_endpoint": replay}
 
 
-def gateway(binary, stack, engines):
-    """Starts the gateway in front of the engines; its port, once it is ready."""
+def gateway(binary, stack, engines, alone=False):
+    """Starts the gateway in front of the engines; its port, once it is ready. Alone, it asks them nothing by itself."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,6 +38,8 @@ def gateway(binary, stack, engines):
     for engine_port, events in engines:
         lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{engine_port}"']
         lines += [f'kv_events = {{ endpoint = "{events["endpoint"]}", replay_endpoint = "{events["replay_endpoint"]}" }}']
+    if alone:
+        lines += ["[models.tokens]", 'source = "none"', "[router]", "health_probe_interval_ms = 0"]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".toml"))
     file.write("\n".join(lines) + "\n")
     file.flush()
@@ -75,7 +77,7 @@ def main(binary):
         # Engines of one seed answer the same first request with the same bytes.
         direct, _ = engine(binary, stack, seed=7)
         alone = engine(binary, stack, seed=7)
-        alone_port, _ = gateway(binary, stack, [alone])
+        alone_port, _ = gateway(binary, stack, [alone], alone=True)
         body = json.dumps({
             "model": "mock", "stream": True, "max_tokens": 40, "stream_options": {"include_usage": True},
             "messages": [{"role": "user", "content": "Count to forty, please."}],

@@ -178,7 +178,7 @@ impl Errand<'_> {
         let address = || UpstreamError::Address(endpoint.to_owned());
         let url = [endpoint.trim_end_matches('/'), self.endpoint.path()].concat();
         let url = Uri::try_from(url).map_err(|_| address())?;
-        let rank = (placement.worker_ranks() > 1).then_some(placement.rank().rank);
+        let rank = placement.rank_at_worker();
         let mut request = Request::new(Full::new(self.body.clone()));
         *request.method_mut() = axum::http::Method::POST;
         *request.uri_mut() = url;
