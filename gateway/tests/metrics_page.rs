@@ -1,0 +1,93 @@
+//! What a gateway that has done something shows on its metrics page stands in the documents, and what they name of the
+//! gateway is in its code.
+
+mod proxy_support;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use pointsman::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerId};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::settings::TokenSourceChoice;
+use proxy_support::{get, post, settings};
+use serde_json::json;
+
+const PAGES: [&str; 4] = ["docs/metrics.md", "docs/tokens.md", "docs/operations.md", "docs/admin.md"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The metrics that have a row in one of the pages' tables.
+fn documented() -> BTreeSet<String> {
+    let read = |page: &str| fs::read_to_string(root().join(page)).expect("the page is there");
+    let named = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
+    let pages: Vec<String> = PAGES.iter().map(|page| read(page)).collect();
+    let names = pages.iter().flat_map(|page| page.lines().filter_map(named));
+    names.filter(|name| name.starts_with("pointsman_") || name.starts_with("process_")).collect()
+}
+
+fn sources(directory: &Path, text: &mut String) {
+    for entry in fs::read_dir(directory).expect("the directory is there") {
+        let path = entry.expect("it can be read").path();
+        if path.is_dir() {
+            sources(&path, text);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            text.push_str(&fs::read_to_string(&path).expect("sources are text"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
+    let engine = MockEngine::start(MockConfig { time_scale: 0.0, loras: vec!["a".into()], ..MockConfig::default() });
+    let engine = engine.await.expect("the engine starts");
+    let mut settings = settings(Vec::new());
+    settings.models[0].tokens.source = TokenSourceChoice::Engine;
+    settings.models[0].router.use_kv_events = true;
+    settings.gateway.metrics_public = true;
+    let name = settings.models[0].name.clone();
+    let upstream_is_mock = settings.models[0].upstream_name() == "mock";
+    assert!(upstream_is_mock, "the engine answers for no other model");
+    let gateway = proxy_support::gateway(settings).await;
+    let worker = WorkerConfig {
+        kv_events: Some(KvEventsConfig {
+            endpoint: engine.event_endpoint(0),
+            replay_endpoint: Some(engine.replay_endpoint(0)),
+            topic: String::new(),
+        }),
+        load: Some(LoadSource::Metrics(format!("{}/metrics", engine.url()))),
+        ..WorkerConfig::at(engine.url())
+    };
+    gateway.router(&name).expect("it is served").upsert_worker(WorkerId(1), worker).await.expect("it is taken");
+
+    let chat = json!({ "model": name, "messages": [{ "role": "user", "content": "Hello." }], "max_tokens": 2 });
+    assert_eq!(post(&gateway, "/v1/chat/completions", &chat).await.status, 200);
+    let ids: Vec<u32> = (0..200).collect();
+    let completion = json!({ "model": name, "prompt": ids, "max_tokens": 2, "stream": true });
+    for _ in 0..3 {
+        assert_eq!(post(&gateway, "/v1/completions", &completion).await.status, 200);
+    }
+    assert_eq!(post(&gateway, "/v1/completions", &json!({ "model": "absent", "prompt": "x" })).await.status, 404);
+    let page = get(&gateway, "/metrics").await;
+
+    let documented = documented();
+    let types: Vec<&str> = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+    let shown = types.iter().filter_map(|line| Some(line.split_once(' ')?.0));
+    let unknown: Vec<&str> = shown.filter(|name| !documented.contains(*name)).collect();
+    assert!(types.len() > 40, "{} metrics only: the page is nearly empty", types.len());
+    assert!(unknown.is_empty(), "in no table of {PAGES:?}: {unknown:#?}");
+    engine.shutdown().await;
+}
+
+#[test]
+fn every_documented_metric_of_the_gateway_is_in_its_code() {
+    let mut text = String::new();
+    sources(&root().join("gateway/src"), &mut text);
+    let gone: Vec<String> = documented()
+        .into_iter()
+        .filter(|name| name.starts_with("pointsman_gateway_") && !text.contains(&format!("\"{name}\"")))
+        .collect();
+    assert!(gone.is_empty(), "documented, but nowhere in the code: {gone:#?}");
+}
