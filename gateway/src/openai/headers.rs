@@ -63,8 +63,14 @@ const NOT_TO_WORKERS: [HeaderName; 7] = [
 ];
 
 /// What does not pass to clients beside hop-by-hop headers: it would tell workers apart, or how to go around the gateway.
-const NOT_TO_CLIENTS: [HeaderName; 4] =
-    [header::SERVER, header::SET_COOKIE, header::ALT_SVC, HeaderName::from_static("x-powered-by")];
+/// `Content-Length` is what `hyper` knows of the body: a worker that sends chunks beside it may say anything.
+const NOT_TO_CLIENTS: [HeaderName; 5] = [
+    header::CONTENT_LENGTH,
+    header::SERVER,
+    header::SET_COOKIE,
+    header::ALT_SVC,
+    HeaderName::from_static("x-powered-by"),
+];
 
 /// How names begin that choose a worker, a rank, or a place to fetch from, for some engine, sidecar or gateway, or that
 /// are ours. They pass in neither direction; `-` stands for `_`, too, as some servers take one for the other.
