@@ -100,7 +100,7 @@ impl Answer {
         self.json()["error"]["code"].as_str().unwrap_or_default().to_owned()
     }
 
-    fn parse(bytes: &[u8]) -> Option<Self> {
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         let end = bytes.windows(4).position(|end| end == b"\r\n\r\n")?;
         let head = String::from_utf8(bytes[..end].to_vec()).expect("a head is text");
         let status = head.split(' ').nth(1)?.parse().ok()?;

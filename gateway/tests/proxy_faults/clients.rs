@@ -1,0 +1,178 @@
+//! Clients that leave: before an answer, at every frame of it, while they wait for others.
+
+use pointsman_gateway::settings::TokenSourceChoice;
+use tokio::io::AsyncWriteExt as _;
+
+use crate::fault_support::{
+    Client, Faulty, PATH, Step, body, chunk, chunked_head, chunks_end, metric, quiet, say, settings, turn, whole,
+};
+use crate::proxy_support::{gateway, request, send, until};
+
+/// Frames of a streamed answer.
+const FRAMES: usize = 5;
+
+fn frame(n: usize) -> String {
+    format!("data: {{\"n\":{n}}}\n\n")
+}
+
+fn frames(n: usize) -> String {
+    (0..n).map(frame).collect()
+}
+
+/// A stream that waits before its head, before each frame, and before its end.
+fn gated() -> Vec<Step> {
+    let frames = (0..FRAMES).flat_map(|n| [Step::Wait, chunk(frame(n))]);
+    [Step::Wait, chunked_head()].into_iter().chain(frames).chain([Step::Wait, chunks_end()]).collect()
+}
+
+const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_at_every_frame() {
+    let _turn = turn().await;
+    let worker = Faulty::answering(gated()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let gone = metric(&gateway, CLIENT_GONE, &[]).await;
+    // Before the head, after it, after each frame; then only the end is missing.
+    for steps in 0..=FRAMES + 1 {
+        let mut client = Client::ask(&gateway).await;
+        until("the worker is asked", || worker.asked() == 2 * steps + 1).await;
+        worker.release(steps);
+        worker.went_on().await;
+        if let Some(frames_told @ 1..) = steps.checked_sub(1) {
+            client.has(frames(frames_told).as_bytes()).await;
+        }
+        drop(client);
+        worker.left_alone().await;
+        quiet(&gateway).await;
+        // The next one is served as if nothing had been.
+        worker.release(FRAMES + 2);
+        let next = Client::ask(&gateway).await.answer().await.expect("an answer");
+        assert!(next.status == 200 && next.is_whole && next.text() == frames(FRAMES), "{next:?}");
+        quiet(&gateway).await;
+        // Its connection was kept for others: the next client's end is seen there, too.
+    }
+    let gone = metric(&gateway, CLIENT_GONE, &[]).await - gone;
+    assert_eq!(gone, (FRAMES + 2) as f64, "each is counted once");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_within_an_answer_of_known_length() {
+    let _turn = turn().await;
+    let head = say("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n");
+    let parts = ["a", "b", "c", "d"].map(|part| [Step::Wait, say(part)]).concat();
+    let worker = Faulty::answering([vec![head], parts].concat()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    for bytes in 0..4 {
+        let mut client = Client::ask(&gateway).await;
+        until("the worker is asked", || worker.asked() == bytes + 1).await;
+        worker.release(bytes);
+        worker.went_on().await;
+        if bytes > 0 {
+            client.has(&b"abcd"[..bytes]).await;
+        }
+        drop(client);
+        worker.left_alone().await;
+        quiet(&gateway).await;
+    }
+}
+
+/// Nobody can tell it from one who has left, and an engine that computes for nobody is the worse mistake.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_ends_its_side_has_left() {
+    let _turn = turn().await;
+    let worker = Faulty::answering(gated()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    for steps in [0, 3] {
+        let mut client = Client::ask(&gateway).await;
+        until("the worker is asked", || worker.asked() == if steps == 0 { 1 } else { 2 }).await;
+        worker.release(steps);
+        worker.went_on().await;
+        if steps > 0 {
+            client.has(frames(steps - 1).as_bytes()).await;
+        }
+        client.stream.shutdown().await.expect("its side is open");
+        worker.left_alone().await;
+        assert!(client.answer().await.is_none_or(|answer| !answer.is_whole));
+        quiet(&gateway).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_reads_nothing_holds_a_stream_up_until_it_leaves() {
+    let _turn = turn().await;
+    let worker = Faulty::answering(vec![
+        chunked_head(),
+        Step::Flood(b"1000\r\n".iter().copied().chain([b'x'; 0x1000]).chain(*b"\r\n").collect()),
+    ])
+    .await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let client = Client::ask(&gateway).await;
+    until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
+    drop(client);
+    worker.left_alone().await;
+    quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_the_queue() {
+    let _turn = turn().await;
+    let worker = Faulty::answering(vec![Step::Wait, whole("200 OK", "fine")]).await;
+    let mut settings = settings(&[worker.url()]);
+    settings.models[0].router.queue_threshold = Some(0.0);
+    settings.models[0].workers[0].config.max_num_batched_tokens = Some(64);
+    let gateway = gateway(settings).await;
+    let router = crate::fault_support::router(&gateway);
+    let first = Client::ask(&gateway).await;
+    until("the first is being served", || worker.asked() == 1).await;
+    let second = Client::ask(&gateway).await;
+    let third = Client::ask(&gateway).await;
+    until("the others wait", || router.health().leases == 3).await;
+    drop(second);
+    until("it has left the queue", || router.health().leases == 2).await;
+    worker.release(2);
+    for client in [first, third] {
+        assert_eq!(client.answer().await.expect("an answer").text(), "fine");
+    }
+    assert_eq!(worker.asked(), 2, "the one that left was never sent");
+    quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_while_its_prompt_is_tokenised() {
+    let _turn = turn().await;
+    let worker = Faulty::start(Vec::new(), |_, got| {
+        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![whole("200 OK", "fine")] }
+    })
+    .await;
+    let mut settings = settings(&[worker.url()]);
+    settings.models[0].tokens.source = TokenSourceChoice::Engine;
+    settings.models[0].tokens.engine_timeout_ms = 600_000;
+    let gateway = gateway(settings).await;
+    let asked = worker.asked();
+    let text = br#"{"model":"mock","prompt":"some text"}"#;
+    let client = send(gateway.address(), "POST", PATH, "", text).await;
+    until("its tokens are asked for", || worker.asked() > asked).await;
+    drop(client);
+    quiet(&gateway).await;
+    // Who brings tokens is served at once, and nobody has asked for the one that left.
+    let next = request(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
+    assert_eq!((next.status, next.text()), (200, "fine"));
+    let completions = worker.see(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
+    assert_eq!(completions, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_within_its_own_request() {
+    let _turn = turn().await;
+    let worker = Faulty::answering(vec![whole("200 OK", "fine")]).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let whole = format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());
+    for bytes in (0..whole.len()).step_by(7) {
+        let mut client = Client::connect(gateway.address()).await;
+        assert!(client.say(&whole[..bytes]).await);
+    }
+    quiet(&gateway).await;
+    assert_eq!(worker.asked(), 0);
+    assert_eq!(Client::ask(&gateway).await.answer().await.expect("an answer").text(), "fine");
+}

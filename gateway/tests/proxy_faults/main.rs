@@ -1,0 +1,15 @@
+//! The gateway between clients that leave and workers that fail, at every point of a request.
+//!
+//! Owns no scenario. Each is told to the byte: nothing goes on that was not let go on, and after each nothing is left
+//! booked. Leaves clients that mean harm to `hostile_clients`.
+
+#[path = "../fault_support/mod.rs"]
+mod fault_support;
+#[path = "../proxy_support/mod.rs"]
+mod proxy_support;
+
+mod bytes;
+mod clients;
+mod drain;
+mod tenants;
+mod workers;

@@ -1,0 +1,115 @@
+//! Tenants on the way through: nobody without a key reaches a worker, and nobody gets into another one's cache.
+
+use std::path::PathBuf;
+
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{Settings, TenantSettings};
+
+use crate::fault_support::{Faulty, PATH, quiet, settings, turn, whole};
+use crate::proxy_support::{Answer, gateway, request};
+
+const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
+
+/// A directory of this process's own, gone with the test.
+struct Files(PathBuf);
+
+impl Files {
+    fn new() -> Self {
+        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("tenants-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        Self(directory)
+    }
+
+    fn write(&self, name: &str, content: &str) -> PathBuf {
+        let file = self.0.join(name);
+        std::fs::write(&file, content).expect("it can be written");
+        file
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn with_tenants(mut settings: Settings, files: &Files) -> Settings {
+    settings.gateway.salt_secret_file = Some(files.write("salt", "0123456789abcdef0123456789abcdef"));
+    let tenant = |(name, key): (&str, &str)| TenantSettings {
+        name: name.to_owned(),
+        keys_file: files.write(name, key),
+        ..TenantSettings::default()
+    };
+    settings.tenants = ["acme", "brew"].into_iter().zip(KEYS).map(tenant).collect();
+    settings
+}
+
+async fn ask(gateway: &Gateway, headers: &str, body: &str) -> Answer {
+    request(gateway.address(), "POST", PATH, headers, body.as_bytes()).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_key_nothing_reaches_a_worker() {
+    let _turn = turn().await;
+    let (worker, files) = (Faulty::answering(vec![whole("200 OK", "fine")]).await, Files::new());
+    let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
+    let (first, second) = (KEYS[0], KEYS[1]);
+    let refused = [
+        String::new(),
+        "authorization: Bearer \r\n".to_owned(),
+        "authorization: Bearer another-key-0123456789\r\n".to_owned(),
+        format!("authorization: Basic {first}\r\n"),
+        format!("authorization: Bearer {}\r\n", &first[..first.len() - 1]),
+        format!("authorization: Bearer {first}{second}\r\n"),
+        format!("authorization: Bearer {first}, Bearer {second}\r\n"),
+        format!("x-api-key: {first}\r\n"),
+        format!("authorization: Bearer nobody-0123456789\r\nauthorization: Bearer {first}\r\n"),
+    ];
+    for headers in refused {
+        // Not even what is wrong with a body is said to strangers.
+        for body in [r#"{"model":"mock","prompt":[1]}"#, "no JSON"] {
+            let answer = ask(&gateway, &headers, body).await;
+            assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"), "{headers}");
+            assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
+        }
+    }
+    assert_eq!(worker.asked(), 0);
+    quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
+    let _turn = turn().await;
+    let (worker, files) = (Faulty::answering(vec![whole("200 OK", "fine")]).await, Files::new());
+    let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
+    let salt_of = async |key: &str, body: &str| {
+        let answer = ask(&gateway, &format!("authorization: Bearer {key}\r\n"), body).await;
+        assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+        let got = worker.see(|seen| seen.requests.pop().expect("it was asked"));
+        assert_eq!(got.header("authorization"), None, "a key for the gateway is not for workers");
+        assert!(!got.text().contains(key));
+        let sent: serde_json::Value = serde_json::from_slice(&got.body).expect("JSON");
+        assert_eq!(got.text().matches("\"cache_salt\"").count(), 1, "{}", got.text());
+        sent["cache_salt"].as_str().expect("a salt").to_owned()
+    };
+    let plain = r#"{"model":"mock","prompt":[1]}"#;
+    let with = |salt: &str| format!(r#"{{"model":"mock","cache_salt":{},"prompt":[1]}}"#, serde_json::json!(salt));
+    let mut theirs = vec![salt_of(KEYS[0], plain).await, salt_of(KEYS[0], &with("")).await];
+    theirs.push(salt_of(KEYS[0], &with("own")).await);
+    assert_eq!(theirs[0], salt_of(KEYS[0], plain).await, "a tenant's cache is its own again");
+    assert_eq!(theirs[0], salt_of(KEYS[0], r#"{"model":"mock","prompt":[1],"cache_salt": null }"#).await);
+    // The other one tries what it may know of the first one's.
+    for guess in [theirs.clone(), ["acme", "own", "", "\0acme", "\",\"x\":\""].map(str::to_owned).to_vec()].concat() {
+        let own = salt_of(KEYS[1], &with(&guess)).await;
+        assert!(own != guess && !theirs.contains(&own), "{guess}");
+    }
+    let own = salt_of(KEYS[1], plain).await;
+    assert!(!theirs.contains(&own));
+    // Two of them, of which a worker might take the other one.
+    for twice in ["\"cache_salt\"", "\"cache\\u005fsalt\""] {
+        let body = format!(r#"{{"model":"mock","cache_salt":"a",{twice}:"{}","prompt":[1]}}"#, theirs[0]);
+        let answer = ask(&gateway, &format!("authorization: Bearer {}\r\n", KEYS[1]), &body).await;
+        assert_eq!((answer.status, answer.code().as_str()), (400, "duplicate_field"));
+    }
+    quiet(&gateway).await;
+}
