@@ -1,9 +1,12 @@
 //! A listener and its connections.
 //!
 //! Owns the socket and the connections accepted on it, plain or over TLS, HTTP/1.1 only. Promises that there are never
-//! more connections than it may have, that a client that is slow to say what it wants is cut off without harm to others,
+//! more connections than it may have, that a client that is slow to say what it wants, or takes nothing of what it is
+//! told, is cut off without harm to others,
 //! and that a drain accepts nothing new, closes idle connections, lets requests in flight end, and says how many it had
 //! to break. Leaves what is answered to the routes, and how long a body or an answer may take to whoever reads it.
+
+mod takes;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -28,6 +31,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
+
+use takes::Takes;
 
 /// Longest head of a request, and most that is kept of a body or an answer that the other side does not take: together
 /// with the limit of connections this bounds what they cost. Longer heads are answered with 431, and so are those of
@@ -56,6 +61,8 @@ pub(crate) struct ListenerOptions {
     pub(crate) connections_max: u32,
     /// How long a TLS handshake, and then each head of a request, may take; so long a connection may be idle, too.
     pub(crate) head_timeout: Duration,
+    /// How long a client may take nothing of what it is sent.
+    pub(crate) stall_max: Duration,
     /// TLS; `None`: plain HTTP.
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
 }
@@ -194,6 +201,7 @@ struct Protocol {
     http: http1::Builder,
     tls: Option<TlsAcceptor>,
     head_timeout: Duration,
+    stall_max: Duration,
     handshakes_refused: Counter,
     routes: Router,
 }
@@ -208,6 +216,7 @@ impl Protocol {
             http,
             tls: options.tls.map(TlsAcceptor::from),
             head_timeout: options.head_timeout,
+            stall_max: options.stall_max,
             handshakes_refused: meters.handshakes_refused.clone(),
             routes,
         }
@@ -235,7 +244,7 @@ impl Protocol {
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let service = service_fn(|request| self.answer(request, peer));
-        let conversation = self.http.serve_connection(TokioIo::new(stream), service);
+        let conversation = self.http.serve_connection(TokioIo::new(Takes::new(stream, self.stall_max)), service);
         tokio::pin!(conversation);
         tokio::select! {
             biased;

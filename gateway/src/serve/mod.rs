@@ -233,6 +233,7 @@ fn client_options(settings: &GatewaySettings) -> Result<ListenerOptions, TlsErro
         name: "clients",
         connections_max: settings.connections_max,
         head_timeout: Duration::from_millis(settings.head_timeout_ms),
+        stall_max: Duration::from_millis(settings.idle_timeout_ms),
         tls,
     })
 }

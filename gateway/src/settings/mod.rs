@@ -70,7 +70,7 @@ pub struct GatewaySettings {
     pub connect_timeout_ms: u64,
     /// How long a worker may take until the first byte of its answer's body.
     pub first_byte_timeout_ms: u64,
-    /// How long an answer may be silent once it has begun.
+    /// How long an answer may be silent once it has begun, and how long a client may take nothing of it.
     pub idle_timeout_ms: u64,
     /// Tries of one request, the first included; only before the first byte.
     pub attempts_max: u32,

@@ -25,6 +25,11 @@ fn gated() -> Vec<Step> {
     [Step::Wait, chunked_head()].into_iter().chain(frames).chain([Step::Wait, chunks_end()]).collect()
 }
 
+/// Chunks without an end.
+fn endless() -> Step {
+    Step::Flood([b"1000\r\n".as_slice(), &[b'x'; 0x1000], b"\r\n"].concat())
+}
+
 const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -101,17 +106,27 @@ async fn a_client_that_ends_its_side_has_left() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_nothing_holds_a_stream_up_until_it_leaves() {
     let _turn = turn().await;
-    let worker = Faulty::answering(vec![
-        chunked_head(),
-        Step::Flood(b"1000\r\n".iter().copied().chain([b'x'; 0x1000]).chain(*b"\r\n").collect()),
-    ])
-    .await;
+    let worker = Faulty::answering(vec![chunked_head(), endless()]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let client = Client::ask(&gateway).await;
     until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
     drop(client);
     worker.left_alone().await;
     quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_takes_nothing_is_given_up() {
+    let _turn = turn().await;
+    let worker = Faulty::answering(vec![chunked_head(), endless()]).await;
+    let mut settings = settings(&[worker.url()]);
+    settings.gateway.idle_timeout_ms = 300;
+    let gateway = gateway(settings).await;
+    let client = Client::ask(&gateway).await;
+    until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
+    worker.left_alone().await;
+    quiet(&gateway).await;
+    assert!(!client.answer().await.expect("it has begun").is_whole);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

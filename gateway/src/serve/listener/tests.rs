@@ -16,7 +16,7 @@ use super::*;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn options(name: &'static str) -> ListenerOptions {
-    ListenerOptions { name, connections_max: 100, head_timeout: PATIENCE, tls: None }
+    ListenerOptions { name, connections_max: 100, head_timeout: PATIENCE, stall_max: PATIENCE, tls: None }
 }
 
 /// `/` answers with the peer's address, `/hang` once `go` says so.

@@ -1,0 +1,106 @@
+//! A connection whose other side must go on taking what it is sent.
+//!
+//! Owns the time for which it may take nothing. Promises that whoever takes anything within it is left alone, however
+//! slow. Leaves what is read to whoever reads it.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Sleep, sleep};
+
+/// Writes fail once the other side has taken nothing for too long.
+pub(super) struct Takes<S> {
+    stream: S,
+    stall_max: Duration,
+    /// There while the other side takes nothing.
+    alarm: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S> Takes<S> {
+    pub(super) fn new(stream: S, stall_max: Duration) -> Self {
+        Self { stream, stall_max, alarm: None }
+    }
+
+    fn unless_stalled<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.alarm = None;
+            return written;
+        }
+        let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep(self.stall_max)));
+        ready!(alarm.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Takes<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Takes<S> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.unless_stalled(context, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, bytes);
+        self.unless_stalled(context, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        self.unless_stalled(context, flushed)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let ended = Pin::new(&mut self.stream).poll_shutdown(context);
+        self.unless_stalled(context, ended)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    const STALL_MAX: Duration = Duration::from_secs(10);
+
+    #[tokio::test(start_paused = true)]
+    async fn who_takes_nothing_is_given_up_and_who_takes_little_is_not() {
+        let (ours, mut theirs) = duplex(4);
+        let mut ours = Takes::new(ours, STALL_MAX);
+        let slow = tokio::spawn(async move {
+            let mut bytes = [0; 4];
+            for _ in 0..5 {
+                sleep(STALL_MAX - Duration::from_secs(1)).await;
+                theirs.read_exact(&mut bytes).await.expect("it goes on");
+            }
+            theirs
+        });
+        ours.write_all(&[0; 24]).await.expect("they take it, bit by bit");
+        let theirs = slow.await.expect("it ends");
+        let stalled = Instant::now();
+        let error = ours.write_all(&[0; 24]).await.expect_err("nobody takes it");
+        assert_eq!((error.kind(), stalled.elapsed()), (io::ErrorKind::TimedOut, STALL_MAX));
+        drop(theirs);
+    }
+}
