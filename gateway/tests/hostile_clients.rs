@@ -221,6 +221,33 @@ async fn bodies_that_make_no_sense_are_refused_with_the_reason() {
     scene.over().await;
 }
 
+/// Clients that send all before they read any are told, too, unless they never come to an end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_that_are_too_long_are_told_so() {
+    let _turn = turn().await;
+    let scene = Scene::set().await;
+    let long = " ".repeat(BODY_BYTES_MAX + BODY_BYTES_MAX / 2);
+    let announced = head(&format!("content-length: {}\r\n", long.len())) + &long;
+    let chunk = format!("10000\r\n{}\r\n", " ".repeat(0x10000));
+    let chunks = head("transfer-encoding: chunked\r\n") + &chunk.repeat(BODY_BYTES_MAX / 0x10000 * 3 / 2) + "0\r\n\r\n";
+    let asks_first = head("content-length: 1000000000000\r\nexpect: 100-continue\r\n");
+    for bytes in [announced, chunks, asks_first] {
+        let mut client = Client::connect(scene.gateway.address()).await;
+        assert!(client.say(&bytes).await);
+        let answer = client.answer().await.expect("it is told");
+        assert_eq!((answer.status, answer.code().as_str()), (413, "body_too_large"));
+        assert_eq!(answer.header("connection"), Some("close"));
+    }
+    let mut client = Client::connect(scene.gateway.address()).await;
+    client.say(head("transfer-encoding: chunked\r\n")).await;
+    let mut sent = 0;
+    while client.say(&chunk).await {
+        sent += chunk.len();
+        assert!(sent < 64 * BODY_BYTES_MAX, "it is taken without end");
+    }
+    scene.over().await;
+}
+
 /// Large, odd, and sound: they pass.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_that_are_only_large_pass_within_bounds() {

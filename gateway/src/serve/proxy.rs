@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderName};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, EXPECT, HeaderName};
 use axum::http::{HeaderMap, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::answer::AnswerKind;
@@ -27,6 +27,7 @@ use super::tenants::Tenant;
 use crate::openai::{ApiError, Ask, Edits, Endpoint, RequestTerms, request_id, to_client};
 use answer::Answer;
 use attempts::{Begin, Errand};
+use intake::Limits;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -58,11 +59,15 @@ async fn pass(
 ) -> Result<Begin, Response<Body>> {
     let refused = |error: ApiError| error.into_response();
     app.retry_budget.requested(account.started());
-    if app.is_closing() {
-        return Err(refused(ApiError::draining()));
-    }
-    let tenant = app.tenants.identify(headers.get(AUTHORIZATION)).map_err(refused)?;
-    let body = take_in(app, account, body).await?;
+    let limits = body_limits(app, headers);
+    let tenant = match admit(app, headers) {
+        Ok(tenant) => tenant,
+        Err(error) => {
+            intake::throw_away(body, limits).await;
+            return Err(refused(error));
+        }
+    };
+    let body = take_in(account, limits, body).await?;
     let ask = Ask::parse(endpoint, body).map_err(refused)?;
     let (model, adapter) = match ask.model.as_deref() {
         Some(name) => app.models.find(name).ok_or_else(|| refused(ApiError::model_not_found(name)))?,
@@ -109,12 +114,22 @@ fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -
     response
 }
 
-async fn take_in(app: &App, account: &mut Account, body: Body) -> Result<Bytes, Response<Body>> {
-    let settings = &app.settings.gateway;
+async fn take_in(account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
     let waits = Instant::now();
-    let taken = intake::take_in(body, settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms)).await;
+    let taken = intake::take_in(body, limits).await;
     account.waited_since(waits);
     taken.map_err(ApiError::into_response)
+}
+
+fn body_limits(app: &App, headers: &HeaderMap) -> Limits {
+    let settings = &app.settings.gateway;
+    let (bytes_max, silence_max) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
+    Limits { bytes_max, silence_max, asks_first: headers.contains_key(EXPECT) }
+}
+
+/// Who asks, if anybody may now.
+fn admit<'a>(app: &'a App, headers: &HeaderMap) -> Result<Option<&'a Tenant>, ApiError> {
+    if app.is_closing() { Err(ApiError::draining()) } else { app.tenants.identify(headers.get(AUTHORIZATION)) }
 }
 
 fn model_missing() -> ApiError {

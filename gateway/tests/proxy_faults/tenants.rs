@@ -73,6 +73,10 @@ async fn without_a_key_nothing_reaches_a_worker() {
             assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
         }
     }
+    // Who sends all before it reads any is told, too.
+    let large = format!(r#"{{"model":"mock","prompt":"{}"}}"#, "x".repeat(12 << 20));
+    let answer = ask(&gateway, "", &large).await;
+    assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"));
     assert_eq!(worker.asked(), 0);
     quiet(&gateway).await;
 }

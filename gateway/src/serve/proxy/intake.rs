@@ -1,7 +1,7 @@
 //! A request's body, taken in.
 //!
-//! Owns limits of length and silence. Promises that nothing is reserved for bytes that have not come, and that a body in
-//! one piece is not copied.
+//! Owns limits of length and silence, and what is done with bodies of no use. Promises that nothing is reserved for bytes
+//! that have not come, and that a body in one piece is not copied.
 
 use std::time::Duration;
 
@@ -12,13 +12,29 @@ use tokio::time::timeout;
 
 use crate::openai::ApiError;
 
-/// The whole body, at most `bytes_max` long, if it is never silent for longer than `silence_max`.
+/// How long a body of no use may come, to be thrown away.
+const REST_MAX: Duration = Duration::from_secs(2);
+
+/// What a body may cost.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    /// Its longest length.
+    pub(super) bytes_max: u64,
+    /// How long it may be silent.
+    pub(super) silence_max: Duration,
+    /// The client sends it only when it is told to go on.
+    pub(super) asks_first: bool,
+}
+
+/// The whole body, within its limits.
 ///
 /// # Errors
 /// 413, 408, or 400 where the client breaks off.
-pub(super) async fn take_in(mut body: Body, bytes_max: u64, silence_max: Duration) -> Result<Bytes, ApiError> {
+pub(super) async fn take_in(mut body: Body, limits: Limits) -> Result<Bytes, ApiError> {
+    let Limits { bytes_max, silence_max, .. } = limits;
     // What the client announces; nothing where it sends chunks.
     if body.size_hint().lower() > bytes_max {
+        throw_away(body, limits).await;
         return Err(ApiError::too_large(bytes_max));
     }
     let mut whole = Vec::new();
@@ -28,6 +44,8 @@ pub(super) async fn take_in(mut body: Body, bytes_max: u64, silence_max: Duratio
         let Some(frame) = frame.map_err(|_| ApiError::body_timeout())? else { break };
         let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
         if (first.len() + whole.len() + data.len()) as u64 > bytes_max {
+            drop((first, whole, data));
+            throw_away(body, Limits { asks_first: false, ..limits }).await;
             return Err(ApiError::too_large(bytes_max));
         }
         if first.is_empty() && whole.is_empty() {
@@ -38,6 +56,25 @@ pub(super) async fn take_in(mut body: Body, bytes_max: u64, silence_max: Duratio
         }
     }
     Ok(if whole.is_empty() { first } else { whole.into() })
+}
+
+/// Reads on for a while, at most twice as much as a body may have. Clients that send all before they read any would find
+/// the connection reset if it were closed on what they send, and never see why they are refused.
+pub(super) async fn throw_away(mut body: Body, Limits { bytes_max, asks_first, .. }: Limits) {
+    if asks_first {
+        return;
+    }
+    let rest = async {
+        let mut left = bytes_max.saturating_mul(2);
+        while let Some(Ok(frame)) = body.frame().await {
+            left = left.saturating_sub(frame.data_ref().map_or(0, |data| data.len() as u64));
+            if left == 0 {
+                return;
+            }
+        }
+    };
+    // Whoever is not through by then is told all the same.
+    let _ = timeout(REST_MAX, rest).await;
 }
 
 #[cfg(test)]
@@ -81,7 +118,8 @@ mod tests {
     }
 
     async fn taken(body: Body) -> Result<String, StatusCode> {
-        let taken = take_in(body, 10, Duration::from_secs(3)).await;
+        let taken =
+            take_in(body, Limits { bytes_max: 10, silence_max: Duration::from_secs(3), asks_first: false }).await;
         taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
     }
 
