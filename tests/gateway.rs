@@ -55,14 +55,15 @@ async fn the_rank_of_a_single_rank_worker_is_implied() {
 }
 
 #[tokio::test]
-async fn a_placement_says_how_many_ranks_its_worker_has() {
-    let of = |ranks| WorkerConfig { data_parallel_size: ranks, ..WorkerConfig::at("http://a") };
+async fn a_placement_says_what_its_worker_calls_the_rank() {
+    let of =
+        |ranks| WorkerConfig { data_parallel_start_rank: 4, data_parallel_size: ranks, ..WorkerConfig::at("http://a") };
     let router = Router::builder(config()).worker(WorkerId(1), of(2)).start().await.expect("valid");
     let first = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
-    assert_eq!(first.worker_ranks(), 2);
+    assert_eq!(first.rank_at_worker(), Some(first.rank().rank - 4), "from the worker's first");
     router.upsert_worker(WorkerId(1), of(1)).await.expect("valid");
     let second = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect("placed");
-    assert_eq!(second.worker_ranks(), 1, "the worker that stayed has changed");
+    assert_eq!(second.rank_at_worker(), None, "the worker that stayed has changed");
 }
 
 #[tokio::test]
