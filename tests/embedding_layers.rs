@@ -254,7 +254,11 @@ async fn the_service_inside_is_told_where_to_send() {
     let mut service = PlacementLayer::new(router.clone()).layer(client);
     let response = service.ready().await.expect("ready").call(asking("a")).await.expect("answered");
     assert_eq!(router.health().leases, 1, "its answer has not been read");
-    assert_eq!(response.into_body().collect().await.expect("whole").to_bytes(), "http://a Some(0)");
+    assert_eq!(
+        response.into_body().collect().await.expect("whole").to_bytes(),
+        "http://a Some(6)",
+        "counted from its first"
+    );
     assert_at_rest(&router).await;
 }
 

@@ -25,7 +25,9 @@ fn row(instrument: &Instrument) -> String {
 #[test]
 fn the_page_lists_every_instrument_and_nothing_else() {
     let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
-    let listed: Vec<&str> = page.lines().filter(|line| line.starts_with("| `pointsman_")).collect();
+    // The gateway's rows are held to the code by its own tests.
+    let is_ours = |line: &&str| line.starts_with("| `pointsman_") && !line.starts_with("| `pointsman_gateway_");
+    let listed: Vec<&str> = page.lines().filter(is_ours).collect();
     let expected: Vec<String> = INSTRUMENTS.iter().map(row).collect();
     assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
     for verdict in Verdict::ALL {

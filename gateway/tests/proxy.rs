@@ -167,7 +167,7 @@ async fn retried_from(url: &str, asked: impl Fn() -> bool) {
     settings.gateway.first_byte_timeout_ms = 300;
     let gateway = gateway(settings).await;
     for _ in 0..8 {
-        let answer = post(&gateway, CHAT, &chat("mock", false)).await;
+        let answer = post(&gateway, CHAT, &chat("mock", true)).await;
         assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
         if asked() {
             break;
@@ -208,7 +208,7 @@ async fn failed(acts: Vec<Act>) -> Answer {
     let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
     settings.gateway.first_byte_timeout_ms = 300;
     let gateway = gateway(settings).await;
-    let answer = post(&gateway, CHAT, &chat("mock", false)).await;
+    let answer = post(&gateway, CHAT, &chat("mock", true)).await;
     let asked: Vec<_> = workers.iter().map(|worker| worker.requests().len()).collect();
     if answer.status >= 429 {
         assert_eq!(asked, [1, 1], "each rank is tried once");
@@ -231,6 +231,47 @@ async fn when_nobody_answers_the_client_is_told_the_best_that_is_known() {
     assert_eq!((own.status, own.text()), (503, "full"), "a worker's own words");
     let refused = failed(answer("400 Bad", "no such field")).await;
     assert_eq!((refused.status, refused.text()), (400, "no such field"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_late_answer_that_is_not_streamed_is_not_begun_anew() {
+    let workers = [Scripted::start(|_| vec![Act::Hang]).await, Scripted::start(|_| vec![Act::Hang]).await];
+    let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
+    settings.gateway.answer_timeout_ms = 300;
+    settings.models[0].router.outcome_failures_max = 1;
+    let gateway = gateway(settings).await;
+    let answer = post(&gateway, CHAT, &chat("mock", false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (504, "worker_timeout"));
+    assert_eq!(workers.iter().map(|worker| worker.requests().len()).sum::<usize>(), 1);
+    let health = gateway.router("mock").expect("it is served").rank_health().await.expect("it runs");
+    assert!(health.iter().all(|rank| rank.state == pointsman::health::HealthState::Healthy), "{health:?}");
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_without_others_is_asked_again_when_it_closes_unheard() {
+    let script = |n| if n == 0 { vec![Act::Close] } else { answer("200 OK", "fine") };
+    let only = Scripted::start(script).await;
+    let gateway = gateway(settings(vec![worker(1, &only.url(), 1)])).await;
+    let answer = post(&gateway, CHAT, &chat("mock", true)).await;
+    assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+    assert_eq!(only.requests().len(), 2);
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_of_many_ranks_that_is_not_there_costs_one_try() {
+    let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
+    let good = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let gone = format!("http://{closed}");
+    let mut settings = settings(vec![worker(1, &gone, 8), worker(2, &good.url(), 1)]);
+    settings.gateway.attempts_max = 2;
+    let gateway = gateway(settings).await;
+    for _ in 0..9 {
+        let answer = post(&gateway, CHAT, &chat("mock", true)).await;
+        assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+    }
+    at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

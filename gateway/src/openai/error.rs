@@ -111,6 +111,16 @@ impl ApiError {
         Self::invalid("invalid_header", Some(name), format!("header {name} {rule}"))
     }
 
+    /// It has waited in the router's queue for as long as the gateway lets anybody: 429.
+    #[must_use]
+    pub fn queue_timeout() -> Self {
+        Self::overloaded(
+            "queue_timeout",
+            "the request was not placed in time: all workers are busy",
+            Duration::from_secs(1),
+        )
+    }
+
     /// No key, or none that is known: 401. Which of the two is not said.
     #[must_use]
     pub fn unauthorized() -> Self {
@@ -211,12 +221,11 @@ impl From<RouteError> for ApiError {
             RouteError::Lost { .. } => no_worker("router_restarted", "the request was lost by a part that restarted"),
             RouteError::Down(Down::Stopped) => Self::draining(),
             RouteError::Down(Down::Failed) => no_worker("router_failed", "the model's router has failed"),
+            // Operators say these, clients cannot.
+            RouteError::Constraints(error) => Self::invalid("invalid_request", None, error.to_string()),
+            RouteError::Overrides(error) => Self::invalid("invalid_request", None, error.to_string()),
             // The gateway says all of these, not the client.
-            RouteError::MissingRequestId
-            | RouteError::Hashes(_)
-            | RouteError::Multimodal(_)
-            | RouteError::Constraints(_)
-            | RouteError::Overrides(_) => Self::internal(),
+            RouteError::MissingRequestId | RouteError::Hashes(_) | RouteError::Multimodal(_) => Self::internal(),
         }
     }
 }

@@ -58,7 +58,6 @@ async fn pass(
     body: Body,
 ) -> Result<Begin, Response<Body>> {
     let refused = |error: ApiError| error.into_response();
-    app.retry_budget.requested(account.started());
     let limits = body_limits(app, headers);
     let tenant = match admit(app, headers) {
         Ok(tenant) => tenant,
@@ -67,6 +66,7 @@ async fn pass(
             return Err(refused(error));
         }
     };
+    app.retry_budget.requested(account.started());
     let body = take_in(account, limits, body).await?;
     let ask = Ask::parse(endpoint, body).map_err(refused)?;
     let (model, adapter) = match ask.model.as_deref() {
@@ -75,6 +75,8 @@ async fn pass(
     };
     account.is_for(&model.meters);
     let terms = terms_of(headers, tenant).map_err(refused)?;
+    let session_id = terms.session_id.as_deref().or(ask.session_id.as_deref());
+    let tenant_session = tenant.zip(session_id).map(|(tenant, session_id)| tenant.session(session_id));
     let tenant_salt = tenant.map(|tenant| tenant.salt(ask.cache_salt.as_deref()));
 
     let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
@@ -91,11 +93,12 @@ async fn pass(
         deadline: terms.deadline,
         policy_class: terms.policy_class.as_deref(),
         do_not_queue: terms.do_not_queue,
-        session_id: terms.session_id.as_deref().or(ask.session_id.as_deref()),
+        session_id: tenant_session.as_deref().or(session_id),
         expected_output_tokens: ask.output_tokens_max,
         ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
     };
-    let errand = Errand { app, model, endpoint, headers, request_id, body: ask.body(edits) };
+    let (body, is_streamed) = (ask.body(edits), ask.stream);
+    let errand = Errand { app, model, endpoint, headers, request_id, body, is_streamed };
     errand.run(account, request).await
 }
 
@@ -141,6 +144,9 @@ fn terms_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestTerms
     let mut terms = RequestTerms::parse(headers)?;
     if let Some(tenant) = tenant {
         terms.strict_priority = terms.strict_priority.min(tenant.strict_priority_max);
+        if tenant.strict_priority_max == 0 {
+            terms.priority_jump = 0.0; // a jump is a priority by another name
+        }
         terms.policy_class = tenant.policy_class.clone().or(terms.policy_class);
     }
     Ok(terms)

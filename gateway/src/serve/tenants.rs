@@ -31,12 +31,22 @@ impl Tenant {
     /// can ask within another's. `client_salt` is the request's own, if any: an empty one is not none.
     #[must_use]
     pub fn salt(&self, client_salt: Option<&str>) -> String {
+        self.own(u8::from(client_salt.is_some()), client_salt.unwrap_or_default())
+    }
+
+    /// What its session is called where routing remembers it, as long as a salt: two tenants that say the same share none.
+    #[must_use]
+    pub fn session(&self, session_id: &str) -> String {
+        self.own(2, session_id)
+    }
+
+    fn own(&self, kind: u8, text: &str) -> String {
         let mut context = hmac::Context::with_key(&self.salt_key);
-        // Each part says where it ends, so that no name and salt together look like others.
+        // Each part says where it ends, so that no name and text together look like others.
         context.update(&(self.name.len() as u64).to_be_bytes());
         context.update(self.name.as_bytes());
-        context.update(&[u8::from(client_salt.is_some())]);
-        context.update(client_salt.unwrap_or_default().as_bytes());
+        context.update(&[kind]);
+        context.update(text.as_bytes());
         hex(&context.sign().as_ref()[..SALT_BYTES])
     }
 }
@@ -182,6 +192,15 @@ mod tests {
         let tenants = tenants();
         let salts = [None, Some(""), Some("s")].map(|salt| tenants.all[0].salt(salt));
         assert_eq!(salts, ACME_SALTS);
+    }
+
+    #[test]
+    fn sessions_are_a_tenants_own_and_no_salts() {
+        let tenants = tenants();
+        let (acme, other) = (&tenants.all[0], &tenants.all[1]);
+        assert_eq!(acme.session("s"), acme.session("s"));
+        assert_ne!(acme.session("s"), other.session("s"));
+        assert_ne!(acme.session("s"), acme.salt(Some("s")));
     }
 
     const ACME_SALTS: [&str; 3] =

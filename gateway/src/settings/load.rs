@@ -295,6 +295,9 @@ impl Loading {
         let parts = [("POINTSMAN_GATEWAY_", "gateway"), ("POINTSMAN_ADMIN_", "admin"), ("POINTSMAN_ROUTER_", "router")];
         let part = parts.iter().find_map(|(prefix, section)| Some((*prefix, *section, variable.strip_prefix(prefix)?)));
         let Some((prefix, section, setting)) = part else { return };
+        if is_of_a_service(setting) {
+            return;
+        }
         let fields = simple_fields(section);
         let Some(field) = fields.iter().find(|field| field.name.to_ascii_uppercase() == setting) else {
             let known: Vec<String> = fields.iter().map(|field| field.name.to_ascii_uppercase()).collect();
@@ -481,4 +484,14 @@ impl fmt::Display for Loaded {
         }
         Ok(())
     }
+}
+
+/// Whether a variable is one that Kubernetes gives every container of a namespace with a service `pointsman-gateway`: its
+/// host, its ports. No setting is called so.
+fn is_of_a_service(setting: &str) -> bool {
+    let is_numbered = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
+    setting == "PORT"
+        || setting.strip_prefix("PORT_").is_some_and(is_numbered)
+        || setting.starts_with("SERVICE_HOST")
+        || setting.starts_with("SERVICE_PORT")
 }

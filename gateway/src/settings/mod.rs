@@ -64,12 +64,16 @@ pub struct GatewaySettings {
     /// How long a request's head may take to come, and a connection be idle before it: longer than the idle time-out of a
     /// load balancer in front, which would else use connections that are just being closed.
     pub head_timeout_ms: u64,
-    /// How long the body may be silent while it comes.
+    /// How long the body may be silent while it comes; ten times as long it may take in all.
     pub body_timeout_ms: u64,
     /// How long a connection to a worker may take.
     pub connect_timeout_ms: u64,
-    /// How long a worker may take until the first byte of its answer's body.
+    /// How long a worker may take until the first byte of a streamed answer's body.
     pub first_byte_timeout_ms: u64,
+    /// How long a worker may take for an answer that is not streamed, whose first byte comes when all of it is there.
+    pub answer_timeout_ms: u64,
+    /// How long a request may wait to be placed, where it says no deadline of its own that is shorter.
+    pub queue_timeout_ms: u64,
     /// How long an answer may be silent once it has begun, and how long a client may take nothing of it.
     pub idle_timeout_ms: u64,
     /// Tries of one request, the first included; only before the first byte.
@@ -115,6 +119,8 @@ impl Default for GatewaySettings {
             body_timeout_ms: 30_000,
             connect_timeout_ms: 2_000,
             first_byte_timeout_ms: 300_000,
+            answer_timeout_ms: 600_000,
+            queue_timeout_ms: 120_000,
             idle_timeout_ms: 120_000,
             attempts_max: 3,
             retry_share_max: 0.2,
@@ -259,6 +265,7 @@ pub struct TenantSettings {
     pub keys_file: PathBuf,
     /// The policy class of its requests; they may not choose another. Default: as the request's header says.
     pub policy_class: Option<String>,
-    /// The highest strict priority that its requests may ask for.
+    /// The highest strict priority that its requests get; those that ask for more get this much. Where it is 0 they may not
+    /// jump the queue either.
     pub strict_priority_max: u32,
 }

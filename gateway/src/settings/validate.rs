@@ -116,6 +116,8 @@ impl Settings {
             ("body_timeout_ms", gateway.body_timeout_ms, 1),
             ("connect_timeout_ms", gateway.connect_timeout_ms, 1),
             ("first_byte_timeout_ms", gateway.first_byte_timeout_ms, 1),
+            ("answer_timeout_ms", gateway.answer_timeout_ms, 1),
+            ("queue_timeout_ms", gateway.queue_timeout_ms, 1),
             ("idle_timeout_ms", gateway.idle_timeout_ms, 1),
             ("drain_delay_ms", gateway.drain_delay_ms, 0),
             ("drain_timeout_ms", gateway.drain_timeout_ms, 0),

@@ -2,6 +2,8 @@
 //!
 //! Owns the token and its file. Promises that every wait has a generous end. Leaves what is asked to the tests.
 
+#![allow(dead_code, reason = "each suite uses its own part")]
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};

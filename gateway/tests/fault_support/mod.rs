@@ -26,7 +26,8 @@ pub(crate) const PATH: &str = "/v1/completions";
 
 /// A request for 64 tokens.
 pub(crate) fn body() -> String {
-    serde_json::json!({ "model": "mock", "prompt": (0..64).collect::<Vec<u32>>(), "max_tokens": 8 }).to_string()
+    serde_json::json!({ "model": "mock", "prompt": (0..64).collect::<Vec<u32>>(), "max_tokens": 8, "stream": true })
+        .to_string()
 }
 
 /// Metrics are the process's: who looks at them must be alone.

@@ -84,6 +84,7 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::body_broken(),
         ApiError::worker_failed(),
         ApiError::worker_timeout(),
+        ApiError::queue_timeout(),
         ApiError::draining(),
         ApiError::internal(),
         RequestTerms::parse(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))

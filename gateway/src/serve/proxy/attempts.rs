@@ -1,9 +1,11 @@
 //! The tries of one request, until a worker has begun to answer.
 //!
-//! Owns where it is tried next, and what is said when nobody answers. Promises at most `attempts_max` tries, each on another
-//! rank, retries within the gateway's budget, and none once a byte of an answer is there: until then the client has been
-//! told nothing. Leaves the rest of the answer to [`Answer`](super::answer::Answer).
+//! Owns where it is tried next, and what is said when nobody answers. Promises at most `attempts_max` tries, retries within
+//! the gateway's budget, and none once a byte of an answer is there: until then the client has been told nothing. A retry
+//! goes to another worker, or where there is none to another rank; to the same one only where that is the only one and
+//! nothing was heard of it, as when it closed a connection that was just taken up again. Leaves the rest of the answer to [`Answer`](super::answer::Answer).
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +16,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
 use pointsman::health::Outcome;
+use pointsman::protocol::WorkerRank;
 use pointsman::select::Constraints;
 use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
@@ -37,6 +40,9 @@ pub(super) struct Errand<'a> {
     pub(super) headers: &'a HeaderMap,
     pub(super) request_id: &'a str,
     pub(super) body: Bytes,
+    /// Whether the answer is streamed. If not its first byte comes when all of it is there, and lateness says nothing of the
+    /// rank.
+    pub(super) is_streamed: bool,
 }
 
 /// A worker has begun to answer.
@@ -74,12 +80,18 @@ impl Failure {
         }
     }
 
+    /// What it says of the rank's health. Who is busy (429, and 503 as engines say it whose queue is full) is well.
     fn outcome(&self) -> Outcome {
         match self {
             Self::Silence(error) => error.outcome(),
-            Self::Refusal { status, .. } if status.is_server_error() => Outcome::ServerError,
+            Self::Refusal { status, .. } if status.is_server_error() && !is_busy(*status) => Outcome::ServerError,
             Self::Refusal { .. } => Outcome::Ok,
         }
+    }
+
+    /// Whether nothing at all was heard of the worker.
+    fn is_unheard(&self) -> bool {
+        matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
     }
 }
 
@@ -94,20 +106,19 @@ impl Errand<'_> {
     /// What the client is to be told when none does: a worker's own error where one gave any.
     pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
         let (asked, deadline) = (Instant::now(), request.deadline);
-        let (mut failed, mut failures) = (Constraints::default(), Failures::default());
+        let (mut elsewhere, mut failures) = (Elsewhere::default(), Failures::default());
         let attempts_max = self.app.settings.gateway.attempts_max;
         for attempt in 1.. {
             let booking_id = self.app.ids.next();
             let request = RouteRequest {
                 request_id: Some(&booking_id),
                 deadline: deadline.map(|deadline| deadline.saturating_sub(asked.elapsed())),
-                constraints: (attempt > 1).then_some(&failed),
                 ..request
             };
             let routed = Instant::now();
-            let placement = match self.model.router.route(request).await {
+            let placement = match self.place(request, &mut elsewhere).await {
                 Ok(placement) => placement,
-                Err(error) if attempt == 1 => return Err(ApiError::from(error).into_response()),
+                Err(error) if attempt == 1 => return Err(error.into_response()),
                 // Nobody else can serve it, so what is known stands.
                 Err(_) => {
                     self.app.retry_budget.give_back(Instant::now());
@@ -125,7 +136,10 @@ impl Errand<'_> {
                 }
                 Err(failure) => failure,
             };
-            placement.outcome(failure.outcome());
+            let is_late = failure.reason() == RetryReason::Timeout && !self.is_streamed;
+            if !is_late {
+                self.blame(&placement, failure.outcome());
+            }
             tracing::debug!(
                 request_id = self.request_id,
                 rank = %placement.rank(),
@@ -133,10 +147,11 @@ impl Errand<'_> {
                 reason = failure.reason().name(),
                 "a try came to nothing"
             );
-            failed.excluded_ranks.insert(placement.rank());
+            elsewhere.than(&placement, &failure, self);
             drop(placement);
             failures.add(failure);
-            if attempt >= attempts_max {
+            // The same work would only begin anew.
+            if is_late || attempt >= attempts_max {
                 break;
             }
             if !self.app.retry_budget.take(Instant::now()) {
@@ -147,6 +162,45 @@ impl Errand<'_> {
         Err(failures.answer(self.request_id))
     }
 
+    /// A rank for the next try: another worker's, else another rank, else perhaps the same.
+    async fn place(&self, request: RouteRequest<'_>, elsewhere: &mut Elsewhere) -> Result<Placement, ApiError> {
+        let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
+        let route = async |constraints: Option<&Constraints>| {
+            let routed = timeout(within, self.model.router.route(RouteRequest { constraints, ..request })).await;
+            routed.map_err(|_| ApiError::queue_timeout())?.map_err(ApiError::from)
+        };
+        if elsewhere.ranks.is_empty() {
+            return route(None).await;
+        }
+        let other_workers = Constraints { excluded_ranks: elsewhere.workers.clone(), ..Constraints::default() };
+        let other_ranks = Constraints { excluded_ranks: elsewhere.ranks.clone(), ..Constraints::default() };
+        let mut placed = route(Some(&other_workers)).await;
+        if placed.is_err() && other_workers != other_ranks {
+            placed = route(Some(&other_ranks)).await;
+        }
+        if placed.is_err() && std::mem::take(&mut elsewhere.same_again) {
+            placed = route(None).await;
+        }
+        placed
+    }
+
+    /// Reports how a try went. That nobody could be connected to is true of all ranks behind the endpoint.
+    fn blame(&self, placement: &Placement, outcome: Outcome) {
+        placement.outcome(outcome);
+        if outcome == Outcome::ConnectFailed {
+            for rank in self.siblings(placement.rank()).filter(|rank| *rank != placement.rank()) {
+                self.model.router.report_outcome(rank, outcome);
+            }
+        }
+    }
+
+    /// All ranks of a rank's worker.
+    fn siblings(&self, rank: WorkerRank) -> impl Iterator<Item = WorkerRank> + use<> {
+        let workers = self.model.router.workers();
+        let entry = workers.iter().find(|entry| entry.worker == rank.worker).cloned();
+        entry.into_iter().flat_map(|entry| entry.ranks)
+    }
+
     /// One try: the head of the answer and its body, of which the first byte is there.
     async fn attempt(
         &self,
@@ -155,7 +209,9 @@ impl Errand<'_> {
     ) -> Result<(axum::http::response::Parts, Begun), Failure> {
         let request = self.request(placement).map_err(Failure::Silence)?;
         account.sent();
-        let within = Duration::from_millis(self.app.settings.gateway.first_byte_timeout_ms);
+        let settings = &self.app.settings.gateway;
+        let within = if self.is_streamed { settings.first_byte_timeout_ms } else { settings.answer_timeout_ms };
+        let within = Duration::from_millis(within);
         let begun = async {
             let (head, mut body) = self.app.upstream.send(request).await.map_err(Failure::Silence)?.into_parts();
             if head.status.is_server_error() || head.status == StatusCode::TOO_MANY_REQUESTS {
@@ -194,6 +250,29 @@ impl Errand<'_> {
             Some(key) => Authorization::Key(key),
             None if self.app.tenants.is_empty() => Authorization::Pass,
             None => Authorization::Drop,
+        }
+    }
+}
+
+/// Where a request has failed.
+#[derive(Default)]
+struct Elsewhere {
+    /// The ranks that were tried.
+    ranks: BTreeSet<WorkerRank>,
+    /// These, and all ranks of workers that did not answer.
+    workers: BTreeSet<WorkerRank>,
+    /// Whether, where there is nobody else, the same rank may be tried once more.
+    same_again: bool,
+}
+
+impl Elsewhere {
+    fn than(&mut self, placement: &Placement, failure: &Failure, errand: &Errand<'_>) {
+        let rank = placement.rank();
+        self.same_again = failure.is_unheard() && self.ranks.is_empty();
+        self.ranks.insert(rank);
+        self.workers.insert(rank);
+        if matches!(failure, Failure::Silence(_)) {
+            self.workers.extend(errand.siblings(rank));
         }
     }
 }

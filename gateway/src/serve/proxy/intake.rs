@@ -8,9 +8,12 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::openai::ApiError;
+
+/// How long a body may come in all, in times of the longest silence.
+const SILENCES_MAX: u32 = 10;
 
 /// How long a body of no use may come, to be thrown away.
 const REST_MAX: Duration = Duration::from_secs(2);
@@ -39,8 +42,9 @@ pub(super) async fn take_in(mut body: Body, limits: Limits) -> Result<Bytes, Api
     }
     let mut whole = Vec::new();
     let mut first = Bytes::new();
+    let end = Instant::now() + silence_max.saturating_mul(SILENCES_MAX);
     loop {
-        let frame = timeout(silence_max, body.frame()).await;
+        let frame = timeout_at(end.min(Instant::now() + silence_max), body.frame()).await;
         let Some(frame) = frame.map_err(|_| ApiError::body_timeout())? else { break };
         let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
         if (first.len() + whole.len() + data.len()) as u64 > bytes_max {
