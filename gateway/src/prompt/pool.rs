@@ -1,15 +1,18 @@
 //! Threads that tokenise, apart from those that serve.
 //!
-//! Owns a few threads and the queue before them. Promises that the queue is bounded, that work nobody waits for any more
-//! is not begun, and that a panic in one piece of work harms no other. Leaves what the work is to its callers.
+//! Owns a few threads and the queue before them. Promises that the queue is bounded, that nobody waits longer than
+//! [`WAIT_MAX`], that work nobody waits for any more is dropped and not begun, and that a panic in one piece of work harms
+//! no other. Leaves what the work is to its callers.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 use super::reason::NoTokens;
 
@@ -19,14 +22,20 @@ const QUEUE_MAX: usize = 1_024;
 /// More are of no use to one model.
 const THREADS_MAX: u32 = 64;
 
+/// How long anybody waits, behind the work of others and for their own. Later than that a request does better by load.
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(5);
+
 /// Templates and tokenizers recurse; a thread of the runtime has less.
 const STACK_BYTES: usize = 8 << 20;
 
 type Work = Box<dyn FnOnce() + Send>;
 
+/// A place in the queue. It is empty once the work has begun, or nobody waits for it any more.
+type Place = Arc<Mutex<Option<Work>>>;
+
 /// The threads. They end when this is dropped, after what they are at.
 pub(super) struct Pool {
-    queue: SyncSender<Work>,
+    queue: SyncSender<Place>,
 }
 
 impl Pool {
@@ -36,7 +45,7 @@ impl Pool {
     }
 
     fn with_queue(threads: u32, queue_max: usize) -> io::Result<Self> {
-        let (queue, waiting) = sync_channel::<Work>(queue_max);
+        let (queue, waiting) = sync_channel::<Place>(queue_max);
         let waiting = Arc::new(Mutex::new(waiting));
         for n in 0..threads.clamp(1, THREADS_MAX) {
             let waiting = Arc::clone(&waiting);
@@ -46,30 +55,47 @@ impl Pool {
         Ok(Self { queue })
     }
 
-    /// Has it done. Cancel-safe: dropping the future takes it out of the queue, unless it has begun.
+    /// Has it done, within [`WAIT_MAX`]. Cancel-safe: dropping the future takes the work out of the queue, with all that it
+    /// holds, unless it has begun.
     pub(super) async fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, NoTokens> + Send + 'static,
     ) -> Result<T, NoTokens> {
         let (reply, answer) = oneshot::channel();
         let work: Work = Box::new(move || {
-            if !reply.is_closed() {
-                // Whoever asked may be gone by now.
-                let _ = reply.send(work());
-            }
+            // Whoever asked may be gone by now.
+            let _ = reply.send(work());
         });
-        self.queue.try_send(work).map_err(|_| NoTokens::Busy)?;
-        answer.await.unwrap_or(Err(NoTokens::Panicked))
+        let place: Place = Arc::new(Mutex::new(Some(work)));
+        let _waits = Waits(Arc::clone(&place));
+        self.queue.try_send(place).map_err(|_| NoTokens::Busy)?;
+        timeout(WAIT_MAX, answer).await.map_err(|_| NoTokens::Busy)?.unwrap_or(Err(NoTokens::Panicked))
     }
 }
 
-fn work_off(waiting: &Mutex<Receiver<Work>>) {
+/// One who waits: the work goes with them.
+struct Waits(Place);
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        drop(taken(&self.0));
+    }
+}
+
+/// The work, if it has not begun. Not held while the work is done or dropped.
+fn taken(place: &Mutex<Option<Work>>) -> Option<Work> {
+    place.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+fn work_off(waiting: &Mutex<Receiver<Place>>) {
     loop {
         // One thread waits in the queue, the others for its place; nothing panics in between.
-        let work = waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(work) = work else { return };
-        // The reply is dropped with the work, which tells the one who waits.
-        let _ = catch_unwind(AssertUnwindSafe(work));
+        let place = waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(place) = place else { return };
+        if let Some(work) = taken(&place) {
+            // The reply is dropped with the work, which tells the one who waits.
+            let _ = catch_unwind(AssertUnwindSafe(work));
+        }
     }
 }
 
@@ -120,6 +146,33 @@ mod tests {
             }
             tokio::task::yield_now().await;
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_waits_longer_than_that_and_their_work_is_dropped() {
+        let pool = Pool::start(1).unwrap();
+        let (begun, has_begun) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let mut first = Box::pin(pool.run(move || {
+            begun.send(()).unwrap();
+            released.recv().unwrap();
+            Ok(())
+        }));
+        assert!(futures_now(&mut first).is_none());
+        has_begun.recv().unwrap();
+        let from = tokio::time::Instant::now();
+        let held = Arc::new("a long text");
+        let work = {
+            let held = Arc::clone(&held);
+            move || Ok(held.len())
+        };
+        // The only thread is not released before: this wait has but one end.
+        assert_eq!(pool.run(work).await, Err(NoTokens::Busy));
+        assert_eq!(from.elapsed(), WAIT_MAX);
+        assert_eq!(Arc::strong_count(&held), 1);
+        // Work that has begun is waited for no longer, either.
+        assert_eq!(first.await, Err(NoTokens::Busy));
+        release.send(()).unwrap();
     }
 
     /// What the future has now, if it has it.

@@ -23,13 +23,13 @@ pub(super) enum NoTokens {
     Panicked,
     /// More text than is tokenised here.
     TooLong,
-    /// Too many prompts wait for a thread.
+    /// Too many prompts wait for a thread, or this one waited too long.
     Busy,
     /// The engine cannot be asked with what the request has.
     Unsupported,
     /// There is no worker to ask.
     NoWorker,
-    /// The worker that was asked did not answer with tokens.
+    /// The workers that were asked did not answer with tokens.
     EngineFailed,
     /// The engine failed so often that it is left alone for a while.
     EnginePaused,
