@@ -127,12 +127,12 @@ fn files_that_cannot_be_used_are_named_without_their_content() {
 
 #[test]
 fn what_is_odd_is_warned_of() {
-    let file =
-        written("odd.toml", "[[models]]\nname = \"m\"\nworker_urls = [\"http://e\"]\ntokens.source = \"none\"\n");
+    let token = written("odd.token", "0123456789abcdef\n");
+    let file = written("odd.toml", &format!("[admin]\ntoken_file = {token:?}\n[[models]]\nname = \"m\"\n"));
     let output = check_config(&file, &[]);
     assert_eq!(output.status.code(), Some(0));
     let told = text(&output.stderr);
-    assert!(told.starts_with("warning: model \"m\" has no source of tokens") && told.lines().count() == 1, "{told}");
+    assert!(told.starts_with("warning: model \"m\" has no workers") && told.lines().count() == 1, "{told}");
 }
 
 #[test]

@@ -460,8 +460,7 @@ fn a_model_without_workers_wants_an_operator() {
     let text =
         format!("[admin]\nlisten = \"0.0.0.0:8081\"\ntoken_file = \"t\"\n{text}[models.tokens]\nsource = \"none\"\n");
     let warnings = sources(&text, &[], &[]).load().expect("accepted").settings.warnings();
-    let expected =
-        ["admin.listen is 0.0.0.0:8081", "model \"m\" has no workers", "model \"m\" has no source of tokens"];
+    let expected = ["admin.listen is 0.0.0.0:8081", "model \"m\" has no workers"];
     assert_eq!(warnings.len(), expected.len(), "{warnings:?}");
     for (warning, expected) in warnings.iter().zip(expected) {
         assert!(warning.starts_with(expected), "{warning}");

@@ -200,9 +200,6 @@ impl Settings {
             if !model.has_sources() {
                 warnings.push(format!("model {name:?} has no workers until an operator adds some"));
             }
-            if model.tokens.source == TokenSourceChoice::None {
-                warnings.push(format!("model {name:?} has no source of tokens: requests without token ids go by load"));
-            }
         }
         warnings
     }
