@@ -58,7 +58,10 @@ impl Worker {
 
     fn any(&self) -> AnyWorker {
         let endpoint = Arc::clone(&self.0);
-        Arc::new(move || endpoint.lock().expect("no test panics with it").clone())
+        Arc::new(move |but| {
+            let endpoint = endpoint.lock().expect("no test panics with it").clone();
+            endpoint.filter(|endpoint| Some(endpoint.as_str()) != but)
+        })
     }
 }
 
@@ -241,6 +244,39 @@ async fn an_engine_that_fails_is_left_alone() {
         tokens.of(&chat(HELLO), "m").await;
         assert_eq!(asked.load(Ordering::Relaxed), 6, "{shown}");
     }
+}
+
+#[tokio::test]
+async fn one_worker_that_fails_costs_no_prompt_its_tokens() {
+    let (failing, failed) = answering(|_| (StatusCode::INTERNAL_SERVER_ERROR, String::new())).await;
+    let (good, answered) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
+    // The one that fails is always asked first.
+    let any: AnyWorker = Arc::new(move |but| Some(if but.is_none() { failing.clone() } else { good.clone() }));
+    let tokens = Tokens::start(&settings(TokenSourceChoice::Engine), "m", upstream(), any).await.unwrap();
+    for _ in 0..8 {
+        assert_eq!(had(&tokens, text("a")).await, (vec![1], TokenSource::Engine));
+    }
+    assert_eq!((failed.load(Ordering::Relaxed), answered.load(Ordering::Relaxed)), (8, 8));
+}
+
+#[tokio::test]
+async fn large_prompts_and_answers_are_as_good_as_small_ones() {
+    let ids = "1,".repeat(1 << 17) + "2";
+    let answer = format!(r#"{{"tokens":[{ids}]}}"#);
+    let (url, asked) = answering(move |_| (StatusCode::OK, answer.clone())).await;
+    let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
+    let large = |part: &str| {
+        let messages =
+            format!(r#"[{{"role":"user","content":[{{"type":"text","text":"{}"}}{part}]}}]"#, "a ".repeat(1 << 17));
+        AskedPrompt::Chat(Box::new(ChatParts { messages: Bytes::from(messages), ..ChatParts::default() }))
+    };
+    for prompt in [large(""), text(&"a ".repeat(1 << 17))] {
+        let (ids, source) = had(&tokens, prompt).await;
+        assert_eq!((ids.len(), ids.last(), source), ((1 << 17) + 1, Some(&2), TokenSource::Engine));
+    }
+    // Read as carefully as small ones.
+    assert_eq!(had(&tokens, large(r#",{"type":"image_url"}"#)).await.1, TokenSource::None);
+    assert_eq!(asked.load(Ordering::Relaxed), 2);
 }
 
 #[tokio::test]

@@ -66,11 +66,11 @@ pub(super) fn has_tools(parts: &ChatParts) -> bool {
     parts.tools.as_deref().is_some_and(|tools| tools.trim_ascii() != b"null")
 }
 
-/// Whether a conversation is short enough to be read.
-pub(super) fn is_short(parts: &ChatParts) -> bool {
+/// Bytes of JSON that a conversation has.
+pub(super) fn bytes(parts: &ChatParts) -> usize {
     let optional = [&parts.tools, &parts.documents, &parts.template_kwargs];
     let bytes: usize = optional.iter().filter_map(|part| part.as_ref().map(|bytes| bytes.len())).sum();
-    parts.messages.len() + bytes <= PROMPT_BYTES_MAX
+    parts.messages.len() + bytes
 }
 
 /// Why a template of ours would not tell the truth about this conversation, as far as that can be seen unread.
@@ -78,7 +78,7 @@ pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
     if parts.has_own_template {
         return Err(NoTokens::OwnTemplate);
     }
-    if is_short(parts) { Ok(()) } else { Err(NoTokens::TooLong) }
+    if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TooLong) }
 }
 
 /// Reads a conversation whose messages have text alone, for a template that wants `format`.

@@ -1,19 +1,21 @@
 //! A worker's own tokenizer.
 //!
-//! Owns the question (`POST /tokenize`) and when it is not asked. Promises bounded answers in bounded time, and that an
-//! engine which keeps failing is left alone for a while. Leaves which worker to whoever knows them.
+//! Owns the question (`POST /tokenize`) and when it is not asked. Promises bounded answers in bounded time, that large JSON
+//! is not read on the threads that serve, that one worker which fails costs no prompt its tokens while another answers, and
+//! that engines which keep failing are left alone for a while. Leaves whose turn it is to whoever knows the workers.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::body::Bytes;
 use hyper::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::AnyWorker;
 use super::chat;
+use super::pool::Pool;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 use crate::upstream::{Upstream, UpstreamError};
@@ -29,6 +31,9 @@ const ANSWER_BYTES_PER_BYTE: usize = 32;
 
 /// Bytes of an answer beside that.
 const ANSWER_BYTES_MIN: usize = 64 << 10;
+
+/// Bytes of JSON or text that are read and written on the threads that serve; more goes to the pool.
+const BYTES_HERE_MAX: usize = 64 << 10;
 
 /// What is tokenised.
 #[derive(Clone, Copy)]
@@ -63,8 +68,9 @@ struct Answered {
 pub(super) struct Client {
     upstream: Upstream,
     /// What workers call the model. An adapter's tokens are its base model's.
-    model: String,
+    model: Arc<str>,
     within: Duration,
+    pool: Arc<Pool>,
 }
 
 /// How asking failed.
@@ -76,57 +82,86 @@ pub(super) enum AskError {
     /// One that has no tokens.
     #[error("the answer has no list of tokens")]
     Unreadable,
-    /// The question itself makes no sense.
-    #[error("the question is not JSON")]
-    Malformed,
+    /// Whatever the worker does: the question makes no sense, or there is no thread to work on it.
+    #[error("the gateway itself cannot ask: {}", .0.name())]
+    Here(NoTokens),
 }
 
 impl AskError {
-    /// Whether it may be this question alone that is refused.
+    /// Whether it may be this question alone that fails, at every worker.
     fn is_refusal(&self) -> bool {
         match self {
             Self::Upstream(UpstreamError::Status(status)) => {
                 [StatusCode::BAD_REQUEST, StatusCode::UNPROCESSABLE_ENTITY, StatusCode::PAYLOAD_TOO_LARGE]
                     .contains(status)
             }
-            Self::Malformed => true,
+            Self::Here(_) => true,
             Self::Upstream(_) | Self::Unreadable => false,
         }
     }
 }
 
 impl Client {
-    pub(super) fn new(upstream: Upstream, model: String, within: Duration) -> Self {
-        Self { upstream, model, within }
+    /// `pool`: where large questions and answers are written and read.
+    pub(super) fn new(upstream: Upstream, model: &str, within: Duration, pool: Arc<Pool>) -> Self {
+        Self { upstream, model: Arc::from(model), within, pool }
     }
 
     pub(super) async fn ask(&self, endpoint: &str, question: Question<'_>) -> Result<Vec<u32>, AskError> {
-        let body = self.body(question)?;
+        self.put(endpoint, self.body(question).await.map_err(AskError::Here)?).await
+    }
+
+    /// Asks what [`body`](Self::body) wrote.
+    async fn put(&self, endpoint: &str, body: Bytes) -> Result<Vec<u32>, AskError> {
         let bytes_max = ANSWER_BYTES_MIN + body.len() * ANSWER_BYTES_PER_BYTE;
         let url = format!("{}/tokenize", endpoint.trim_end_matches('/'));
         let answer = self.upstream.ask(&url, body, self.within, bytes_max).await?;
-        let answered: Answered = serde_json::from_slice(&answer).map_err(|_| AskError::Unreadable)?;
-        Ok(answered.tokens)
+        let bytes = answer.len();
+        let read = move || Ok(serde_json::from_slice(&answer).ok().map(|Answered { tokens }| tokens));
+        self.aside(bytes, read).await.map_err(AskError::Here)?.ok_or(AskError::Unreadable)
     }
 
-    fn body(&self, question: Question<'_>) -> Result<Bytes, AskError> {
-        let asked = match question {
-            Question::Text(text) => Asked { prompt: Some(text), ..self.nothing() },
-            Question::Chat(parts) => Asked {
-                messages: Some(raw(&parts.messages)?),
-                tools: parts.tools.as_ref().map(raw).transpose()?,
-                chat_template_kwargs: parts.template_kwargs.as_ref().map(raw).transpose()?,
-                add_generation_prompt: parts.add_generation_prompt,
-                continue_final_message: parts.continue_final_message,
-                ..self.nothing()
-            },
-        };
-        serde_json::to_vec(&asked).map(Bytes::from).map_err(|_| AskError::Malformed)
+    /// The question as it is sent, if it is one of text alone.
+    async fn body(&self, question: Question<'_>) -> Result<Bytes, NoTokens> {
+        let model = Arc::clone(&self.model);
+        match question {
+            Question::Text(text) => {
+                let text = text.to_owned();
+                self.aside(text.len(), move || Asked { prompt: Some(&text), ..Asked::of(&model) }.written()).await
+            }
+            Question::Chat(parts) => {
+                let parts = parts.clone();
+                self.aside(chat::bytes(&parts), move || {
+                    chat::text_only(&parts)?;
+                    let asked = Asked {
+                        messages: Some(raw(&parts.messages)?),
+                        tools: parts.tools.as_ref().map(raw).transpose()?,
+                        chat_template_kwargs: parts.template_kwargs.as_ref().map(raw).transpose()?,
+                        add_generation_prompt: parts.add_generation_prompt,
+                        continue_final_message: parts.continue_final_message,
+                        ..Asked::of(&model)
+                    };
+                    asked.written()
+                })
+                .await
+            }
+        }
     }
 
-    fn nothing(&self) -> Asked<'_> {
-        Asked {
-            model: &self.model,
+    /// Does it here if it is about few bytes, else in the pool.
+    async fn aside<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce() -> Result<T, NoTokens> + Send + 'static,
+    ) -> Result<T, NoTokens> {
+        if bytes <= BYTES_HERE_MAX { work() } else { self.pool.run(work).await }
+    }
+}
+
+impl<'a> Asked<'a> {
+    fn of(model: &'a str) -> Self {
+        Self {
+            model,
             prompt: None,
             messages: None,
             tools: None,
@@ -135,10 +170,14 @@ impl Client {
             continue_final_message: None,
         }
     }
+
+    fn written(&self) -> Result<Bytes, NoTokens> {
+        serde_json::to_vec(self).map(Bytes::from).map_err(|_| NoTokens::Malformed)
+    }
 }
 
-fn raw(json: &Bytes) -> Result<&RawValue, AskError> {
-    serde_json::from_slice(json).map_err(|_| AskError::Malformed)
+fn raw(json: &Bytes) -> Result<&RawValue, NoTokens> {
+    serde_json::from_slice(json).map_err(|_| NoTokens::Malformed)
 }
 
 /// The engines of one model, asked for each prompt.
@@ -165,24 +204,30 @@ impl Engine {
         [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).paused_until.is_some())
     }
 
+    /// Within the client's time, whoever is asked.
     pub(super) async fn tokens(&self, question: Question<'_>) -> Result<Vec<u32>, NoTokens> {
         let breaker = match question {
             Question::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TooLong),
             Question::Text(_) => &self.texts,
             Question::Chat(parts) => {
                 chat::refused(parts)?;
-                chat::text_only(parts)?;
                 if parts.documents.is_some() {
                     return Err(NoTokens::Unsupported);
                 }
                 &self.chats
             }
         };
-        let endpoint = (self.any_worker)().ok_or(NoTokens::NoWorker)?;
+        let end = Instant::now() + self.client.within;
+        let body = timeout_at(end, self.client.body(question)).await.map_err(|_| NoTokens::Busy)??;
+        let worker = (self.any_worker)(None).ok_or(NoTokens::NoWorker)?;
         if !locked(breaker).may_ask(Instant::now()) {
             return Err(NoTokens::EnginePaused);
         }
-        let answer = self.client.ask(&endpoint, question).await;
+        let answer = in_turn(&self.any_worker, worker, end, |worker| {
+            let body = body.clone();
+            async move { self.client.put(&worker, body).await }
+        });
+        let answer = answer.await;
         let mut breaker = locked(breaker);
         match answer {
             Ok(ids) => {
@@ -190,11 +235,31 @@ impl Engine {
                 Ok(ids)
             }
             Err(error) => {
-                tracing::debug!(worker = endpoint, %error, "a worker does not tokenise a prompt");
                 breaker.failed(error.is_refusal(), Instant::now());
                 Err(NoTokens::EngineFailed)
             }
         }
+    }
+}
+
+/// Asks one worker, and where that fails another, if there is one, until `end`. The first then has half of the time, so
+/// that one which hangs costs no tokens. A refusal stands: every worker would give it.
+async fn in_turn<T, Answer: Future<Output = Result<T, AskError>>>(
+    any_worker: &AnyWorker,
+    worker: String,
+    end: Instant,
+    ask: impl Fn(String) -> Answer,
+) -> Result<T, AskError> {
+    let asked = async |worker: String, within: Duration| {
+        let answer = timeout(within, ask(worker.clone())).await;
+        let answer = answer.unwrap_or(Err(AskError::Upstream(UpstreamError::Timeout(within))));
+        answer.inspect_err(|error| tracing::debug!(worker, %error, "a worker does not tokenise a prompt"))
+    };
+    let left = end.saturating_duration_since(Instant::now());
+    let Some(other) = any_worker(Some(&worker)) else { return asked(worker, left).await };
+    match asked(worker, left / 2).await {
+        Err(error) if !error.is_refusal() => asked(other, end.saturating_duration_since(Instant::now())).await,
+        answer => answer,
     }
 }
 
@@ -244,6 +309,61 @@ impl Breaker {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Those workers that are not excluded, in order.
+    fn workers(names: &'static [&'static str]) -> AnyWorker {
+        Arc::new(|but| names.iter().find(|name| Some(**name) != but).map(|name| (*name).to_owned()))
+    }
+
+    fn broken() -> AskError {
+        AskError::Upstream(UpstreamError::Broken(String::new()))
+    }
+
+    /// What comes of asking `a` first of `names`, and who was asked; `of_a` is what `a` does.
+    async fn first_a<Answer: Future<Output = Result<u32, AskError>>>(
+        names: &'static [&'static str],
+        of_a: impl Fn() -> Answer,
+    ) -> (Result<u32, AskError>, Vec<String>) {
+        let (workers, asked) = (workers(names), Mutex::new(Vec::new()));
+        let answer = in_turn(&workers, "a".to_owned(), Instant::now() + PAUSE, async |worker: String| {
+            asked.lock().unwrap().push(worker.clone());
+            if worker == "a" { of_a().await } else { Ok(7) }
+        });
+        let answer = answer.await;
+        (answer, asked.into_inner().unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn where_one_worker_fails_one_other_is_asked() {
+        let (answer, asked) = first_a(&["a", "b", "c"], async || Err(broken())).await;
+        assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));
+        let (answer, asked) = first_a(&["a"], async || Err(broken())).await;
+        assert!(answer.is_err() && asked == ["a"]);
+        let refusal = async || Err(AskError::Upstream(UpstreamError::Status(StatusCode::BAD_REQUEST)));
+        let (answer, asked) = first_a(&["a", "b"], refusal).await;
+        assert!(answer.is_err() && asked == ["a"]);
+        let two = workers(&["a", "b"]);
+        let failing = in_turn(&two, "a".to_owned(), Instant::now() + PAUSE, async |_| Err::<u32, _>(broken()));
+        assert!(failing.await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_that_hangs_leaves_time_to_ask_another() {
+        let begun = Instant::now();
+        let (answer, asked) = first_a(&["a", "b"], std::future::pending).await;
+        assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));
+        assert_eq!(begun.elapsed(), PAUSE / 2);
+        // Alone it has all the time, and no two have more.
+        let begun = Instant::now();
+        let (answer, _) = first_a(&["a"], std::future::pending).await;
+        assert!(matches!(answer, Err(AskError::Upstream(UpstreamError::Timeout(within))) if within == PAUSE));
+        assert_eq!(begun.elapsed(), PAUSE);
+        let begun = Instant::now();
+        let two = workers(&["a", "b"]);
+        let hanging =
+            in_turn(&two, "a".to_owned(), Instant::now() + PAUSE, |_| std::future::pending::<Result<u32, AskError>>());
+        assert!(hanging.await.is_err() && begun.elapsed() == PAUSE);
+    }
 
     #[test]
     fn five_failures_pause_and_one_question_ends_the_pause() {

@@ -73,8 +73,9 @@ pub struct PromptTokens<'a> {
     pub source: TokenSource,
 }
 
-/// Names the endpoint of some worker of the model that can be asked; `None` while there is none.
-pub type AnyWorker = Arc<dyn Fn() -> Option<String> + Send + Sync>;
+/// Names the endpoint of some worker of the model that can be asked, another one each time; `None` while there is none. Given
+/// an endpoint, it names one of the others.
+pub type AnyWorker = Arc<dyn Fn(Option<&str>) -> Option<String> + Send + Sync>;
 
 /// Why a model's tokens cannot be had as its settings say.
 #[derive(Debug, thiserror::Error)]
@@ -150,12 +151,12 @@ impl Tokens {
     ) -> Result<Self, TokensError> {
         let meters = Arc::new(Meters::new(upstream_name));
         let within = Duration::from_millis(settings.engine_timeout_ms);
-        let client = Client::new(upstream, upstream_name.to_owned(), within);
+        let pool = || Pool::start(settings.threads).map(Arc::new).map_err(TokensError::Threads);
         let mut parity = None;
         let source = match (settings.source, &settings.tokenizer_file) {
             (TokenSourceChoice::None, _) => Source::None,
             (TokenSourceChoice::Engine, _) | (TokenSourceChoice::Auto, None) => Source::Engine {
-                engine: Box::new(Engine::new(client, any_worker)),
+                engine: Box::new(Engine::new(Client::new(upstream, upstream_name, within, pool()?), any_worker)),
                 model: upstream_name.to_owned(),
                 is_tried: settings.source == TokenSourceChoice::Auto,
                 is_given_up: AtomicBool::new(false),
@@ -163,8 +164,9 @@ impl Tokens {
             (TokenSourceChoice::Local, None) => return Err(TokensError::NoTokenizer),
             (TokenSourceChoice::Local | TokenSourceChoice::Auto, Some(file)) => {
                 let local = Arc::new(load(file, settings, upstream_name, &meters).await?);
-                let pool = Arc::new(Pool::start(settings.threads).map_err(TokensError::Threads)?);
+                let pool = pool()?;
                 if settings.parity_check {
+                    let client = Client::new(upstream, upstream_name, within, Arc::clone(&pool));
                     let (local, pool, meters) = (Arc::clone(&local), Arc::clone(&pool), Arc::clone(&meters));
                     let model = upstream_name.to_owned();
                     let compared = Parity { local, pool, client, any_worker, meters, model };

@@ -46,7 +46,7 @@ impl Parity {
     /// Compares again and again, until it is aborted.
     pub(super) async fn watch(self) {
         loop {
-            let Some(worker) = (self.any_worker)() else {
+            let Some(worker) = (self.any_worker)(None) else {
                 sleep(WORKER_AWAITED).await;
                 continue;
             };
@@ -80,6 +80,11 @@ impl Parity {
         };
         let ours = match self.ours(question).await {
             Ok(ids) => ids,
+            Err(NoTokens::Busy) => {
+                // It says nothing of the tokenizer.
+                self.meters.parity("unanswered");
+                return false;
+            }
             Err(reason) => {
                 let reason = reason.name();
                 tracing::warn!(model = self.model, sample, reason, "the sample has no tokens here");

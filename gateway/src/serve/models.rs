@@ -5,6 +5,7 @@
 //! come from to [`sources`](super::sources).
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -167,12 +168,55 @@ impl Model {
         let builder = sources::follow(Router::builder(settings.router.clone()), settings);
         let builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
-        let workers = router.clone();
-        let any_worker: AnyWorker =
-            Arc::new(move || workers.workers().first().map(|entry| entry.config.endpoint.clone()));
+        let (workers, turn) = (router.clone(), AtomicUsize::new(0));
+        let any_worker: AnyWorker = Arc::new(move |but| next_worker(&workers.workers(), &turn, but));
         let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         Ok(Self { settings: settings.clone(), router, tokens, meters })
+    }
+}
+
+/// The endpoint of a worker that takes new work, in turn. One in place of `but` takes no turn of its own: else of two workers
+/// the same would always be the first.
+fn next_worker(workers: &[WorkerEntry], turn: &AtomicUsize, but: Option<&str>) -> Option<String> {
+    let endpoints = || {
+        let taking = workers.iter().filter(|entry| !entry.draining).map(|entry| entry.config.endpoint.as_str());
+        taking.filter(|endpoint| Some(*endpoint) != but)
+    };
+    let n = if but.is_some() { turn.load(Ordering::Relaxed) } else { turn.fetch_add(1, Ordering::Relaxed) };
+    let n = n.checked_rem(endpoints().count())?;
+    endpoints().nth(n).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman::protocol::{WorkerConfig, WorkerId};
+
+    use super::*;
+
+    fn workers(given: &[(&str, bool)]) -> Vec<WorkerEntry> {
+        let entry = |(id, (name, draining)): (u64, &(&str, bool))| {
+            let config = WorkerConfig::at(*name);
+            WorkerEntry { worker: WorkerId(id), config, ranks: Vec::new(), draining: *draining }
+        };
+        (0..).zip(given).map(entry).collect()
+    }
+
+    #[test]
+    fn workers_that_do_not_drain_are_asked_in_turn() {
+        let turn = AtomicUsize::new(0);
+        let some = workers(&[("a", true), ("b", false), ("c", false), ("d", true)]);
+        let asked: Vec<_> = (0..4).map(|_| next_worker(&some, &turn, None).unwrap()).collect();
+        assert_eq!(asked, ["b", "c", "b", "c"]);
+        // In place of one there is always the other, whoever else asks, and that is no turn.
+        for _ in 0..3 {
+            assert_eq!(next_worker(&some, &turn, Some("b")).as_deref(), Some("c"));
+            assert_eq!(next_worker(&some, &turn, Some("c")).as_deref(), Some("b"));
+        }
+        assert_eq!(next_worker(&some, &turn, None).as_deref(), Some("b"));
+        assert_eq!(next_worker(&workers(&[("a", true)]), &turn, None), None);
+        assert_eq!(next_worker(&workers(&[("a", false)]), &turn, Some("a")), None);
+        assert_eq!(next_worker(&[], &turn, None), None);
     }
 }
