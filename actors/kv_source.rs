@@ -20,6 +20,8 @@ pub struct KvSourceStatus {
     pub endpoint: String,
     /// Whether the subscription stands.
     pub connected: bool,
+    /// Whether everything that the publisher has said until now is known, be that nothing: also while it is silent.
+    pub caught_up: bool,
     /// How far what the index knows of the rank is trusted.
     pub trust: Trust,
     /// What is wrong, in words; absent while nothing is.
@@ -43,6 +45,7 @@ pub(crate) struct SourceCell {
     /// Set once, where there is a source.
     endpoint: Mutex<Option<Arc<str>>>,
     connected: AtomicBool,
+    caught_up: AtomicBool,
     /// What is taken off the credit, in thousandths.
     discount_permille: AtomicU32,
     trust: Mutex<(Trust, Option<Doubt>)>,
@@ -65,6 +68,7 @@ impl SourceCell {
         Self {
             endpoint: Mutex::new(None),
             connected: AtomicBool::new(false),
+            caught_up: AtomicBool::new(false),
             discount_permille: AtomicU32::new(0),
             trust: Mutex::new((Trust::Live, None)),
             last_error: Mutex::new(None),
@@ -104,6 +108,7 @@ impl SourceCell {
             rank,
             endpoint: endpoint.to_string(),
             connected: self.connected.load(Ordering::Relaxed),
+            caught_up: self.caught_up.load(Ordering::Relaxed),
             trust,
             doubt: doubt.map(|doubt| doubt.to_string()),
             last_error: self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone(),
@@ -144,19 +149,24 @@ impl SourceCell {
     }
 
     fn start_over(&self) {
-        self.connected.store(false, Ordering::Relaxed);
+        self.set_connected(false);
         self.applied.store(0, Ordering::Relaxed);
         self.set_trust(Trust::Recovering, None);
     }
 
     fn forget(&self) {
-        self.connected.store(false, Ordering::Relaxed);
+        self.set_connected(false);
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.set_trust(Trust::Live, None);
     }
 
     pub(crate) fn set_connected(&self, connected: bool) {
         self.connected.store(connected, Ordering::Relaxed);
+        self.caught_up.fetch_and(connected, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_caught_up(&self, caught_up: bool) {
+        self.caught_up.store(caught_up, Ordering::Relaxed);
     }
 
     pub(crate) fn set_error(&self, error: String) {

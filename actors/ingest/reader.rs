@@ -196,6 +196,7 @@ impl Reader {
                 Effect::Noted(note) => self.shared.meters.ingest.note(note),
             }
         }
+        self.seat.source.set_caught_up(self.source.is_caught_up());
         let doubt = self.source.doubt();
         if doubt.map(|doubt| doubt.name()) != self.shown_doubt.map(|doubt| doubt.name()) {
             self.show(doubt);

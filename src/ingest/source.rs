@@ -161,6 +161,28 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
+    /// Whether everything that the publisher has said until now is known, as of the last step, be that nothing. Whoever has
+    /// nothing to say is [`Trust::Silent`] in time, and caught up as long as it is connected.
+    ///
+    /// ```
+    /// use pointsman::ingest::{Input, Source, SourceConfig, Trust};
+    /// use pointsman::protocol::Timestamp;
+    ///
+    /// let mut source: Source<Vec<u8>> = Source::new(SourceConfig::default(), Timestamp::default());
+    /// let mut effects = Vec::new();
+    /// source.step(Input::Connected, Timestamp::default(), &mut effects);
+    /// assert!(!source.is_caught_up());
+    /// source.step(Input::ReplayEnded, Timestamp::default(), &mut effects);
+    /// assert!(source.is_caught_up());
+    /// let much_later = Timestamp(60_000_000_000);
+    /// source.step(Input::Tick, much_later, &mut effects);
+    /// assert_eq!((source.trust(), source.is_caught_up()), (Trust::Silent, true));
+    /// ```
+    #[must_use]
+    pub fn is_caught_up(&self) -> bool {
+        self.link.is_connected() && self.judge_heard() == Trust::Live
+    }
+
     /// When time alone will change something: the next [`Input::Tick`] is due then. None where that is never.
     #[must_use]
     pub fn next_tick(&self) -> Option<Timestamp> {
@@ -384,9 +406,12 @@ impl<P: AsRef<[u8]>> Source<P> {
     }
 
     fn judge(&self) -> Trust {
-        if self.link.is_silent(self.now, self.config.silent_after) {
-            Trust::Silent
-        } else if self.fit.doubt(self.config.block_size).is_some() {
+        if self.link.is_silent(self.now, self.config.silent_after) { Trust::Silent } else { self.judge_heard() }
+    }
+
+    /// What would be trusted of it if silence were none.
+    fn judge_heard(&self) -> Trust {
+        if self.fit.doubt(self.config.block_size).is_some() {
             Trust::Mismatched
         } else if self.replay.is_some_and(Replay::doubts)
             || self.is_incomplete()

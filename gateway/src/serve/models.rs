@@ -5,7 +5,7 @@
 //! come from to [`sources`](super::sources).
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -58,6 +58,8 @@ pub(crate) struct Model {
     pub(crate) router: Router,
     pub(crate) tokens: Tokens,
     pub(crate) meters: Arc<ModelMeters>,
+    /// Whether the caches of all its ranks were known at some time.
+    pub(crate) was_warm: AtomicBool,
 }
 
 /// All models, by every name.
@@ -173,7 +175,7 @@ impl Model {
         let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
-        Ok(Self { settings: settings.clone(), router, tokens, meters })
+        Ok(Self { settings: settings.clone(), router, tokens, meters, was_warm: AtomicBool::new(false) })
     }
 }
 

@@ -1,9 +1,11 @@
 //! Probes: whether the process lives, and whether it should be sent requests.
 //!
-//! Owns what "ready" means: not on its way out, and some model has a rank that may serve and whose cache contents are
-//! known, or the time to get to know them is over. Promises that the answer names no worker. Leaves the facts to the
+//! Owns what "ready" means: not on its way out, and some model has a rank that may serve and is warm, which is that the
+//! caches of all its ranks were known once and none was lost since, or the time to get to know them is over. Promises
+//! that the answer names no worker, and that an engine that falls silent makes nobody unready. Leaves the facts to the
 //! routers.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -14,12 +16,18 @@ use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
+use pointsman::KvSourceStatus;
+use pointsman::health::HealthState;
 use pointsman::ingest::Trust;
+use pointsman::protocol::WorkerRank;
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::App;
 use super::models::Model;
+
+/// How long a router may take to say which ranks it has ejected; then none is.
+const EJECTED_WAIT: Duration = Duration::from_secs(1);
 
 /// What the gateway itself contributes to being ready.
 pub(crate) struct Readiness {
@@ -55,8 +63,18 @@ struct Ranks {
     router_up: bool,
     /// Those that can serve.
     eligible: usize,
-    /// Those whose cache contents are not known, yet or any more.
+    /// Those whose cache contents were lost with a part of the index.
+    cold: usize,
+    /// Those whose cache contents are not known, yet or any more, the cold ones included.
     unknown: usize,
+    /// Whether there was a time when none was unknown.
+    was_warm: bool,
+}
+
+impl Ranks {
+    fn is_warm(self) -> bool {
+        self.router_up && self.eligible > 0 && self.unknown == 0
+    }
 }
 
 /// Whether to send requests, and if not, why not.
@@ -85,7 +103,9 @@ fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verd
 }
 
 fn why_not(ranks: Ranks, warm_up_over: bool) -> Option<String> {
-    let Ranks { router_up, eligible, unknown } = ranks;
+    let Ranks { router_up, eligible, cold, unknown, was_warm } = ranks;
+    // Ranks that join later, or break off, are no reason to stop what goes well.
+    let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("its router is down".to_owned())
     } else if eligible == 0 {
@@ -98,12 +118,38 @@ fn why_not(ranks: Ranks, warm_up_over: bool) -> Option<String> {
 }
 
 /// The facts about one model, from its router.
-fn ranks_of(model: &Model) -> Ranks {
+async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let health = model.router.health();
-    let mut unknown = health.cold;
     let sources = model.router.kv_sources().into_iter();
-    unknown.extend(sources.filter(|source| source.trust != Trust::Live).map(|source| source.rank));
-    Ranks { router_up: health.state.is_ok(), eligible: model.router.eligible_ranks(), unknown: unknown.len() }
+    let mut unknown: BTreeSet<_> = sources.filter(|source| !is_known(source)).map(|source| source.rank).collect();
+    let was_warm = model.was_warm.load(Ordering::Relaxed);
+    // The router is asked only where it matters.
+    if !unknown.is_empty() && !was_warm && !warm_up_over {
+        let ejected = ejected(model).await;
+        unknown.retain(|rank| !ejected.contains(rank));
+    }
+    unknown.extend(&health.cold);
+    let ranks = Ranks {
+        router_up: health.state.is_ok(),
+        eligible: model.router.eligible_ranks(),
+        cold: health.cold.len(),
+        unknown: unknown.len(),
+        was_warm,
+    };
+    model.was_warm.fetch_or(ranks.is_warm(), Ordering::Relaxed);
+    ranks
+}
+
+/// An engine that has been read to the end and has nothing to say is silent, and known.
+fn is_known(source: &KvSourceStatus) -> bool {
+    source.caught_up || source.trust == Trust::Live
+}
+
+/// Ranks that get no requests, so that what they hold matters to none.
+async fn ejected(model: &Model) -> BTreeSet<WorkerRank> {
+    let Ok(Ok(report)) = timeout(EJECTED_WAIT, model.router.rank_health()).await else { return BTreeSet::new() };
+    let ejected = report.into_iter().filter(|health| matches!(health.state, HealthState::Ejected { .. }));
+    ejected.map(|health| health.rank).collect()
 }
 
 /// `/live` and `/ready`, and `/metrics` where it is wanted.
@@ -131,8 +177,12 @@ async fn ready(State(app): State<Arc<App>>, Query(asked): Query<Asked>) -> Respo
             }
         },
     }
-    let ranks: Vec<_> = models.into_iter().map(|model| (model.settings.name.as_str(), ranks_of(model))).collect();
-    let verdict = verdict(app.readiness.is_draining(), app.readiness.is_warm_up_over(), &ranks);
+    let warm_up_over = app.readiness.is_warm_up_over();
+    let mut ranks = Vec::with_capacity(models.len());
+    for model in models {
+        ranks.push((model.settings.name.as_str(), ranks_of(model, warm_up_over).await));
+    }
+    let verdict = verdict(app.readiness.is_draining(), warm_up_over, &ranks);
     let status = if verdict.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(verdict)).into_response()
 }
@@ -146,18 +196,27 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use pointsman::protocol::WorkerId;
+
     use super::*;
 
     #[test]
     fn ready_means_that_some_model_can_be_served_well() {
-        let ranks = |eligible, unknown| Ranks { router_up: true, eligible, unknown };
+        let ranks = |eligible, unknown| Ranks { router_up: true, eligible, unknown, ..Ranks::default() };
         let (good, cold, none, down) = (ranks(2, 0), ranks(2, 1), ranks(0, 0), Ranks::default());
+        // It was warm, and since then a rank has come or broken off; or the index has lost what it knew of it.
+        let joined = Ranks { was_warm: true, ..cold };
+        let lost = Ranks { cold: 1, ..joined };
         // Ready where there are no reasons.
         type Case<'a> = (bool, bool, &'a [(&'a str, Ranks)], &'a [&'a str]);
         let cases: &[Case<'_>] = &[
             (false, false, &[("a", good)], &[]),
             (false, false, &[("a", none), ("b", good)], &[]),
             (false, true, &[("a", cold)], &[]),
+            (false, false, &[("a", joined)], &[]),
+            (false, true, &[("a", lost)], &[]),
+            (false, false, &[("a", lost)], &["model \"a\": the caches of 1 ranks are not known yet"]),
+            (false, false, &[("a", Ranks { eligible: 0, ..joined })], &["model \"a\": no rank can serve"]),
             (false, false, &[("a", cold)], &["model \"a\": the caches of 1 ranks are not known yet"]),
             (
                 false,
@@ -172,6 +231,40 @@ mod tests {
             let said = verdict(*draining, *warm_up_over, models);
             let reasons: Vec<&str> = said.reasons.iter().map(String::as_str).collect();
             assert_eq!((said.ready, reasons.as_slice()), (expected.is_empty(), *expected));
+        }
+    }
+
+    #[test]
+    fn warm_is_a_model_that_can_serve_and_is_known_as_a_whole() {
+        let good = Ranks { router_up: true, eligible: 2, ..Ranks::default() };
+        assert!(good.is_warm());
+        for not in [
+            Ranks { router_up: false, ..good },
+            Ranks { eligible: 0, ..good },
+            Ranks { unknown: 1, ..good },
+            Ranks { cold: 1, unknown: 1, was_warm: true, ..good },
+        ] {
+            assert!(!not.is_warm(), "{not:?}");
+        }
+    }
+
+    #[test]
+    fn silence_of_an_engine_that_was_read_is_not_ignorance() {
+        let source = |caught_up, trust| KvSourceStatus {
+            rank: WorkerRank::new(WorkerId(1), 0),
+            endpoint: String::new(),
+            connected: caught_up,
+            caught_up,
+            trust,
+            doubt: None,
+            last_error: None,
+            applied: None,
+            messages: 0,
+            message_age: None,
+        };
+        assert!(is_known(&source(true, Trust::Silent)) && is_known(&source(false, Trust::Live)));
+        for trust in [Trust::Recovering, Trust::Cold, Trust::Mismatched, Trust::Silent] {
+            assert!(!is_known(&source(false, trust)), "{trust:?}");
         }
     }
 }

@@ -96,11 +96,22 @@ pub(super) fn health(health: &RankHealth) -> Value {
 }
 
 pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
-    let KvSourceStatus { rank: _, endpoint, connected, trust, doubt, last_error, applied, messages, message_age } =
-        source;
+    let KvSourceStatus {
+        rank: _,
+        endpoint,
+        connected,
+        caught_up,
+        trust,
+        doubt,
+        last_error,
+        applied,
+        messages,
+        message_age,
+    } = source;
     json!({
         "endpoint": endpoint,
         "connected": connected,
+        "caught_up": caught_up,
         "trust": trust.name(),
         "doubt": doubt,
         "last_error": last_error,
