@@ -171,6 +171,7 @@ impl Gateway {
             upkeep.spawn(metrics.keep_up());
         }
         let app = Arc::new(App::new(settings, &secrets, models, upstream, metrics));
+        upkeep.spawn(models::warn_of_unread(Arc::clone(&app)));
         let admin = match token {
             Some((listen, token)) => {
                 let routes = admin::routes(Arc::clone(&app), token, routes::common(&app, true));

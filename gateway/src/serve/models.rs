@@ -13,7 +13,9 @@ use ahash::AHashMap;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
 use pointsman::{Router, WorkerEntry};
+use tokio::time::sleep;
 
+use super::App;
 use super::metrics::ModelMeters;
 use super::sources;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
@@ -176,6 +178,24 @@ impl Model {
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         Ok(Self { settings: settings.clone(), router, tokens, meters, was_warm: AtomicBool::new(false) })
+    }
+}
+
+/// Says once, when workers have had the time to be found, of which models' workers no KV events can be read: the usual case
+/// is an engine that cannot be asked where it publishes, and nothing else would ever tell.
+pub(super) async fn warn_of_unread(app: Arc<App>) {
+    sleep(Duration::from_millis(app.settings.gateway.warm_up_ms)).await;
+    for model in app.models.all().iter().filter(|model| model.router.config().use_kv_events) {
+        let workers = model.router.workers();
+        let unread = workers.iter().filter(|entry| entry.config.kv_events.is_none()).count();
+        if unread > 0 {
+            tracing::warn!(
+                model = model.settings.name,
+                "{unread} of {} workers have no kv_events, so what they cache is not known: name them, or set \
+                 use_kv_events = false",
+                workers.len()
+            );
+        }
     }
 }
 
