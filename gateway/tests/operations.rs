@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve::{Drained, Ended, Gateway, Signal, run_until};
 use pointsman_gateway::settings::{GatewaySettings, ModelSettings, Settings};
@@ -77,6 +77,40 @@ async fn ready_is_said_while_a_rank_can_serve_and_nobody_has_said_to_end() {
     assert_eq!(get(address, "/v1/models").await.0, 200, "everything else is still answered");
     assert_eq!(gateway.shutdown(PATIENCE).await, Drained { broken: 0 });
     assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn engines_that_have_said_nothing_yet_make_nobody_wait() {
+    let mut settings = settings(any_port());
+    settings.gateway.warm_up_ms = 86_400_000;
+    let gateway = Gateway::start(settings).await.expect("it starts");
+    let engine = MockEngine::start(MockConfig::default()).await.expect("the engine starts");
+    let router = gateway.router("m").expect("the model is there").clone();
+    let events = KvEventsConfig {
+        endpoint: engine.event_endpoint(0),
+        replay_endpoint: Some(engine.replay_endpoint(0)),
+        topic: String::new(),
+    };
+    let read = WorkerConfig { kv_events: Some(events), ..WorkerConfig::at(engine.url()) };
+    router.upsert_worker(WorkerId(1), read).await.expect("the worker is taken");
+    let ready = async || get(gateway.address(), "/ready").await.0 == 200;
+    timeout(PATIENCE, async {
+        while !ready().await {
+            sleep(Duration::from_millis(10)).await
+        }
+    })
+    .await
+    .expect("in time");
+    assert!(router.kv_sources()[0].caught_up);
+
+    // It was warm: one that cannot be reached, and joins, makes nobody wait any more.
+    let events =
+        KvEventsConfig { endpoint: "tcp://127.0.0.1:9".to_owned(), replay_endpoint: None, topic: String::new() };
+    let gone = WorkerConfig { kv_events: Some(events), ..WorkerConfig::at("http://127.0.0.1:9") };
+    router.upsert_worker(WorkerId(2), gone).await.expect("the worker is taken");
+    assert!(ready().await && !router.kv_sources()[1].caught_up);
+    gateway.shutdown(PATIENCE).await;
     engine.shutdown().await;
 }
 
