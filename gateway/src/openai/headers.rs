@@ -256,24 +256,24 @@ pub fn to_client(worker: &HeaderMap, request_id: &str) -> HeaderMap {
     headers
 }
 
-/// All but those about the connection, those that choose a worker, and those in `dropped`.
+/// All but those about the connection, those that choose a worker, and those in `dropped`. Each byte of `Connection` is
+/// read once, however many names it has.
 fn passing(given: &HeaderMap, dropped: &[HeaderName]) -> HeaderMap {
     let mut passing = HeaderMap::with_capacity(given.len() + 3);
     for (name, value) in given {
-        let drops = HOP_BY_HOP.contains(name) || dropped.contains(name) || is_stripped(name.as_str());
-        if !drops && !is_named_by_connection(given, name.as_str()) {
+        if !HOP_BY_HOP.contains(name) && !dropped.contains(name) && !is_stripped(name.as_str()) {
             passing.append(name, value.clone());
         }
     }
+    for value in given.get_all(header::CONNECTION) {
+        for named in value.as_bytes().split(|byte| *byte == b',') {
+            // What is no name names nothing.
+            if let Ok(named) = HeaderName::from_bytes(named.trim_ascii()) {
+                passing.remove(named);
+            }
+        }
+    }
     passing
-}
-
-fn is_named_by_connection(headers: &HeaderMap, name: &str) -> bool {
-    let mut values = headers.get_all(header::CONNECTION).iter();
-    values.any(|value| {
-        let mut named = value.as_bytes().split(|byte| *byte == b',');
-        named.any(|named| named.trim_ascii().eq_ignore_ascii_case(name.as_bytes()))
-    })
 }
 
 /// `name` is in lower case, as all names are.

@@ -160,6 +160,17 @@ fn rank_and_key_are_the_gateways_to_say() {
 }
 
 #[test]
+fn connection_may_name_as_much_as_it_likes() {
+    let many = "a,".repeat(30_000) + " X-Mine ,, \t,not a name,content-type";
+    let mut client = map(&[("connection", "close"), ("x-mine", "1"), ("x-also-mine", "2"), ("accept", "*/*")]);
+    for value in [many.as_bytes(), b"\xff,x-ALSO-mine"] {
+        client.append("connection", HeaderValue::from_bytes(value).expect("a value"));
+    }
+    client.append("content-type", HeaderValue::from_static("text/plain"));
+    assert_eq!(pairs(&to_worker(&client, OWN)), [("accept", "*/*"), ("x-request-id", "r1")]);
+}
+
+#[test]
 fn answers_pass_without_what_tells_workers_apart() {
     let answer = map(&[
         ("content-type", "text/event-stream"),
