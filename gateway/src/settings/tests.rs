@@ -469,6 +469,20 @@ fn a_model_without_workers_wants_an_operator() {
 }
 
 #[test]
+fn strangers_who_may_read_metrics_are_warned_of() {
+    let told = |more: &str, tenants: &str| {
+        let text = format!(
+            "[gateway]\nsalt_secret_file = \"salt\"\n{more}\n{tenants}[[models]]\nname = \"m\"\nworker_urls = [\"http://a:1\"]\n"
+        );
+        let warnings = sources(&text, &[], &[]).load().expect("accepted").settings.warnings();
+        warnings.iter().filter(|warning| warning.starts_with("gateway.metrics_public is true")).count()
+    };
+    let tenant = "[[tenants]]\nname = \"t\"\nkeys_file = \"keys\"\n";
+    assert_eq!((told("", ""), told("", tenant), told("listen = \"0.0.0.0:80\"", "")), (0, 1, 1));
+    assert_eq!(told("metrics_public = false\nlisten = \"0.0.0.0:80\"", tenant), 0);
+}
+
+#[test]
 fn log_levels_are_levels_for_targets() {
     for level in ["info", "off", "warn,pointsman=debug", "pointsman::serve=trace,error"] {
         loaded("", &[("POINTSMAN_GATEWAY_LOG_LEVEL", level)]);

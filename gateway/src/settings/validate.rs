@@ -195,6 +195,12 @@ impl Settings {
             let listen = gateway.listen;
             warnings.push(format!("gateway.listen is {listen} without TLS: tenants' keys can be read on their way"));
         }
+        if gateway.metrics_public && !(self.tenants.is_empty() && gateway.listen.ip().is_loopback()) {
+            let listen = gateway.listen;
+            warnings.push(format!(
+                "gateway.metrics_public is true: whoever reaches {listen} can read /metrics, which names workers"
+            ));
+        }
         for model in &self.models {
             let name = &model.name;
             if !model.has_sources() {
