@@ -96,14 +96,15 @@ impl Listener {
         self.address
     }
 
-    /// Closes the socket, lets requests in flight end, and breaks what is left at the deadline.
-    pub(crate) async fn drain(self, deadline: Duration) -> Drained {
+    /// Closes the socket, lets requests in flight end, and breaks what is left at the deadline, after `before_breaking`.
+    pub(crate) async fn drain(self, deadline: Duration, before_breaking: impl FnOnce()) -> Drained {
         self.stop.send_replace(true);
         let Ok(mut connections) = self.task.await else { return Drained { broken: 0 } };
         let all_ended = async { while connections.join_next().await.is_some() {} };
         if timeout(deadline, all_ended).await.is_ok() {
             return Drained { broken: 0 };
         }
+        before_breaking();
         while connections.try_join_next().is_some() {}
         let broken = connections.len();
         connections.shutdown().await;

@@ -4,6 +4,7 @@
 //! to an endpoint is counted once, whatever becomes of it; that a handle is looked up once, not for each request; and that
 //! no label holds what a client wrote, only names that are configured. Leaves buckets and the page to the recorder.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -72,7 +73,8 @@ impl Metric {
 const REQUESTS: Metric = Metric::counter(
     "pointsman_gateway_requests_total",
     &["model", "endpoint", "status"],
-    "Requests, by the status that they were answered with; 499 where the client left before there was one.",
+    "Requests, by the status that they were answered with; 499 where the client left before there was one, and 503 where \
+     the gateway's end broke it off before.",
 );
 const IN_FLIGHT: Metric =
     Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests whose answer has not ended.");
@@ -106,7 +108,7 @@ const CLIENT_GONE: Metric =
 const BROKEN: Metric = Metric::counter(
     "pointsman_gateway_streams_broken_total",
     &["reason"],
-    "Answers cut off after their first byte, because the worker broke off or fell silent.",
+    "Answers cut off after their first byte, because the worker broke off or fell silent, or the gateway ended.",
 );
 
 /// Every metric of the gateway, for descriptions and for the page that lists them.
@@ -160,13 +162,18 @@ pub(crate) enum StreamBreak {
     Broken,
     /// It was silent for too long.
     Idle,
+    /// The gateway's end did not wait for it any longer.
+    Drain,
 }
 
 impl StreamBreak {
+    const ALL: [Self; 3] = [Self::Broken, Self::Idle, Self::Drain];
+
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Broken => "broken",
             Self::Idle => "idle",
+            Self::Drain => "drain",
         }
     }
 }
@@ -225,7 +232,9 @@ pub(crate) struct Meters {
     overhead: Histogram,
     denied: Counter,
     client_gone: Counter,
-    broken: [Counter; 2],
+    broken: [Counter; StreamBreak::ALL.len()],
+    /// Whether what is in flight is being broken off.
+    is_deadline_passed: AtomicBool,
     /// Of requests that name no model.
     nameless: Arc<ModelMeters>,
 }
@@ -238,9 +247,15 @@ impl Meters {
             overhead: metrics::histogram!(OVERHEAD.name),
             denied: metrics::counter!(DENIED.name),
             client_gone: metrics::counter!(CLIENT_GONE.name),
-            broken: [StreamBreak::Broken, StreamBreak::Idle].map(broken),
+            broken: StreamBreak::ALL.map(broken),
+            is_deadline_passed: AtomicBool::new(false),
             nameless: Arc::new(ModelMeters::of("")),
         }
+    }
+
+    /// From now on requests do not end because their clients have left, but because the gateway does.
+    pub(crate) fn deadline_passed(&self) {
+        self.is_deadline_passed.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn retry_denied(&self) {
@@ -248,7 +263,7 @@ impl Meters {
     }
 }
 
-/// One request, from its head to the end of its answer. Dropped before that, the client has left.
+/// One request, from its head to the end of its answer. Dropped before that, the client has left, or the gateway ends.
 pub(crate) struct Account {
     meters: Arc<Meters>,
     model: Arc<ModelMeters>,
@@ -332,6 +347,13 @@ impl Drop for Account {
         }
         if std::thread::panicking() {
             self.answered(StatusCode::INTERNAL_SERVER_ERROR);
+            return;
+        }
+        if self.meters.is_deadline_passed.load(Ordering::Relaxed) {
+            match self.is_answered {
+                true => self.broke(StreamBreak::Drain),
+                false => self.answered(StatusCode::SERVICE_UNAVAILABLE),
+            }
             return;
         }
         self.meters.client_gone.increment(1);

@@ -213,11 +213,11 @@ impl Gateway {
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
         self.app.closing.store(true, Ordering::Relaxed);
-        let drained = self.clients.drain(deadline).await;
+        let drained = self.clients.drain(deadline, || self.app.meters.deadline_passed()).await;
         // Operators may look until the end.
         self.app.models.shutdown().await;
         if let Some(admin) = self.admin {
-            admin.drain(ADMIN_DRAIN).await;
+            admin.drain(ADMIN_DRAIN, || {}).await;
         }
         drained
     }

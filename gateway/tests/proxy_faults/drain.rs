@@ -6,7 +6,9 @@ use pointsman_gateway::serve::{Drained, Gateway};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 
-use crate::fault_support::{Client, Faulty, Step, chunk, chunked_head, chunks_end, eventually, router, settings, turn};
+use crate::fault_support::{
+    Client, Faulty, Step, chunk, chunked_head, chunks_end, eventually, metric, router, settings, turn,
+};
 use crate::proxy_support::{PATIENCE, gateway, until};
 
 const STREAMS: usize = 500;
@@ -62,6 +64,9 @@ async fn what_is_open_at_the_deadline_is_cut_and_counted() {
     let gateway = gateway(settings(&[worker.url()])).await;
     let router = router(&gateway);
     let clients = streams(&gateway, 20).await;
+    let by_drain = ["reason=\"drain\""];
+    let broken = metric(&gateway, "pointsman_gateway_streams_broken_total", &by_drain).await;
+    let gone = metric(&gateway, "pointsman_gateway_client_gone_total", &[]).await;
     let drained = gateway.shutdown(Duration::from_millis(50)).await;
     assert_eq!(drained, Drained { broken: 20 });
     for client in clients {
@@ -70,4 +75,8 @@ async fn what_is_open_at_the_deadline_is_cut_and_counted() {
     }
     worker.left_alone().await;
     until("every booking has ended", || router.health().leases == 0).await;
+    // All gateways of a process have one page.
+    let other = crate::proxy_support::gateway(settings(&[])).await;
+    assert_eq!(metric(&other, "pointsman_gateway_streams_broken_total", &by_drain).await - broken, 20.0);
+    assert_eq!(metric(&other, "pointsman_gateway_client_gone_total", &[]).await, gone, "clients are still there");
 }

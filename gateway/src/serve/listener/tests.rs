@@ -88,7 +88,7 @@ async fn a_client_that_is_slow_to_ask_is_cut_and_others_are_not() {
     assert_eq!(rest(&mut read).await, "");
     let listener = others.await.expect("others are served");
     trickle.abort();
-    assert_eq!(listener.drain(PATIENCE).await, Drained { broken: 0 });
+    assert_eq!(listener.drain(PATIENCE, || {}).await, Drained { broken: 0 });
 }
 
 #[tokio::test]
@@ -127,7 +127,7 @@ async fn a_drain_closes_what_is_idle_and_lets_the_rest_end() {
     ask(&mut used, "/").await; // so that `busy` is surely taken: connections are accepted in order
     answer(&mut used, &own).await;
 
-    let draining = tokio::spawn(listener.drain(PATIENCE));
+    let draining = tokio::spawn(listener.drain(PATIENCE, || {}));
     assert_eq!(rest(&mut used).await, "");
     assert_eq!(rest(&mut fresh).await, "");
     assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
@@ -149,7 +149,7 @@ async fn what_is_busy_at_the_deadline_is_broken_and_counted() {
     ask(&mut probe, "/").await;
     let own = probe.local_addr().expect("it is connected").to_string();
     answer(&mut probe, &own).await; // those before it have been accepted
-    assert_eq!(listener.drain(Duration::from_millis(50)).await, Drained { broken: 3 });
+    assert_eq!(listener.drain(Duration::from_millis(50), || {}).await, Drained { broken: 3 });
     for stream in &mut busy {
         assert_eq!(rest(stream).await, "");
     }
@@ -254,7 +254,7 @@ async fn a_drain_lets_five_hundred_open_streams_end() {
         answer(&mut stream, "5\r\nbegun\r\n").await;
         streams.push(stream);
     }
-    let mut draining = tokio::spawn(listener.drain(PATIENCE));
+    let mut draining = tokio::spawn(listener.drain(PATIENCE, || {}));
     // Nothing ends for being drained.
     assert!(timeout(Duration::from_millis(50), &mut draining).await.is_err());
     go.send_replace(true);
