@@ -63,6 +63,12 @@ pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
         "Times the system had no connection to give, mostly for want of descriptors.",
     ),
     (
+        "pointsman_gateway_admin_denied_total",
+        Kind::Counter,
+        &[],
+        "Requests to the operators' listener that did not show its token.",
+    ),
+    (
         "pointsman_gateway_log_lines_dropped_total",
         Kind::Counter,
         &[],

@@ -130,10 +130,6 @@ struct Told {
 
 impl Denials {
     pub(super) fn new() -> Self {
-        metrics::describe_counter!(
-            "pointsman_gateway_admin_denied_total",
-            "Requests to the administration that did not show its token."
-        );
         Self { counter: metrics::counter!("pointsman_gateway_admin_denied_total"), told: Mutex::default() }
     }
 
