@@ -77,11 +77,20 @@ async fn models_are_listed_under_every_name() {
 #[tokio::test]
 async fn other_paths_and_methods_are_refused_in_openai_s_shape() {
     let gateway = gateway(settings(Vec::new())).await;
-    let cases = [("GET", "/", 404, "path_not_found"), ("GET", CHAT, 405, "method_not_allowed")];
+    let cases = [
+        ("GET", "/", 404, "path_not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/%ff", 404, "path_not_found"),
+        ("GET", "/ready?model=a&model=b", 400, "invalid_query"),
+    ];
     for (method, path, status, code) in cases {
-        let answer = request(gateway.address(), method, path, "", b"").await;
+        let answer = request(gateway.address(), method, path, "x-request-id: mine\r\n", b"").await;
         assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path}");
+        assert_eq!(answer.header("x-request-id"), Some("mine"), "{method} {path}");
     }
+    let made = get(&gateway, "/v1/models").await;
+    assert_eq!((made.status, made.header("x-request-id").map(str::len)), (200, Some(32)));
     let unknown = post(&gateway, CHAT, &chat("other", false)).await;
     assert_eq!((unknown.status, unknown.code().as_str()), (404, "model_not_found"));
     let nobody = post(&gateway, CHAT, &chat("mock", false)).await;

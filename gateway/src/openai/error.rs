@@ -121,6 +121,12 @@ impl ApiError {
         )
     }
 
+    /// A query of `/ready` that makes no sense: 400.
+    #[must_use]
+    pub fn query_invalid() -> Self {
+        Self::invalid("invalid_query", Some("model"), "the query must name one model, or none")
+    }
+
     /// No key, or none that is known: 401. Which of the two is not said.
     #[must_use]
     pub fn unauthorized() -> Self {

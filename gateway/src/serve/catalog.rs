@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
@@ -32,10 +33,12 @@ pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Res
 
 pub(super) async fn one(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
     headers: HeaderMap,
 ) -> Result<Json<Value>, ApiError> {
     app.tenants.identify(headers.get(AUTHORIZATION))?;
+    // What is not UTF-8 names nothing.
+    let Path(id) = id.map_err(|_| ApiError::not_found())?;
     let (model, _) = app.models.find(&id).ok_or_else(|| ApiError::model_not_found(&id))?;
     let name = &model.settings.name;
     Ok(Json(card(&app, &id, Some(name).filter(|name| **name != id))))

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::Router;
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
@@ -25,6 +26,7 @@ use tokio::time::{Instant, timeout};
 
 use super::App;
 use super::models::Model;
+use crate::openai::ApiError;
 
 /// How long a router may take to say which ranks it has ejected; then none is.
 const EJECTED_WAIT: Duration = Duration::from_secs(1);
@@ -165,7 +167,8 @@ struct Asked {
     model: Option<String>,
 }
 
-async fn ready(State(app): State<Arc<App>>, Query(asked): Query<Asked>) -> Response {
+async fn ready(State(app): State<Arc<App>>, asked: Result<Query<Asked>, QueryRejection>) -> Response {
+    let Ok(Query(asked)) = asked else { return ApiError::query_invalid().into_response() };
     let mut models = Vec::new();
     match &asked.model {
         None => models.extend(app.models.all()),

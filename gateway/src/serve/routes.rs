@@ -1,19 +1,25 @@
 //! What is answered on the clients' listener, and what on every one.
 //!
-//! Owns paths and methods. Promises an answer in OpenAI's shape for every other path and method, and for a handler that
-//! panics. Leaves the answers to the modules they belong to.
+//! Owns paths and methods, and that requests have names. Promises an answer in OpenAI's shape for every other path and
+//! method, and for a handler that panics, and that clients find a request's name in each answer. Leaves the answers to
+//! the modules they belong to.
 
 use std::any::Any;
 use std::sync::Arc;
 
 use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{HeaderName, HeaderValue};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
 use super::{catalog, proxy, ready};
-use crate::openai::{ApiError, Endpoint};
+use crate::openai::{ApiError, Endpoint, request_id};
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 pub(super) fn clients(app: Arc<App>) -> Router {
     let common = common(&app, app.settings.gateway.metrics_public);
@@ -28,11 +34,22 @@ pub(super) fn clients(app: Arc<App>) -> Router {
     routes
         .route("/v1/models", get(catalog::list))
         .route("/v1/models/{*id}", get(catalog::one))
-        .with_state(app)
+        .with_state(Arc::clone(&app))
         .merge(common)
         .fallback(|| async { ApiError::not_found() })
         .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
         .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn_with_state(app, named))
+}
+
+/// Gives a request that has no name, or none that is fit, one; its answer bears the same.
+async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
+    let id = HeaderValue::try_from(id).expect("it was a header, or is hexadecimal");
+    request.headers_mut().insert(REQUEST_ID, id.clone());
+    let mut answer = next.run(request).await;
+    answer.headers_mut().insert(REQUEST_ID, id);
+    answer
 }
 
 /// How the process is: the same for clients and operators.

@@ -75,6 +75,7 @@ fn of_bodies() -> Vec<ApiError> {
 
 fn of_proxy() -> Vec<ApiError> {
     vec![
+        ApiError::query_invalid(),
         ApiError::unauthorized(),
         ApiError::model_not_found("x"),
         ApiError::not_found(),
