@@ -246,10 +246,8 @@ async fn the_service_inside_is_told_where_to_send() {
     let client = service_fn(async |request: Request<()>| {
         assert!(request.extensions().get::<PlacementInput>().is_none(), "it has been used");
         let target = request.extensions().get::<PlacedTarget>().expect("it has been placed").clone();
-        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!(
-            "{} {:?}",
-            target.endpoint, target.rank_at_worker
-        ))))
+        let first = target.rank_at_worker.map(|number| target.rank.rank - number);
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("{} {first:?}", target.endpoint))))
     });
     let mut service = PlacementLayer::new(router.clone()).layer(client);
     let response = service.ready().await.expect("ready").call(asking("a")).await.expect("answered");
