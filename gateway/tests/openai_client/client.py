@@ -6,6 +6,7 @@ usage: client.py POINTSMAN_BINARY. Needs the package `openai`. Everything runs o
 import contextlib
 import http.client
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -122,6 +123,14 @@ def main(binary):
             check("messages of a wrong shape are refused", False)
         except openai.BadRequestError as error:
             check("messages of a wrong shape are refused", error.type == "invalid_request_error")
+
+        status, page = exchange(port, "GET", "/metrics", None)
+        check("the metrics of all this are told", status == 200 and b"pointsman_gateway_requests_total" in page)
+        if shutil.which("promtool"):
+            lint = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True)
+            check("promtool has nothing against them", lint.returncode == 0 and not lint.stdout + lint.stderr)
+        else:
+            print("skipped: promtool is not here to read the metrics")
 
         process.terminate()
         check("the gateway ends well", process.wait(PATIENCE_S) == 0)

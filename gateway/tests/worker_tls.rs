@@ -1,0 +1,41 @@
+//! TLS on both sides: a gateway whose worker is another gateway that speaks TLS to its clients.
+
+mod proxy_support;
+
+use std::path::{Path, PathBuf};
+
+use proxy_support::{Scripted, answer, at_rest, gateway, post, settings, worker};
+use serde_json::json;
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn tls(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(name)
+}
+
+#[tokio::test]
+async fn workers_behind_tls_are_believed_by_their_authority_only() {
+    let engine = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let mut behind = settings(vec![worker(1, &engine.url(), 1)]);
+    behind.gateway.tls_certificate_file = Some(tls("test-only.crt"));
+    behind.gateway.tls_key_file = Some(tls("test-only.key"));
+    let behind = gateway(behind).await;
+    let url = format!("https://localhost:{}", behind.address().port());
+    let chat = json!({ "model": "mock", "stream": true, "messages": [{ "role": "user", "content": "Hello." }] });
+
+    let mut before = settings(vec![worker(1, &url, 1)]);
+    before.gateway.worker_ca_file = Some(tls("test-only.crt"));
+    let before = gateway(before).await;
+    let told = post(&before, CHAT, &chat).await;
+    assert_eq!((told.status, told.text()), (200, "fine"), "{told:?}");
+    assert_eq!(engine.requests().len(), 1);
+    at_rest(&before).await;
+    at_rest(&behind).await;
+
+    // Nobody whom this system trusts has signed it.
+    let strangers = gateway(settings(vec![worker(1, &url, 1)])).await;
+    let told = post(&strangers, CHAT, &chat).await;
+    assert_eq!((told.status, told.code().as_str()), (502, "worker_failed"), "{told:?}");
+    assert_eq!(engine.requests().len(), 1, "nothing was said to it");
+    at_rest(&strangers).await;
+}
