@@ -105,7 +105,7 @@ impl Errand<'_> {
     /// # Errors
     /// What the client is to be told when none does: a worker's own error where one gave any.
     pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
-        let (asked, deadline) = (Instant::now(), request.deadline);
+        let (asked, deadline) = (account.started(), request.deadline);
         let (mut elsewhere, mut failures) = (Elsewhere::default(), Failures::default());
         let attempts_max = self.app.settings.gateway.attempts_max;
         for attempt in 1.. {
@@ -174,11 +174,14 @@ impl Errand<'_> {
         }
         let other_workers = Constraints { excluded_ranks: elsewhere.workers.clone(), ..Constraints::default() };
         let other_ranks = Constraints { excluded_ranks: elsewhere.ranks.clone(), ..Constraints::default() };
+        // Whoever has waited in vain has waited long enough.
+        let is_refused =
+            |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| *error != ApiError::queue_timeout());
         let mut placed = route(Some(&other_workers)).await;
-        if placed.is_err() && other_workers != other_ranks {
+        if is_refused(&placed) && other_workers != other_ranks {
             placed = route(Some(&other_ranks)).await;
         }
-        if placed.is_err() && std::mem::take(&mut elsewhere.same_again) {
+        if is_refused(&placed) && std::mem::take(&mut elsewhere.same_again) {
             placed = route(None).await;
         }
         placed
