@@ -4,8 +4,8 @@
 //! the same engines' models and the same gateway, so that the policy is all that differs; and that times are not shown
 //! where the machine could not keep up. Leaves the command line to `main`.
 //!
-//! [`fleet`] starts engines and gateway, [`workload`] says what is asked, [`drive`] and [`client`] ask, [`figures`] sums
-//! up, [`report`] tells.
+//! `fleet` starts engines and gateway, `workload` says what is asked, `drive` and `client` ask, `figures` sums
+//! up, `report` tells.
 
 mod client;
 mod drive;

@@ -3,7 +3,7 @@
 //! Owns, for one model, where the tokens of a prompt come from: the request, a tokenizer of its own, the engine's, or
 //! nowhere. Promises that a request never fails for want of tokens, only goes by load alone, and that nothing is
 //! tokenised on the threads that serve. Leaves hashing and routing to the router; ids are dropped with the request, but
-//! for those of the beginnings that [`cache`] keeps.
+//! for those of the beginnings that `cache` keeps.
 
 mod cache;
 mod chat;

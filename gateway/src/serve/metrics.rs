@@ -1,6 +1,6 @@
 //! What the gateway tells of requests as numbers.
 //!
-//! Owns names, labels and meanings ([`ALL`]), the handles, and the [`Account`] of one request. Promises that each request
+//! Owns names, labels and meanings ([`ALL`]), the handles, and the `Account` of one request. Promises that each request
 //! to an endpoint is counted once, whatever becomes of it; that a handle is looked up once, not for each request; and that
 //! no label holds what a client wrote, only names that are configured. Leaves buckets and the page to the recorder.
 

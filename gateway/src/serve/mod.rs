@@ -1,8 +1,8 @@
 //! The gateway: it takes clients' requests, places them, and carries them to workers and their answers back.
 //!
-//! Owns what a running gateway is made of ([`App`]) and its start and end. Promises that what was accepted is answered,
-//! and that at its end no booking is left. Leaves listening to [`listener`], requests to [`proxy`], who may ask to
-//! [`tenants`], which model is meant to [`models`], and operators to [`admin`].
+//! Owns what a running gateway is made of (`App`) and its start and end. Promises that what was accepted is answered,
+//! and that at its end no booking is left. Leaves listening to `listener`, requests to `proxy`, who may ask to
+//! `tenants`, which model is meant to `models`, and operators to `admin`.
 
 mod admin;
 mod catalog;
