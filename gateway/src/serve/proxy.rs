@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, EXPECT, HeaderName};
-use axum::http::{HeaderMap, HeaderValue, Request, Response};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, EXPECT};
+use axum::http::{HeaderMap, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::answer::AnswerKind;
 use pointsman::{Prompt, RouteRequest};
@@ -29,22 +29,19 @@ use answer::Answer;
 use attempts::{Begin, Errand};
 use intake::Limits;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
 /// Answers a request to one of the endpoints.
 pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, request: Request<Body>) -> Response<Body> {
     let (head, body) = request.into_parts();
     let mut account = Account::begin(&app.meters, endpoint);
-    let request_id = request_id(&head.headers).map_or_else(|| app.ids.public(), str::to_owned);
-    let passed = pass(&app, &mut account, endpoint, &head.headers, &request_id, body).await;
-    let mut response = match passed {
-        Ok(begin) => return begun(&app, account, begin, &request_id),
+    // The routes have given it one, and put it on whatever is answered.
+    let request_id = request_id(&head.headers).unwrap_or_default();
+    let passed = pass(&app, &mut account, endpoint, &head.headers, request_id, body).await;
+    let response = match passed {
+        Ok(begin) => return begun(&app, account, begin, request_id),
         Err(response) => response,
     };
     account.answered(response.status());
     account.complete();
-    let request_id = HeaderValue::try_from(request_id).expect("it was a header, or is hexadecimal");
-    response.headers_mut().insert(REQUEST_ID, request_id);
     response
 }
 

@@ -6,7 +6,6 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::extract::ConnectInfo;
@@ -20,6 +19,7 @@ use tokio::time::Instant;
 
 use super::error;
 use crate::openai::ErrorType;
+use crate::serve::rarely::Rarely;
 
 /// How often denials are told of, at most.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
@@ -118,39 +118,25 @@ pub(super) fn denied() -> Response {
 /// Counts those who were not let in.
 pub(super) struct Denials {
     counter: Counter,
-    told: Mutex<Told>,
-}
-
-#[derive(Default)]
-struct Told {
-    at: Option<Instant>,
-    /// Denials since then.
-    untold: u64,
+    told: Rarely,
 }
 
 impl Denials {
     pub(super) fn new() -> Self {
-        Self { counter: metrics::counter!("pointsman_gateway_admin_denied_total"), told: Mutex::default() }
+        Self { counter: metrics::counter!("pointsman_gateway_admin_denied_total"), told: Rarely::new(TOLD_EVERY) }
     }
 
     pub(super) fn count(&self, peer: Option<SocketAddr>) {
         self.counter.increment(1);
-        if let Some(denied) = self.told.lock().unwrap_or_else(PoisonError::into_inner).next(Instant::now()) {
+        if let Some(denied) = self.next(Instant::now()) {
             let peer = peer.map(tracing::field::display);
             tracing::warn!(peer, denied, "requests to the administration did not show its token");
         }
     }
-}
 
-impl Told {
     /// One more: how many there are to tell of, when it is time to.
-    fn next(&mut self, now: Instant) -> Option<u64> {
-        self.untold += 1;
-        if self.at.is_some_and(|at| now < at + TOLD_EVERY) {
-            return None;
-        }
-        self.at = Some(now);
-        Some(std::mem::take(&mut self.untold))
+    fn next(&self, now: Instant) -> Option<u64> {
+        self.told.may_say(now).map(|untold| untold + 1)
     }
 }
 
@@ -212,7 +198,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn denials_are_told_of_now_and_then() {
-        let mut told = Told::default();
+        let told = Denials::new();
         let start = Instant::now();
         assert_eq!(told.next(start), Some(1), "the first at once");
         assert_eq!([told.next(start), told.next(start + TOLD_EVERY / 2)], [None, None]);
