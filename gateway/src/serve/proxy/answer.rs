@@ -86,6 +86,8 @@ pub(super) struct Answer {
     /// Since when the worker has been silent; absent while it is not, or while nobody listens.
     silent_since: Option<Instant>,
     alarm: Option<Pin<Box<Sleep>>>,
+    /// Why it was cut off, until the server hears of it.
+    untold: Option<Cut>,
 }
 
 impl Answer {
@@ -105,7 +107,7 @@ impl Answer {
             Some(tokens) => body.expecting(tokens),
             None => body,
         });
-        let mut answer = Self { app, account, body, rank, idle_max, silent_since: None, alarm: None };
+        let mut answer = Self { app, account, body, rank, idle_max, silent_since: None, alarm: None, untold: None };
         answer.look_for_the_end();
         answer
     }
@@ -117,13 +119,17 @@ impl Answer {
         }
     }
 
-    fn cut(&mut self, why: StreamBreak, cut: Cut) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    /// Ends the booking now, and tells the server at its next look: one that hears of an error drops what it has not yet
+    /// written, head and all, and it writes whenever a body has nothing for it.
+    fn cut(&mut self, why: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         self.body = None;
         self.account.broke(why);
         if let Some(unsaid) = self.app.broken_streams.may_say(Instant::now()) {
             tracing::warn!(rank = %self.rank, reason = why.name(), unsaid, "an answer was cut off: {cut}");
         }
-        Poll::Ready(Some(Err(cut)))
+        self.untold = Some(cut);
+        context.waker().wake_by_ref();
+        Poll::Pending
     }
 
     /// Comes back when the worker has been silent for too long.
@@ -147,14 +153,14 @@ impl Body for Answer {
     type Error = Cut;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        let Some(body) = &mut self.body else { return Poll::Ready(None) };
+        let Some(body) = &mut self.body else { return Poll::Ready(self.untold.take().map(Err)) };
         match Pin::new(body).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.silent_since = None;
                 self.look_for_the_end();
                 Poll::Ready(Some(Ok(frame)))
             }
-            Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error)),
+            Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error), context),
             Poll::Ready(None) => {
                 self.account.complete();
                 Poll::Ready(None)
@@ -166,7 +172,7 @@ impl Body for Answer {
                     placement.outcome(Outcome::Timeout);
                 }
                 let cut = Cut::Idle(self.idle_max);
-                self.cut(StreamBreak::Idle, cut)
+                self.cut(StreamBreak::Idle, cut, context)
             }
         }
     }
