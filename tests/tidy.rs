@@ -24,8 +24,13 @@ const LONG_FILES: &[(&str, &str)] = &[
 const SOURCES: &[&str] = &["src", "actors", "gateway", "benches", "tests"];
 
 /// Whose dependencies are stated with reasons.
-const MANIFESTS: &[&str] =
-    &["Cargo.toml", "gateway/Cargo.toml", "benches/harness/Cargo.toml", "benches/engine-model/Cargo.toml"];
+const MANIFESTS: &[&str] = &[
+    "Cargo.toml",
+    "gateway/Cargo.toml",
+    "benches/harness/Cargo.toml",
+    "benches/engine-model/Cargo.toml",
+    "benches/workload/Cargo.toml",
+];
 
 /// What decides may not name: anything that waits, performs I/O, reads a clock or draws at random.
 const IMPURE: &[&str] = &["tokio", "ractor", "SystemTime", "Instant::now", "rand", "fastrand", "getrandom", ".await"];

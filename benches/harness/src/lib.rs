@@ -18,7 +18,8 @@ pub mod engine;
 pub mod events;
 pub mod fleet;
 pub mod measure;
+pub mod record;
 pub mod report;
-mod rng;
+
 pub mod target;
 pub mod workload;

@@ -43,7 +43,7 @@ impl Target for Strict {
     const NAME: &'static str = "strict";
 
     fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
-        let content = |block: &[u32]| block.iter().fold(0, |hash, &token| crate::rng::mix(hash + u64::from(token)));
+        let content = |block: &[u32]| block.iter().fold(0, |hash, &token| ::workload::mix(hash + u64::from(token)));
         tokens.chunks_exact(block_size.get() as usize).map(|block| BlockHash(content(block))).collect()
     }
 

@@ -7,7 +7,7 @@
 use std::ops::RangeInclusive;
 
 use super::{Prompt, append_tokens};
-use crate::rng::{Rng, mix};
+use ::workload::{Rng, mix};
 
 /// Conversations that go on at once.
 const LIVE: u32 = 256;

@@ -10,7 +10,7 @@
 pub mod generated;
 pub mod mooncake;
 
-use crate::rng::Rng;
+use ::workload::Rng;
 
 /// Token ids are drawn below this.
 pub const VOCABULARY: u32 = 128_000;

@@ -2,33 +2,33 @@
 
 /// One stream of pseudo-random numbers.
 #[derive(Clone, Debug)]
-pub(crate) struct Rng(u64);
+pub struct Rng(u64);
 
 impl Rng {
     /// The stream of `seed`. Streams of near seeds have nothing in common.
-    pub(crate) fn new(seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         Self(mix(seed))
     }
 
     /// The next number.
-    pub(crate) fn next(&mut self) -> u64 {
+    pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
     /// A number below `bound`, which is at least 1. Its bias, under `bound` / 2^32, does not matter here.
-    pub(crate) fn below(&mut self, bound: u32) -> u32 {
-        (((self.next() >> 32) * u64::from(bound)) >> 32) as u32
+    pub fn below(&mut self, bound: u32) -> u32 {
+        (((self.number() >> 32) * u64::from(bound)) >> 32) as u32
     }
 
     /// A number of `range`, ends included.
-    pub(crate) fn within(&mut self, range: std::ops::RangeInclusive<u32>) -> u32 {
+    pub fn within(&mut self, range: std::ops::RangeInclusive<u32>) -> u32 {
         range.start() + self.below(range.end() - range.start() + 1)
     }
 }
 
 /// The finalizer of SplitMix64: a bijection in which every input bit reaches every output bit.
-pub(crate) fn mix(mut x: u64) -> u64 {
+pub fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
