@@ -17,7 +17,7 @@ use super::scheduler::{Answered, LoadNext, Scheduler, SchedulerMsg, WakeFlag};
 use super::supervisor::{DrainAck, RetireAck};
 use super::turn::{After, Step, Turn};
 use crate::directory::{Directory, Lease, LeaseState};
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillMeter, RateCell};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillMeter, SpeedCell};
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
@@ -84,7 +84,7 @@ pub(crate) struct Wakes {
 pub(crate) struct Fittings {
     pub(crate) board: Arc<BoardSlot>,
     /// Where prefill rates are learned.
-    pub(crate) learns: Option<Arc<RateCell>>,
+    pub(crate) learns: Option<Arc<SpeedCell>>,
     pub(crate) wakes: Option<Wakes>,
     pub(crate) directory: Arc<Directory>,
     pub(crate) clock: Clock,
@@ -294,13 +294,13 @@ mod tests {
     use tokio::sync::Semaphore;
 
     use super::*;
-    use crate::load::{PrefillLoadHint, PromptBlocks};
+    use crate::load::{PrefillLoadHint, PromptBlocks, work_tokens};
     use crate::protocol::{WorkerId, WorkerRank};
     use crate::select::TierOverlap;
 
     const PLACE: (Slot, Generation) = (Slot(0), Generation(1));
 
-    fn restore(incarnation: u32, rate: &Arc<RateCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
+    fn restore(incarnation: u32, rate: &Arc<SpeedCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
         let (board, learns) = (Arc::new(BoardSlot::default()), Some(Arc::clone(rate)));
         let fittings = Fittings { board, learns, wakes: None, directory: Arc::clone(directory), clock };
         Sequence::restore(PLACE, incarnation, fittings)
@@ -338,7 +338,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn prefills_teach_the_rate_and_a_restart_goes_on_from_it() {
-        let (rate, directory, clock) = (Arc::new(RateCell::default()), Arc::default(), Clock::start());
+        let (rate, directory, clock) = (Arc::new(SpeedCell::default()), Arc::default(), Clock::start());
         let mut sequence = restore(0, &rate, &directory, clock);
         for n in 0..128 {
             let lease = book(&mut sequence, &n.to_string(), 20_000);
@@ -353,8 +353,8 @@ mod tests {
         }
         let meter = sequence.meter.as_ref().expect("it learns");
         assert_eq!((meter.rate().samples(), meter.under_way()), (128, 0));
-        let learned = rate.tokens_per_second().expect("published");
-        assert!((learned - 20_000.0).abs() < 1_000.0, "{learned}");
+        let learned = rate.speed().expect("published").work_tokens_per_second;
+        assert!((learned / work_tokens(20_000, 0) - 1.0).abs() < 0.05, "{learned}");
 
         let lease = book(&mut sequence, "under way", 20_000);
         drop(sequence);
@@ -362,7 +362,7 @@ mod tests {
         let mut restored = restore(1, &rate, &directory, clock);
         let _ = lease.complete_prefill();
         restored.step(SequenceMsg::Look(Arc::clone(&lease)));
-        assert_eq!(rate.tokens_per_second(), Some(learned), "when it began is not known");
+        assert_eq!(rate.speed().map(|speed| speed.work_tokens_per_second), Some(learned), "when it began is not known");
         let again = restored.meter.as_ref().map(|meter| meter.rate().tokens_per_second());
         assert!(again.is_some_and(|again| (again - learned).abs() < 1.0), "{again:?} after {learned}");
     }

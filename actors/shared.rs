@@ -29,7 +29,7 @@ use crate::engine_load::EngineLoadCell;
 use crate::error::Down;
 use crate::health::Outcome;
 use crate::index::Holdings;
-use crate::load::{BoardSlot, RateCell};
+use crate::load::{BoardSlot, SpeedCell};
 use crate::predict::Kind;
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::schedule::Extensions;
@@ -105,7 +105,7 @@ pub(crate) struct Seat {
     /// How far what it publishes is trusted.
     pub(crate) source: Arc<SourceCell>,
     /// Its learned prefill rate, which outlives its sequence actor.
-    pub(crate) rate: Arc<RateCell>,
+    pub(crate) speed: Arc<SpeedCell>,
     /// Where it is shown what its engine says of its load.
     pub(crate) engine_load: Arc<EngineLoadCell>,
     /// Whether failed requests count against it, so that one that goes well matters. Written by the health actor.

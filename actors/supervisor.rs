@@ -328,7 +328,7 @@ impl State {
             number_at_worker: AtomicU32::new(number_at_worker),
             since: self.shared.clock.now(),
             board: Arc::default(),
-            rate: Arc::default(),
+            speed: Arc::default(),
             holdings: Arc::default(),
             source: Arc::new(SourceCell::new(&self.shared.doubted)),
             engine_load: Arc::default(),
@@ -356,7 +356,7 @@ impl State {
         let learns = self.shared.config.prefill_load_model == PrefillModel::Learned;
         let fittings = Fittings {
             board: Arc::clone(&seat.board),
-            learns: learns.then(|| Arc::clone(&seat.rate)),
+            learns: learns.then(|| Arc::clone(&seat.speed)),
             wakes: self
                 .shared
                 .config
@@ -520,7 +520,7 @@ fn peer(seat: &Seat, traits: &Arc<RankTraits>, draining: bool) -> Peer {
         slot: seat.slot,
         generation: seat.generation,
         board: Arc::clone(&seat.board),
-        rate: Arc::clone(&seat.rate),
+        speed: Arc::clone(&seat.speed),
         holdings: Arc::clone(&seat.holdings),
         engine_load: Arc::clone(&seat.engine_load),
         traits: Arc::clone(traits),

@@ -103,6 +103,28 @@ impl PrefillCurve {
         (still + low, still + high)
     }
 
+    /// How long whoever joins the line at `now` waits for its turn: for the modelled prefills this long, and for as
+    /// many tokens that nobody has modelled.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use pointsman::load::{ActiveSequences, PrefillLoadHint, PromptBlocks};
+    /// use pointsman::protocol::{BookingId, Timestamp};
+    ///
+    /// let (start, mut rank) = (Timestamp::default(), ActiveSequences::new(true));
+    /// let hint = PrefillLoadHint::new(1_000, 0, true, Some(Duration::from_secs(10)));
+    /// rank.book(BookingId(1), PromptBlocks::Counted(0), hint, start)?;
+    /// let now = start + Duration::from_secs(4);
+    /// assert_eq!(rank.prefill_curve().wait(now), (Duration::from_secs(6), 0));
+    /// # Ok::<(), pointsman::load::BookError>(())
+    /// ```
+    #[must_use]
+    #[inline]
+    pub fn wait(&self, now: Timestamp) -> (Duration, u64) {
+        let spent = self.elapsed.saturating_add(nanos(now.since(self.at)));
+        (Duration::from_nanos(self.duration.saturating_sub(spent)), u64::from(self.still))
+    }
+
     /// Whether any of it falls with time.
     #[must_use]
     #[inline]

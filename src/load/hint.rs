@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::work_tokens;
+
 /// Prefill work still to be done for one request, computed once, when its rank is chosen.
 ///
 /// A request without such work has no hint, so a hint always stands for at least one token.
@@ -25,6 +27,9 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields)]
 pub struct PrefillLoadHint {
     effective_tokens: NonZeroU32,
+    /// Tokens of the prompt that stand before those.
+    #[serde(default)]
+    cached_tokens: u32,
     expected_duration: Option<Duration>,
 }
 
@@ -37,13 +42,21 @@ impl PrefillLoadHint {
     #[must_use]
     pub fn new(isl_tokens: u32, cached_tokens: u32, track: bool, expected_duration: Option<Duration>) -> Option<Self> {
         let effective_tokens = NonZeroU32::new(isl_tokens.saturating_sub(cached_tokens)).filter(|_| track)?;
-        Some(Self { effective_tokens, expected_duration })
+        let cached_tokens = isl_tokens - effective_tokens.get();
+        Some(Self { effective_tokens, cached_tokens, expected_duration })
     }
 
     /// Tokens to compute. At least 1.
     #[must_use]
     pub fn effective_tokens(self) -> u32 {
         self.effective_tokens.get()
+    }
+
+    /// The same as [work](work_tokens): with what attention to earlier tokens adds. Saturates.
+    #[must_use]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive, and a cast saturates")]
+    pub fn work_tokens(self) -> u32 {
+        work_tokens(self.effective_tokens.get(), self.cached_tokens) as u32
     }
 
     /// How long computing them takes on an otherwise idle rank, where it was estimated.

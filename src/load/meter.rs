@@ -8,32 +8,33 @@ use std::sync::Arc;
 
 use ahash::AHashMap;
 
-use super::{LearnedRate, PrefillLoadHint, RateCell};
+use super::{EngineSpeed, LearnedRate, PrefillLoadHint, SpeedCell};
 use crate::protocol::{BookingId, Timestamp};
 
 /// Watches the prefills of one rank.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use pointsman::load::{PrefillLoadHint, PrefillMeter, RateCell};
+/// use pointsman::load::{PrefillLoadHint, PrefillMeter, SpeedCell};
 /// use pointsman::protocol::{BookingId, Timestamp};
 ///
-/// let cell = Arc::new(RateCell::default());
+/// let cell = Arc::new(SpeedCell::default());
 /// let mut meter = PrefillMeter::new(Arc::clone(&cell));
 /// meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
-/// assert_eq!(cell.tokens_per_second(), None);
+/// assert_eq!(cell.speed(), None);
 /// meter.completed(BookingId(1), Timestamp(1_000_000_000)); // 8,000 tokens in a second
-/// assert!(cell.tokens_per_second().is_some_and(|rate| (8_000.0..10_000.0).contains(&rate)));
+/// assert!(cell.speed().is_some_and(|speed| (9_000.0..10_000.0).contains(&speed.work_tokens_per_second)));
 /// ```
 #[derive(Debug)]
 pub struct PrefillMeter {
     rate: LearnedRate,
-    cell: Arc<RateCell>,
+    cell: Arc<SpeedCell>,
     under_way: AHashMap<BookingId, UnderWay>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct UnderWay {
+    /// Work, in tokens without context.
     tokens: u32,
     booked: Timestamp,
 }
@@ -41,15 +42,17 @@ struct UnderWay {
 impl PrefillMeter {
     /// Begins with what is published already, which is worth as much as any prior: the meter may be a successor's.
     #[must_use]
-    pub fn new(cell: Arc<RateCell>) -> Self {
-        let rate = cell.tokens_per_second().map_or_else(LearnedRate::default, LearnedRate::from_prior);
+    pub fn new(cell: Arc<SpeedCell>) -> Self {
+        let known = cell.speed();
+        let rate =
+            known.map_or_else(LearnedRate::default, |speed| LearnedRate::from_prior(speed.work_tokens_per_second));
         Self { rate, cell, under_way: AHashMap::new() }
     }
 
     /// A request was booked, with this prefill to do.
     pub fn booked(&mut self, booking: BookingId, hint: Option<PrefillLoadHint>, now: Timestamp) {
         if let Some(hint) = hint {
-            self.under_way.insert(booking, UnderWay { tokens: hint.effective_tokens(), booked: now });
+            self.under_way.insert(booking, UnderWay { tokens: hint.work_tokens(), booked: now });
         }
     }
 
@@ -58,13 +61,17 @@ impl PrefillMeter {
         if let Some(UnderWay { tokens, booked }) = self.under_way.remove(&booking)
             && self.rate.observe(tokens, booked, now)
         {
-            self.cell.publish(self.rate.tokens_per_second());
+            self.publish();
         }
     }
 
     /// A booking has ended. If its prefill was not reported complete, nobody knows how far it came.
     pub fn ended(&mut self, booking: BookingId) {
         self.under_way.remove(&booking);
+    }
+
+    fn publish(&self) {
+        self.cell.publish(&EngineSpeed { work_tokens_per_second: self.rate.tokens_per_second(), ..EngineSpeed::PRIOR });
     }
 
     /// What is learned so far.
@@ -86,7 +93,7 @@ impl PrefillMeter {
     pub fn check_invariants(&self) {
         self.rate.check_invariants();
         if self.rate.samples() > 0 {
-            let published = self.cell.tokens_per_second().expect("a learned rate is published");
+            let published = self.cell.speed().expect("a learned rate is published").work_tokens_per_second;
             assert!((published / self.rate.tokens_per_second() - 1.0).abs() < 1e-6, "{published} is published");
         }
     }
@@ -97,6 +104,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::load::ATTENTION_TOKENS;
 
     const SECOND: u64 = 1_000_000_000;
 
@@ -118,7 +126,8 @@ mod tests {
         }
         assert_eq!((meter.rate().samples(), meter.under_way()), (40, 0));
         let rate = meter.rate().tokens_per_second();
-        assert!((rate - 5_000.0).abs() < 250.0, "{rate}: a second each, though all were booked at once");
+        let work = 5_000.0 * (1.0 + 2_500.0 / ATTENTION_TOKENS);
+        assert!((rate / work - 1.0).abs() < 0.05, "{rate}: a second each, though all were booked at once");
     }
 
     #[test]
@@ -134,8 +143,8 @@ mod tests {
 
     #[test]
     fn a_successor_goes_on_from_what_was_published() {
-        let cell = Arc::new(RateCell::default());
-        cell.publish(50_000.0);
+        let cell = Arc::new(SpeedCell::default());
+        cell.publish(&EngineSpeed { work_tokens_per_second: 50_000.0, ..EngineSpeed::PRIOR });
         let rate = PrefillMeter::new(cell).rate().tokens_per_second();
         assert!((rate - 50_000.0).abs() < 1.0, "{rate}");
     }

@@ -19,11 +19,11 @@ mod meter;
 mod output;
 mod prefill;
 mod prompts;
-mod rate;
 #[doc(hidden)]
 pub mod reference;
 mod sequences;
 mod sketch;
+mod speed;
 mod weight;
 
 pub use board::{BoardLoad, BoardSlot, BoardVersion};
@@ -32,9 +32,9 @@ pub use estimate::{LearnedRate, PrefillEstimator, PrefillFacts};
 pub use hint::PrefillLoadHint;
 pub use meter::PrefillMeter;
 pub use output::OutputBlocks;
-pub use rate::RateCell;
 pub use sequences::{ActiveSequences, BookError, Booked, Change, Projection, PromptBlocks, RankLoad};
 pub use sketch::{PromptMark, PromptSketch};
+pub use speed::{ATTENTION_TOKENS, EngineSpeed, SpeedCell, work_tokens};
 pub use weight::{Weight, WeightError};
 
 use weight::BlockSum;

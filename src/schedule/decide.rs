@@ -9,7 +9,7 @@ use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::{PrefillModel, SessionAffinity};
-use crate::load::{PrefillFacts, PrefillLoadHint};
+use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
 use crate::protocol::Slot;
 use crate::select::{
     Bounds, Candidate, CostFacts, Draw, Filter, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
@@ -422,7 +422,7 @@ impl<T> Schedule<T> {
         }
         match self.settings.prefill_load_model {
             PrefillModel::None => None,
-            PrefillModel::Learned => rank.about.rate.estimate(new_tokens),
+            PrefillModel::Learned => rank.about.speed.prefill_time(work_tokens(new_tokens, cached_tokens)),
         }
     }
 

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::{Admission, BookNumber, LoadAnswer};
 use crate::engine_load::{EngineLimits, EngineLoadCell};
 use crate::index::Holdings;
-use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad, RateCell};
+use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad, SpeedCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankConditions, RankTraits};
 
@@ -85,8 +85,8 @@ pub(super) struct Rank {
 pub(super) struct About {
     pub(super) traits: Arc<RankTraits>,
     pub(super) holdings: Arc<Holdings>,
-    /// How fast it prefills.
-    pub(super) rate: Arc<RateCell>,
+    /// How fast it computes.
+    pub(super) speed: Arc<SpeedCell>,
     /// When it joined.
     pub(super) since: Timestamp,
     /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
@@ -394,7 +394,7 @@ impl Ranks {
 
 impl Rank {
     fn new(admission: Admission, slow_start_factor: f64) -> Self {
-        let Admission { rank, slot, generation, board, rate, holdings, engine_load, traits, since, draining: _ } =
+        let Admission { rank, slot, generation, board, speed, holdings, engine_load, traits, since, draining: _ } =
             admission;
         let (returned_at, return_factor) = (since, 1.0);
         let mut version = BoardVersion::default();
@@ -406,7 +406,7 @@ impl Rank {
             about: Box::new(About {
                 traits,
                 holdings,
-                rate,
+                speed,
                 since,
                 slow_start_factor,
                 returned_at,

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::{Explanation, Terms};
 use crate::engine_load::EngineLoadCell;
 use crate::index::Holdings;
-use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad, RateCell};
+use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad, SpeedCell};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, UnknownClass};
 use crate::select::{
@@ -163,8 +163,8 @@ pub struct Admission {
     pub generation: Generation,
     /// Where it publishes its load.
     pub board: Arc<BoardSlot>,
-    /// Where it publishes how fast it prefills.
-    pub rate: Arc<RateCell>,
+    /// Where it publishes how fast it computes.
+    pub speed: Arc<SpeedCell>,
     /// Where its index shard publishes what it holds.
     pub holdings: Arc<Holdings>,
     /// Where it is shown what its engine says of its load.
@@ -186,7 +186,7 @@ impl Admission {
             slot,
             generation,
             board,
-            rate: Arc::default(),
+            speed: Arc::default(),
             holdings: Arc::default(),
             engine_load: Arc::default(),
             traits: Arc::default(),
