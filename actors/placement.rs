@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use super::router::BestMatch;
 use super::shared::{Hold, Seat};
@@ -110,6 +111,13 @@ impl Placement {
         self.best.cached_tokens()
     }
 
+    /// How long its first token is expected to take from the decision on, where the policy is `latency`. The error is
+    /// measured when the prefill is reported complete: `pointsman_predicted_ttft_error_seconds`.
+    #[must_use]
+    pub fn predicted_ttft(&self) -> Option<Duration> {
+        self.best.predicted_ttft()
+    }
+
     /// The prompt's hashes, when the request asked for them.
     #[must_use]
     pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
@@ -148,7 +156,7 @@ impl Placement {
     /// A decay outside [0, 1].
     pub fn output_block(&self, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
-        if !self.hold.shared().config.track_output_blocks {
+        if !self.hold.shared().config.takes_output_blocks() {
             return Ok(());
         }
         self.hold.lease().push_output_block(decay);

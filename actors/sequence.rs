@@ -319,6 +319,7 @@ mod tests {
             generation,
             overlap: TierOverlap::default(),
             hint: PrefillLoadHint::new(tokens, 0, true, None),
+            predicted_ttft: None,
         };
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free place");
         let number = BookNumber { incarnation: sequence.incarnation, number: 1 };

@@ -31,7 +31,6 @@ use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
 use super::telemetry::Restarts;
 use super::turn::{Step, Turn, TurnActor, Wake};
-use crate::config::PrefillModel;
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerRank};
 use crate::schedule::Admission;
@@ -353,7 +352,7 @@ impl State {
     async fn start_sequence(&mut self, seat: &Arc<Seat>, incarnation: u32) -> Result<ActorId, ActorProcessingErr> {
         let actor = self.spawn(&seat.turn, Role::Sequence(seat.slot)).await?;
         let (id, place) = (actor.get_id(), (seat.slot, seat.generation));
-        let learns = self.shared.config.prefill_load_model == PrefillModel::Learned;
+        let learns = self.shared.config.learns_speed();
         let fittings = Fittings {
             board: Arc::clone(&seat.board),
             learns: learns.then(|| Arc::clone(&seat.speed)),

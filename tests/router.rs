@@ -296,7 +296,7 @@ async fn shutdown_waits_for_bookings_up_to_its_deadline() {
 
 #[tokio::test]
 async fn every_policy_places_and_leaves_nothing_behind() {
-    for policy in [Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded] {
+    for policy in Policy::ALL {
         for fanout in [Fanout::Shortlist, Fanout::All] {
             let router = router(RouterConfig { policy, fanout, ..config() }, 5).await;
             let mut held = Vec::new();
@@ -340,7 +340,7 @@ async fn place_a_thousand(config: RouterConfig) -> Vec<WorkerRank> {
 
 #[tokio::test]
 async fn a_thousand_requests_go_the_same_way_whoever_is_asked() {
-    for policy in [Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded] {
+    for policy in Policy::ALL {
         for assume_kv_reuse in [true, false] {
             let config = RouterConfig { policy, assume_kv_reuse, ..config() };
             let shortlist = place_a_thousand(RouterConfig { fanout: Fanout::Shortlist, ..config.clone() }).await;

@@ -196,6 +196,7 @@ pub struct BestMatch {
     effective_overlap_blocks: f64,
     cached_tokens: u32,
     expected_prefill_duration: Option<Duration>,
+    predicted_ttft: Option<Duration>,
     routing_hashes: Option<HashedPrompt>,
 }
 
@@ -209,6 +210,7 @@ impl BestMatch {
             shared_cache_blocks: decision.shared_cache_blocks,
             reachable_blocks: decision.reachable_blocks,
             expected_prefill_duration: decision.hint.and_then(PrefillLoadHint::expected_duration),
+            predicted_ttft: decision.predicted_ttft,
             effective_overlap_blocks: overlap.effective_blocks(weights),
             cached_tokens: overlap.cached_tokens(weights, config.block_size),
             routing_hashes,
@@ -273,6 +275,13 @@ impl BestMatch {
     #[must_use]
     pub fn expected_prefill_duration(&self) -> Option<Duration> {
         self.expected_prefill_duration
+    }
+
+    /// How long its first token is expected to take from the decision on: what the rank has to do before it, its own
+    /// uncached prompt and a step. Where the policy is `latency`.
+    #[must_use]
+    pub fn predicted_ttft(&self) -> Option<Duration> {
+        self.predicted_ttft
     }
 
     /// The prompt's hashes, when the request asked for them.

@@ -3,8 +3,8 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::{Fanout, PoolRole, QueueClass, RouterConfig};
-use crate::select::{KvCost, Needs, TierWeights};
+use super::{Fanout, PoolRole, PrefillModel, QueueClass, RouterConfig};
+use crate::select::{KvCost, Needs, Policy, TierWeights};
 
 /// Credit of a block that only the shared cache has, where nothing else is said.
 const SHARED_CACHE_MULTIPLIER: f64 = 0.5;
@@ -64,6 +64,18 @@ impl RouterConfig {
             decode_only: self.role == PoolRole::Decode && !self.track_prefill_tokens && self.has_index(),
             block_size: self.block_size,
         }
+    }
+
+    /// Whether ranks learn how fast their engines are, and prefill load falls with time at that pace.
+    #[must_use]
+    pub fn learns_speed(&self) -> bool {
+        self.policy == Policy::Latency || self.prefill_load_model == PrefillModel::Learned
+    }
+
+    /// Whether reports of output blocks are looked at.
+    #[must_use]
+    pub fn takes_output_blocks(&self) -> bool {
+        self.track_output_blocks || self.policy == Policy::Latency
     }
 
     /// Worth of the lower tiers.

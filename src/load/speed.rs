@@ -69,6 +69,12 @@ impl EngineSpeed {
         block_seconds: 65e-9 * 64.0,
     };
 
+    /// The prior with blocks of `block_size` tokens.
+    #[must_use]
+    pub fn prior(block_size: u32) -> Self {
+        Self { block_seconds: Self::PRIOR.block_seconds / 64.0 * f64::from(block_size), ..Self::PRIOR }
+    }
+
     /// How long a step takes with `requests` running that read `blocks` KV blocks, in seconds.
     #[must_use]
     pub fn step(&self, requests: f64, blocks: f64) -> f64 {
@@ -101,6 +107,7 @@ pub struct SpeedCell {
     work_rate: AtomicU32,
     /// Bits of `f32`s: a step's, a request's and a block's seconds.
     step: [AtomicU32; 3],
+    output_tokens: AtomicU32,
 }
 
 impl SpeedCell {
@@ -115,6 +122,13 @@ impl SpeedCell {
         let rate = speed.work_tokens_per_second as f32;
         let known = rate.is_normal() && rate > 0.0;
         self.work_rate.store(if known { rate.to_bits() } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// Tokens that a request generates on average, where that is known.
+    #[must_use]
+    pub fn output_tokens(&self) -> Option<f64> {
+        let bits = self.output_tokens.load(Ordering::Relaxed);
+        (bits != 0).then(|| f64::from(f32::from_bits(bits)))
     }
 
     /// The speed, if one is known.

@@ -1,14 +1,30 @@
 //! What one request costs on each rank, and what is known of it there.
 //!
-//! Owns how overlap, projected load, overrides and preferences become costs and their bounds. Leaves the formula to
-//! [`KvCost`], and which rank follows from it to `decide`.
+//! Owns how overlap, projected load, overrides and preferences become costs and their bounds. Leaves the formulas to
+//! [`KvCost`] and [`LatencyCost`], and which rank follows from them to `decide`.
 
 use super::decide::Scratch;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Numbered, Schedule};
 use crate::config::PoolRole;
-use crate::select::{Bounds, Candidate, CostFacts, KvCost, RankOverlap, TierOverlap};
+use crate::load::EngineSpeed;
+use crate::select::{
+    Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, RankOverlap, TierOverlap,
+};
+
+/// Tokens that an engine computes in one step where it does not say: from 2,048 to 16,384 are usual.
+const STEP_TOKENS_UNKNOWN: u32 = 8_192;
+
+/// Share of its blocks from which on a cache counts as full.
+const FULL_SHARE: f64 = 0.9;
+
+/// A policy's cost, with its parameters as one request has them. Policies that compare no costs show that of `kv`.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Cost {
+    Kv(KvCost),
+    Latency(LatencyCost),
+}
 
 /// The cost of a rank that may not be chosen. Every other cost is finite.
 const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
@@ -64,7 +80,7 @@ impl<T> Schedule<T> {
     #[expect(clippy::too_many_arguments, reason = "the loop's invariants, kept in registers")]
     fn bounds(
         &self,
-        cost: &KvCost,
+        cost: &Cost,
         position: usize,
         settle: bool,
         candidate: Prospect<'_>,
@@ -84,9 +100,9 @@ impl<T> Schedule<T> {
 
     /// Bounds of the cost of a rank that is open, at its own cost.
     #[inline]
-    fn plain_bounds(
+    pub(super) fn plain_bounds(
         &self,
-        cost: &KvCost,
+        cost: &Cost,
         rank: &Rank,
         settle: bool,
         candidate: Prospect<'_>,
@@ -97,12 +113,100 @@ impl<T> Schedule<T> {
         if settle {
             projected.take_worst();
         }
-        let facts = self.cost_facts(numbered, overlap, &projected);
-        cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
+        match cost {
+            Cost::Kv(cost) => {
+                let facts = self.cost_facts(numbered, overlap, &projected);
+                cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
+            }
+            Cost::Latency(cost) => {
+                let facts = self.latency_facts(numbered, rank, overlap, &projected);
+                let hi = cost.cost(&facts);
+                if projected.shared_blocks.0 == projected.shared_blocks.1 && projected.is_exact() {
+                    return Bounds { lo: hi, hi };
+                }
+                let best = Projected {
+                    shared_blocks: (projected.shared_blocks.1, projected.shared_blocks.1),
+                    active_blocks: (projected.active_blocks.0, projected.active_blocks.0),
+                    ..projected
+                };
+                let lo = cost.cost(&self.latency_facts(numbered, rank, overlap, &best));
+                Bounds { lo: lo.min(hi), hi }
+            }
+        }
     }
 
-    /// The cost's parameters, as the request has them.
-    pub(super) fn cost_of(&self, numbered: &Numbered<T>) -> KvCost {
+    /// The cost that the policy compares, with its parameters as the request has them.
+    pub(super) fn cost_of(&self, numbered: &Numbered<T>) -> Cost {
+        match self.settings.policy {
+            Policy::Latency => Cost::Latency(self.latency_cost_of(numbered)),
+            Policy::Kv
+            | Policy::CacheAware
+            | Policy::RoundRobin
+            | Policy::Random
+            | Policy::PowerOfTwo
+            | Policy::LeastLoaded => Cost::Kv(self.kv_cost_of(numbered)),
+        }
+    }
+
+    pub(super) fn latency_cost_of(&self, numbered: &Numbered<T>) -> LatencyCost {
+        let told = numbered.request.terms.as_ref().and_then(|terms| terms.expected_output_tokens);
+        LatencyCost {
+            block_size: self.settings.cost.block_size.max(1),
+            track_prefill_tokens: self.tracks_prefill(numbered),
+            output_tokens: match self.settings.role {
+                PoolRole::Prefill => 1.0,
+                PoolRole::Aggregated | PoolRole::Decode => told.map_or(self.typical.output_tokens, f64::from),
+            },
+            displaced: self.typical.displaced(),
+        }
+    }
+
+    /// The facts of a rank: taken at their upper ends, with the least that it may share.
+    pub(super) fn latency_facts(
+        &self,
+        numbered: &Numbered<T>,
+        rank: &Rank,
+        overlap: TierOverlap,
+        projected: &Projected,
+    ) -> LatencyFacts {
+        let speed = self.speed_of(rank);
+        let held_blocks = f64::from(rank.about.holdings.held_blocks());
+        let total_blocks = rank.about.traits.total_kv_blocks;
+        let unmodelled = u32::try_from(projected.wait.unmodelled_tokens).unwrap_or(u32::MAX);
+        LatencyFacts {
+            isl_tokens: numbered.request.isl_tokens,
+            cached_tokens: self.expected_cached_tokens(numbered, overlap, projected),
+            wait_seconds: projected.wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
+            queued_tokens: projected.prefill_tokens.1,
+            requests: projected.requests,
+            active_blocks: projected.active_blocks.1,
+            step_tokens_max: rank.about.traits.max_num_batched_tokens.unwrap_or(STEP_TOKENS_UNKNOWN).max(1),
+            is_full: total_blocks.is_some_and(|total| held_blocks >= FULL_SHARE * f64::from(total)),
+            speed,
+        }
+    }
+
+    /// Tokens of the prompt that need not be computed when its turn comes: those in a cache, or those that a request
+    /// before it computes.
+    pub(super) fn expected_cached_tokens(
+        &self,
+        numbered: &Numbered<T>,
+        overlap: TierOverlap,
+        projected: &Projected,
+    ) -> u32 {
+        let cost = &self.settings.cost;
+        let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
+        let shared = u32::try_from(projected.shared_blocks.0).unwrap_or(u32::MAX).saturating_mul(cost.block_size);
+        cached.max(shared).min(numbered.request.isl_tokens)
+    }
+
+    /// How fast the rank computes; what is not known of it is taken to be as elsewhere in the pool.
+    pub(super) fn speed_of(&self, rank: &Rank) -> EngineSpeed {
+        rank.about.speed.speed().unwrap_or(self.typical.speed)
+    }
+
+    /// The parameters of the `kv` cost, as the request has them.
+    pub(super) fn kv_cost_of(&self, numbered: &Numbered<T>) -> KvCost {
         let cost = self.settings.cost;
         let Some(terms) = &numbered.request.terms else { return cost };
         let otherwise = terms.overrides;

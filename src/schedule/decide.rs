@@ -5,14 +5,15 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
+use super::cost::Cost;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
-use crate::config::{PrefillModel, SessionAffinity};
+use crate::config::SessionAffinity;
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
 use crate::protocol::Slot;
 use crate::select::{
-    Bounds, Candidate, CostFacts, Draw, Filter, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
+    Bounds, CacheAware, Candidate, CostFacts, Draw, Filter, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
 };
 
 /// Buffers kept between decisions.
@@ -180,7 +181,8 @@ impl<T> Schedule<T> {
         let draw = self.draw(numbered);
         let verdicts = &scratch.verdicts;
         let position = match self.settings.policy {
-            Policy::Kv => return self.choose_by_cost(in_batch, settle, numbered, draw, scratch),
+            Policy::Kv | Policy::Latency => return self.choose_by_cost(in_batch, settle, numbered, draw, scratch),
+            Policy::CacheAware => self.choose_cache_aware(numbered, draw, verdicts),
             Policy::RoundRobin => self.in_turn(verdicts),
             Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
             Policy::PowerOfTwo => {
@@ -238,9 +240,17 @@ impl<T> Schedule<T> {
         let costs: Vec<f64> = open
             .iter()
             .map(|(position, projected)| {
-                let facts = self.cost_facts(numbered, scratch.overlaps[*position], projected);
-                let facts = CostFacts { prefill_tokens_least: least, ..facts };
-                cost.cost(&facts) * scratch.verdicts.factor(*position)
+                let overlap = scratch.overlaps[*position];
+                let cost = match &cost {
+                    Cost::Kv(cost) => {
+                        let facts = self.cost_facts(numbered, overlap, projected);
+                        cost.cost(&CostFacts { prefill_tokens_least: least, ..facts })
+                    }
+                    Cost::Latency(cost) => {
+                        cost.cost(&self.latency_facts(numbered, &ranks[*position], overlap, projected))
+                    }
+                };
+                cost * scratch.verdicts.factor(*position)
             })
             .collect();
         let temperature = self.temperature(numbered);
@@ -327,6 +337,31 @@ impl<T> Schedule<T> {
         positions.min_by_key(|&position| (load(&ranks[position]), Reverse(draw.key(ranks[position].rank))))
     }
 
+    /// The longest match while load is even, else the fewest requests.
+    fn choose_cache_aware(&self, numbered: &Numbered<T>, draw: Draw, verdicts: &Verdicts) -> Option<usize> {
+        let ranks = self.ranks.as_slice();
+        let requests = || verdicts.open().map(|position| ranks[position].requests());
+        let (least, most) = (requests().min()?, requests().max()?);
+        let cost = &self.settings.cost;
+        let matches = numbered.request.overlaps.iter().filter_map(|known| {
+            let position = self.ranks.position_of(known.slot, known.generation)?;
+            let cached_tokens = known.overlap.cached_tokens(cost.tier_weights, cost.block_size);
+            verdicts.is_open(position).then_some((position, cached_tokens))
+        });
+        let best = matches.max_by_key(|&(position, tokens)| {
+            (tokens, Reverse(ranks[position].requests()), draw.key(ranks[position].rank))
+        });
+        match best {
+            Some((position, cached_tokens))
+                if CacheAware::is_even(least, most)
+                    && CacheAware::is_match(cached_tokens, numbered.request.isl_tokens) =>
+            {
+                Some(position)
+            }
+            Some(_) | None => self.least(draw, verdicts.open(), Rank::requests),
+        }
+    }
+
     /// The rank whose turn it is.
     fn in_turn(&self, verdicts: &Verdicts) -> Option<usize> {
         let open = u64::try_from(verdicts.open().count()).ok()?;
@@ -356,7 +391,7 @@ impl<T> Schedule<T> {
     fn place(&mut self, in_batch: usize, position: usize, numbered: Numbered<T>) -> Effect<T> {
         let request = &numbered.request;
         let books = request.purpose == Purpose::Book;
-        let decision = self.decision(position, &numbered);
+        let decision = self.decision(in_batch, position, &numbered);
         if !books {
             return Effect::Report { ticket: numbered.request.ticket, decision };
         }
@@ -372,16 +407,26 @@ impl<T> Schedule<T> {
         {
             self.sessions.bind(session_id, decision.rank, self.now);
         }
-        let prefill_tokens = decision.hint.map_or(0, |hint| u64::from(hint.effective_tokens()));
-        let number = self.ranks.at_mut(position).book(numbered.candidate(in_batch), prefill_tokens);
+        let rank = self.ranks.at_mut(position);
+        let number = rank.book(numbered.candidate(in_batch), decision.hint);
+        if self.settings.policy == Policy::Latency {
+            let new_tokens = decision.hint.map_or(0, PrefillLoadHint::effective_tokens);
+            let isl_tokens = request.isl_tokens;
+            self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), &rank.about.speed);
+        }
         self.turns += 1;
         Effect::Book { ticket: numbered.request.ticket, decision, number, trace }
     }
 
-    fn decision(&self, position: usize, numbered: &Numbered<T>) -> Decision {
+    fn decision(&self, in_batch: usize, position: usize, numbered: &Numbered<T>) -> Decision {
         let (rank, request) = (&self.ranks.as_slice()[position], &numbered.request);
         let overlap = overlap_on(&request.overlaps, rank);
-        let known = overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size);
+        let is_latency = self.settings.policy == Policy::Latency;
+        let projected = is_latency.then(|| rank.project(numbered.candidate(in_batch)));
+        let known = match &projected {
+            Some(projected) => self.expected_cached_tokens(numbered, overlap, projected),
+            None => overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size),
+        };
         let (cached_tokens, expected_duration) = match request.target {
             Target::Exactly { cached_tokens, expected_duration, .. } => {
                 (cached_tokens.unwrap_or(known), expected_duration)
@@ -409,6 +454,11 @@ impl<T> Schedule<T> {
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
             hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration),
+            predicted_ttft: projected.map(|projected| {
+                let facts = self.latency_facts(numbered, rank, overlap, &projected);
+                let seconds = self.latency_cost_of(numbered).terms(&facts).ttft_seconds;
+                Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+            }),
         }
     }
 
@@ -420,9 +470,19 @@ impl<T> Schedule<T> {
             // The embedder's code: its panic costs an estimate, not the scheduler.
             return catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
         }
-        match self.settings.prefill_load_model {
-            PrefillModel::None => None,
-            PrefillModel::Learned => rank.about.speed.prefill_time(work_tokens(new_tokens, cached_tokens)),
+        if !self.settings.models_prefill {
+            return None;
+        }
+        let work_tokens = work_tokens(new_tokens, cached_tokens);
+        match self.settings.policy {
+            // Whoever compares seconds must not take a wait for nothing because nobody knows how long it is.
+            Policy::Latency => Duration::try_from_secs_f64(self.speed_of(rank).prefill(work_tokens)).ok(),
+            Policy::Kv
+            | Policy::CacheAware
+            | Policy::RoundRobin
+            | Policy::Random
+            | Policy::PowerOfTwo
+            | Policy::LeastLoaded => rank.about.speed.prefill_time(work_tokens),
         }
     }
 

@@ -4,10 +4,11 @@
 
 use serde::Serialize;
 
+use super::cost::Cost;
 use super::decide::Scratch;
 use super::{Numbered, Schedule};
 use crate::protocol::WorkerRank;
-use crate::select::{Candidate, CostFacts, CostTerms, Draw, Filter, Policy};
+use crate::select::{Bounds, Candidate, CostFacts, CostTerms, Draw, Filter, LatencyTerms, Policy};
 
 /// Apart from the seed of picks, so that what is traced says nothing about ties.
 const TRACE_SEED: u64 = 0x7261_6365_5f73_6565;
@@ -49,6 +50,8 @@ pub struct ExplainedRank {
     pub cached_tokens: u32,
     /// What its `kv` cost is made of, at the upper bounds.
     pub cost_terms: CostTerms,
+    /// What its `latency` cost is made of, at the upper bounds, where that is the policy.
+    pub latency_terms: Option<LatencyTerms>,
     /// Its cost: no lower than this.
     pub cost_lo: f64,
     /// Its cost: no higher than this. What was compared, preferences included.
@@ -78,7 +81,7 @@ impl<T> Schedule<T> {
         self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_overlaps(&numbered.request.overlaps, scratch);
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
-        let cost = self.cost_of(numbered);
+        let (cost, kv_cost) = (self.cost_of(numbered), self.kv_cost_of(numbered));
         let all = self.ranks.as_slice();
         // What the others have to prefill matters only to a credit that decays.
         let open = scratch.verdicts.open().map(|position| all[position].project(numbered.candidate(in_batch)));
@@ -93,15 +96,31 @@ impl<T> Schedule<T> {
                 ..facts
             };
             let factor = scratch.verdicts.factor(position);
-            let terms = cost.terms(&facts);
+            let terms = kv_cost.terms(&facts);
+            let (latency_terms, bounds) = match &cost {
+                Cost::Kv(cost) => (None, Bounds { lo: cost.cost(&lowest), hi: terms.total() }),
+                Cost::Latency(latency) => {
+                    let facts = self.latency_facts(numbered, rank, scratch.overlaps[position], &projected);
+                    let bounds = self.plain_bounds(
+                        &cost,
+                        rank,
+                        false,
+                        numbered.candidate(in_batch),
+                        numbered,
+                        scratch.overlaps[position],
+                    );
+                    (Some(latency.terms(&facts)), bounds)
+                }
+            };
             ExplainedRank {
                 facts: self.candidate_facts(numbered, position, &projected, scratch),
                 refused_by: scratch.verdicts.of(position),
                 exact: projected.is_exact(),
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,
-                cost_lo: cost.cost(&lowest) * factor,
-                cost_hi: terms.total() * factor,
+                latency_terms,
+                cost_lo: bounds.lo * factor,
+                cost_hi: bounds.hi * factor,
             }
         });
         let (chosen, refused) = match outcome {

@@ -21,6 +21,8 @@ mod terms;
 #[cfg(test)]
 mod tests;
 mod types;
+mod typical;
+mod view;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -33,8 +35,8 @@ pub use types::{
     Target, Waits,
 };
 
-use crate::config::{PoolRole, PrefillModel, RouterConfig};
-use crate::load::{PrefillEstimator, PromptMark};
+use crate::config::{PoolRole, RouterConfig};
+use crate::load::{EngineSpeed, PrefillEstimator, PromptMark};
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{ClassId, Queue};
 use crate::select::{KvCost, Needs, Policy, WorkerSelector};
@@ -42,6 +44,7 @@ use crate::session::Sessions;
 
 use eligible::Rules;
 use rank::Ranks;
+use typical::Typical;
 
 /// What embedders put in place of the router's own judgement.
 #[derive(Clone, Default)]
@@ -87,6 +90,8 @@ pub struct Schedule<T> {
     batches: u64,
     /// Bookings decided so far: whose turn it is under round robin.
     turns: u64,
+    /// What is typical of the pool, as its placements have shown.
+    typical: Typical,
     /// The time of the current step.
     now: Timestamp,
     scratch: decide::Scratch,
@@ -104,7 +109,8 @@ struct Settings {
     needs_at_temperature: Needs,
     policy: Policy,
     role: PoolRole,
-    prefill_load_model: PrefillModel,
+    /// Whether prefills have an expected duration.
+    models_prefill: bool,
 }
 
 impl Settings {
@@ -118,7 +124,7 @@ impl Settings {
             needs_at_temperature: config.needs_at(f64::MIN_POSITIVE),
             policy: config.policy,
             role: config.role,
-            prefill_load_model: config.prefill_load_model,
+            models_prefill: config.learns_speed(),
         }
     }
 }
@@ -172,6 +178,7 @@ impl<T> Schedule<T> {
             requests: base,
             batches: base,
             turns: 0,
+            typical: Typical::new(EngineSpeed::prior(config.block_size)),
             now: Timestamp::default(),
             scratch: decide::Scratch::default(),
             settings: Settings::of(&config),

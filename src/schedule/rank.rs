@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadAnswer};
 use crate::engine_load::{EngineLimits, EngineLoadCell};
 use crate::index::Holdings;
-use crate::load::{BoardLoad, BoardSlot, BoardVersion, PromptBlocks, PromptMark, RankLoad, SpeedCell};
+use crate::load::{BoardLoad, BoardSlot, BoardVersion, PrefillLoadHint, PromptBlocks, PromptMark, RankLoad, SpeedCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankConditions, RankTraits};
 
@@ -105,20 +106,11 @@ impl About {
     }
 }
 
-/// A rank's load between bounds (each lowest, highest).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct View {
-    active_blocks: (u64, u64),
-    prefill_tokens: (u64, u64),
-    requests: u32,
-}
-
 /// A Book that the board has not shown yet.
 #[derive(Clone, Copy, Debug)]
 struct Ahead {
     number: u32,
-    added_blocks: (u64, u64),
-    prefill_tokens: u64,
+    added: Added,
 }
 
 /// What a look at a rank's board has shown.
@@ -147,8 +139,7 @@ enum Answer {
 #[derive(Debug)]
 struct Booked {
     prompt: PromptBlocks,
-    added_blocks: (u64, u64),
-    prefill_tokens: u64,
+    added: Added,
 }
 
 /// A request's prompt, and where it stands in its batch.
@@ -166,6 +157,11 @@ pub(super) struct Projected {
     pub(super) potential_blocks: (u64, u64),
     pub(super) prefill_tokens: (u64, u64),
     pub(super) requests: u32,
+    /// Without the request.
+    pub(super) active_blocks: (u64, u64),
+    /// Leading blocks of the request that active ones have too.
+    pub(super) shared_blocks: (u64, u64),
+    pub(super) wait: Wait,
 }
 
 impl Ranks {
@@ -449,7 +445,7 @@ impl Rank {
         }
         self.view = View::of(&self.seen, now);
         for ahead in &self.overlay {
-            self.view.add(ahead.added_blocks, ahead.prefill_tokens);
+            self.view.add(ahead.added);
         }
         let after = self.load_max();
         let fell = after.0 < before.0 || after.1 < before.1 || after.2 < before.2;
@@ -482,12 +478,14 @@ impl Rank {
 
     /// The most blocks that can be active or booked.
     pub(super) fn active_blocks_max(&self) -> u64 {
-        self.booked.iter().fold(self.view.active_blocks.1, |sum, booked| sum.saturating_add(booked.added_blocks.1))
+        self.booked.iter().fold(self.view.active_blocks.1, |sum, booked| sum.saturating_add(booked.added.blocks.1))
     }
 
     /// The most prefill tokens that can be left to compute.
     pub(super) fn prefill_tokens_max(&self) -> u64 {
-        self.booked.iter().fold(self.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.prefill_tokens))
+        self.booked
+            .iter()
+            .fold(self.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.added.prefill_tokens))
     }
 
     /// Requests active or booked.
@@ -503,19 +501,21 @@ impl Rank {
         let (mut view, mut shared) = match &self.answer {
             Some(Answer::Given { load, shared_blocks }) => {
                 let shared = u64::from(shared_blocks.get(candidate.in_batch).copied().unwrap_or(0));
-                (View::exactly(load), (shared, shared))
+                (View::exactly(load, self.view.wait), (shared, shared))
             }
             Some(Answer::Awaited | Answer::Missed) | None => (self.view, (0, self.shared_blocks_max(candidate))),
         };
         for booked in &self.booked {
-            view.add(booked.added_blocks, booked.prefill_tokens);
+            view.add(booked.added);
             let with_it = u64::from(candidate.prompt.shared_blocks(&booked.prompt));
             shared = (shared.0.max(with_it), shared.1.max(with_it));
         }
-        let lo = view.active_blocks.0 + request_blocks - shared.1.min(request_blocks);
-        let hi = view.active_blocks.1 + request_blocks - shared.0.min(request_blocks);
+        let shared_blocks = (shared.0.min(request_blocks), shared.1.min(request_blocks));
+        let lo = view.active_blocks.0 + request_blocks - shared_blocks.1;
+        let hi = view.active_blocks.1 + request_blocks - shared_blocks.0;
+        let View { active_blocks, prefill_tokens, requests, wait } = view;
         let mut projected =
-            Projected { potential_blocks: (lo, hi), prefill_tokens: view.prefill_tokens, requests: view.requests };
+            Projected { potential_blocks: (lo, hi), prefill_tokens, requests, active_blocks, shared_blocks, wait };
         if matches!(self.answer, Some(Answer::Missed)) {
             projected.take_worst(); // it had its chance to say better
         }
@@ -533,15 +533,18 @@ impl Rank {
     }
 
     /// Counts a Book in, and numbers it.
-    pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill_tokens: u64) -> BookNumber {
+    pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
         let without =
             self.project(Candidate { prompt: &NOTHING, mark: &PromptMark::unshared(), ..candidate }).potential_blocks;
-        let added_blocks = (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1));
-        let prompt = candidate.prompt.clone();
-        self.booked.push(Booked { prompt, added_blocks, prefill_tokens });
+        let added = Added {
+            blocks: (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1)),
+            prefill_tokens: prefill.map_or(0, |hint| u64::from(hint.effective_tokens())),
+            prefill_duration: prefill.and_then(PrefillLoadHint::expected_duration),
+        };
+        self.booked.push(Booked { prompt: candidate.prompt.clone(), added });
         self.issued = self.issued.wrapping_add(1);
-        self.overlay.push_back(Ahead { number: self.issued, added_blocks, prefill_tokens });
+        self.overlay.push_back(Ahead { number: self.issued, added });
         BookNumber { incarnation: self.seen.incarnation, number: self.issued }
     }
 }
@@ -552,40 +555,13 @@ impl Projected {
     /// Takes the upper ends for the truth.
     pub(super) fn take_worst(&mut self) {
         self.potential_blocks.0 = self.potential_blocks.1;
+        self.active_blocks.0 = self.active_blocks.1;
+        self.shared_blocks.1 = self.shared_blocks.0;
         self.prefill_tokens.0 = self.prefill_tokens.1;
     }
 
     pub(super) fn is_exact(&self) -> bool {
         self.potential_blocks.0 == self.potential_blocks.1 && self.prefill_tokens.0 == self.prefill_tokens.1
-    }
-}
-
-impl View {
-    fn of(load: &BoardLoad, now: Timestamp) -> Self {
-        let active_blocks = u64::from(load.active_blocks);
-        Self {
-            active_blocks: (active_blocks, active_blocks),
-            prefill_tokens: load.prefill.bounds(now),
-            requests: load.requests,
-        }
-    }
-
-    fn exactly(load: &RankLoad) -> Self {
-        let active_blocks = u64::from(load.active_blocks);
-        Self {
-            active_blocks: (active_blocks, active_blocks),
-            prefill_tokens: (load.prefill_tokens, load.prefill_tokens),
-            requests: load.requests,
-        }
-    }
-
-    fn add(&mut self, added_blocks: (u64, u64), prefill_tokens: u64) {
-        let add = |sum: &mut u64, more| *sum = sum.saturating_add(more); // a bound may be "at least u64::MAX"
-        add(&mut self.active_blocks.0, added_blocks.0);
-        add(&mut self.active_blocks.1, added_blocks.1);
-        add(&mut self.prefill_tokens.0, prefill_tokens);
-        add(&mut self.prefill_tokens.1, prefill_tokens);
-        self.requests += 1;
     }
 }
 

@@ -160,7 +160,7 @@ fn config(policy: Policy, assume_kv_reuse: bool, fanout: Fanout) -> RouterConfig
 }
 
 fn deterministic_policy() -> impl Strategy<Value = Policy> {
-    prop::sample::select(vec![Policy::Kv, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded])
+    prop::sample::select(Policy::ALL.to_vec())
 }
 
 /// One request after the other, each answered before the next comes.

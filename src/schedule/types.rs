@@ -307,6 +307,8 @@ pub struct Decision {
     pub reachable_blocks: u32,
     /// The prefill it was charged with.
     pub hint: Option<PrefillLoadHint>,
+    /// How long its first token is expected to take from now on, where the policy reckons in time.
+    pub predicted_ttft: Option<Duration>,
 }
 
 /// One rank's load as it would be with a request on it.

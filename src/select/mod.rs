@@ -4,6 +4,7 @@
 //! for the same seed, request number and facts, and that a policy's bounds hold: lo ≤ exact ≤ hi. Leaves to
 //! `schedule` where the facts come from, and when they are gathered.
 
+mod cache_aware;
 mod cost;
 mod filter;
 mod overlap;
@@ -12,7 +13,8 @@ mod policy;
 mod selector;
 mod shared;
 
-pub use cost::{Bounds, CostFacts, CostTerms, KvCost};
+pub use cache_aware::CacheAware;
+pub use cost::{Bounds, CostFacts, CostTerms, KvCost, LatencyCost, LatencyFacts, LatencyTerms};
 pub use filter::{
     Constraints, Filter, Pin, PinMode, RankConditions, RankTraits, Removed, TaintWeightError, preference_factor,
     topology_taint,

@@ -9,6 +9,11 @@ pub enum Policy {
     /// Least [`super::KvCost`]: prefill still to do plus blocks held, less what is cached.
     #[default]
     Kv,
+    /// Least [`super::LatencyCost`]: the seconds it takes and costs others.
+    Latency,
+    /// The longest match where that is worth following and load is even, else the fewest requests: the two tiers of
+    /// SGLang's router ([`CacheAware`](super::CacheAware)).
+    CacheAware,
     /// Each eligible rank in its turn.
     RoundRobin,
     /// Any eligible rank, evenly.
@@ -33,18 +38,30 @@ pub enum Needs {
 }
 
 impl Policy {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Kv,
+        Self::Latency,
+        Self::CacheAware,
+        Self::RoundRobin,
+        Self::Random,
+        Self::PowerOfTwo,
+        Self::LeastLoaded,
+    ];
+
     /// What this policy needs under a configuration.
     ///
-    /// With reuse assumed, the blocks of `kv` lie between active and active + request; without it the bounds meet,
-    /// and nobody is asked. A temperature looks at every cost, and a decaying credit at every rank's prefill, so both
+    /// With reuse assumed, the blocks of `kv` lie between active and active + request, and what `latency` need not compute
+    /// between what is cached and that with what active prompts share; without it the bounds meet, and nobody is asked. A temperature looks at every cost, and a decaying credit at every rank's prefill, so both
     /// ask everyone.
     #[must_use]
     pub fn needs(self, temperature: f64, credit_decay: f64) -> Needs {
         match self {
-            Self::RoundRobin | Self::Random | Self::LeastLoaded => Needs::Board,
+            Self::RoundRobin | Self::Random | Self::LeastLoaded | Self::CacheAware => Needs::Board,
             Self::PowerOfTwo => Needs::Two,
             Self::Kv if temperature > 0.0 || credit_decay > 0.0 => Needs::All,
-            Self::Kv => Needs::Bounded,
+            Self::Latency if temperature > 0.0 => Needs::All,
+            Self::Kv | Self::Latency => Needs::Bounded,
         }
     }
 }

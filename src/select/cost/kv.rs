@@ -13,7 +13,8 @@
 
 use serde::Serialize;
 
-use super::{TierOverlap, TierWeights};
+use super::Bounds;
+use crate::select::{TierOverlap, TierWeights};
 
 /// The parameters of the formula. All finite and not negative.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,15 +80,6 @@ impl CostTerms {
     }
 }
 
-/// A cost that is only known to lie in an interval.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Bounds {
-    /// No cost is lower.
-    pub lo: f64,
-    /// No cost is higher.
-    pub hi: f64,
-}
-
 impl KvCost {
     /// The cost in blocks, lower is better.
     ///
@@ -128,7 +120,7 @@ impl KvCost {
     /// tokens in `prefill_tokens` (each lowest, highest). Exact facts give an interval of one point.
     ///
     /// The cost grows with both, so the ends are the costs of the ends. That holds only while the credit
-    /// does not decay; a decaying credit is not bounded here (see [`super::Policy::needs`]).
+    /// does not decay; a decaying credit is not bounded here (see [`Policy::needs`](crate::select::Policy::needs)).
     #[must_use]
     #[inline]
     pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {

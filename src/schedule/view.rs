@@ -1,0 +1,71 @@
+//! What the scheduler takes a rank's load to be, between bounds.
+//!
+//! Owns how a board, an answer and Books on their way add up. Leaves to `rank` which of them count.
+
+use std::time::Duration;
+
+use crate::load::{BoardLoad, RankLoad};
+use crate::protocol::Timestamp;
+
+/// A rank's load between bounds (each lowest, highest).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct View {
+    pub(super) active_blocks: (u64, u64),
+    pub(super) prefill_tokens: (u64, u64),
+    pub(super) requests: u32,
+    pub(super) wait: Wait,
+}
+
+/// What stands before a newcomer's prefill.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Wait {
+    /// How long the prefills take whose durations are modelled.
+    pub(super) modelled: Duration,
+    /// The tokens of the others.
+    pub(super) unmodelled_tokens: u64,
+}
+
+/// What a Book adds to its rank's load.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Added {
+    pub(super) blocks: (u64, u64),
+    pub(super) prefill_tokens: u64,
+    pub(super) prefill_duration: Option<Duration>,
+}
+
+impl View {
+    pub(super) fn of(load: &BoardLoad, now: Timestamp) -> Self {
+        let active_blocks = u64::from(load.active_blocks);
+        let (modelled, unmodelled_tokens) = load.prefill.wait(now);
+        Self {
+            active_blocks: (active_blocks, active_blocks),
+            prefill_tokens: load.prefill.bounds(now),
+            requests: load.requests,
+            wait: Wait { modelled, unmodelled_tokens },
+        }
+    }
+
+    /// What the rank itself has answered; for how long it prefills nobody asks it.
+    pub(super) fn exactly(load: &RankLoad, wait: Wait) -> Self {
+        let active_blocks = u64::from(load.active_blocks);
+        Self {
+            active_blocks: (active_blocks, active_blocks),
+            prefill_tokens: (load.prefill_tokens, load.prefill_tokens),
+            requests: load.requests,
+            wait,
+        }
+    }
+
+    pub(super) fn add(&mut self, added: Added) {
+        let add = |sum: &mut u64, more| *sum = sum.saturating_add(more); // a bound may be "at least u64::MAX"
+        add(&mut self.active_blocks.0, added.blocks.0);
+        add(&mut self.active_blocks.1, added.blocks.1);
+        add(&mut self.prefill_tokens.0, added.prefill_tokens);
+        add(&mut self.prefill_tokens.1, added.prefill_tokens);
+        match added.prefill_duration {
+            Some(duration) => self.wait.modelled = self.wait.modelled.saturating_add(duration),
+            None => add(&mut self.wait.unmodelled_tokens, added.prefill_tokens),
+        }
+        self.requests += 1;
+    }
+}

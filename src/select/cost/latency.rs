@@ -1,0 +1,269 @@
+//! The `latency` cost: the seconds that a request on a rank takes itself and costs others, lower is better.
+//!
+//! Owns the formula. It is the marginal cost of one more request, in seconds of waiting, over everybody whom it makes
+//! wait. With the [speed](EngineSpeed) that the rank has shown:
+//!
+//! ```text
+//! work     = new · (1 + (cached + new / 2) / 33000)                  tokens; attention reads what stands before each
+//! prefill  = work / work_tokens_per_second
+//! step     = step_seconds + request_seconds · requests + block_seconds · blocks
+//! ttft     = wait + prefill + steps · step                          steps = 1 + (queued + new tokens) / step_tokens_max
+//! overdue  = wait² / 1 s
+//! stall    = prefill · requests
+//! decode   = output · (step + request_seconds + block_seconds · isl / block_size)
+//! displace = displaced · prefill
+//! cost     = 2 · (ttft + overdue) + stall + decode + displace
+//! ```
+//!
+//! - *ttft*: what the caller waits for its first token: until the prefills before it are done, its own uncached
+//!   prompt, and a step for each batch of tokens. Twice, for these are the seconds in which nothing is on the screen.
+//! - *overdue*: waits count progressively. Whoever waits for ten seconds is not served by ten others who wait for none.
+//! - *stall*: engines prefill in the steps that decode: each request on the rank stands still as long.
+//! - *decode*: its own output, at the pace of a rank with so many requests and blocks.
+//! - *displace*: what is computed anew takes blocks in which others would have found theirs.
+//!
+//! The first untuned form of this (queued + 2 · new + new · running / 8 + 4 · running, in blocks) and the idea to
+//! multiply work and batch (LMetric, arXiv 2603.15202) were measured beside it: docs/policies.md has the figures.
+
+use serde::Serialize;
+
+use crate::load::{EngineSpeed, work_tokens};
+
+/// Weight of the seconds before the first token.
+const TTFT_WEIGHT: f64 = 2.0;
+
+/// A wait of this long counts double, in seconds.
+const WAIT_TOLERANCE_SECONDS: f64 = 1.0;
+
+/// The parameters of the formula.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LatencyCost {
+    /// Tokens a block, at least 1.
+    pub block_size: u32,
+    /// Whether prefill counts at all: decode pools do none.
+    pub track_prefill_tokens: bool,
+    /// Tokens that the request is expected to generate.
+    pub output_tokens: f64,
+    /// Seconds that others lose later for each second of prefill whose blocks push theirs out.
+    pub displaced: f64,
+}
+
+/// The facts about one request on one rank that the cost is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LatencyFacts {
+    /// Prompt length in tokens.
+    pub isl_tokens: u32,
+    /// Tokens of it that need not be computed once its turn has come: cached, or asked for by a request before it.
+    pub cached_tokens: u32,
+    /// How long the prefills before it take, in seconds.
+    pub wait_seconds: f64,
+    /// Their tokens.
+    pub queued_tokens: u64,
+    /// Requests active on the rank, waiting or running.
+    pub requests: u32,
+    /// Blocks that these hold.
+    pub active_blocks: u64,
+    /// Prompt tokens that the engine computes in one step, at least 1.
+    pub step_tokens_max: u32,
+    /// Whether the rank's cache is full, so that something has to go.
+    pub is_full: bool,
+    /// How fast the rank computes.
+    pub speed: EngineSpeed,
+}
+
+/// What a cost is made of, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct LatencyTerms {
+    /// The expected time to first token.
+    pub ttft_seconds: f64,
+    /// What its wait counts beyond that.
+    pub overdue_seconds: f64,
+    /// What the requests on the rank lose together while its prompt is computed.
+    pub stall_seconds: f64,
+    /// What its output takes.
+    pub decode_seconds: f64,
+    /// What others lose later for blocks that are pushed out.
+    pub displace_seconds: f64,
+}
+
+impl LatencyTerms {
+    /// The cost.
+    #[must_use]
+    #[inline]
+    pub fn total(&self) -> f64 {
+        TTFT_WEIGHT * (self.ttft_seconds + self.overdue_seconds)
+            + self.stall_seconds
+            + self.decode_seconds
+            + self.displace_seconds
+    }
+}
+
+impl LatencyCost {
+    /// The cost in seconds, lower is better.
+    ///
+    /// ```
+    /// use pointsman::load::EngineSpeed;
+    /// use pointsman::select::{LatencyCost, LatencyFacts};
+    ///
+    /// let cost = LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, displaced: 0.0 };
+    /// let speed = EngineSpeed::PRIOR;
+    /// let idle = LatencyFacts {
+    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, queued_tokens: 0, requests: 0, active_blocks: 0,
+    ///     step_tokens_max: 8_192, is_full: false, speed,
+    /// };
+    /// let warm = LatencyFacts { cached_tokens: 6_336, ..idle };
+    /// let busy = LatencyFacts { wait_seconds: 3.0, requests: 20, active_blocks: 2_000, ..warm };
+    /// assert!(cost.cost(&warm) < cost.cost(&idle) && cost.cost(&idle) < cost.cost(&busy));
+    /// assert!((cost.terms(&warm).ttft_seconds - 0.0117).abs() < 1e-4); // 64 tokens behind 6,336, and a step
+    /// ```
+    #[must_use]
+    #[inline]
+    pub fn cost(&self, facts: &LatencyFacts) -> f64 {
+        self.terms(facts).total()
+    }
+
+    /// What the cost is made of.
+    #[must_use]
+    #[inline]
+    pub fn terms(&self, facts: &LatencyFacts) -> LatencyTerms {
+        let speed = &facts.speed;
+        let (requests, blocks) = (f64::from(facts.requests), count(facts.active_blocks));
+        let prefill_seconds = speed.prefill(self.work_tokens(facts));
+        let step_seconds = speed.step(requests, blocks);
+        let tokens = f64::from(self.new_tokens(facts)) + count(facts.queued_tokens);
+        let steps = 1.0 + (tokens / f64::from(facts.step_tokens_max)).floor();
+        let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
+        let own_step_seconds = step_seconds + speed.request_seconds + speed.block_seconds * own_blocks;
+        LatencyTerms {
+            ttft_seconds: facts.wait_seconds + prefill_seconds + steps * step_seconds,
+            overdue_seconds: facts.wait_seconds * facts.wait_seconds / WAIT_TOLERANCE_SECONDS,
+            stall_seconds: prefill_seconds * requests,
+            decode_seconds: self.output_tokens * own_step_seconds,
+            displace_seconds: if facts.is_full { self.displaced * prefill_seconds } else { 0.0 },
+        }
+    }
+
+    /// Tokens that the rank has to compute: at least one, for the first token comes of it.
+    fn new_tokens(&self, facts: &LatencyFacts) -> u32 {
+        if self.track_prefill_tokens { facts.isl_tokens.saturating_sub(facts.cached_tokens).max(1) } else { 0 }
+    }
+
+    fn work_tokens(&self, facts: &LatencyFacts) -> f64 {
+        work_tokens(self.new_tokens(facts), facts.cached_tokens.min(facts.isl_tokens))
+    }
+}
+
+/// Counts stay far below 2^53, where f64 is exact; one that is "at least" may be any.
+#[expect(clippy::cast_precision_loss, reason = "block and token counts stay far below 2^53")]
+fn count(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const COST: LatencyCost =
+        LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 200.0, displaced: 0.1 };
+
+    /// 25,000 tokens of work a second, and the prior's steps.
+    fn facts() -> LatencyFacts {
+        LatencyFacts {
+            isl_tokens: 6_600,
+            cached_tokens: 0,
+            wait_seconds: 0.0,
+            queued_tokens: 0,
+            requests: 0,
+            active_blocks: 0,
+            step_tokens_max: 8_192,
+            is_full: true,
+            speed: EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::PRIOR },
+        }
+    }
+
+    fn close(got: f64, want: f64) {
+        assert!((got - want).abs() < 1e-9 * want.abs().max(1.0), "{got} is not {want}");
+    }
+
+    #[test]
+    fn worked_example_of_an_idle_rank() {
+        let terms = COST.terms(&facts());
+        // 6,600 tokens with 3,300 before each on average: a tenth more work.
+        let prefill = 6_600.0 * 1.1 / 25_000.0;
+        close(terms.ttft_seconds, prefill + 0.004);
+        close(terms.decode_seconds, 200.0 * (0.004 + 20e-6 + 65e-9 * 6_600.0));
+        close(terms.displace_seconds, 0.1 * prefill);
+        assert_eq!((terms.overdue_seconds, terms.stall_seconds), (0.0, 0.0));
+    }
+
+    #[test]
+    fn worked_example_of_a_busy_rank() {
+        let busy = LatencyFacts {
+            cached_tokens: 6_592,
+            wait_seconds: 3.0,
+            queued_tokens: 70_000,
+            requests: 50,
+            active_blocks: 5_000,
+            is_full: false,
+            ..facts()
+        };
+        let terms = COST.terms(&busy);
+        let prefill = 8.0 * (1.0 + 6_596.0 / 33_000.0) / 25_000.0;
+        let step = 0.004 + 50.0 * 20e-6 + 5_000.0 * 64.0 * 65e-9;
+        close(terms.ttft_seconds, 3.0 + prefill + 9.0 * step);
+        close(terms.overdue_seconds, 9.0);
+        close(terms.stall_seconds, 50.0 * prefill);
+        assert_eq!(terms.displace_seconds, 0.0, "there is room");
+        close(terms.total(), 2.0 * (terms.ttft_seconds + 9.0) + terms.stall_seconds + terms.decode_seconds);
+    }
+
+    #[test]
+    fn a_decode_pool_has_no_prefill() {
+        let decode = LatencyCost { track_prefill_tokens: false, ..COST };
+        let terms = decode.terms(&facts());
+        close(terms.ttft_seconds, 0.004);
+        assert_eq!((terms.stall_seconds, terms.displace_seconds), (0.0, 0.0));
+    }
+
+    /// A rank of half the speed is worth it where the fast one is busy enough, and not before.
+    #[test]
+    fn slow_ranks_get_what_fast_ones_cannot_take() {
+        let prior = facts().speed;
+        let slow = EngineSpeed {
+            work_tokens_per_second: prior.work_tokens_per_second / 2.0,
+            step_seconds: prior.step_seconds * 2.0,
+            ..prior
+        };
+        let slow = COST.cost(&LatencyFacts { speed: slow, ..facts() });
+        let fast = |requests: u32| {
+            let active_blocks = u64::from(requests) * 100;
+            COST.cost(&LatencyFacts { requests, active_blocks, wait_seconds: f64::from(requests) * 0.02, ..facts() })
+        };
+        assert!(fast(0) < slow && fast(1) < slow && slow < fast(8), "{slow}: {} {}", fast(1), fast(8));
+    }
+
+    proptest! {
+        #[test]
+        fn costs_are_finite_and_grow_with_what_is_in_the_way(
+            isl_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6, queued_tokens in 0u64..1 << 40,
+            requests in 0u32..100_000, active_blocks in 0u64..1 << 40, is_full: bool, fewer in 1u32..1_000,
+        ) {
+            let facts =
+                LatencyFacts { isl_tokens, cached_tokens, wait_seconds, queued_tokens, requests, active_blocks, is_full, ..facts() };
+            let cost = COST.cost(&facts);
+            prop_assert!(cost.is_finite() && cost > 0.0, "{cost}");
+            for more in [
+                LatencyFacts { cached_tokens: cached_tokens.saturating_sub(fewer), ..facts },
+                LatencyFacts { wait_seconds: wait_seconds + f64::from(fewer), ..facts },
+                LatencyFacts { queued_tokens: queued_tokens + u64::from(fewer), ..facts },
+                LatencyFacts { requests: requests + fewer, ..facts },
+                LatencyFacts { active_blocks: active_blocks + u64::from(fewer), ..facts },
+                LatencyFacts { is_full: true, ..facts },
+            ] {
+                prop_assert!(COST.cost(&more) >= cost * (1.0 - 1e-12), "{facts:?} against {more:?}");
+            }
+        }
+    }
+}
