@@ -1,0 +1,83 @@
+//! A file's lines, bounded, and the checksum of all its bytes.
+//!
+//! Owns the file. Promises that memory stays within one longest line, whatever the file holds. Leaves what a line means
+//! to the formats.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{Rule, TraceError};
+
+/// Longest line: 2 million tokens in blocks of 16, each named by a number of several digits.
+const LINE_BYTES_MAX: usize = 1 << 22;
+
+/// Lines that are not blank, in order.
+pub(super) struct Lines {
+    path: PathBuf,
+    file: BufReader<File>,
+    /// Number of the line last read, from 1.
+    number: usize,
+    /// The line last read; empty at the end.
+    bytes: Vec<u8>,
+    hasher: Xxh3,
+}
+
+impl Lines {
+    pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
+        let failed = |source| TraceError::Read { path: path.to_owned(), source };
+        let file = BufReader::new(File::open(path).map_err(failed)?);
+        Ok(Self { path: path.to_owned(), file, number: 0, bytes: Vec::new(), hasher: Xxh3::new() })
+    }
+
+    /// Reads the next line that is not blank; none at the end.
+    pub(super) fn next(&mut self) -> Result<Option<&str>, TraceError> {
+        loop {
+            self.bytes.clear();
+            let mut part = (&mut self.file).take(LINE_BYTES_MAX as u64 + 1);
+            let read = part.read_until(b'\n', &mut self.bytes);
+            read.map_err(|source| TraceError::Read { path: self.path.clone(), source })?;
+            self.hasher.update(&self.bytes);
+            self.number += 1;
+            if self.bytes.len() > LINE_BYTES_MAX {
+                return Err(self.broken(Rule::LineLength { max: LINE_BYTES_MAX }));
+            }
+            if std::str::from_utf8(&self.bytes).is_err() {
+                return Err(self.broken(Rule::Text));
+            }
+            if self.bytes.is_empty() || !trim(&self.bytes).unwrap_or_default().is_empty() {
+                return Ok(self.current());
+            }
+        }
+    }
+
+    /// The line last read, without white space around it.
+    pub(super) fn current(&self) -> Option<&str> {
+        trim(&self.bytes).filter(|text| !text.is_empty())
+    }
+
+    /// The line last read breaks `rule`.
+    pub(super) fn broken(&self, rule: Rule) -> TraceError {
+        TraceError::Line { path: self.path.clone(), line: self.number, rule }
+    }
+
+    /// Reads to the end: XXH3-64 of the whole file, in hex.
+    pub(super) fn checksum(&mut self) -> Result<String, TraceError> {
+        loop {
+            let part = self.file.fill_buf().map_err(|source| TraceError::Read { path: self.path.clone(), source })?;
+            if part.is_empty() {
+                return Ok(format!("{:016x}", self.hasher.digest()));
+            }
+            self.hasher.update(part);
+            let read = part.len();
+            self.file.consume(read);
+        }
+    }
+}
+
+/// Text without white space around it, nor the mark that some editors put first.
+fn trim(bytes: &[u8]) -> Option<&str> {
+    std::str::from_utf8(bytes).ok().map(|text| text.trim_start_matches('\u{feff}').trim())
+}
