@@ -11,17 +11,15 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pointsman::select::Policy;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
+use workload::Prompt;
+use workload::trace::TraceError;
 
 use crate::closed_loop::{self, LoopError, Shape, Workload};
 use crate::fleet::Fleet;
 use crate::measure::rss_bytes;
 use crate::report::Report;
+use crate::source;
 use crate::target::{Refusal, Target};
-use crate::workload::mooncake::{self, TraceError};
-use crate::workload::{Prompt, generated};
-
-/// Requests that are generated when neither a trace nor a limit is given.
-const GENERATED: usize = 4_000;
 
 fn positive() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(u32::MAX))
@@ -54,7 +52,7 @@ pub enum Knowledge {
 /// What every run over one workload and one kind of fleet shares.
 #[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Common {
-    /// Mooncake trace to replay (JSON lines); a multi-turn workload is generated when absent
+    /// Trace to replay (Mooncake's or Alibaba's JSON lines, Azure's table); conversations are generated when absent
     #[arg(long)]
     pub trace: Option<PathBuf>,
     /// Data-parallel ranks of each worker
@@ -213,11 +211,7 @@ impl Common {
     /// # Errors
     /// The trace cannot be read.
     pub fn prompts(&self) -> Result<Vec<Prompt>, TraceError> {
-        let limit = self.limit.map(|limit| limit as usize);
-        match &self.trace {
-            Some(path) => mooncake::read(path, limit),
-            None => Ok(generated::generate(limit.unwrap_or(GENERATED), self.seed)),
-        }
+        source::prompts(self.trace.as_deref(), self.limit, self.seed)
     }
 }
 

@@ -14,7 +14,6 @@ mod fleet;
 mod lag;
 mod progress;
 mod report;
-mod rng;
 mod sse;
 mod workload;
 

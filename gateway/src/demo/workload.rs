@@ -10,7 +10,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use serde::Serialize;
 
-use super::rng::Rng;
+use ::workload::Rng;
 
 /// System prompts that all conversations share.
 pub(super) const SYSTEMS: u32 = 12;
@@ -90,11 +90,11 @@ struct StreamOptions {
 impl Workload {
     /// `requests` questions in all, shared out evenly among `clients`.
     pub(super) fn new(seed: u64, clients: u32, requests: u32) -> Self {
-        let mut rng = Rng::new(seed, 0);
-        let systems: Vec<Arc<str>> = (0..SYSTEMS).map(|_| words(&mut rng, &SYSTEM_WORDS).into()).collect();
+        let mut rng = Rng::stream(seed, 0);
+        let systems: Vec<Arc<str>> = (0..SYSTEMS).map(|_| words(&mut rng, SYSTEM_WORDS).into()).collect();
         let session = |client: u32| {
             let quota = requests / clients + u32::from(client < requests % clients);
-            Session::new(&mut Rng::new(seed, 1 + u64::from(client)), &systems, quota)
+            Session::new(&mut Rng::stream(seed, 1 + u64::from(client)), &systems, quota)
         };
         let sessions = (0..clients).map(session).collect();
         Self { systems, sessions }
@@ -111,7 +111,7 @@ impl Session {
         let start_ms = rng.below(START_MS);
         let (mut conversations, mut left) = (Vec::new(), quota);
         while left > 0 {
-            let turns = rng.within(&TURNS).min(left);
+            let turns = rng.within(TURNS).min(left);
             conversations.push(Conversation::new(rng, systems, turns));
             left -= turns;
         }
@@ -125,9 +125,9 @@ impl Conversation {
         // The lower of two draws: the first prompts are asked for more often than the last.
         let system = rng.below(count).min(rng.below(count));
         let turn = |n: u32| Turn {
-            question: words(rng, if n == 0 { &OPENING_WORDS } else { &QUESTION_WORDS }),
-            output_tokens: rng.within(&OUTPUT_TOKENS),
-            think_ms: rng.within(&THINK_MS),
+            question: words(rng, if n == 0 { OPENING_WORDS } else { QUESTION_WORDS }),
+            output_tokens: rng.within(OUTPUT_TOKENS),
+            think_ms: rng.within(THINK_MS),
         };
         Self { system: Arc::clone(&systems[system as usize]), turns: (0..turns).map(turn).collect() }
     }
@@ -152,7 +152,7 @@ fn body(model: &str, messages: Vec<Message<'_>>, max_tokens: u32) -> Bytes {
 }
 
 /// Made-up words, of two or three syllables: each is one token of the mock engine's, with the space before it.
-fn words(rng: &mut Rng, count: &RangeInclusive<u32>) -> String {
+fn words(rng: &mut Rng, count: RangeInclusive<u32>) -> String {
     const CONSONANTS: &[u8] = b"bdfgklmnprstvz";
     const VOWELS: &[u8] = b"aeiou";
     let count = rng.within(count);
@@ -162,7 +162,7 @@ fn words(rng: &mut Rng, count: &RangeInclusive<u32>) -> String {
             text.push(' ');
         }
         // One number has enough bits for a word.
-        let mut bits = rng.next();
+        let mut bits = rng.number();
         let mut pick = |from: &[u8]| {
             let at = bits % from.len() as u64;
             bits /= from.len() as u64;
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_word_is_a_token() {
-        let text = words(&mut Rng::new(1, 1), &(500..=500));
+        let text = words(&mut Rng::stream(1, 1), 500..=500);
         assert_eq!(tokenize(&format!(" {text}")).len(), 500);
     }
 

@@ -6,7 +6,7 @@ use pointsman::protocol::{BlockHash, EngineHash, WorkerId};
 
 use super::*;
 use crate::target::Routed;
-use crate::workload::generated::generate;
+use ::workload::generate::Conversations;
 
 const SHAPE: Shape =
     Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1, take_turns: false };
@@ -103,7 +103,8 @@ impl Target for Strict {
 }
 
 fn run_strict(target: Strict, clients: usize, take_turns: bool) -> Result<Outcome, LoopError> {
-    let workload = Workload::prepare::<Strict>(generate(400, 1), BLOCK_SIZE);
+    let asked = Conversations { requests: 400, ..Conversations::default() }.generate(1);
+    let workload = Workload::prepare::<Strict>(asked.prompts(), BLOCK_SIZE);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
     runtime.block_on(run(target, workload, Shape { clients, take_turns, ..SHAPE }, None, ProgressBar::hidden()))
 }

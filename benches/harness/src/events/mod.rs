@@ -12,9 +12,10 @@ use clap::{Args, ValueEnum};
 use engine_model::{ConfigError, Refused};
 use pointsman::wire::Findings;
 use serde::{Deserialize, Serialize};
+use workload::Prompt;
+use workload::trace::TraceError;
 
-use crate::workload::mooncake::{self, TraceError};
-use crate::workload::{Prompt, generated};
+use crate::source;
 
 mod encode;
 mod recording;
@@ -24,9 +25,6 @@ mod stages;
 mod tests;
 
 pub use report::{EventsReport, Figures, Stage};
-
-/// Requests that are generated when neither a trace nor a limit is given.
-const GENERATED: usize = 4_000;
 
 /// How the engines write an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -42,7 +40,7 @@ pub enum Dialect {
 /// One measurement.
 #[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Events {
-    /// Mooncake trace to take prompts from (JSON lines); a multi-turn workload is generated when absent
+    /// Trace to take prompts from (Mooncake's or Alibaba's JSON lines, Azure's table); conversations are generated when absent
     #[arg(long)]
     pub trace: Option<PathBuf>,
     /// Engines of one rank each; requests go to them in turn
@@ -122,10 +120,6 @@ impl Events {
     }
 
     fn prompts(&self) -> Result<Vec<Prompt>, TraceError> {
-        let limit = self.limit.map(|limit| limit as usize);
-        match &self.trace {
-            Some(path) => mooncake::read(path, limit),
-            None => Ok(generated::generate(limit.unwrap_or(GENERATED), self.seed)),
-        }
+        source::prompts(self.trace.as_deref(), self.limit, self.seed)
     }
 }

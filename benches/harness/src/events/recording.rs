@@ -7,7 +7,7 @@
 use engine_model::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
 
 use super::{Events, EventsError, encode};
-use crate::workload::Prompt;
+use workload::Prompt;
 
 /// Requests that wait at an engine as long as there are any.
 const WAITING: u32 = 8;

@@ -1,0 +1,116 @@
+//! Where a run's workload comes from: a trace, or a generator.
+//!
+//! Owns the arguments that name one. Promises that all subcommands name workloads alike. Leaves formats, generators and
+//! their errors to [`workload`].
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use workload::generate::{Conversations, Generator};
+use workload::trace::{Format, ReadOptions, TraceError, read};
+use workload::{Prompt, Workload};
+
+/// Requests that are generated when neither a trace nor a limit is given.
+const GENERATED: u32 = 4_000;
+
+/// Arguments that name a workload.
+#[derive(Args, Clone, Debug, PartialEq)]
+pub struct Source {
+    /// Trace to send: Mooncake's or Alibaba's JSON lines, or Azure's table
+    #[arg(long, value_name = "FILE", conflicts_with = "workload")]
+    pub trace: Option<PathBuf>,
+    /// Its format: mooncake, qwen or azure [default: by the file's name and first line]
+    #[arg(long, value_name = "FORMAT", requires = "trace")]
+    pub trace_format: Option<Format>,
+    /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
+    ///
+    /// chat, low, shared-prefix, agents, siblings, burst, peer-first and conversations. `--workload chat:rate=2,turns=3-8`
+    /// changes two settings. A wrong setting's error names those that there are.
+    #[arg(long, value_name = "NAME[:SETTINGS]")]
+    pub workload: Option<Generator>,
+    /// Requests to take from the workload, the first ones [default: all]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    pub limit: Option<u32>,
+    /// How many times as fast requests arrive
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = speedup)]
+    pub speedup: f64,
+}
+
+fn speedup(text: &str) -> Result<f64, String> {
+    let factor = text.parse().ok().filter(|factor| (1e-3..=1e6).contains(factor));
+    factor.ok_or_else(|| "must be a number from 0.001 to 1000000".to_owned())
+}
+
+impl Source {
+    /// The workload. `seed` fixes what is generated, and what a trace leaves open.
+    ///
+    /// # Errors
+    /// The trace cannot be read.
+    pub fn load(&self, seed: u64) -> Result<Workload, TraceError> {
+        let limit = self.limit.map(|limit| limit as usize);
+        let mut workload = match (&self.trace, &self.workload) {
+            (Some(path), _) => read(path, &ReadOptions { format: self.trace_format, limit, seed })?,
+            (None, Some(generator)) => generator.generate(seed),
+            (None, None) => Generator::Chat(Default::default()).generate(seed),
+        };
+        workload.requests.truncate(limit.unwrap_or(usize::MAX));
+        Ok(workload.sped_up(self.speedup))
+    }
+}
+
+/// The prompts of closed loops: of a trace, or of [`Conversations`].
+///
+/// # Errors
+/// The trace cannot be read.
+pub(crate) fn prompts(trace: Option<&Path>, limit: Option<u32>, seed: u64) -> Result<Vec<Prompt>, TraceError> {
+    let workload = match trace {
+        Some(path) => read(path, &ReadOptions { format: None, limit: limit.map(|limit| limit as usize), seed })?,
+        None => Conversations { requests: limit.unwrap_or(GENERATED), ..Conversations::default() }.generate(seed),
+    };
+    Ok(workload.prompts())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        source: Source,
+    }
+
+    fn parsed(line: &str) -> Result<Source, String> {
+        let arguments = Arguments::try_parse_from(std::iter::once("test").chain(line.split_whitespace()));
+        arguments.map(|arguments| arguments.source).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_generator_is_named_limited_and_sped_up() {
+        let load = |line| parsed(line).expect("arguments").load(7).expect("a workload");
+        let whole = load("--workload siblings:groups=10");
+        let part = load("--workload siblings:groups=10 --limit 12 --speedup 2");
+        assert_eq!((whole.requests.len(), part.requests.len()), (80, 12));
+        assert_eq!(part.requests[11].arrival_us, (whole.requests[11].arrival_us as f64 / 2.0).round() as u64);
+        assert_eq!(load("--limit 3").requests.len(), 3);
+    }
+
+    #[test]
+    fn impossible_arguments_are_refused_by_name() {
+        for (line, expected) in [
+            ("--workload chats", "no workload is called \"chats\""),
+            ("--workload chat:rate=0", "rate is 0"),
+            ("--trace a --workload chat", "cannot be used with"),
+            ("--trace a --trace-format b", "no trace format is called \"b\""),
+            ("--trace-format azure", "--trace"),
+            ("--speedup 0", "--speedup"),
+            ("--limit 0", "--limit"),
+        ] {
+            let error = parsed(line).expect_err(line);
+            assert!(error.contains(expected), "{line}: {error}");
+        }
+        assert!(parsed("--trace /nowhere").expect("arguments").load(1).is_err());
+    }
+}
