@@ -20,6 +20,7 @@ pub mod fleet;
 pub mod measure;
 pub mod record;
 pub mod report;
+pub mod results;
 pub mod source;
 pub mod target;
 

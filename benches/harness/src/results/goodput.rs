@@ -1,0 +1,78 @@
+//! Goodput: what was answered within stated limits.
+//!
+//! Owns when an answer is good. Promises that a failed request is never good and always counted.
+
+use serde::{Deserialize, Serialize};
+
+use crate::record::RequestRecord;
+
+/// The slowest that an answer may be and still be good.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Limits {
+    /// From due to the first token, in ms.
+    pub ttft_ms: f64,
+    /// The mean gap between the answer's tokens, in ms. A single long gap does not spoil an answer.
+    pub itl_ms: f64,
+}
+
+impl Default for Limits {
+    /// 2 s to the first token, 100 ms a token: a reader of a chat waits so long, and reads no faster.
+    fn default() -> Self {
+        Self { ttft_ms: 2_000.0, itl_ms: 100.0 }
+    }
+}
+
+/// How much was answered within limits.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Goodput {
+    /// The limits.
+    pub limits: Limits,
+    /// Requests a second that met both, over the run's duration.
+    pub requests_per_second: f64,
+    /// Their share of all measured requests, failed ones included.
+    pub share: f64,
+}
+
+impl Goodput {
+    /// Of `requests` within `duration_seconds`; absent where there are none, or no time passed.
+    #[must_use]
+    pub fn of(requests: &[RequestRecord], limits: Limits, duration_seconds: f64) -> Option<Self> {
+        let good = requests.iter().filter(|request| is_good(request, limits)).count() as f64;
+        let judged = !requests.is_empty() && duration_seconds > 0.0;
+        judged.then(|| Self {
+            limits,
+            requests_per_second: good / duration_seconds,
+            share: good / requests.len() as f64,
+        })
+    }
+}
+
+fn is_good(request: &RequestRecord, limits: Limits) -> bool {
+    let prompt = request.ttft_us().is_some_and(|ttft| ttft as f64 <= limits.ttft_ms * 1e3);
+    request.answered() && prompt && request.gap_us().is_none_or(|gap| gap <= limits.itl_ms * 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::request;
+    use super::*;
+
+    #[test]
+    fn an_answer_is_good_at_its_limits_and_not_beyond() {
+        // 100 ms to the first token, 50 ms a token.
+        let share = |ttft_ms, itl_ms| {
+            Goodput::of(&[request(0)], Limits { ttft_ms, itl_ms }, 2.0).expect("there is a request").share
+        };
+        assert_eq!((share(100.0, 50.0), share(99.9, 50.0), share(100.0, 49.9)), (1.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn failures_count_and_are_never_good() {
+        let failed = RequestRecord { failure: Some("reset".into()), ..request(0) };
+        let unanswered = RequestRecord { first_token_us: None, ended_us: None, ..request(0) };
+        let single = RequestRecord { output_tokens: 1, ..request(0) };
+        let of = Goodput::of(&[failed, unanswered, single, request(0)], Limits::default(), 4.0).expect("requests");
+        assert_eq!((of.share, of.requests_per_second), (0.5, 0.5));
+        assert_eq!(Goodput::of(&[], Limits::default(), 4.0), None);
+    }
+}

@@ -1,0 +1,148 @@
+//! How evenly ranks were loaded over a run.
+//!
+//! Owns the step functions that samples of ranks draw. Promises that a rank counts with what its last sample said until
+//! the next one, and as empty before its first. Leaves to others when samples are taken.
+
+use crate::record::RankSample;
+
+/// What all ranks hold at one time, as their last samples said.
+pub(crate) struct Fleet {
+    ranks: Vec<RankSample>,
+}
+
+impl Fleet {
+    /// `ranks` empty ranks, and as many more as samples name.
+    pub(crate) fn new(ranks: u32, samples: &[RankSample]) -> Self {
+        let named = samples.iter().map(|sample| sample.rank.saturating_add(1)).max().unwrap_or_default();
+        let empty = |rank| RankSample {
+            at_us: 0,
+            rank,
+            requests: 0,
+            prefill_tokens: 0,
+            used_blocks: 0,
+            prompt_tokens_total: 0,
+            cached_tokens_total: 0,
+        };
+        Self { ranks: (0..ranks.max(named)).map(empty).collect() }
+    }
+
+    /// Takes a sample in.
+    pub(crate) fn apply(&mut self, sample: RankSample) {
+        if let Some(rank) = self.ranks.get_mut(sample.rank as usize) {
+            *rank = sample;
+        }
+    }
+
+    /// The last sample of each rank.
+    pub(crate) fn ranks(&self) -> &[RankSample] {
+        &self.ranks
+    }
+
+    /// Calls `held` with what ranks hold and for how long in µs, for each piece of the time from `from_us` to `until_us`
+    /// in which no sample falls. `samples` are in order of time.
+    pub(crate) fn walk(
+        mut self,
+        samples: &[RankSample],
+        from_us: u64,
+        until_us: u64,
+        mut held: impl FnMut(&Self, u64, u64),
+    ) {
+        let mut now = from_us;
+        for sample in samples {
+            let at = sample.at_us.clamp(now, until_us.max(now));
+            if at > now {
+                held(&self, now, at - now);
+                now = at;
+            }
+            if sample.at_us < until_us {
+                self.apply(*sample);
+            }
+        }
+        if until_us > now {
+            held(&self, now, until_us - now);
+        }
+    }
+}
+
+/// Requests of the fullest rank over the mean of all, both averaged over the time from `from_us` to `until_us` before
+/// they are divided.
+///
+/// Dividing averages, rather than averaging quotients, keeps the times when hardly anything runs (where one request on
+/// one of eight ranks is a quotient of eight) from speaking loudest. Where as many requests run at all times, both are
+/// the same. Absent where no rank was seen, or none ever had a request.
+///
+/// ```
+/// use pointsman_bench::record::RankSample;
+/// use pointsman_bench::results::load::max_over_mean;
+///
+/// let sample = |at_us, rank, requests| RankSample {
+///     at_us, rank, requests, prefill_tokens: 0, used_blocks: 0, prompt_tokens_total: 0, cached_tokens_total: 0,
+/// };
+/// // Two ranks: 3 and 1 for 10 µs, then 1 and 1 for 10 µs. Fullest 2 on average, mean 1.5.
+/// let samples = [sample(0, 0, 3), sample(0, 1, 1), sample(10, 0, 1)];
+/// assert_eq!(max_over_mean(&samples, 2, 0, 20), Some(2.0 / 1.5));
+/// ```
+#[must_use]
+pub fn max_over_mean(samples: &[RankSample], ranks: u32, from_us: u64, until_us: u64) -> Option<f64> {
+    let fleet = Fleet::new(ranks, samples);
+    let count = fleet.ranks().len() as f64;
+    let (mut fullest, mut all) = (0_u128, 0_u128);
+    fleet.walk(samples, from_us, until_us, |fleet, _, lasts_us| {
+        let requests = || fleet.ranks().iter().map(|rank| u128::from(rank.requests));
+        fullest += requests().max().unwrap_or_default() * u128::from(lasts_us);
+        all += requests().sum::<u128>() * u128::from(lasts_us);
+    });
+    (all > 0).then(|| fullest as f64 * count / all as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn sample((at_us, rank, requests): (u64, u32, u32)) -> RankSample {
+        RankSample {
+            at_us,
+            rank,
+            requests,
+            prefill_tokens: 0,
+            used_blocks: 0,
+            prompt_tokens_total: 0,
+            cached_tokens_total: 0,
+        }
+    }
+
+    /// The same, µs by µs.
+    fn slow(samples: &[RankSample], ranks: u32, from_us: u64, until_us: u64) -> Option<f64> {
+        let (mut fullest, mut all) = (0, 0);
+        for now in from_us..until_us {
+            let requests = |rank| {
+                let mut seen = samples.iter().filter(|sample| sample.rank == rank && sample.at_us <= now);
+                seen.next_back().map_or(0, |sample| u64::from(sample.requests))
+            };
+            fullest += (0..ranks).map(requests).max().unwrap_or_default();
+            all += (0..ranks).map(requests).sum::<u64>();
+        }
+        (all > 0).then(|| fullest as f64 * f64::from(ranks) / all as f64)
+    }
+
+    #[test]
+    fn a_fleet_nobody_saw_has_no_spread() {
+        assert_eq!(max_over_mean(&[], 8, 0, 100), None);
+        assert_eq!(max_over_mean(&[sample((0, 0, 0))], 8, 0, 100), None);
+        assert_eq!(max_over_mean(&[sample((0, 0, 1))], 8, 0, 100), Some(8.0));
+    }
+
+    proptest! {
+        #[test]
+        fn the_spread_is_that_found_by_ticking(
+            mut samples in proptest::collection::vec((0_u64..60, 0_u32..3, 0_u32..5), 0..30),
+            from in 0_u64..40, lasts in 0_u64..40
+        ) {
+            samples.sort_by_key(|sample| sample.0);
+            let samples: Vec<_> = samples.into_iter().map(sample).collect();
+            prop_assert_eq!(max_over_mean(&samples, 3, from, from + lasts), slow(&samples, 3, from, from + lasts));
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! From a [`Run`] to figures that can be compared, and to the doubts that a reader should have about them.
+//!
+//! Owns the [`Summary`] of a run, its JSON and its text. Promises that the same run and the same [`Facts`] give the same
+//! bytes, that a figure that nothing was measured for is absent rather than zero, and that doubts about a run travel
+//! with its figures. Leaves running to others, and comparing several runs too.
+//!
+//! Times of requests count from when they were due, not from when they were sent: a client that falls behind would
+//! otherwise hide the waiting that it causes.
+
+pub mod distribution;
+pub mod facts;
+pub mod goodput;
+pub mod load;
+pub mod prediction;
+pub mod reporting;
+pub mod summary;
+mod text;
+pub mod validity;
+
+pub use distribution::Distribution;
+pub use facts::{Facts, Machine};
+pub use reporting::{Reporting, ReportingError};
+pub use summary::{SCHEMA_VERSION, Summary};
+pub use validity::{ClientHealth, Gate, Warning};
+
+use crate::record::{RequestRecord, Run};
+
+impl Run {
+    /// The requests that count.
+    #[must_use]
+    pub fn measured(&self) -> &[RequestRecord] {
+        self.requests.get(self.warmup_requests..).unwrap_or_default()
+    }
+}
+
+impl RequestRecord {
+    /// Whether it was answered whole.
+    #[must_use]
+    pub fn answered(&self) -> bool {
+        self.failure.is_none() && self.first_token_us.is_some() && self.ended_us.is_some()
+    }
+
+    /// From due to the first token, in µs.
+    #[must_use]
+    pub fn ttft_us(&self) -> Option<u64> {
+        Some(self.first_token_us?.saturating_sub(self.due_us))
+    }
+
+    /// From due to the last token, in µs.
+    #[must_use]
+    pub fn e2e_us(&self) -> Option<u64> {
+        Some(self.ended_us?.saturating_sub(self.due_us))
+    }
+
+    /// From sent to placed, in µs: what it waited in the router.
+    #[must_use]
+    pub fn queue_us(&self) -> Option<u64> {
+        Some(self.placed_us?.saturating_sub(self.sent_us))
+    }
+
+    /// The mean gap between its tokens, in µs; absent for answers of less than two.
+    #[must_use]
+    pub fn gap_us(&self) -> Option<f64> {
+        let gaps = self.output_tokens.checked_sub(1).filter(|gaps| *gaps > 0)?;
+        Some(self.ended_us?.saturating_sub(self.first_token_us?) as f64 / gaps as f64)
+    }
+}
+
+/// `part` of `whole`; absent where there is no whole.
+fn share(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 / whole as f64)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use hdrhistogram::Histogram;
+
+    use super::*;
+
+    /// A request due at `at_ms` that is placed 1 ms later, has its first token 100 ms and its last 600 ms after it was
+    /// due, and found half of its 1,000 prompt tokens cached.
+    pub(crate) fn request(at_ms: u64) -> RequestRecord {
+        let at = at_ms * 1_000;
+        RequestRecord {
+            due_us: at,
+            sent_us: at,
+            placed_us: Some(at + 1_000),
+            first_token_us: Some(at + 100_000),
+            ended_us: Some(at + 600_000),
+            prompt_tokens: 1_000,
+            output_tokens: 11,
+            cached_tokens: Some(500),
+            predicted_cached_tokens: Some(500),
+            reachable_tokens: Some(600),
+            predicted_ttft_us: Some(90_000),
+            regret_us: Some(2_000),
+            rank: Some(0),
+            failure: None,
+        }
+    }
+
+    /// A run of `requests` without warm-up, whose tokens come every 50 ms.
+    pub(crate) fn run(requests: Vec<RequestRecord>) -> Run {
+        let mut itl_us = Histogram::new_with_bounds(1, 60_000_000, 3).expect("bounds");
+        itl_us.record_n(50_000, 10 * requests.len() as u64).expect("within bounds");
+        let ended_us = requests.iter().filter_map(|request| request.ended_us).max().unwrap_or_default();
+        Run { requests, itl_us, rank_samples: Vec::new(), ranks: 2, warmup_requests: 0, ended_us }
+    }
+
+    #[test]
+    fn warm_up_counts_in_no_figure() {
+        let mut run = run((0..10).map(request).collect());
+        run.warmup_requests = 4;
+        assert_eq!(run.measured().len(), 6);
+        run.warmup_requests = 11;
+        assert!(run.measured().is_empty());
+    }
+
+    #[test]
+    fn a_request_sent_late_waits_from_when_it_was_due() {
+        let late = RequestRecord { sent_us: 40_000, placed_us: Some(41_000), ..request(0) };
+        assert_eq!((late.ttft_us(), late.e2e_us(), late.queue_us()), (Some(100_000), Some(600_000), Some(1_000)));
+        assert_eq!(late.gap_us(), Some(50_000.0));
+        assert_eq!(RequestRecord { output_tokens: 1, ..late }.gap_us(), None);
+    }
+}

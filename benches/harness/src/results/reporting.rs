@@ -1,0 +1,141 @@
+//! How a run's results reach whoever asked for them.
+//!
+//! Owns the flags that all runs over time share for that. Promises that doubts are said before figures, and that with
+//! `--strict` doubtful figures are not said at all.
+
+use std::io::{self, Write};
+
+use clap::Args;
+
+use super::goodput::Limits;
+use super::{Facts, Summary, Warning};
+use crate::record::Run;
+
+/// What to say of a run, and how.
+#[derive(Args, Clone, Debug, PartialEq)]
+pub struct Reporting {
+    /// Print the figures as one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Print no figures that there are warnings about, and fail instead
+    #[arg(long)]
+    pub strict: bool,
+    /// The latest first token of a good answer, in ms
+    #[arg(long, value_name = "MS", default_value_t = Limits::default().ttft_ms, value_parser = positive_ms)]
+    pub ttft_limit_ms: f64,
+    /// The longest mean gap between tokens of a good answer, in ms
+    #[arg(long, value_name = "MS", default_value_t = Limits::default().itl_ms, value_parser = positive_ms)]
+    pub itl_limit_ms: f64,
+}
+
+/// Why nothing was said.
+#[derive(Debug, thiserror::Error)]
+pub enum ReportingError {
+    /// There are warnings, and none were to be tolerated.
+    #[error("no figures, for --strict wants none with warnings: {}", listed(.0))]
+    Doubtful(Vec<Warning>),
+    /// Nobody could be told.
+    #[error("cannot write the figures: {0}")]
+    Io(#[from] io::Error),
+}
+
+fn positive_ms(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(ms) if ms.is_finite() && ms > 0.0 => Ok(ms),
+        Ok(_) | Err(_) => Err(format!("{text} is no time in ms above 0")),
+    }
+}
+
+fn listed(warnings: &[Warning]) -> String {
+    warnings.iter().map(|warning| warning.message.as_str()).collect::<Vec<_>>().join("; ")
+}
+
+impl Reporting {
+    /// The limits for [`Facts::limits`].
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        Limits { ttft_ms: self.ttft_limit_ms, itl_ms: self.itl_limit_ms }
+    }
+
+    /// Sums `run` up, says its warnings to `warnings_out` and its figures to `out`.
+    ///
+    /// # Errors
+    /// There are warnings under `--strict`, or a writer fails.
+    pub fn finish(
+        &self,
+        run: &Run,
+        facts: &Facts,
+        out: impl Write,
+        warnings_out: impl Write,
+    ) -> Result<(), ReportingError> {
+        let summary = Summary::new(run, facts);
+        self.admit(&summary.warnings, warnings_out)?;
+        Ok(summary.write(out, self.json)?)
+    }
+
+    /// Says `warnings` to `out`, each on a line.
+    ///
+    /// # Errors
+    /// There are any under `--strict`, which are then not said here, or the writer fails.
+    pub fn admit(&self, warnings: &[Warning], mut out: impl Write) -> Result<(), ReportingError> {
+        if self.strict && !warnings.is_empty() {
+            return Err(ReportingError::Doubtful(warnings.to_vec()));
+        }
+        for warning in warnings {
+            writeln!(out, "warning: {}", warning.message)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::super::summary::tests::facts;
+    use super::super::tests::{request, run};
+    use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        reporting: Reporting,
+    }
+
+    fn finish(arguments: &[&str], requests: u64) -> (Result<(), ReportingError>, String, String) {
+        let arguments = Arguments::parse_from(std::iter::once(&"test").chain(arguments));
+        let (mut out, mut warnings) = (Vec::new(), Vec::new());
+        let run = run((0..requests).map(request).collect());
+        let done = arguments.reporting.finish(&run, &facts(), &mut out, &mut warnings);
+        let text = |bytes| String::from_utf8(bytes).expect("text");
+        (done, text(out), text(warnings))
+    }
+
+    #[test]
+    fn doubtful_figures_come_with_a_warning_or_not_at_all() {
+        let (done, out, warnings) = finish(&["--json"], 10);
+        assert!(done.is_ok() && out.starts_with('{') && out.contains("too_few_requests"), "{out}");
+        assert!(warnings.starts_with("warning: ") && warnings.ends_with('\n'), "{warnings}");
+
+        let (done, out, _) = finish(&["--json", "--strict"], 10);
+        let error = done.expect_err("refused").to_string();
+        assert!(out.is_empty() && error.contains("--strict") && error.contains("10"), "{error}");
+    }
+
+    #[test]
+    fn sound_figures_pass_the_strict() {
+        let (done, out, warnings) = finish(&["--strict"], 1_000);
+        assert!(done.is_ok() && out.starts_with("kv on chat"), "{done:?} {out}");
+        assert_eq!(warnings, "");
+    }
+
+    #[test]
+    fn limits_are_times() {
+        for bad in ["0", "-1", "NaN", "inf", "fast"] {
+            let error = Arguments::try_parse_from(["test", "--ttft-limit-ms", bad]);
+            assert!(error.is_err(), "{bad}");
+        }
+        let limits = Arguments::parse_from(["test", "--itl-limit-ms", "12.5"]).reporting.limits();
+        assert_eq!((limits.ttft_ms, limits.itl_ms), (2_000.0, 12.5));
+    }
+}

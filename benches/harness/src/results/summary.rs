@@ -1,0 +1,336 @@
+//! The figures of one run.
+//!
+//! Owns which figures there are, and their form as JSON. Promises that equal runs under equal facts give equal bytes:
+//! nothing in it is of wall time or of the process. Leaves the drawing of curves to others.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::goodput::Goodput;
+use super::load::max_over_mean;
+use super::prediction::PredictionError;
+use super::{Distribution, Facts, Machine, Warning, share, validity};
+use crate::record::{RequestRecord, Run};
+
+/// Raised when a figure changes its name or its meaning; figures that are only added leave it.
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// Different reasons for failures that are told apart; the rest is summed up.
+const REASONS_MAX: usize = 16;
+
+/// What all reasons beyond [`REASONS_MAX`] are summed up as.
+const OTHER_REASONS: &str = "other reasons";
+
+/// Figures of one run, with what it was of.
+///
+/// All figures are of the measured requests: those after the warm-up. All times are in seconds. What nothing was
+/// measured for is absent (`null` in JSON).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// [`SCHEMA_VERSION`] of the program that wrote it.
+    pub schema_version: u32,
+    /// The selection policy, or the endpoint.
+    pub policy: String,
+    /// Workers of the fleet; 0 where unknown.
+    pub workers: u32,
+    /// Ranks of each worker; 0 where unknown.
+    pub dp_size: u32,
+    /// Seed of the router's draws and of a generated workload.
+    pub seed: u64,
+    /// The workload's name.
+    pub workload: String,
+    /// XXH3-64 of the trace file, in hex; absent for a generated workload.
+    pub trace_checksum: Option<String>,
+    /// XXH3-64, in hex, of the rank numbers of all requests (those of the warm-up too) in the workload's order, each
+    /// as four bytes, the least first, `ff ff ff ff` where there was none. Absent where ranks cannot be seen.
+    pub decisions_checksum: Option<String>,
+    /// Requests measured, whatever became of them.
+    pub requests: u64,
+    /// Requests before them that count in no figure.
+    pub warmup_requests: u64,
+    /// Requests answered whole. Latencies are of these alone.
+    pub answered: u64,
+    /// How many failed, by reason.
+    pub failures: BTreeMap<String, u64>,
+    /// From when the first measured request was due until the last answer had ended.
+    pub duration_seconds: f64,
+    /// Requests answered whole, over the duration.
+    pub requests_per_second: f64,
+    /// Tokens of answers, of those cut short too, over the duration.
+    pub output_tokens_per_second: f64,
+    /// Time to the first token, from when the request was due.
+    pub ttft_seconds: Option<Distribution>,
+    /// Gaps between the tokens of one answer, each gap counting once.
+    pub itl_seconds: Option<Distribution>,
+    /// Time to the last token, from when the request was due.
+    pub e2e_seconds: Option<Distribution>,
+    /// Time in the router: from when a request was sent until its rank was chosen.
+    pub queue_seconds: Option<Distribution>,
+    /// What was answered within limits.
+    pub goodput: Option<Goodput>,
+    /// Prompt tokens that engines found cached over all prompt tokens, of requests whose engines say so.
+    pub hit_rate: Option<f64>,
+    /// Prompt tokens that the best eligible rank held at the decision, over all prompt tokens: the hit rate of a router
+    /// that always follows the cache, at each decision, given the caches that its earlier ones had made.
+    pub reachable_hit_rate: Option<f64>,
+    /// How much later first tokens came than on the rank that the oracle would have chosen, as the oracle reckons.
+    pub regret_seconds: Option<Distribution>,
+    /// What predicted times to the first token were off.
+    pub predicted_ttft_error: Option<PredictionError>,
+    /// Requests of the fullest rank over the mean of all ranks, both averaged over the duration. 1 is even.
+    pub load_max_over_mean: Option<f64>,
+    /// Why not to trust these figures.
+    pub warnings: Vec<Warning>,
+    /// The command line that gave them.
+    pub command: String,
+    /// The machine.
+    pub machine: Machine,
+    /// The commit of the build, or `unknown`; [`super::facts::commit`] says how it is known.
+    pub commit: String,
+}
+
+/// Why a text is no summary.
+#[derive(Debug, thiserror::Error)]
+pub enum SummaryError {
+    /// It is not JSON, or lacks a figure.
+    #[error("no summary of a run: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Its figures have other names or meanings.
+    #[error("schema_version is {found}, this program reads {SCHEMA_VERSION}")]
+    Schema {
+        /// What it says.
+        found: u32,
+    },
+}
+
+impl Summary {
+    /// The figures of `run`, which was of `facts`, with its doubts.
+    #[must_use]
+    pub fn new(run: &Run, facts: &Facts) -> Self {
+        let measured = run.measured();
+        let answered = || measured.iter().filter(|request| request.answered());
+        let from_us = measured.first().map_or(run.ended_us, |first| first.due_us);
+        let duration_seconds = run.ended_us.saturating_sub(from_us) as f64 / 1e6;
+        let per_second = |count: u64| if duration_seconds > 0.0 { count as f64 / duration_seconds } else { 0.0 };
+        Self {
+            schema_version: SCHEMA_VERSION,
+            policy: facts.policy.clone(),
+            workers: facts.workers,
+            dp_size: facts.dp_size,
+            seed: facts.seed,
+            workload: facts.workload.clone(),
+            trace_checksum: facts.trace_checksum.clone(),
+            decisions_checksum: decisions_checksum(&run.requests),
+            requests: measured.len() as u64,
+            warmup_requests: (run.requests.len() - measured.len()) as u64,
+            answered: answered().count() as u64,
+            failures: failures(measured),
+            duration_seconds,
+            requests_per_second: per_second(answered().count() as u64),
+            output_tokens_per_second: per_second(measured.iter().map(|request| request.output_tokens).sum()),
+            ttft_seconds: Distribution::of_us(answered().filter_map(RequestRecord::ttft_us)),
+            itl_seconds: Distribution::of_histogram(&run.itl_us),
+            e2e_seconds: Distribution::of_us(answered().filter_map(RequestRecord::e2e_us)),
+            queue_seconds: Distribution::of_us(answered().filter_map(RequestRecord::queue_us)),
+            goodput: Goodput::of(measured, facts.limits, duration_seconds),
+            hit_rate: token_share(measured, |request| request.cached_tokens),
+            reachable_hit_rate: token_share(measured, |request| request.reachable_tokens),
+            regret_seconds: Distribution::of_us(answered().filter_map(|request| request.regret_us)),
+            predicted_ttft_error: PredictionError::of(measured),
+            load_max_over_mean: max_over_mean(&run.rank_samples, run.ranks, from_us, run.ended_us),
+            warnings: validity::warnings(run, facts),
+            command: facts.command.clone(),
+            machine: facts.machine.clone(),
+            commit: facts.commit.clone(),
+        }
+    }
+
+    /// Reads a summary back.
+    ///
+    /// # Errors
+    /// `json` is not one, or is of another schema.
+    pub fn read(json: &str) -> Result<Self, SummaryError> {
+        #[derive(Deserialize)]
+        struct Schema {
+            schema_version: u32,
+        }
+        let Schema { schema_version: found } = serde_json::from_str(json)?;
+        if found == SCHEMA_VERSION { Ok(serde_json::from_str(json)?) } else { Err(SummaryError::Schema { found }) }
+    }
+
+    /// Writes the summary as one line of JSON, or for a reader.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
+        if json { self.write_json(out) } else { self.write_text(out) }
+    }
+
+    /// Writes the summary as one line of JSON.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write_json(&self, mut out: impl Write) -> io::Result<()> {
+        serde_json::to_writer(&mut out, self)?;
+        writeln!(out)
+    }
+}
+
+/// Of the requests that `tokens` says something of, the share of their prompt tokens that it says.
+fn token_share(requests: &[RequestRecord], tokens: impl Fn(&RequestRecord) -> Option<u64>) -> Option<f64> {
+    let said = requests.iter().filter_map(|request| Some((tokens(request)?, request.prompt_tokens)));
+    let (part, whole) = said.fold((0, 0), |(part, whole), (tokens, prompt)| (part + tokens, whole + prompt));
+    share(part, whole)
+}
+
+/// How many requests failed for each reason, the rarest reasons summed up.
+fn failures(requests: &[RequestRecord]) -> BTreeMap<String, u64> {
+    let mut reasons = BTreeMap::<&str, u64>::new();
+    for request in requests.iter().filter(|request| !request.answered()) {
+        *reasons.entry(request.failure.as_deref().unwrap_or("no answer")).or_default() += 1;
+    }
+    let mut reasons: Vec<(&str, u64)> = reasons.into_iter().collect();
+    reasons.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let rest: u64 = reasons.iter().skip(REASONS_MAX).map(|(_, count)| count).sum();
+    let mut kept: BTreeMap<String, u64> =
+        reasons.into_iter().take(REASONS_MAX).map(|(reason, count)| (reason.to_owned(), count)).collect();
+    if rest > 0 {
+        *kept.entry(OTHER_REASONS.to_owned()).or_default() += rest;
+    }
+    kept
+}
+
+fn decisions_checksum(requests: &[RequestRecord]) -> Option<String> {
+    let seen = requests.iter().any(|request| request.rank.is_some());
+    let bytes = || requests.iter().flat_map(|request| request.rank.unwrap_or(u32::MAX).to_le_bytes());
+    seen.then(|| format!("{:016x}", xxh3_64(&bytes().collect::<Vec<u8>>())))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use serde_json::Value;
+
+    use super::super::goodput::Limits;
+    use super::super::tests::{request, run};
+    use super::*;
+    use crate::record::RankSample;
+
+    pub(crate) fn facts() -> Facts {
+        Facts {
+            policy: "kv".into(),
+            consults_index: true,
+            workers: 2,
+            dp_size: 1,
+            seed: 7,
+            workload: "chat".into(),
+            trace_checksum: None,
+            command: "pointsman-bench simulate --seed 7".into(),
+            machine: Machine { cores: 2, cpu: "some".into(), kernel: "6.0".into() },
+            commit: "unknown".into(),
+            limits: Limits::default(),
+            client: None,
+        }
+    }
+
+    /// A thousand requests, one every 10 ms.
+    fn thousand() -> Run {
+        run((0..1_000).map(|number| request(10 * number)).collect())
+    }
+
+    #[test]
+    fn a_run_known_by_heart_has_the_figures_reckoned_by_hand() {
+        let mut run = thousand();
+        run.warmup_requests = 200;
+        let on = |at_us, rank, requests| RankSample {
+            at_us,
+            rank,
+            requests,
+            prefill_tokens: 0,
+            used_blocks: 0,
+            prompt_tokens_total: 0,
+            cached_tokens_total: 0,
+        };
+        run.rank_samples = vec![on(0, 0, 3), on(0, 1, 1)];
+        let summary = Summary::new(&run, &facts());
+        // Due from 2 s to 9.99 s, the last answer ends at 10.59 s.
+        assert_eq!((summary.requests, summary.warmup_requests, summary.answered), (800, 200, 800));
+        assert_eq!(summary.duration_seconds, 8.59);
+        assert_eq!(summary.requests_per_second, 800.0 / 8.59);
+        assert_eq!(summary.output_tokens_per_second, 8_800.0 / 8.59);
+        let same = |seconds| Some(Distribution { mean: seconds, p50: seconds, p90: seconds, p99: seconds, count: 800 });
+        assert_eq!((summary.ttft_seconds, summary.e2e_seconds), (same(0.1), same(0.6)));
+        assert_eq!((summary.queue_seconds, summary.regret_seconds), (same(0.001), same(0.002)));
+        assert_eq!((summary.hit_rate, summary.reachable_hit_rate), (Some(0.5), Some(0.6)));
+        assert_eq!(summary.load_max_over_mean, Some(1.5));
+        assert_eq!(summary.goodput.map(|goodput| goodput.share), Some(1.0));
+        assert_eq!(summary.itl_seconds.map(|itl| itl.count), Some(10_000));
+    }
+
+    #[test]
+    fn failures_are_counted_by_reason_and_lend_no_latency() {
+        let failed = |reason: String| RequestRecord { failure: Some(reason), ..request(0) };
+        let mut requests: Vec<_> = (0..20).map(|number| failed(format!("reason {number:02}"))).collect();
+        requests.extend([failed("reset".into()), failed("reset".into()), request(0)]);
+        requests.push(RequestRecord { first_token_us: None, ended_us: None, ..request(0) });
+        let summary = Summary::new(&run(requests), &facts());
+        assert_eq!((summary.answered, summary.requests), (1, 24));
+        assert_eq!(summary.ttft_seconds.map(|ttft| ttft.count), Some(1));
+        assert_eq!((summary.failures["reset"], summary.failures["no answer"]), (2, 1));
+        assert_eq!(summary.failures.len(), REASONS_MAX + 1);
+        assert_eq!(summary.failures.values().sum::<u64>(), 23);
+    }
+
+    #[test]
+    fn what_nobody_measured_is_absent() {
+        let blank = RequestRecord { due_us: 5, sent_us: 5, ..RequestRecord::default() };
+        let summary = Summary::new(&run(vec![blank]), &facts());
+        assert_eq!((summary.ttft_seconds, summary.e2e_seconds, summary.queue_seconds), (None, None, None));
+        assert_eq!((summary.hit_rate, summary.reachable_hit_rate, summary.load_max_over_mean), (None, None, None));
+        assert_eq!((summary.decisions_checksum, summary.regret_seconds), (None, None));
+        let nothing = Summary::new(&run(Vec::new()), &facts());
+        assert_eq!((nothing.requests, nothing.requests_per_second, nothing.goodput), (0, 0.0, None));
+    }
+
+    #[test]
+    fn decisions_are_summed_up_in_order_with_gaps() {
+        let at = |rank| RequestRecord { rank, ..request(0) };
+        let sum = |ranks: [Option<u32>; 2]| decisions_checksum(&ranks.map(at)).expect("a rank is known");
+        assert_eq!(sum([Some(1), None]), format!("{:016x}", xxh3_64(&[1, 0, 0, 0, 255, 255, 255, 255])));
+        assert_ne!(sum([Some(0), Some(1)]), sum([Some(1), Some(0)]));
+    }
+
+    #[test]
+    fn json_is_one_line_with_the_promised_keys_and_reads_back() {
+        let summary = Summary::new(&thousand(), &facts());
+        let mut line = Vec::new();
+        summary.write_json(&mut line).expect("written");
+        let line = String::from_utf8(line).expect("text");
+        assert_eq!(line.matches('\n').count(), 1);
+        let json: Value = serde_json::from_str(&line).expect("json");
+        for key in ["ttft_seconds", "itl_seconds", "e2e_seconds", "queue_seconds", "regret_seconds"] {
+            for figure in ["mean", "p50", "p90", "p99"] {
+                assert!(json[key][figure].is_f64(), "{key}.{figure}: {line}");
+            }
+        }
+        for key in ["hit_rate", "reachable_hit_rate", "workers", "dp_size", "seed", "schema_version"] {
+            assert!(json[key].is_number(), "{key}: {line}");
+        }
+        for key in ["policy", "command", "commit", "workload", "decisions_checksum"] {
+            assert!(json[key].is_string(), "{key}: {line}");
+        }
+        assert_eq!(Summary::read(&line).expect("reads back"), summary);
+        let mut again = Vec::new();
+        Summary::new(&thousand(), &facts()).write_json(&mut again).expect("written");
+        assert_eq!(line.as_bytes(), again);
+    }
+
+    #[test]
+    fn summaries_of_another_schema_are_refused() {
+        let error = Summary::read(r#"{"schema_version":99}"#).expect_err("refused").to_string();
+        assert!(error.contains("schema_version is 99"), "{error}");
+        assert!(matches!(Summary::read("{}"), Err(SummaryError::Json(_))));
+    }
+}

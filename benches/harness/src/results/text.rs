@@ -1,0 +1,124 @@
+//! A summary for a reader.
+//!
+//! Owns the lines. Promises that what was not measured says so.
+
+use std::io::{self, Write};
+
+use super::{Distribution, Summary};
+
+impl Summary {
+    /// Writes the summary for a reader. Its warnings are not among the lines: [`super::Reporting`] has them said
+    /// elsewhere.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write_text(&self, mut out: impl Write) -> io::Result<()> {
+        let Self { policy, workload, workers, dp_size, seed, requests, warmup_requests, answered, .. } = self;
+        let fleet = if *workers > 0 { format!("{workers} workers of {dp_size} ranks") } else { "unknown fleet".into() };
+        writeln!(
+            out,
+            "{policy} on {workload}: {fleet}, seed {seed}, {requests} requests after {warmup_requests} to warm"
+        )?;
+        for (name, times) in [
+            ("first token", self.ttft_seconds),
+            ("between tokens", self.itl_seconds),
+            ("end to end", self.e2e_seconds),
+            ("in the router", self.queue_seconds),
+            ("regret", self.regret_seconds),
+        ] {
+            writeln!(out, "  {name:<15}{}", times.map_or_else(|| "       not known".to_owned(), latencies))?;
+        }
+        writeln!(out, "  throughput     {}", self.throughput())?;
+        if let Some(good) = self.goodput {
+            writeln!(
+                out,
+                "  goodput        {:>10.2} requests a second, {} of all, within {} ms to the first token and {} ms a token",
+                good.requests_per_second,
+                percent(Some(good.share)),
+                good.limits.ttft_ms,
+                good.limits.itl_ms
+            )?;
+        }
+        writeln!(
+            out,
+            "  hit rate       {:>10} of prompt tokens, {} within reach",
+            percent(self.hit_rate),
+            percent(self.reachable_hit_rate)
+        )?;
+        if let Some(error) = self.predicted_ttft_error {
+            writeln!(
+                out,
+                "  predicted      {:>10} off the first token's time on average, bias {}, over {} requests",
+                error.mean_absolute_relative.map_or_else(|| time(error.mean_absolute_seconds), |of| percent(Some(of))),
+                time(error.bias_seconds),
+                error.count
+            )?;
+        }
+        let spread = self.load_max_over_mean.map_or_else(|| "not known".to_owned(), |spread| format!("{spread:.2}"));
+        writeln!(out, "  load           {spread:>10} max over mean")?;
+        if answered < requests {
+            let reasons: Vec<_> = self.failures.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
+            writeln!(out, "  failed         {:>10}: {}", requests - answered, reasons.join("; "))?;
+        }
+        Ok(())
+    }
+
+    fn throughput(&self) -> String {
+        format!(
+            "{:>10.2} requests and {:.0} tokens a second over {:.1} s",
+            self.requests_per_second, self.output_tokens_per_second, self.duration_seconds
+        )
+    }
+}
+
+fn latencies(times: Distribution) -> String {
+    let Distribution { mean, p50, p90, p99, .. } = times;
+    format!("{:>10} mean, {} p50, {} p90, {} p99", time(mean), time(p50), time(p90), time(p99))
+}
+
+/// Seconds with a unit that suits them.
+pub(crate) fn time(seconds: f64) -> String {
+    let ms = seconds * 1e3;
+    if ms.abs() >= 1_000.0 { format!("{seconds:.2} s") } else { format!("{ms:.1} ms") }
+}
+
+/// A share as a percentage.
+pub(crate) fn percent(share: Option<f64>) -> String {
+    share.map_or_else(|| "not known".to_owned(), |share| format!("{:.1} %", share * 100.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::summary::tests::facts;
+    use super::super::tests::{request, run};
+    use super::*;
+    use crate::record::RequestRecord;
+
+    fn text(requests: Vec<RequestRecord>) -> String {
+        let mut text = Vec::new();
+        Summary::new(&run(requests), &facts()).write_text(&mut text).expect("written");
+        String::from_utf8(text).expect("text")
+    }
+
+    #[test]
+    fn a_reader_finds_times_with_units() {
+        let text = text(vec![request(0), request(10)]);
+        for line in [
+            "kv on chat: 2 workers of 1 ranks, seed 7, 2 requests after 0 to warm",
+            "first token      100.0 ms mean, 100.0 ms p50, 100.0 ms p90, 100.0 ms p99",
+            "hit rate           50.0 % of prompt tokens, 60.0 % within reach",
+            "predicted           9.1 % off the first token's time on average, bias -9.0 ms, over 2 requests",
+            "goodput              3.28 requests a second, 100.0 % of all, within 2000 ms to the first token",
+        ] {
+            assert!(text.contains(line), "{line}\n{text}");
+        }
+        assert!(!text.contains("failed"), "{text}");
+    }
+
+    #[test]
+    fn what_was_not_measured_says_so() {
+        let text = text(vec![RequestRecord { failure: Some("connection reset".into()), ..RequestRecord::default() }]);
+        assert!(text.contains("first token           not known"), "{text}");
+        assert!(text.contains("1: 1 × connection reset"), "{text}");
+    }
+}

@@ -1,0 +1,310 @@
+//! Reasons not to trust a run.
+//!
+//! Owns the gates: what is checked, against which threshold, and why there. Promises that a gate fires on facts of the
+//! run alone, and is silent about what nobody could see. Leaves to [`super::Reporting`] whether a warning is said or
+//! stops the figures.
+
+use serde::{Deserialize, Serialize};
+
+use super::distribution::nearest_rank;
+use super::text::{percent, time};
+use super::{Facts, share};
+use crate::record::{RequestRecord, Run};
+
+/// Times beyond which the client is part of what it measures, in µs: a step of an engine takes several ms, so 10 ms
+/// show in a time to the first token, and a healthy client's timers are late by less than 2.
+pub const LATE_US_MAX: u64 = 10_000;
+
+/// Share of its CPU that a client may use: beyond it, bursts of tokens wait for each other in the client.
+pub const CLIENT_CPU_SHARE_MAX: f64 = 0.8;
+
+/// Share of requests that may fail: those that are left are no longer the workload that was offered, and what fails is
+/// seldom what was quick. At 1 % a p99 can hide all of it.
+pub const FAILURE_SHARE_MAX: f64 = 0.01;
+
+/// Answered requests that a percentile needs, so that ten lie beyond it. One slow request in twenty does not make a p99.
+pub const ANSWERED_MIN: [(&str, u64); 3] = [("p99", 1_000), ("p90", 100), ("p50", 20)];
+
+/// Share of the arriving requests that stay waiting from the second to the last third of the arrivals. Queues in balance
+/// come and go: a few in a hundred is noise, more is a fleet that falls behind.
+pub const GROWTH_SHARE_MAX: f64 = 0.05;
+
+/// And how many requests that must be at least, however few arrived.
+pub const GROWTH_MIN: f64 = 10.0;
+
+/// How a client that sent real requests fared.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ClientHealth {
+    /// CPU time of its process over the run's wall time and the cores that it may use: 1 is all of them.
+    pub cpu_share: f64,
+    /// 99 of 100 wake-ups of its timers were no later than this, in µs: how long a token that came could wait until it
+    /// was seen.
+    pub lag_p99_us: u64,
+}
+
+/// What was checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Gate {
+    /// The policy looks at caches, yet its decisions knew nothing of them.
+    IndexNotConsulted,
+    /// No engine ever found a token cached.
+    CacheNeverWarmed,
+    /// Requests were sent later than they were due.
+    ArrivalsLate,
+    /// The client was short of CPU, or its timers were late.
+    ClientSaturated,
+    /// Percentiles rest on too few requests.
+    TooFewRequests,
+    /// Too many requests failed.
+    Failures,
+    /// More arrived than was served, to the end.
+    QueueGrowing,
+}
+
+/// A gate that fired.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Warning {
+    /// Which.
+    pub gate: Gate,
+    /// What it saw, for a reader.
+    pub message: String,
+}
+
+/// All gates that fire for `run`, which was of `facts`.
+#[must_use]
+pub fn warnings(run: &Run, facts: &Facts) -> Vec<Warning> {
+    let measured = run.measured();
+    let fired = [
+        (Gate::IndexNotConsulted, facts.consults_index.then(|| index_not_consulted(measured)).flatten()),
+        (Gate::CacheNeverWarmed, cache_never_warmed(measured)),
+        (Gate::ArrivalsLate, arrivals_late(measured)),
+        (Gate::ClientSaturated, facts.client.and_then(client_saturated)),
+        (Gate::TooFewRequests, too_few_requests(measured)),
+        (Gate::Failures, failures(measured)),
+        (Gate::QueueGrowing, queue_growing(measured, run.ended_us)),
+    ];
+    fired.into_iter().filter_map(|(gate, message)| Some(Warning { gate, message: message? })).collect()
+}
+
+fn index_not_consulted(requests: &[RequestRecord]) -> Option<String> {
+    let placed = || requests.iter().filter(|request| request.rank.is_some() || request.placed_us.is_some());
+    let predicted: Vec<u64> = placed().filter_map(|request| request.predicted_cached_tokens).collect();
+    let cached: u64 = placed().filter_map(|request| request.cached_tokens).sum();
+    if placed().next().is_none() || predicted.iter().any(|tokens| *tokens > 0) {
+        None
+    } else if predicted.is_empty() {
+        Some("the index was not consulted: no decision came with a prediction of cached tokens".to_owned())
+    } else if cached > 0 {
+        Some(format!("the index knew of nothing: no cached token was ever predicted, engines found {cached}"))
+    } else {
+        None
+    }
+}
+
+fn cache_never_warmed(requests: &[RequestRecord]) -> Option<String> {
+    let told = requests.iter().filter_map(|request| request.cached_tokens);
+    let (told, cached) = told.fold((0_u64, 0_u64), |(told, cached), tokens| (told + 1, cached + tokens));
+    if told == 0 || cached > 0 {
+        return None;
+    }
+    let reachable: u64 = requests.iter().filter_map(|request| request.reachable_tokens).sum();
+    Some(if reachable > 0 {
+        format!("caches were never used: engines found no token cached, though {reachable} were within reach")
+    } else {
+        "caches never warmed: engines found no token cached, and none was within reach; prompts may share no prefix"
+            .to_owned()
+    })
+}
+
+fn arrivals_late(requests: &[RequestRecord]) -> Option<String> {
+    let mut late: Vec<u64> = requests.iter().map(|request| request.sent_us.saturating_sub(request.due_us)).collect();
+    late.sort_unstable();
+    let p99 = nearest_rank(&late, 99).filter(|p99| *p99 > LATE_US_MAX)?;
+    Some(format!(
+        "arrivals were late: one request in a hundred was sent {} or more after it was due, the limit is {}",
+        time(p99 as f64 / 1e6),
+        time(LATE_US_MAX as f64 / 1e6)
+    ))
+}
+
+fn client_saturated(client: ClientHealth) -> Option<String> {
+    let ClientHealth { cpu_share, lag_p99_us } = client;
+    (cpu_share > CLIENT_CPU_SHARE_MAX || lag_p99_us > LATE_US_MAX).then(|| {
+        format!(
+            "the client was saturated: it used {} of its CPU and its timers were late by {} at p99, the limits are {} \
+             and {}",
+            percent(Some(cpu_share)),
+            time(lag_p99_us as f64 / 1e6),
+            percent(Some(CLIENT_CPU_SHARE_MAX)),
+            time(LATE_US_MAX as f64 / 1e6)
+        )
+    })
+}
+
+fn too_few_requests(requests: &[RequestRecord]) -> Option<String> {
+    let answered = requests.iter().filter(|request| request.answered()).count() as u64;
+    let lacking = ANSWERED_MIN.iter().filter(|(_, least)| answered < *least);
+    let lacking: Vec<String> = lacking.map(|(percentile, least)| format!("{percentile} needs {least}")).collect();
+    (!lacking.is_empty()).then(|| format!("too few requests: {answered} were answered, {}", lacking.join(", ")))
+}
+
+fn failures(requests: &[RequestRecord]) -> Option<String> {
+    let failed = requests.iter().filter(|request| !request.answered()).count() as u64;
+    let failed_share = share(failed, requests.len() as u64).filter(|share| *share > FAILURE_SHARE_MAX)?;
+    Some(format!(
+        "{failed} of {} requests failed, {}; the limit is {}",
+        requests.len(),
+        percent(Some(failed_share)),
+        percent(Some(FAILURE_SHARE_MAX))
+    ))
+}
+
+/// Compares how many requests waited for their first token, on average, in the thirds of the time of arrivals. A run
+/// whose requests all come at once has no such time, and is not judged.
+fn queue_growing(requests: &[RequestRecord], ended_us: u64) -> Option<String> {
+    let (first, last) = (requests.first()?.due_us, requests.last()?.due_us);
+    let third_us = last.saturating_sub(first) / 3;
+    if third_us == 0 {
+        return None;
+    }
+    let waited = |third: u64| {
+        let (from, until) = (first + third * third_us, first + (third + 1) * third_us);
+        let within = |request: &RequestRecord| {
+            let served = request.first_token_us.or(request.ended_us).unwrap_or(ended_us);
+            served.min(until).saturating_sub(request.due_us.max(from))
+        };
+        requests.iter().map(within).sum::<u64>() as f64 / third_us as f64
+    };
+    let [early, middle, late] = [0, 1, 2].map(waited);
+    let growth = late - middle;
+    let growing = early < middle && growth >= GROWTH_MIN && growth > GROWTH_SHARE_MAX * requests.len() as f64 / 3.0;
+    growing.then(|| {
+        format!(
+            "the queue grew to the end: {early:.1}, {middle:.1} and {late:.1} requests waited for their first token in \
+             the thirds of the run; more is offered than the fleet can serve, so times depend on how long the run is"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::summary::tests::facts;
+    use super::super::tests::{request, run};
+    use super::*;
+
+    /// A thousand requests, one every 10 ms, each made by `change` of its number.
+    fn thousand(change: impl Fn(u64, RequestRecord) -> RequestRecord) -> Run {
+        run((0..1_000).map(|number| change(number, request(10 * number))).collect())
+    }
+
+    fn fired(run: &Run, facts: &Facts) -> Vec<Gate> {
+        warnings(run, facts).into_iter().map(|warning| warning.gate).collect()
+    }
+
+    fn fired_by(change: impl Fn(u64, RequestRecord) -> RequestRecord) -> Vec<Gate> {
+        fired(&thousand(change), &facts())
+    }
+
+    #[test]
+    fn a_sound_run_raises_no_doubt() {
+        assert_eq!(fired_by(|_, sound| sound), []);
+    }
+
+    #[test]
+    fn an_index_that_is_not_asked_or_knows_nothing_is_told() {
+        let without = |_, sound| RequestRecord { predicted_cached_tokens: None, ..sound };
+        assert_eq!(fired_by(without), [Gate::IndexNotConsulted]);
+        let zero = |_, sound| RequestRecord { predicted_cached_tokens: Some(0), ..sound };
+        assert_eq!(fired_by(zero), [Gate::IndexNotConsulted]);
+        let blind = Facts { consults_index: false, ..facts() };
+        assert_eq!(fired(&thousand(without), &blind), []);
+        let once = |number, sound| if number == 7 { sound } else { zero(number, sound) };
+        assert_eq!(fired_by(once), []);
+    }
+
+    #[test]
+    fn caches_that_nobody_hits_are_told_with_what_was_within_reach() {
+        let cold = |reachable| {
+            move |_, sound| RequestRecord {
+                cached_tokens: Some(0),
+                reachable_tokens: reachable,
+                predicted_cached_tokens: Some(0),
+                ..sound
+            }
+        };
+        for (reachable, words) in [(Some(600), "600000 were within reach"), (None, "none was within reach")] {
+            let warnings = warnings(&thousand(cold(reachable)), &facts());
+            assert_eq!(warnings.len(), 1, "{warnings:?}");
+            assert!(warnings[0].gate == Gate::CacheNeverWarmed && warnings[0].message.contains(words), "{warnings:?}");
+        }
+        assert_eq!(fired_by(|_, sound| RequestRecord { cached_tokens: None, ..sound }), [], "nobody could see");
+    }
+
+    #[test]
+    fn arrivals_may_be_late_by_ten_milliseconds_in_99_of_100() {
+        let late = |share, us| {
+            move |number, sound: RequestRecord| match number < share {
+                true => RequestRecord { sent_us: sound.due_us + us, ..sound },
+                false => sound,
+            }
+        };
+        assert_eq!(fired_by(late(11, 10_001)), [Gate::ArrivalsLate]);
+        assert_eq!(fired_by(late(10, 10_001)), []);
+        assert_eq!(fired_by(late(1_000, 10_000)), []);
+    }
+
+    #[test]
+    fn a_client_short_of_cpu_or_late_is_told() {
+        let with = |cpu_share, lag_p99_us| {
+            let facts = Facts { client: Some(ClientHealth { cpu_share, lag_p99_us }), ..facts() };
+            fired(&thousand(|_, sound| sound), &facts)
+        };
+        assert_eq!(with(0.81, 0), [Gate::ClientSaturated]);
+        assert_eq!(with(0.1, 10_001), [Gate::ClientSaturated]);
+        assert_eq!(with(0.8, 10_000), []);
+    }
+
+    #[test]
+    fn each_percentile_has_its_least_number_of_requests() {
+        let message = |count| {
+            let run = run((0..count).map(|number| request(10 * number)).collect());
+            warnings(&run, &facts()).into_iter().map(|warning| warning.message).collect::<Vec<_>>()
+        };
+        assert_eq!(message(999), ["too few requests: 999 were answered, p99 needs 1000"]);
+        assert_eq!(message(99), ["too few requests: 99 were answered, p99 needs 1000, p90 needs 100"]);
+        assert_eq!(message(19), ["too few requests: 19 were answered, p99 needs 1000, p90 needs 100, p50 needs 20"]);
+        assert!(message(1_000).is_empty());
+    }
+
+    #[test]
+    fn one_request_in_a_hundred_may_fail() {
+        let failing = |count: u64| {
+            let fail = |number, sound| match number < count {
+                true => RequestRecord { failure: Some("reset".into()), ..sound },
+                false => sound,
+            };
+            fired(&run((0..2_000).map(|number| fail(number, request(10 * number))).collect()), &facts())
+        };
+        assert_eq!(failing(21), [Gate::Failures]);
+        assert_eq!(failing(20), []);
+    }
+
+    #[test]
+    fn a_queue_that_grows_to_the_end_is_told_and_one_that_ebbs_is_not() {
+        let waits = |ms_at: fn(u64) -> u64| {
+            move |number, sound: RequestRecord| {
+                let served = sound.due_us + 1_000 * ms_at(number);
+                RequestRecord { first_token_us: Some(served), ended_us: Some(served + 500_000), ..sound }
+            }
+        };
+        // Served at four fifths of the rate of arrivals.
+        assert_eq!(fired_by(waits(|number| 100 + 10 * number / 4)), [Gate::QueueGrowing]);
+        // A queue as long from beginning to end, and one of a burst in the middle.
+        assert_eq!(fired_by(waits(|_| 3_000)), []);
+        assert_eq!(fired_by(waits(|number| if (300..600).contains(&number) { 3_000 } else { 100 })), []);
+        // All at once, as a burst on a cold fleet.
+        let burst = (0..1_000).map(|number| RequestRecord { first_token_us: Some(5_000 * number), ..request(0) });
+        assert_eq!(fired(&run(burst.collect()), &facts()), []);
+    }
+}
