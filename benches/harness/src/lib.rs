@@ -13,6 +13,7 @@
 
 pub mod cli;
 pub mod closed_loop;
+pub mod compare;
 pub mod embedded;
 pub mod engine;
 pub mod events;

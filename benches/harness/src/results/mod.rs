@@ -14,7 +14,8 @@ pub mod load;
 pub mod prediction;
 pub mod reporting;
 pub mod summary;
-mod text;
+pub(crate) mod table;
+pub(crate) mod text;
 pub mod validity;
 
 pub use distribution::Distribution;

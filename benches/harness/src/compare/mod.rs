@@ -1,0 +1,199 @@
+//! Several policies, or endpoints, on one workload.
+//!
+//! Owns what a comparison is and how it is reckoned from runs. Promises that runs are paired by seed, and that the order
+//! of running changes sides from seed to seed, so that what drifts meanwhile favours nobody. Leaves running to its
+//! caller.
+
+mod figure;
+mod ratio;
+mod text;
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use serde::{Deserialize, Serialize};
+
+pub use figure::{Figure, TIE, Verdict, worse};
+pub use ratio::Ratio;
+
+use crate::results::{SCHEMA_VERSION, Summary};
+
+/// Several policies, or endpoints, on one workload, each against the first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// [`SCHEMA_VERSION`] of the program that wrote it.
+    pub schema_version: u32,
+    /// Seeds, each of which gave every contender a run.
+    pub seeds: Vec<u64>,
+    /// The contenders, the one that others are compared to first.
+    pub contenders: Vec<Contender>,
+}
+
+/// One policy, or endpoint, and its runs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Contender {
+    /// Its name.
+    pub name: String,
+    /// Its figures over those of the first; empty for the first itself.
+    pub ratios: BTreeMap<Figure, Ratio>,
+    /// What they come to; absent for the first itself.
+    pub verdict: Option<Verdict>,
+    /// Its runs, in order of the seeds.
+    pub runs: Vec<Summary>,
+}
+
+impl Comparison {
+    /// Runs every one of `names` once for each of `seeds`.
+    ///
+    /// # Errors
+    /// Those of `run`.
+    pub fn run<E>(
+        names: &[String],
+        seeds: &[u64],
+        mut run: impl FnMut(&str, u64) -> Result<Summary, E>,
+    ) -> Result<Self, E> {
+        let mut runs: Vec<Vec<Summary>> = names.iter().map(|_| Vec::new()).collect();
+        for (turn, seed) in seeds.iter().enumerate() {
+            let mut order: Vec<usize> = (0..names.len()).collect();
+            if turn % 2 == 1 {
+                order.reverse();
+            }
+            for which in order {
+                runs[which].push(run(&names[which], *seed)?);
+            }
+        }
+        Ok(Self::of_runs(names.iter().cloned().zip(runs).collect()))
+    }
+
+    /// Of runs that are there: for each contender its runs, in the same order of seeds. Only seeds that the first has
+    /// too, at the same place, make pairs.
+    #[must_use]
+    pub fn of_runs(runs: Vec<(String, Vec<Summary>)>) -> Self {
+        let first = runs.first().map(|(_, runs)| runs.clone()).unwrap_or_default();
+        let contender = |(place, (name, runs)): (usize, (String, Vec<Summary>))| {
+            let ratios = if place == 0 { BTreeMap::new() } else { ratios(&first, &runs) };
+            Contender { name, verdict: Verdict::of(&ratios), ratios, runs }
+        };
+        Self {
+            schema_version: SCHEMA_VERSION,
+            seeds: first.iter().map(|run| run.seed).collect(),
+            contenders: runs.into_iter().enumerate().map(contender).collect(),
+        }
+    }
+
+    /// Warnings of all runs, with whose they are, each once.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let mut seen = Vec::new();
+        for contender in &self.contenders {
+            for run in &contender.runs {
+                seen.extend(run.warnings.iter().map(|warning| {
+                    format!("{} on {}, seed {}: {}", contender.name, run.workload, run.seed, warning.message)
+                }));
+            }
+        }
+        seen.dedup();
+        seen
+    }
+
+    /// Writes the comparison as one line of JSON.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write_json(&self, mut out: impl Write) -> io::Result<()> {
+        serde_json::to_writer(&mut out, self)?;
+        writeln!(out)
+    }
+}
+
+impl Contender {
+    /// The mean of a figure over its runs; absent where a run lacks it.
+    #[must_use]
+    pub fn mean(&self, figure: Figure) -> Option<f64> {
+        let values: Option<Vec<f64>> = self.runs.iter().map(|run| figure.of(run)).collect();
+        values.filter(|values| !values.is_empty()).map(|values| values.iter().sum::<f64>() / values.len() as f64)
+    }
+}
+
+fn ratios(first: &[Summary], other: &[Summary]) -> BTreeMap<Figure, Ratio> {
+    let ratio = |figure: Figure| {
+        let same_seed = first.iter().zip(other).filter(|(first, other)| first.seed == other.seed);
+        let pairs: Option<Vec<_>> =
+            same_seed.map(|(first, other)| Some((figure.of(first)?, figure.of(other)?))).collect();
+        Some((figure, Ratio::of_pairs(pairs?)?))
+    };
+    Figure::ALL.into_iter().filter_map(ratio).collect()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::results::summary::tests::facts;
+    use crate::results::tests::{request, run};
+    use crate::results::{Distribution, Facts};
+
+    /// A run of `policy` whose times are `times` as long as usual.
+    pub(crate) fn summary(policy: &str, seed: u64, times: f64) -> Summary {
+        let facts = Facts { policy: policy.into(), seed, ..facts() };
+        let requests = (0..1_000).map(|number| request(10 * number)).collect();
+        let mut summary = Summary::new(&run(requests), &facts);
+        let longer = |of: &mut Option<Distribution>| {
+            let of = of.as_mut().expect("measured");
+            [of.mean, of.p50, of.p90, of.p99] = [of.mean, of.p50, of.p90, of.p99].map(|seconds| seconds * times);
+        };
+        longer(&mut summary.ttft_seconds);
+        longer(&mut summary.e2e_seconds);
+        longer(&mut summary.itl_seconds);
+        summary
+    }
+
+    pub(crate) fn comparison(factors: &[(&str, f64)]) -> Comparison {
+        let names: Vec<String> = factors.iter().map(|(name, _)| (*name).to_owned()).collect();
+        let run = |name: &str, seed: u64| {
+            let factor = factors.iter().find(|(known, _)| *known == name).expect("a contender").1;
+            Ok::<_, ()>(summary(name, seed, factor * seed as f64))
+        };
+        Comparison::run(&names, &[1, 2, 3], run).expect("runs")
+    }
+
+    #[test]
+    fn contenders_run_in_turns_that_change_sides() {
+        let mut order = Vec::new();
+        let names = ["kv".to_owned(), "random".to_owned()];
+        Comparison::run(&names, &[5, 6, 7], |name, seed| {
+            order.push(format!("{name} {seed}"));
+            Ok::<_, ()>(summary(name, seed, 1.0))
+        })
+        .expect("runs");
+        assert_eq!(order, ["kv 5", "random 5", "random 6", "kv 6", "kv 7", "random 7"]);
+    }
+
+    #[test]
+    fn ratios_are_to_the_first_and_seeds_cancel() {
+        let of = comparison(&[("kv", 1.0), ("latency", 0.8), ("random", 1.5)]);
+        assert_eq!(of.seeds, [1, 2, 3]);
+        assert_eq!((of.contenders[0].verdict, of.contenders[0].ratios.len()), (None, 0));
+        let latency = &of.contenders[1];
+        let ttft = latency.ratios[&Figure::TtftMean];
+        assert!((ttft.ratio - 0.8).abs() < 1e-9 && ttft.pairs == 3, "{ttft:?}");
+        assert_eq!((latency.verdict, of.contenders[2].verdict), (Some(Verdict::Wins), Some(Verdict::Loses)));
+        assert_eq!(latency.ratios[&Figure::HitRate].ratio, 1.0);
+    }
+
+    #[test]
+    fn runs_of_other_seeds_make_no_pair() {
+        let of = Comparison::of_runs(vec![
+            ("kv".into(), vec![summary("kv", 1, 1.0), summary("kv", 2, 1.0)]),
+            ("random".into(), vec![summary("random", 1, 2.0), summary("random", 9, 9.0)]),
+        ]);
+        assert_eq!(of.contenders[1].ratios[&Figure::TtftMean].pairs, 1);
+    }
+
+    #[test]
+    fn json_reads_back() {
+        let of = comparison(&[("kv", 1.0), ("latency", 0.7)]);
+        let mut line = Vec::new();
+        of.write_json(&mut line).expect("written");
+        assert_eq!(serde_json::from_slice::<Comparison>(&line).expect("reads back"), of);
+    }
+}

@@ -1,0 +1,161 @@
+//! Ratios of paired runs, and how sure they are.
+//!
+//! Owns the statistics. Promises that equal pairs give equal ratios, and that an interval is given only where there are
+//! pairs enough for one.
+//!
+//! **The method.** Each seed makes a pair: the same requests served twice. What a seed makes hard is hard for both, so it
+//! cancels in the pair's quotient. Quotients are averaged as logarithms (twice as slow and twice as fast cancel), so the
+//! ratio is the geometric mean of the pairs' quotients. Its interval is Student's t for the mean of the logarithms, with
+//! one degree of freedom less than there are pairs, at 95 %: of a hundred such intervals about 95 hold the ratio that
+//! endless seeds would give. That is exact where the logarithms are normally distributed, and the tests below count how
+//! often it holds where they are not. It says nothing of other workloads, nor of other traces of the same kind: where
+//! the seeds share one trace, they only vary the router's draws.
+
+use serde::{Deserialize, Serialize};
+
+/// Beyond these quotients a ratio says that something is broken rather than slow, and `f64` is fine with both.
+const LOG_MAX: f64 = 600.0;
+
+/// A ratio of figures over paired runs.
+///
+/// ```
+/// use pointsman_bench::compare::Ratio;
+///
+/// let of = Ratio::of_pairs([(2.0, 1.0), (4.0, 8.0), (3.0, 3.0)]).expect("three pairs");
+/// assert!((of.ratio - 1.0).abs() < 1e-12); // half, twice, and the same
+/// let (low, high) = of.interval.expect("pairs enough");
+/// assert!(low < 0.3 && high > 3.0); // three such pairs say next to nothing
+/// assert_eq!(Ratio::of_pairs([(2.0, 1.0)]).expect("a pair").interval, None);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ratio {
+    /// The geometric mean of what the other has over what the first has.
+    pub ratio: f64,
+    /// Where the true ratio lies, with 95 % confidence; absent for a single pair.
+    pub interval: Option<(f64, f64)>,
+    /// Pairs.
+    pub pairs: u32,
+}
+
+impl Ratio {
+    /// Of pairs of what the first has and what the other has; absent where there are none, or where a figure is not
+    /// above 0 and so has no logarithm.
+    #[must_use]
+    pub fn of_pairs(pairs: impl IntoIterator<Item = (f64, f64)>) -> Option<Self> {
+        let logs: Option<Vec<f64>> = pairs.into_iter().map(|(first, other)| log_ratio(first, other)).collect();
+        let logs = logs.filter(|logs| !logs.is_empty())?;
+        let count = logs.len() as f64;
+        let mean = logs.iter().sum::<f64>() / count;
+        let freedom = logs.len() - 1;
+        let interval = (freedom > 0).then(|| {
+            let variance = logs.iter().map(|log| (log - mean).powi(2)).sum::<f64>() / freedom as f64;
+            let reach = student_t_975(freedom) * (variance / count).sqrt();
+            ((mean - reach).exp(), (mean + reach).exp())
+        });
+        Some(Self { ratio: mean.exp(), interval, pairs: u32::try_from(logs.len()).unwrap_or(u32::MAX) })
+    }
+}
+
+fn log_ratio(first: f64, other: f64) -> Option<f64> {
+    let log = (other / first).ln();
+    (first > 0.0 && other > 0.0 && log.is_finite()).then(|| log.clamp(-LOG_MAX, LOG_MAX))
+}
+
+/// What Student's t with this many degrees of freedom exceeds once in forty, so that it lies within ± that 19 times in 20.
+///
+/// Up to 30 from the usual table; beyond, Fisher's expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),
+/// which is right to 5 decimals there.
+fn student_t_975(freedom: usize) -> f64 {
+    const TABLE: [f64; 30] = [
+        12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814, 2.20099, 2.17881,
+        2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596, 2.07961, 2.07387, 2.06866, 2.06390,
+        2.05954, 2.05553, 2.05183, 2.04841, 2.04523, 2.04227,
+    ];
+    const NORMAL: f64 = 1.959_964;
+    let z = NORMAL;
+    let (first, second) = ((z.powi(3) + z) / 4.0, (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / 96.0);
+    let beyond = freedom as f64;
+    let expanded = z + first / beyond + second / beyond.powi(2);
+    freedom.checked_sub(1).and_then(|at| TABLE.get(at)).copied().unwrap_or(expanded)
+}
+
+#[cfg(test)]
+mod tests {
+    use ::workload::Rng;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A number from the normal distribution, by Box and Muller.
+    fn normal(rng: &mut Rng) -> f64 {
+        let mut uniform = || (f64::from(rng.below(1 << 30)) + 0.5) / f64::from(1 << 30);
+        (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
+    }
+
+    /// A number of mean 0 and deviation 1 with a long tail on one side: exponential.
+    fn skewed(rng: &mut Rng) -> f64 {
+        -((f64::from(rng.below(1 << 30)) + 0.5) / f64::from(1 << 30)).ln() - 1.0
+    }
+
+    /// How often the interval over `pairs` pairs holds a true ratio of 0.8, where a seed's difficulty varies threefold
+    /// and each run by some 5 % more.
+    fn held(pairs: usize, noise: fn(&mut Rng) -> f64) -> f64 {
+        const TRIALS: usize = 4_000;
+        let mut rng = Rng::new(42);
+        let holds = |rng: &mut Rng| {
+            let pairs = (0..pairs).map(|_| {
+                let difficulty = (0.5 * normal(rng)).exp();
+                (difficulty * (0.05 * noise(rng)).exp(), 0.8 * difficulty * (0.05 * noise(rng)).exp())
+            });
+            let (low, high) = Ratio::of_pairs(pairs).and_then(|ratio| ratio.interval).expect("pairs enough");
+            (low..=high).contains(&0.8)
+        };
+        (0..TRIALS).filter(|_| holds(&mut rng)).count() as f64 / TRIALS as f64
+    }
+
+    #[test]
+    fn of_a_hundred_intervals_some_95_hold_the_truth() {
+        // 4,000 trials: three standard errors are 1 %.
+        for pairs in [2, 3, 5, 10] {
+            for (name, noise) in [("normal", normal as fn(&mut Rng) -> f64), ("skewed", skewed)] {
+                let share = held(pairs, noise);
+                assert!((0.94..=0.975).contains(&share), "{share} of intervals over {pairs} pairs, {name}");
+            }
+        }
+    }
+
+    #[test]
+    fn pairing_takes_the_seeds_difficulty_out() {
+        let pairs = [(1.0, 0.5), (10.0, 5.0), (100.0, 50.0)];
+        let of = Ratio::of_pairs(pairs).expect("pairs");
+        let (low, high) = of.interval.expect("pairs enough");
+        assert!((of.ratio - 0.5).abs() < 1e-12 && (low - 0.5).abs() < 1e-9 && (high - 0.5).abs() < 1e-9, "{of:?}");
+    }
+
+    #[test]
+    fn what_has_no_logarithm_has_no_ratio() {
+        for pair in [(0.0, 1.0), (1.0, 0.0), (f64::NAN, 1.0), (1.0, f64::INFINITY)] {
+            assert_eq!(Ratio::of_pairs([(1.0, 1.0), pair]), None, "{pair:?}");
+        }
+        assert_eq!(Ratio::of_pairs([]), None);
+    }
+
+    #[test]
+    fn the_table_goes_over_into_the_expansion() {
+        let (last, first) = (student_t_975(30), student_t_975(31));
+        assert!(last > first && (first - 2.03951).abs() < 1e-4, "{last} {first}");
+        assert!((student_t_975(120) - 1.97993).abs() < 1e-4 && (student_t_975(1_000_000) - 1.95997).abs() < 1e-4);
+    }
+
+    proptest! {
+        #[test]
+        fn exchanging_the_sides_inverts_everything(pairs in proptest::collection::vec((0.01_f64..100.0, 0.01_f64..100.0), 2..12)) {
+            let one = Ratio::of_pairs(pairs.clone()).expect("pairs");
+            let other = Ratio::of_pairs(pairs.into_iter().map(|(first, other)| (other, first))).expect("pairs");
+            let close = |one: f64, other: f64| (one * other - 1.0).abs() < 1e-9;
+            let ((low, high), (other_low, other_high)) = (one.interval.expect("two"), other.interval.expect("two"));
+            prop_assert!(close(one.ratio, other.ratio) && close(low, other_high) && close(high, other_low));
+            prop_assert!(low <= one.ratio && one.ratio <= high);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! A comparison for a reader.
+//!
+//! Owns the lines. Promises that a ratio stands with its interval where it has one.
+
+use std::io::{self, Write};
+
+use super::{Comparison, Contender, Figure, Ratio, worse};
+use crate::results::table::Table;
+use crate::results::text::{percent, time};
+
+impl Comparison {
+    /// Writes the comparison for a reader: each figure's mean over the seeds, then ratios to the first contender.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write_text(&self, mut out: impl Write) -> io::Result<()> {
+        let Some((first, run)) = self.contenders.first().and_then(|first| Some((first, first.runs.first()?))) else {
+            return writeln!(out, "nothing was compared");
+        };
+        writeln!(
+            out,
+            "{}: {} workers of {} ranks, {} requests measured, seeds {}",
+            run.workload,
+            run.workers,
+            run.dp_size,
+            run.requests,
+            self.seeds.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
+        )?;
+        let head = || std::iter::once("").chain(Figure::ALL.map(Figure::title));
+        let mut means = Table::new(head());
+        let mut ratios = Table::new(head());
+        for contender in &self.contenders {
+            means.push(row(contender, |figure| shown(figure, contender.mean(figure))));
+        }
+        for contender in self.contenders.iter().skip(1) {
+            ratios.push(row(contender, |figure| contender.ratios.get(&figure).map_or_else(unknown, ratio)));
+        }
+        writeln!(out, "\nmeans over seeds")?;
+        means.write(&mut out)?;
+        if self.contenders.len() > 1 {
+            writeln!(out, "\nratios to {}, with 95 % intervals over {} seeds", first.name, self.seeds.len())?;
+            ratios.write(&mut out)?;
+            writeln!(out)?;
+        }
+        for contender in self.contenders.iter().skip(1) {
+            writeln!(out, "{} {}", contender.name, judgement(contender))?;
+        }
+        Ok(())
+    }
+}
+
+fn row(contender: &Contender, cell: impl Fn(Figure) -> String) -> Vec<String> {
+    std::iter::once(contender.name.clone()).chain(Figure::ALL.into_iter().map(cell)).collect()
+}
+
+fn unknown() -> String {
+    "–".to_owned()
+}
+
+/// A figure with its unit.
+pub(crate) fn shown(figure: Figure, value: Option<f64>) -> String {
+    match value {
+        Some(value) if figure.is_time() => time(value),
+        Some(value) => percent(Some(value)),
+        None => unknown(),
+    }
+}
+
+/// A ratio with its interval.
+pub(crate) fn ratio(of: &Ratio) -> String {
+    match of.interval {
+        Some((low, high)) => format!("{:.3} [{low:.3}, {high:.3}]", of.ratio),
+        None => format!("{:.3}", of.ratio),
+    }
+}
+
+/// Whether a contender wins, and what it is worse in all the same.
+pub(crate) fn judgement(contender: &Contender) -> String {
+    let word = contender.verdict.map_or("cannot be judged", super::Verdict::word);
+    let worse: Vec<&str> = worse(&contender.ratios).into_iter().map(Figure::title).collect();
+    if worse.is_empty() { word.to_owned() } else { format!("{word}, worse in {}", worse.join(", ")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::comparison;
+
+    #[test]
+    fn a_reader_finds_means_ratios_and_verdicts() {
+        let mut text = Vec::new();
+        comparison(&[("kv", 1.0), ("latency", 0.8), ("random", 1.5)]).write_text(&mut text).expect("written");
+        let text = String::from_utf8(text).expect("text");
+        for line in [
+            "chat: 2 workers of 1 ranks, 1000 requests measured, seeds 1, 2, 3",
+            "ratios to kv, with 95 % intervals over 3 seeds",
+            "0.800 [0.800, 0.800]",
+            "latency wins\n",
+            "random loses, worse in TTFT mean, TTFT p99, end-to-end mean, end-to-end p99, ITL p99\n",
+            "200.0 ms",
+        ] {
+            assert!(text.contains(line), "{line}\n{text}");
+        }
+    }
+}

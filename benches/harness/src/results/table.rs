@@ -1,0 +1,67 @@
+//! Tables of text.
+//!
+//! Owns the widths of columns. Promises that columns line up, the first to the left and the others to the right.
+
+use std::io::{self, Write};
+
+/// Rows of cells, the first row being the head.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table with this head.
+    pub(crate) fn new(head: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        let mut table = Self::default();
+        table.push(head);
+        table
+    }
+
+    /// Adds a row.
+    pub(crate) fn push(&mut self, cells: impl IntoIterator<Item = impl Into<String>>) {
+        self.rows.push(cells.into_iter().map(Into::into).collect());
+    }
+
+    /// Writes it, two spaces between columns.
+    pub(crate) fn write(&self, mut out: impl Write) -> io::Result<()> {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or_default();
+        let width = |column: usize| {
+            self.rows
+                .iter()
+                .filter_map(|row| row.get(column))
+                .map(|cell| cell.chars().count())
+                .max()
+                .unwrap_or_default()
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                if column == 0 {
+                    line += &format!("{cell:<width$}");
+                } else {
+                    line += &format!("  {cell:>width$}");
+                }
+            }
+            writeln!(out, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let mut table = Table::new(["policy", "TTFT"]);
+        table.push(["kv", "0.98 ± µs"]);
+        table.push(["round_robin", "1"]);
+        let mut text = Vec::new();
+        table.write(&mut text).expect("written");
+        let text = String::from_utf8(text).expect("text");
+        assert_eq!(text, "policy            TTFT\nkv           0.98 ± µs\nround_robin          1\n");
+    }
+}
