@@ -47,6 +47,8 @@ pub struct Facts {
     pub limits: Limits,
     /// How the client that sent the requests fared; absent where nobody real sent any.
     pub client: Option<ClientHealth>,
+    /// Whether the summary is to carry what plots need.
+    pub series: bool,
 }
 
 /// The machine of a run.

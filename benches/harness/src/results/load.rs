@@ -13,7 +13,6 @@ pub(crate) struct Fleet {
 impl Fleet {
     /// `ranks` empty ranks, and as many more as samples name.
     pub(crate) fn new(ranks: u32, samples: &[RankSample]) -> Self {
-        let named = samples.iter().map(|sample| sample.rank.saturating_add(1)).max().unwrap_or_default();
         let empty = |rank| RankSample {
             at_us: 0,
             rank,
@@ -23,7 +22,7 @@ impl Fleet {
             prompt_tokens_total: 0,
             cached_tokens_total: 0,
         };
-        Self { ranks: (0..ranks.max(named)).map(empty).collect() }
+        Self { ranks: (0..).map(empty).take(ranks_of(ranks, samples)).collect() }
     }
 
     /// Takes a sample in.
@@ -62,6 +61,12 @@ impl Fleet {
             held(&self, now, until_us - now);
         }
     }
+}
+
+/// How many ranks there are: `ranks`, and more where samples name more.
+pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
+    let named = samples.iter().map(|sample| sample.rank as usize + 1).max().unwrap_or_default();
+    named.max(ranks as usize)
 }
 
 /// Requests of the fullest rank over the mean of all, both averaged over the time from `from_us` to `until_us` before

@@ -13,6 +13,7 @@ pub mod goodput;
 pub mod load;
 pub mod prediction;
 pub mod reporting;
+pub mod series;
 pub mod summary;
 pub(crate) mod table;
 pub(crate) mod text;
@@ -21,6 +22,7 @@ pub mod validity;
 pub use distribution::Distribution;
 pub use facts::{Facts, Machine};
 pub use reporting::{Reporting, ReportingError};
+pub use series::Series;
 pub use summary::{SCHEMA_VERSION, Summary};
 pub use validity::{ClientHealth, Gate, Warning};
 

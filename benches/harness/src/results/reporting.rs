@@ -26,6 +26,9 @@ pub struct Reporting {
     /// The longest mean gap between tokens of a good answer, in ms
     #[arg(long, value_name = "MS", default_value_t = Limits::default().itl_ms, value_parser = positive_ms)]
     pub itl_limit_ms: f64,
+    /// Add what plots need to the JSON: latency curves, and load and hit rates over time
+    #[arg(long)]
+    pub series: bool,
 }
 
 /// Why nothing was said.

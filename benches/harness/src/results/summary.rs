@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::goodput::Goodput;
 use super::load::max_over_mean;
 use super::prediction::PredictionError;
-use super::{Distribution, Facts, Machine, Warning, share, validity};
+use super::{Distribution, Facts, Machine, Series, Warning, share, validity};
 use crate::record::{RequestRecord, Run};
 
 /// Raised when a figure changes its name or its meaning; figures that are only added leave it.
@@ -90,6 +90,9 @@ pub struct Summary {
     pub machine: Machine,
     /// The commit of the build, or `unknown`; [`super::facts::commit`] says how it is known.
     pub commit: String,
+    /// What the run looked like over time, where that was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub series: Option<Series>,
 }
 
 /// Why a text is no summary.
@@ -145,6 +148,7 @@ impl Summary {
             command: facts.command.clone(),
             machine: facts.machine.clone(),
             commit: facts.commit.clone(),
+            series: facts.series.then(|| Series::of(run)),
         }
     }
 
@@ -232,6 +236,7 @@ pub(crate) mod tests {
             commit: "unknown".into(),
             limits: Limits::default(),
             client: None,
+            series: false,
         }
     }
 

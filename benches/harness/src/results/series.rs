@@ -1,0 +1,284 @@
+//! What a run looked like, for plots: curves over percentiles, and the fleet over time.
+//!
+//! Owns how a run is thinned out. Promises a bounded size whatever the run's: curves of at most [`CURVE_POINTS`] points,
+//! [`BINS`] bins of time, and ranks one by one only up to [`RANKS_MAX`]. Leaves drawing to others.
+
+use hdrhistogram::Histogram;
+use serde::{Deserialize, Serialize};
+
+use super::load::ranks_of;
+use crate::record::{RankSample, RequestRecord, Run};
+
+/// Points of a curve at most.
+pub const CURVE_POINTS: usize = 200;
+
+/// Bins that a run's time is divided into.
+pub const BINS: usize = 120;
+
+/// Ranks that are shown one by one; of more only the least, the mean and the most are kept.
+pub const RANKS_MAX: usize = 64;
+
+/// Curves end at this many nines: 99.9 %.
+const NINES: f64 = 3.0;
+
+/// A run thinned out for plots.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Series {
+    /// Time to the first token: pairs of a share from 0 to 1 and the seconds that this share does not exceed.
+    pub ttft: Vec<(f64, f64)>,
+    /// Gaps between tokens, alike.
+    pub itl: Vec<(f64, f64)>,
+    /// Time to the last token, alike.
+    pub e2e: Vec<(f64, f64)>,
+    /// Length of a bin. Bins start with the run, so the warm-up is in them.
+    pub bin_seconds: f64,
+    /// When the first request that counts was due.
+    pub measured_from_seconds: f64,
+    /// Requests sent and not ended, the mean of each bin.
+    pub in_flight: Vec<f64>,
+    /// Hit rate of the prompts that were admitted in each bin; absent where none was, or nobody could see.
+    pub hit_rate: Vec<Option<f64>>,
+    /// Requests of the emptiest rank in each bin, of each rank the mean over the bin; empty where ranks cannot be seen.
+    pub rank_requests_min: Vec<f64>,
+    /// Of all ranks on average.
+    pub rank_requests_mean: Vec<f64>,
+    /// Of the fullest rank.
+    pub rank_requests_max: Vec<f64>,
+    /// The ranks one by one, in order of their numbers; empty where there are more than [`RANKS_MAX`], or unseen ones.
+    pub ranks: Vec<RankSeries>,
+}
+
+/// One rank over time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RankSeries {
+    /// Requests that ran or waited on it, the mean of each bin.
+    pub requests: Vec<f64>,
+    /// Hit rate of the prompts that it admitted in each bin; absent where it admitted none.
+    pub hit_rate: Vec<Option<f64>>,
+}
+
+impl Series {
+    /// Of `run`.
+    #[must_use]
+    pub fn of(run: &Run) -> Self {
+        let measured = run.measured();
+        let times = |of: fn(&RequestRecord) -> Option<u64>| {
+            let answered = measured.iter().filter(|request| request.answered());
+            curve(answered.filter_map(of).collect())
+        };
+        let bins = Bins { width_us: run.ended_us.div_ceil(BINS as u64).max(1) };
+        let ranks = rank_series(&run.rank_samples, run.ranks, bins, run.ended_us);
+        let over_ranks = |of: fn(&[f64]) -> f64| -> Vec<f64> {
+            let seen = if run.rank_samples.is_empty() { 0 } else { BINS };
+            let bin = |at: usize| rounded(of(&ranks.iter().map(|rank| rank.requests[at]).collect::<Vec<_>>()));
+            (0..seen).map(bin).collect()
+        };
+        Self {
+            ttft: times(RequestRecord::ttft_us),
+            itl: curve_of_histogram(&run.itl_us),
+            e2e: times(RequestRecord::e2e_us),
+            bin_seconds: bins.width_us as f64 / 1e6,
+            measured_from_seconds: measured.first().map_or(run.ended_us, |first| first.due_us) as f64 / 1e6,
+            in_flight: in_flight(run, bins),
+            hit_rate: hit_rate(run, bins),
+            rank_requests_min: over_ranks(|ranks| ranks.iter().copied().reduce(f64::min).unwrap_or_default()),
+            rank_requests_mean: over_ranks(|ranks| ranks.iter().sum::<f64>() / ranks.len().max(1) as f64),
+            rank_requests_max: over_ranks(|ranks| ranks.iter().copied().fold(0.0, f64::max)),
+            ranks: if ranks.len() > RANKS_MAX || run.rank_samples.is_empty() { Vec::new() } else { ranks },
+        }
+    }
+}
+
+/// The shares of a curve over so many values, dense towards 1: as many points between 90 and 99 % as between 0 and 90 %.
+/// None lies so close to 1 that not one value is beyond it.
+fn shares(count: u64) -> impl Iterator<Item = f64> {
+    let last = (CURVE_POINTS - 1) as f64;
+    let share = move |point: usize| 1.0 - 10_f64.powf(-NINES * point as f64 / last);
+    (0..CURVE_POINTS).map(share).take_while(move |share| count > 0 && (1.0 - share) * count as f64 >= 0.999)
+}
+
+/// Nearest ranks, as in [`super::Distribution`].
+fn curve(mut us: Vec<u64>) -> Vec<(f64, f64)> {
+    us.sort_unstable();
+    let at = |share: f64| us[((share * us.len() as f64).ceil() as usize).clamp(1, us.len()) - 1];
+    shares(us.len() as u64).map(|share| (share, at(share) as f64 / 1e6)).collect()
+}
+
+fn curve_of_histogram(us: &Histogram<u64>) -> Vec<(f64, f64)> {
+    shares(us.len()).map(|share| (share, us.value_at_quantile(share) as f64 / 1e6)).collect()
+}
+
+/// A run's time in [`BINS`] equal parts.
+#[derive(Clone, Copy)]
+struct Bins {
+    width_us: u64,
+}
+
+impl Bins {
+    fn at(self, time_us: u64) -> usize {
+        usize::try_from(time_us / self.width_us).unwrap_or(BINS - 1).min(BINS - 1)
+    }
+
+    /// Adds `value` for the time from `from_us` to `until_us`, to each bin by what it has of that.
+    fn add(self, sums: &mut [f64], from_us: u64, until_us: u64, value: f64) {
+        if until_us <= from_us {
+            return;
+        }
+        for (bin, sum) in sums.iter_mut().enumerate().take(self.at(until_us - 1) + 1).skip(self.at(from_us)) {
+            let start_us = bin as u64 * self.width_us;
+            let within_us = until_us.min(start_us + self.width_us).saturating_sub(from_us.max(start_us));
+            *sum += value * within_us as f64;
+        }
+    }
+
+    /// Sums over time as means of each bin.
+    fn means(self, sums: &[f64]) -> Vec<f64> {
+        sums.iter().map(|sum| rounded(sum / self.width_us as f64)).collect()
+    }
+}
+
+/// Plots show no more than a thousandth.
+fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+fn rates(cached: &[u64], prompt: &[u64]) -> Vec<Option<f64>> {
+    let rate = |(cached, prompt): (&u64, &u64)| super::share(*cached, *prompt).map(rounded);
+    cached.iter().zip(prompt).map(rate).collect()
+}
+
+fn in_flight(run: &Run, bins: Bins) -> Vec<f64> {
+    let mut sums = vec![0.0; BINS];
+    for request in &run.requests {
+        let until_us = request.ended_us.or(request.failure.as_ref().map(|_| request.sent_us)).unwrap_or(run.ended_us);
+        bins.add(&mut sums, request.sent_us, until_us, 1.0);
+    }
+    bins.means(&sums)
+}
+
+/// By when ranks admitted prompts; where ranks cannot be seen, by when first tokens came.
+fn hit_rate(run: &Run, bins: Bins) -> Vec<Option<f64>> {
+    let (mut cached, mut prompt) = (vec![0; BINS], vec![0; BINS]);
+    if run.rank_samples.is_empty() {
+        for request in &run.requests {
+            if let (Some(at_us), Some(tokens)) = (request.first_token_us, request.cached_tokens) {
+                cached[bins.at(at_us)] += tokens;
+                prompt[bins.at(at_us)] += request.prompt_tokens;
+            }
+        }
+    } else {
+        let mut before = vec![(0, 0); ranks_of(run.ranks, &run.rank_samples)];
+        for sample in &run.rank_samples {
+            admitted(sample, &mut before[sample.rank as usize], bins.at(sample.at_us), &mut cached, &mut prompt);
+        }
+    }
+    rates(&cached, &prompt)
+}
+
+/// Adds what a rank has admitted since its sample before to a bin.
+fn admitted(sample: &RankSample, before: &mut (u64, u64), bin: usize, cached: &mut [u64], prompt: &mut [u64]) {
+    cached[bin] += sample.cached_tokens_total.saturating_sub(before.0);
+    prompt[bin] += sample.prompt_tokens_total.saturating_sub(before.1);
+    *before = (sample.cached_tokens_total, sample.prompt_tokens_total);
+}
+
+fn rank_series(samples: &[RankSample], ranks: u32, bins: Bins, ended_us: u64) -> Vec<RankSeries> {
+    let mut of_rank: Vec<Vec<&RankSample>> = vec![Vec::new(); ranks_of(ranks, samples)];
+    for sample in samples {
+        of_rank[sample.rank as usize].push(sample);
+    }
+    of_rank.into_iter().map(|samples| one_rank(&samples, bins, ended_us)).collect()
+}
+
+fn one_rank(samples: &[&RankSample], bins: Bins, ended_us: u64) -> RankSeries {
+    let mut sums = vec![0.0; BINS];
+    let (mut cached, mut prompt, mut before) = (vec![0; BINS], vec![0; BINS], (0, 0));
+    for (number, sample) in samples.iter().enumerate() {
+        let until_us = samples.get(number + 1).map_or(ended_us, |next| next.at_us);
+        bins.add(&mut sums, sample.at_us, until_us, f64::from(sample.requests));
+        admitted(sample, &mut before, bins.at(sample.at_us), &mut cached, &mut prompt);
+    }
+    RankSeries { requests: bins.means(&sums), hit_rate: rates(&cached, &prompt) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::tests::{request, run};
+    use super::*;
+
+    fn sample((at_us, rank, requests, prompt_tokens_total): (u64, u32, u32, u64)) -> RankSample {
+        let cached_tokens_total = prompt_tokens_total / 2;
+        RankSample {
+            at_us,
+            rank,
+            requests,
+            prefill_tokens: 0,
+            used_blocks: 0,
+            prompt_tokens_total,
+            cached_tokens_total,
+        }
+    }
+
+    #[test]
+    fn curves_are_dense_at_their_end_and_stop_at_what_is_known() {
+        let of: Vec<(f64, f64)> = curve((1..=1_000_000).collect());
+        assert_eq!((of.len(), of[0]), (CURVE_POINTS, (0.0, 0.000_001)));
+        assert!((of[CURVE_POINTS - 1].0 - 0.999).abs() < 1e-9, "{:?}", of[CURVE_POINTS - 1]);
+        for (share, seconds) in &of {
+            assert!((seconds - share).abs() < 2e-6, "{share} {seconds}");
+        }
+        let few = curve((1..=100).map(|second| second * 1_000_000).collect());
+        assert!(few.iter().all(|(share, _)| *share <= 0.99 + 1e-9) && few.len() > 100, "{few:?}");
+        assert_eq!((curve(Vec::new()), curve(vec![7]).len()), (Vec::new(), 1));
+    }
+
+    #[test]
+    fn a_run_without_ranks_has_requests_in_flight_and_hits_still() {
+        let run = run((0..1_200).map(|number| request(100 * number)).collect());
+        let series = Series::of(&run);
+        // 120.5 s in 120 bins; requests of 0.6 s, one every 0.1 s.
+        assert_eq!((series.in_flight.len(), series.ranks.len(), series.rank_requests_max.len()), (BINS, 0, 0));
+        assert!(series.in_flight[1..119].iter().all(|mean| (mean - 6.0).abs() < 0.1), "{:?}", series.in_flight);
+        assert!(series.hit_rate[..119].iter().all(|rate| *rate == Some(0.5)), "{:?}", series.hit_rate);
+    }
+
+    #[test]
+    fn ranks_are_shown_one_by_one_only_while_they_are_few() {
+        let mut run = run(vec![request(0)]);
+        run.ended_us = 120;
+        // Rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
+        run.rank_samples = [(1, 0, 4, 100), (60, 0, 4, 300), (60, 1, 2, 0)].map(sample).to_vec();
+        let series = Series::of(&run);
+        assert_eq!((series.rank_requests_max[0], series.rank_requests_max[1]), (0.0, 4.0));
+        assert_eq!((series.rank_requests_min[59], series.rank_requests_min[60]), (0.0, 2.0));
+        assert_eq!((series.rank_requests_mean[59], series.rank_requests_mean[119]), (2.0, 3.0));
+        assert_eq!(
+            (series.ranks.len(), series.ranks[0].hit_rate[1], series.ranks[1].hit_rate[60]),
+            (2, Some(0.5), None)
+        );
+        run.ranks = 65;
+        let series = Series::of(&run);
+        assert_eq!((series.ranks.len(), series.rank_requests_max.len()), (0, BINS));
+    }
+
+    proptest! {
+        #[test]
+        fn bins_keep_what_is_added(
+            spans in proptest::collection::vec((0_u64..1_000, 0_u64..500, 0_u32..9), 0..20), width in 1_u64..20
+        ) {
+            let bins = Bins { width_us: width };
+            let mut sums = vec![0.0; BINS];
+            let mut expected = vec![0.0; BINS];
+            let end = width * BINS as u64;
+            for (from, lasts, value) in spans {
+                bins.add(&mut sums, from.min(end), (from + lasts).min(end), f64::from(value));
+                for now in from.min(end)..(from + lasts).min(end) {
+                    expected[(now / width) as usize] += f64::from(value);
+                }
+            }
+            prop_assert_eq!(sums, expected);
+        }
+    }
+}
