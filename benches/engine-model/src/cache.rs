@@ -91,6 +91,12 @@ impl Cache {
         std::mem::take(&mut self.events)
     }
 
+    /// Whether a block is held, in any tier.
+    pub(crate) fn holds(&self, hash: &EngineHash) -> bool {
+        let in_host = |host: &Host| host.by_hash.contains_key(hash);
+        self.by_hash.contains_key(hash) || self.host.as_ref().is_some_and(in_host)
+    }
+
     /// What is held of a chain of blocks.
     pub(crate) fn lookup(&self, hashes: &[EngineHash]) -> Hit {
         let mut hit = Hit::default();

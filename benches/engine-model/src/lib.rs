@@ -57,5 +57,5 @@ mod sequence;
 pub use block::{Block, EngineHash};
 pub use cache::{CacheEvent, Tier};
 pub use config::{ConfigError, EngineConfig, StepCost, Work};
-pub use rank::{Finish, Load, Output, Rank, Step};
+pub use rank::{Finish, Load, Outlook, Output, Partial, Rank, Step};
 pub use sequence::{Refused, RequestSpec};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ahash::AHashSet;
 
-use crate::block::{Block, BlockHasher};
+use crate::block::{Block, BlockHasher, EngineHash};
 use crate::cache::{Cache, CacheEvent, Tier};
 use crate::config::{ConfigError, EngineConfig, Work};
 use crate::sequence::{Refused, RequestSpec, Sequence};
@@ -82,6 +82,28 @@ pub struct Load {
     pub used_blocks: u32,
     /// The same as a share of what can be used, from 0 to 1.
     pub kv_usage: f64,
+}
+
+/// What a rank has begun, between steps: what its next steps are made of besides what waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outlook {
+    /// Sequences that decode: each takes a token of every step.
+    pub decode_sequences: u32,
+    /// Tokens of context that these read in the next step.
+    pub kv_tokens: u64,
+    /// The prompt that is computed in part, if one is.
+    pub partial: Option<Partial>,
+}
+
+/// A prompt that has been computed in part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Partial {
+    /// The request's id.
+    pub id: u64,
+    /// Tokens computed, or found in the cache.
+    pub computed: u32,
+    /// Tokens left to compute.
+    pub left: u32,
 }
 
 impl Rank {
@@ -180,6 +202,52 @@ impl Rank {
             used_blocks,
             kv_usage: f64::from(used_blocks) / f64::from(self.config.blocks_usable()),
         }
+    }
+
+    /// What it has begun, between steps. Linear in the running sequences.
+    #[must_use]
+    pub fn outlook(&self) -> Outlook {
+        let mut outlook = Outlook::default();
+        for sequence in &self.running {
+            if sequence.is_decoding() {
+                outlook.decode_sequences += 1;
+                outlook.kv_tokens += u64::from(sequence.len());
+            } else {
+                let (id, computed) = (sequence.id(), sequence.computed);
+                outlook.partial = Some(Partial { id, computed, left: sequence.len() - computed });
+            }
+        }
+        outlook
+    }
+
+    /// Names of the blocks that a prompt without adapter and salt could find cached: its complete ones, but not the one
+    /// with its last token, for that is always computed.
+    #[must_use]
+    pub fn reusable_names(&self, tokens: &[u32]) -> Vec<EngineHash> {
+        let (block_size, mut hasher) = (self.config.block_size as usize, BlockHasher::new(self.config.hash_seed));
+        let reusable = tokens.len().saturating_sub(1) / block_size;
+        let mut parent = None;
+        let name = |block: &[u32]| *parent.insert(hasher.hash(parent, block.iter().copied(), None, None));
+        tokens.chunks_exact(block_size).take(reusable).map(name).collect()
+    }
+
+    /// Whether a block is held, in any tier.
+    ///
+    /// ```
+    /// use engine_model::{EngineConfig, Rank, RequestSpec};
+    ///
+    /// let mut rank = Rank::new(EngineConfig::default())?;
+    /// let tokens: Vec<u32> = (0..200).collect();
+    /// let names = rank.reusable_names(&tokens);
+    /// assert_eq!((names.len(), rank.holds(&names[2])), (3, false));
+    /// rank.submit(RequestSpec::new(1, tokens, 1))?;
+    /// rank.step();
+    /// assert!(names.iter().all(|name| rank.holds(name)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn holds(&self, name: &EngineHash) -> bool {
+        self.cache.holds(name)
     }
 
     /// Forgets all cached blocks, in both tiers, and says what to announce. As in vLLM nothing happens, and nothing

@@ -25,7 +25,7 @@ fn positive() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(u32::MAX))
 }
 
-fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error> {
+pub(crate) fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error> {
     Policy::deserialize(name.into_deserializer())
 }
 

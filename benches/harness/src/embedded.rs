@@ -11,11 +11,11 @@ use std::time::Duration;
 use pointsman::config::ApproximatePolicy;
 use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
-use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerRank};
-use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
+use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterBuilder, RouterConfig};
 
 use crate::cli::{Knowledge, Replay};
-use crate::engine::Change;
+use crate::simulate::Setup;
 use crate::target::{Call, Refusal, Routed, Target};
 
 /// How long a router may take to come to rest; every booking has been freed by then.
@@ -28,6 +28,8 @@ const PREDICTED_TTL_MS: u64 = 5_000;
 #[derive(Debug)]
 pub struct Embedded {
     router: Router,
+    /// Whether its decisions look at caches, so that it can say what it believes of them.
+    knows_caches: bool,
     drill: Option<Drill>,
 }
 
@@ -48,41 +50,72 @@ impl Embedded {
     pub async fn start(options: &Replay) -> Result<Self, Refusal> {
         let common = &options.common;
         let defaults = RouterConfig::default();
-        let approximates = matches!(common.knowledge, Knowledge::Ttl | Knowledge::Lru);
         let config = RouterConfig {
             block_size: common.block_size.get(),
             policy: common.policy,
             index_shards: common.shards.unwrap_or(defaults.index_shards),
             seed: common.seed,
-            use_kv_events: !approximates,
-            approximate_policy: match common.knowledge {
-                Knowledge::Lru => ApproximatePolicy::Lru,
-                Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,
-            },
-            predicted_ttl_ms: (common.knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS),
-            health_probe_interval_ms: 0, // its engines are simulated
             restarts_max: if options.kill_every.is_some() { u32::MAX } else { defaults.restarts_max },
-            ..defaults
+            ..knowing_by(common.knowledge, defaults)
         };
-        let workers = options.fleet().worker_ids().map(|worker| {
-            let at = WorkerConfig::at(format!("http://worker-{worker}:8000"));
-            let config = WorkerConfig {
-                data_parallel_size: common.dp_size,
-                max_num_batched_tokens: Some(8_192),
-                total_kv_blocks: u32::try_from(common.kv_blocks).ok(),
-                ..at
-            };
-            (worker, config)
+        let workers = options
+            .fleet()
+            .worker_ids()
+            .map(|worker| (worker, worker_config(worker, common.dp_size, 8_192, u32::try_from(common.kv_blocks).ok())));
+        Self::over(config, workers, options.kill_every.map(Drill::new)).await
+    }
+
+    /// Starts a router over a simulated fleet, at its defaults but for what `setup` names.
+    ///
+    /// # Errors
+    /// The router refuses its configuration.
+    pub async fn start_simulated(setup: &Setup) -> Result<Self, Refusal> {
+        let workers = setup.fleet.worker_ids().zip(&setup.engines).map(|(worker, engine)| {
+            let blocks = Some(engine.blocks_usable());
+            (worker, worker_config(worker, setup.fleet.dp_size, engine.step_tokens_max, blocks))
         });
-        let builder = workers.fold(Router::builder(config), |builder, (worker, config)| builder.worker(worker, config));
-        let drill = options.kill_every.map(Drill::new);
-        Ok(Self { router: builder.start().await?, drill })
+        Self::over(setup.router_config()?, workers, None).await
+    }
+
+    async fn over(
+        config: RouterConfig,
+        workers: impl Iterator<Item = (WorkerId, WorkerConfig)>,
+        drill: Option<Drill>,
+    ) -> Result<Self, Refusal> {
+        let knows_caches = config.has_index();
+        let add = |builder: RouterBuilder, (worker, config)| builder.worker(worker, config);
+        let router = workers.fold(Router::builder(config), add).start().await?;
+        Ok(Self { router, knows_caches, drill })
     }
 
     /// The router itself, for what a closed loop does not ask.
     #[must_use]
     pub fn router(&self) -> &Router {
         &self.router
+    }
+}
+
+/// `config` for a fleet that is simulated, and whose caches are known by `knowledge`.
+pub(crate) fn knowing_by(knowledge: Knowledge, config: RouterConfig) -> RouterConfig {
+    RouterConfig {
+        use_kv_events: !matches!(knowledge, Knowledge::Ttl | Knowledge::Lru),
+        approximate_policy: match knowledge {
+            Knowledge::Lru => ApproximatePolicy::Lru,
+            Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,
+        },
+        predicted_ttl_ms: (knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS),
+        health_probe_interval_ms: 0, // nobody is there to answer
+        ..config
+    }
+}
+
+fn worker_config(worker: WorkerId, dp_size: u32, step_tokens_max: u32, kv_blocks: Option<u32>) -> WorkerConfig {
+    let at = WorkerConfig::at(format!("http://worker-{worker}:8000"));
+    WorkerConfig {
+        data_parallel_size: dp_size,
+        max_num_batched_tokens: Some(step_tokens_max),
+        total_kv_blocks: kv_blocks,
+        ..at
     }
 }
 
@@ -139,21 +172,18 @@ impl Target for Embedded {
         BlockHasher::new(HashScheme::new(block_size)).hashes(tokens, &MmBlocks::NONE).collect()
     }
 
-    fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<RouterEvent>) {
-        let mut push = |data| events.push(RouterEvent { rank, tier: StorageTier::Device, data });
-        if !change.removed.is_empty() {
-            push(KvEvent::Removed { blocks: change.removed.clone() });
-        }
-        if !change.stored.is_empty() {
-            push(KvEvent::Stored { parent: change.parent(blocks), blocks: blocks[change.stored.clone()].to_vec() });
-        }
+    fn event(&self, rank: WorkerRank, tier: StorageTier, data: KvEvent) -> RouterEvent {
+        RouterEvent { rank, tier, data }
     }
 
     async fn route(&self, call: Call) -> Result<Routed<Placement>, Refusal> {
         let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
         loop {
             match (self.router.route(request).await, &self.drill) {
-                (Ok(handle), _) => return Ok(Routed { rank: handle.rank(), handle }),
+                (Ok(handle), _) => {
+                    let cached_tokens = self.knows_caches.then(|| handle.cached_tokens().into());
+                    return Ok(Routed { cached_tokens, ..Routed::new(handle.rank(), handle) });
+                }
                 (Err(RouteError::Lost { .. }), Some(drill)) => drill.given_up.fetch_add(1, Relaxed),
                 (Err(error), _) => return Err(error.into()),
             };
@@ -170,6 +200,18 @@ impl Target for Embedded {
             drill.count(&self.router, handle.rank());
         }
         Ok(())
+    }
+
+    async fn output_block(&self, handle: &mut Placement) -> Result<(), Refusal> {
+        Ok(handle.output_block(None)?)
+    }
+
+    fn delivered(&self, handle: &mut Placement, cached_tokens: u64) {
+        handle.delivered_cached_tokens(u32::try_from(cached_tokens).unwrap_or(u32::MAX));
+    }
+
+    fn bookings(&self) -> Option<usize> {
+        Some(self.router.health().leases)
     }
 
     async fn free(&self, handle: Placement) -> Result<(), Refusal> {

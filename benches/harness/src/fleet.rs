@@ -3,7 +3,7 @@
 use pointsman::protocol::{WorkerId, WorkerRank};
 
 /// `workers` workers, numbered from 1, of `dp_size` ranks each, numbered from 0.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fleet {
     /// Number of workers.
     pub workers: u32,

@@ -7,9 +7,11 @@
 //!
 //! Beside the loop, [`events`] measures what comes from engines alone: how many blocks a second one core takes in.
 //!
-//! The harness embeds the router through its public API only, and simulates no time: engines answer at once, and
-//! load is whatever `--inflight` requests weigh. It says what routing costs and what it finds in caches, not what a
-//! fleet's latency would be.
+//! The loop simulates no time: its engines answer at once, and load is whatever `--inflight` requests weigh. It says what
+//! routing costs and what it finds in caches. What a fleet's users would see of it is for [`simulate`] to say: the same
+//! targets over engines that take their time, on a clock that nobody waits for.
+//!
+//! The harness embeds the router through its public API only.
 
 pub mod cli;
 pub mod closed_loop;
@@ -22,6 +24,7 @@ pub mod measure;
 pub mod record;
 pub mod report;
 pub mod results;
+pub mod simulate;
 pub mod source;
 pub mod target;
 

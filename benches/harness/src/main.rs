@@ -9,6 +9,7 @@ use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
+use pointsman_bench::simulate::Simulate;
 
 /// Measures Pointsman under load
 #[derive(Parser)]
@@ -24,12 +25,15 @@ enum Command {
     Replay(Replay),
     /// Measures what engines' events cost: decoding, hashing and indexing them, on one thread
     Events(Events),
+    /// Serves a workload on a simulated fleet in virtual time and reports what its users would have seen
+    Simulate(Box<Simulate>),
 }
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Replay(replay) => run(&replay),
         Command::Events(events) => measure(&events),
+        Command::Simulate(simulate) => simulate.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

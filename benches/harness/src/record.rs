@@ -4,6 +4,7 @@
 //! run's start. Leaves percentiles, ratios and doubts about the run to those who read it.
 
 use hdrhistogram::Histogram;
+use serde::Serialize;
 
 /// A whole run.
 #[derive(Clone, Debug)]
@@ -23,7 +24,7 @@ pub struct Run {
 }
 
 /// What became of one request.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RequestRecord {
     /// When it was due.
     pub due_us: u64,

@@ -25,10 +25,9 @@ use dynamo_kv_router::services::selection::{
     SelectAndReserveRequest, SelectRequest, SelectionService, SelectionServiceBuilder, WorkerRequest,
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
-use pointsman::protocol::{BlockHash, StoredBlock, WorkerId, WorkerRank};
+use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman::select::Policy;
 use pointsman_bench::cli::Replay;
-use pointsman_bench::engine::Change;
 use pointsman_bench::target::{Call, Refusal, Routed, Target};
 
 use crate::parity::{Facts, View};
@@ -122,10 +121,8 @@ impl Peer {
             routing_constraints: RoutingConstraints::default(),
         };
         let response = self.service.core().select_and_reserve(request).await?;
-        Ok(Routed {
-            rank: WorkerRank::new(WorkerId(response.worker_id), response.dp_rank),
-            handle: response.selection_id.ok_or("a reservation without its id")?,
-        })
+        let rank = WorkerRank::new(WorkerId(response.worker_id), response.dp_rank);
+        Ok(Routed::new(rank, response.selection_id.ok_or("a reservation without its id")?))
     }
 
     /// Books on `rank`.
@@ -270,27 +267,34 @@ impl Target for Peer {
         hashes.into_iter().map(|LocalBlockHash(hash)| BlockHash(hash)).collect()
     }
 
-    fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<RouterEvent>) {
-        let mut push = |data| {
-            let event = KvCacheEvent { event_id: self.next_event.fetch_add(1, Relaxed), data, dp_rank: rank.rank };
-            events.push(RouterEvent::with_storage_tier(rank.worker.0, event, StorageTier::Device));
+    fn event(&self, rank: WorkerRank, tier: pointsman::protocol::StorageTier, data: KvEvent) -> RouterEvent {
+        let tier = match tier {
+            pointsman::protocol::StorageTier::Device => StorageTier::Device,
+            pointsman::protocol::StorageTier::HostPinned => StorageTier::HostPinned,
+            pointsman::protocol::StorageTier::Disk => StorageTier::Disk,
+            pointsman::protocol::StorageTier::External => StorageTier::External,
         };
-        if !change.removed.is_empty() {
-            let block_hashes = change.removed.iter().map(|hash| ExternalSequenceBlockHash(hash.0)).collect();
-            push(KvCacheEventData::Removed(KvCacheRemoveData { block_hashes }));
-        }
-        if !change.stored.is_empty() {
-            let stored = |block: &StoredBlock| KvCacheStoredBlockData {
-                block_hash: ExternalSequenceBlockHash(block.engine_hash.0),
-                tokens_hash: LocalBlockHash(block.block_hash.0),
-                mm_extra_info: None,
-            };
-            push(KvCacheEventData::Stored(KvCacheStoreData {
-                parent_hash: change.parent(blocks).map(|hash| ExternalSequenceBlockHash(hash.0)),
-                start_position: None,
-                blocks: blocks[change.stored.clone()].iter().map(stored).collect(),
-            }));
-        }
+        let data = match data {
+            KvEvent::Removed { blocks } => {
+                let block_hashes = blocks.iter().map(|hash| ExternalSequenceBlockHash(hash.0)).collect();
+                KvCacheEventData::Removed(KvCacheRemoveData { block_hashes })
+            }
+            KvEvent::Stored { parent, blocks } => {
+                let stored = |block: &StoredBlock| KvCacheStoredBlockData {
+                    block_hash: ExternalSequenceBlockHash(block.engine_hash.0),
+                    tokens_hash: LocalBlockHash(block.block_hash.0),
+                    mm_extra_info: None,
+                };
+                KvCacheEventData::Stored(KvCacheStoreData {
+                    parent_hash: parent.map(|hash| ExternalSequenceBlockHash(hash.0)),
+                    start_position: None,
+                    blocks: blocks.iter().map(stored).collect(),
+                })
+            }
+            KvEvent::Cleared => KvCacheEventData::Cleared,
+        };
+        let event = KvCacheEvent { event_id: self.next_event.fetch_add(1, Relaxed), data, dp_rank: rank.rank };
+        RouterEvent::with_storage_tier(rank.worker.0, event, tier)
     }
 
     async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {

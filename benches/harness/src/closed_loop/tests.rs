@@ -2,7 +2,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::AtomicU64;
 
 use ahash::AHashSet;
-use pointsman::protocol::{BlockHash, EngineHash, WorkerId};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StorageTier, WorkerId};
 
 use super::*;
 use crate::target::Routed;
@@ -20,11 +20,6 @@ struct Strict {
     refuse: Option<&'static str>,
 }
 
-enum Event {
-    Stored(WorkerRank, Option<EngineHash>, Vec<EngineHash>),
-    Removed(WorkerRank, Vec<EngineHash>),
-}
-
 impl Strict {
     fn new(refuse: Option<&'static str>) -> Self {
         let held = Mutex::new(vec![AHashSet::new(); SHAPE.fleet.ranks()]);
@@ -38,7 +33,7 @@ impl Strict {
 
 impl Target for Strict {
     type Handle = String;
-    type Event = Event;
+    type Event = (WorkerRank, KvEvent);
 
     const NAME: &'static str = "strict";
 
@@ -47,12 +42,8 @@ impl Target for Strict {
         tokens.chunks_exact(block_size.get() as usize).map(|block| BlockHash(content(block))).collect()
     }
 
-    fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<Event>) {
-        if !change.removed.is_empty() {
-            events.push(Event::Removed(rank, change.removed.clone()));
-        }
-        let stored = blocks[change.stored.clone()].iter().map(|block| block.engine_hash).collect();
-        events.push(Event::Stored(rank, change.parent(blocks), stored));
+    fn event(&self, rank: WorkerRank, _: StorageTier, data: KvEvent) -> Self::Event {
+        (rank, data)
     }
 
     async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {
@@ -61,26 +52,26 @@ impl Target for Strict {
         }
         assert!(self.booked.lock().expect("alive").insert(call.id.clone()));
         tokio::task::yield_now().await;
-        Ok(Routed { rank: Self::rank_of(self.turn.fetch_add(1, Relaxed)), handle: call.id })
+        Ok(Routed::new(Self::rank_of(self.turn.fetch_add(1, Relaxed)), call.id))
     }
 
-    async fn apply_events(&self, events: Vec<Event>) -> Result<(), Refusal> {
+    async fn apply_events(&self, events: Vec<Self::Event>) -> Result<(), Refusal> {
         assert!(!events.is_empty());
         tokio::task::yield_now().await;
         let mut held = self.held.lock().expect("alive");
-        for event in events {
+        for (rank, event) in events {
+            let held = &mut held[SHAPE.fleet.index(rank).expect("known")];
             match event {
-                Event::Stored(rank, parent, blocks) => {
-                    let held = &mut held[SHAPE.fleet.index(rank).expect("known")];
+                KvEvent::Stored { parent, blocks } => {
                     assert!(parent.is_none_or(|parent| held.contains(&parent)), "stored behind an unknown block");
-                    held.extend(blocks);
+                    held.extend(blocks.iter().map(|block| block.engine_hash));
                 }
-                Event::Removed(rank, blocks) => {
-                    let held = &mut held[SHAPE.fleet.index(rank).expect("known")];
+                KvEvent::Removed { blocks } => {
                     for block in blocks {
                         assert!(held.remove(&block), "removed an unknown block");
                     }
                 }
+                KvEvent::Cleared => panic!("nobody clears"),
             }
         }
         Ok(())

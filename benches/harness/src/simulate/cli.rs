@@ -1,0 +1,371 @@
+//! Arguments of a simulation, and the steps from arguments to a result.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use engine_model::EngineConfig;
+use pointsman::config::Fanout;
+use pointsman::select::Policy;
+use serde_json::Value;
+use workload::trace::TraceError;
+
+use super::{RouterSetup, Setup, SimulateError, Warmup};
+use crate::cli::{Knowledge, policy_named};
+use crate::embedded::Embedded;
+use crate::fleet::Fleet;
+use crate::record::RequestRecord;
+use crate::results::{Reporting, ReportingError};
+use crate::source::Source;
+
+/// One simulation.
+#[derive(Args, Clone, Debug)]
+pub struct Simulate {
+    /// The workload.
+    #[command(flatten)]
+    pub source: Source,
+    /// Requests that only warm caches and count in no figure: a number, or a share of all
+    #[arg(long, default_value = "10%")]
+    pub warmup: Warmup,
+    /// The fleet.
+    #[command(flatten)]
+    pub fleet: FleetArguments,
+    /// The router.
+    #[command(flatten)]
+    pub router: RouterArguments,
+    /// What to say of it.
+    #[command(flatten)]
+    pub reporting: Reporting,
+    /// Write what became of each request to this file, one JSON object a line, in the workload's order
+    #[arg(long, value_name = "FILE")]
+    pub records: Option<PathBuf>,
+}
+
+/// Arguments that shape the fleet.
+#[derive(Args, Clone, Debug)]
+pub struct FleetArguments {
+    /// Simulated workers
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub workers: u32,
+    /// Data-parallel ranks of each worker, each an engine of its own
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub dp_size: u32,
+    /// What engines are like where nothing else is said
+    #[arg(long, value_enum, default_value_t)]
+    pub preset: Preset,
+    /// Makes some workers otherwise: WORKERS:FIGURE=VALUE,... such as 1-4:prefill-tokens-per-second=12500,kv-blocks=3584
+    ///
+    /// Workers count from 1. Figures are named like the flags below. May be given again; what comes later holds.
+    #[arg(long = "engine", value_name = "SPEC")]
+    pub engines: Vec<EngineSpec>,
+    /// What all engines have otherwise than the preset.
+    #[command(flatten)]
+    pub figures: EngineFigures,
+    /// How long what an engine announces is on its way to the router, in ms
+    #[arg(long, default_value_t = 1.0)]
+    pub event_delay_ms: f64,
+}
+
+/// A kind of engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Preset {
+    /// An 8-billion-parameter model on an H100 with 80 GB
+    #[default]
+    #[value(name = "8b-h100")]
+    H100With8b,
+}
+
+impl Preset {
+    /// Its engine.
+    #[must_use]
+    pub fn config(self) -> EngineConfig {
+        match self {
+            Self::H100With8b => EngineConfig::default(),
+        }
+    }
+}
+
+/// Figures of engines, those given.
+#[derive(Args, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineFigures {
+    /// Tokens of a KV block [8b-h100: 64]
+    #[arg(long, value_name = "TOKENS")]
+    pub block_size: Option<u32>,
+    /// KV blocks that a rank's device holds [8b-h100: 7168]
+    #[arg(long, value_name = "BLOCKS")]
+    pub kv_blocks: Option<u32>,
+    /// KV blocks that a rank's host memory holds [8b-h100: 0]
+    #[arg(long, value_name = "BLOCKS")]
+    pub host_kv_blocks: Option<u32>,
+    /// Tokens a step computes at most [8b-h100: 8192]
+    #[arg(long, value_name = "TOKENS")]
+    pub step_tokens_max: Option<u32>,
+    /// Sequences that run at once [8b-h100: 256]
+    #[arg(long, value_name = "SEQUENCES")]
+    pub sequences_max: Option<u32>,
+    /// Longest prompt and output together [8b-h100: 131072, or what fits the device]
+    #[arg(long, value_name = "TOKENS")]
+    pub max_model_len: Option<u32>,
+    /// What every step takes, in µs [8b-h100: 4000]
+    #[arg(long, value_name = "US")]
+    pub step_us: Option<u32>,
+    /// Prompt tokens computed in a second, attention apart [8b-h100: 25000]
+    #[arg(long, value_name = "TOKENS")]
+    pub prefill_tokens_per_second: Option<u32>,
+    /// Attention of one prompt token to one token before it, in ps [8b-h100: 1200]
+    #[arg(long, value_name = "PS")]
+    pub attention_ps: Option<u32>,
+    /// Each decoding sequence of a step, in µs [8b-h100: 20]
+    #[arg(long, value_name = "US")]
+    pub decode_sequence_us: Option<u32>,
+    /// Each token of context that a decoding sequence reads, in ns [8b-h100: 65]
+    #[arg(long, value_name = "NS")]
+    pub kv_token_ns: Option<u32>,
+    /// Each token loaded back from host memory, in ns [8b-h100: 2600]
+    #[arg(long, value_name = "NS")]
+    pub host_token_ns: Option<u32>,
+}
+
+impl EngineFigures {
+    /// The figure of this name. The block size is all workers' or none's.
+    fn named(&mut self, name: &str) -> Option<&mut Option<u32>> {
+        Some(match name {
+            "kv-blocks" => &mut self.kv_blocks,
+            "host-kv-blocks" => &mut self.host_kv_blocks,
+            "step-tokens-max" => &mut self.step_tokens_max,
+            "sequences-max" => &mut self.sequences_max,
+            "max-model-len" => &mut self.max_model_len,
+            "step-us" => &mut self.step_us,
+            "prefill-tokens-per-second" => &mut self.prefill_tokens_per_second,
+            "attention-ps" => &mut self.attention_ps,
+            "decode-sequence-us" => &mut self.decode_sequence_us,
+            "kv-token-ns" => &mut self.kv_token_ns,
+            "host-token-ns" => &mut self.host_token_ns,
+            _ => return None,
+        })
+    }
+
+    fn apply(&self, config: &mut EngineConfig) {
+        let set = |figure: &mut u32, given: Option<u32>| *figure = given.unwrap_or(*figure);
+        set(&mut config.block_size, self.block_size);
+        set(&mut config.kv_blocks, self.kv_blocks);
+        set(&mut config.host_kv_blocks, self.host_kv_blocks);
+        set(&mut config.step_tokens_max, self.step_tokens_max);
+        set(&mut config.sequences_max, self.sequences_max);
+        set(&mut config.max_model_len, self.max_model_len);
+        set(&mut config.cost.step_us, self.step_us);
+        set(&mut config.cost.prefill_tokens_per_second, self.prefill_tokens_per_second);
+        set(&mut config.cost.attention_ps, self.attention_ps);
+        set(&mut config.cost.decode_sequence_us, self.decode_sequence_us);
+        set(&mut config.cost.kv_token_ns, self.kv_token_ns);
+        set(&mut config.cost.host_token_ns, self.host_token_ns);
+    }
+}
+
+/// Some workers, and what they have otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineSpec {
+    /// From 1.
+    pub workers: RangeInclusive<u32>,
+    /// What they have.
+    pub figures: EngineFigures,
+}
+
+impl FromStr for EngineSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (range, given) = text.split_once(':').ok_or("no ':' between workers and figures")?;
+        let number = |text: &str| text.parse::<u32>().map_err(|error| format!("worker {text:?}: {error}"));
+        let workers = match range.split_once('-') {
+            Some((first, last)) => number(first)?..=number(last)?,
+            None => number(range)?..=number(range)?,
+        };
+        if workers.is_empty() || workers.contains(&0) {
+            return Err(format!("workers {range:?} are none; they count from 1"));
+        }
+        let mut figures = EngineFigures::default();
+        for pair in given.split(',') {
+            let (name, value) = pair.split_once('=').ok_or_else(|| format!("no '=' in {pair:?}"))?;
+            let figure = figures.named(name).ok_or_else(|| format!("no figure {name:?} that workers differ in"))?;
+            *figure = Some(value.parse().map_err(|error| format!("{name} {value:?}: {error}"))?);
+        }
+        Ok(Self { workers, figures })
+    }
+}
+
+impl FleetArguments {
+    /// The fleet's shape.
+    #[must_use]
+    pub fn fleet(&self) -> Fleet {
+        Fleet { workers: self.workers, dp_size: self.dp_size }
+    }
+
+    /// Each worker's engine.
+    ///
+    /// # Errors
+    /// A spec names workers that the fleet does not have.
+    pub fn engines(&self) -> Result<Vec<EngineConfig>, SimulateError> {
+        if let Some(spec) = self.engines.iter().find(|spec| *spec.workers.end() > self.workers) {
+            let (last, workers) = (spec.workers.end(), self.workers);
+            return Err(SimulateError::Setup(format!("no worker {last} among {workers}")));
+        }
+        Ok((1..=self.workers).map(|worker| self.engine(worker)).collect())
+    }
+
+    /// The fleet behind such a router.
+    ///
+    /// # Errors
+    /// Workers are named that are not there, or events take no possible time.
+    pub fn setup(&self, router: RouterSetup, warmup_requests: usize) -> Result<Setup, SimulateError> {
+        let event_delay_us = self.event_delay_ms * 1e3;
+        if !(0.0..=1e12).contains(&event_delay_us) {
+            return Err(SimulateError::Setup(format!("events cannot take {} ms", self.event_delay_ms)));
+        }
+        Ok(Setup {
+            fleet: self.fleet(),
+            engines: self.engines()?,
+            event_delay_us: event_delay_us.round() as u64,
+            warmup_requests,
+            router,
+        })
+    }
+
+    fn engine(&self, worker: u32) -> EngineConfig {
+        let mut config = self.preset.config();
+        let specs = self.engines.iter().filter(|spec| spec.workers.contains(&worker)).map(|spec| &spec.figures);
+        let mut is_len_given = false;
+        for figures in std::iter::once(&self.figures).chain(specs) {
+            figures.apply(&mut config);
+            is_len_given |= figures.max_model_len.is_some();
+        }
+        if !is_len_given {
+            let fits = config.blocks_usable().saturating_mul(config.block_size);
+            config.max_model_len = config.max_model_len.min(fits);
+        }
+        config
+    }
+}
+
+/// Arguments that shape the router.
+#[derive(Args, Clone, Debug)]
+pub struct RouterArguments {
+    /// Selection policy
+    #[arg(long, default_value = "kv", value_parser = policy_named)]
+    pub policy: Policy,
+    /// Where the router's knowledge of caches comes from
+    #[arg(long, value_enum, default_value_t)]
+    pub knowledge: Knowledge,
+    /// Index shards [default: the router's]
+    #[arg(long)]
+    pub shards: Option<u32>,
+    /// Which ranks are asked for their exact load [default: the router's]
+    #[arg(long, value_enum)]
+    pub fanout: Option<FanoutArgument>,
+    /// Seed of the router's draws and of a generated workload
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Any other setting of the router, as its configuration spells it: NAME=VALUE, the value in JSON
+    #[arg(long = "set", value_name = "NAME=VALUE", value_parser = setting)]
+    pub settings: Vec<(String, Value)>,
+}
+
+/// [`Fanout`] as an argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FanoutArgument {
+    /// Only those that can win
+    Shortlist,
+    /// All
+    All,
+}
+
+impl From<FanoutArgument> for Fanout {
+    fn from(fanout: FanoutArgument) -> Self {
+        match fanout {
+            FanoutArgument::Shortlist => Self::Shortlist,
+            FanoutArgument::All => Self::All,
+        }
+    }
+}
+
+/// A bare word needs no quotes.
+fn setting(text: &str) -> Result<(String, Value), String> {
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("no '=' in {text:?}"))?;
+    let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
+    Ok((name.to_owned(), value))
+}
+
+impl RouterArguments {
+    /// The settings.
+    #[must_use]
+    pub fn setup(&self) -> RouterSetup {
+        RouterSetup {
+            policy: self.policy,
+            knowledge: self.knowledge,
+            shards: self.shards,
+            fanout: self.fanout.map(Fanout::from),
+            seed: self.seed,
+            settings: self.settings.iter().cloned().collect(),
+        }
+    }
+}
+
+/// Why a simulation has nothing to print.
+#[derive(Debug, thiserror::Error)]
+pub enum SimulateCommandError {
+    /// The trace is broken.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// The simulation failed.
+    #[error(transparent)]
+    Simulate(#[from] SimulateError),
+    /// The figures are doubtful, or nobody reads them.
+    #[error(transparent)]
+    Reporting(#[from] ReportingError),
+    /// The records cannot be kept.
+    #[error("cannot write {path}: {source}")]
+    Records {
+        /// Where they should be.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl Simulate {
+    /// What is simulated, for a workload of so many requests.
+    ///
+    /// # Errors
+    /// Workers are named that are not there.
+    pub fn setup(&self, requests: usize) -> Result<Setup, SimulateError> {
+        self.fleet.setup(self.router.setup(), self.warmup.of(requests))
+    }
+
+    /// Simulates, with Pointsman's own router, and says what came of it.
+    ///
+    /// # Errors
+    /// The trace cannot be read, the simulation fails, or its figures cannot be said.
+    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), SimulateCommandError> {
+        let workload = self.source.load(self.router.seed)?;
+        let setup = self.setup(workload.requests.len())?;
+        let run = super::run(&setup, &workload, Embedded::start_simulated)?;
+        if let Some(path) = &self.records {
+            let failed = |source| SimulateCommandError::Records { path: path.clone(), source };
+            write_records(&run.requests, path).map_err(failed)?;
+        }
+        let facts = setup.facts(&workload, &self.reporting);
+        Ok(self.reporting.finish(&run, &facts, out, warnings_out)?)
+    }
+}
+
+fn write_records(records: &[RequestRecord], path: &Path) -> io::Result<()> {
+    let mut out = BufWriter::new(File::create(path)?);
+    for record in records {
+        serde_json::to_writer(&mut out, record)?;
+        writeln!(out)?;
+    }
+    out.flush()
+}

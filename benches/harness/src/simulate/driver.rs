@@ -1,0 +1,351 @@
+//! The driver: takes what happens next off the heap, moves the clock there, and tells whoever must hear.
+//!
+//! Owns the order of things. Promises that the router has settled before it is told anything, that a request's parts
+//! come in order (placed, first token, blocks of output, end), and that a run which cannot end says so. Leaves to the
+//! ranks what a step does, to the target where a request goes.
+//!
+//! Steps that have nothing to tell (tokens between two blocks of output, no event) do not touch the router, nor the
+//! clock.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::mem;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use engine_model::{CacheEvent, Output, RequestSpec, Step};
+use hdrhistogram::Histogram;
+use workload::{Arrivals, Request, Workload};
+
+use super::heap::{Event, Heap};
+use super::rank::{FleetRank, announcements};
+use super::time::VirtualTime;
+use super::{Setup, SimulateError};
+use crate::record::{RankSample, RequestRecord, Run};
+use crate::target::{Call, Refusal, Routed, Target};
+
+/// How often ranks are looked at.
+const SAMPLE_US: u64 = 1_000_000;
+
+/// How long all ranks may be idle with requests unplaced and none to come: an hour.
+const IDLE_SAMPLES_MAX: u32 = 3_600;
+
+/// Longest gap between two tokens that the histogram tells from longer ones: an hour.
+const ITL_MAX_US: u64 = 3_600_000_000;
+
+/// Answers of `route`, in the order in which they came.
+type Answers<H> = Arc<Mutex<Vec<(usize, Result<Routed<H>, Refusal>)>>>;
+
+/// A simulation under way.
+pub(super) struct Driver<'a, T: Target> {
+    setup: &'a Setup,
+    workload: &'a Workload,
+    target: Arc<T>,
+    time: VirtualTime,
+    now_us: u64,
+    heap: Heap,
+    ranks: Vec<FleetRank>,
+    /// Ranks that may begin a step once this moment is over.
+    ready: BTreeSet<usize>,
+    /// By rank: what it has announced and the router has not heard.
+    announced: Vec<VecDeque<Vec<T::Event>>>,
+    answers: Answers<T::Handle>,
+    /// Prompts sent to the router and not placed.
+    unplaced: BTreeMap<usize, Arc<[u32]>>,
+    /// By request: where it runs.
+    running: Vec<Option<Running<T::Handle>>>,
+    unfinished: usize,
+    unsent: usize,
+    /// Requests of a closed loop that wait for an earlier one's end.
+    waiting: Range<usize>,
+    idle_samples: u32,
+    records: Vec<RequestRecord>,
+    itl_us: Histogram<u64>,
+    samples: Vec<RankSample>,
+    ended_us: u64,
+}
+
+/// A request on a rank.
+struct Running<H> {
+    handle: H,
+    last_token_us: u64,
+}
+
+impl<'a, T: Target> Driver<'a, T> {
+    pub(super) fn new(
+        target: T,
+        time: VirtualTime,
+        setup: &'a Setup,
+        workload: &'a Workload,
+    ) -> Result<Self, SimulateError> {
+        let requests = &workload.requests;
+        let mut heap = Heap::default();
+        let waiting = match workload.arrivals {
+            Arrivals::OpenLoop => requests.len()..requests.len(),
+            Arrivals::Concurrency(inflight) => requests.len().min(inflight.get() as usize)..requests.len(),
+        };
+        for (number, request) in requests[..waiting.start].iter().enumerate() {
+            let due_us = if workload.arrivals == Arrivals::OpenLoop { request.arrival_us } else { 0 };
+            heap.push(due_us, Event::Arrival(number));
+        }
+        heap.push(0, Event::Sample);
+        let record =
+            |request: &Request| RequestRecord { prompt_tokens: request.prompt_tokens(), ..RequestRecord::default() };
+        let ranks: Vec<FleetRank> = setup.ranks()?;
+        Ok(Self {
+            setup,
+            workload,
+            target: Arc::new(target),
+            time,
+            now_us: 0,
+            heap,
+            ready: BTreeSet::new(),
+            announced: ranks.iter().map(|_| VecDeque::new()).collect(),
+            ranks,
+            answers: Arc::default(),
+            unplaced: BTreeMap::new(),
+            running: requests.iter().map(|_| None).collect(),
+            unfinished: requests.len(),
+            unsent: requests.len(),
+            waiting,
+            idle_samples: 0,
+            records: requests.iter().map(record).collect(),
+            itl_us: Histogram::new_with_bounds(1, ITL_MAX_US, 3).expect("one to an hour, three digits"),
+            samples: Vec::new(),
+            ended_us: 0,
+        })
+    }
+
+    /// Runs until every request has ended, and ends the target.
+    pub(super) async fn run(mut self) -> Result<Run, SimulateError> {
+        while self.unfinished > 0 {
+            match self.heap.next_us() {
+                Some(at_us) if at_us <= self.now_us => self.happen().await?,
+                Some(_) if !self.ready.is_empty() => self.begin_steps(),
+                Some(at_us) => self.now_us = at_us,
+                None => return Err(self.stuck()),
+            }
+        }
+        self.deliver_the_rest().await?;
+        if let Some(bookings @ 1..) = self.target.bookings() {
+            return Err(SimulateError::NotAtRest { target: T::NAME, bookings });
+        }
+        drop(self.time); // its waits may now pass as fast as they can
+        if let Some(target) = Arc::into_inner(self.target) {
+            target.shutdown().await;
+        }
+        Ok(Run {
+            requests: self.records,
+            itl_us: self.itl_us,
+            rank_samples: self.samples,
+            ranks: self.ranks.len() as u32,
+            warmup_requests: self.setup.warmup_requests,
+            ended_us: self.ended_us,
+        })
+    }
+
+    async fn happen(&mut self) -> Result<(), SimulateError> {
+        match self.heap.pop() {
+            Some(Event::Arrival(number)) => self.on_arrival(number).await,
+            Some(Event::StepEnd(rank)) => self.on_step_end(rank).await,
+            Some(Event::Announcement(rank)) => self.on_announcement(rank).await,
+            Some(Event::Sample) => self.on_sample().await,
+            None => Ok(()),
+        }
+    }
+
+    /// All that happens in one moment is in before a step begins, so that an engine batches what came together.
+    fn begin_steps(&mut self) {
+        for rank in mem::take(&mut self.ready) {
+            if let Some(ends_us) = self.ranks[rank].begin(self.now_us) {
+                self.heap.push(ends_us, Event::StepEnd(rank));
+            }
+        }
+    }
+
+    async fn on_arrival(&mut self, number: usize) -> Result<(), SimulateError> {
+        self.meet_target().await?;
+        self.unsent -= 1;
+        let record = &mut self.records[number];
+        (record.due_us, record.sent_us) = (self.now_us, self.now_us);
+        let tokens = self.workload.requests[number].tokens();
+        self.unplaced.insert(number, tokens.as_slice().into());
+        let call = Call { id: format!("request-{number}"), tokens };
+        let (target, answers) = (Arc::clone(&self.target), Arc::clone(&self.answers));
+        // A task of its own, for the router may have it wait.
+        drop(tokio::spawn(async move {
+            let routed = target.route(call).await;
+            answers.lock().unwrap_or_else(PoisonError::into_inner).push((number, routed));
+        }));
+        self.settle().await
+    }
+
+    async fn on_step_end(&mut self, rank: usize) -> Result<(), SimulateError> {
+        let Some(Step { outputs, events, .. }) = self.ranks[rank].end() else { return Ok(()) };
+        let block_size = u64::from(self.setup.block_size().get());
+        let is_news = |output: &Output| {
+            let tokens = self.records[output.id as usize].output_tokens + 1;
+            output.first || output.finished.is_some() || tokens.is_multiple_of(block_size)
+        };
+        let has_news = outputs.iter().any(is_news);
+        if has_news {
+            self.meet_target().await?;
+        }
+        for output in &outputs {
+            self.on_output(rank, output, block_size).await?;
+        }
+        if has_news {
+            self.settle().await?;
+        }
+        self.announce(rank, &events);
+        self.ready.insert(rank);
+        Ok(())
+    }
+
+    async fn on_output(&mut self, rank: usize, output: &Output, block_size: u64) -> Result<(), SimulateError> {
+        let number = output.id as usize;
+        let Some(running) = &mut self.running[number] else { return Ok(()) };
+        let record = &mut self.records[number];
+        record.output_tokens += 1;
+        if output.first {
+            record.first_token_us = Some(self.now_us);
+            record.cached_tokens = Some(output.cached_tokens.into());
+            self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
+            self.target.delivered(&mut running.handle, output.cached_tokens.into());
+            let done = self.target.prefill_completed(&mut running.handle).await;
+            done.map_err(refused::<T>("complete the prefill of", number))?;
+        } else if number >= self.setup.warmup_requests {
+            self.itl_us.saturating_record(self.now_us - running.last_token_us);
+        }
+        running.last_token_us = self.now_us;
+        if record.output_tokens.is_multiple_of(block_size) {
+            let counted = self.target.output_block(&mut running.handle).await;
+            counted.map_err(refused::<T>("count the output of", number))?;
+        }
+        if output.finished.is_some() {
+            record.ended_us = Some(self.now_us);
+            if let Some(running) = self.running[number].take() {
+                self.target.free(running.handle).await.map_err(refused::<T>("free", number))?;
+            }
+            self.finish();
+        }
+        Ok(())
+    }
+
+    fn announce(&mut self, rank: usize, events: &[CacheEvent]) {
+        if events.is_empty() {
+            return;
+        }
+        let (name, announced) = (self.ranks[rank].name, announcements(events, self.setup.block_size(), T::hash));
+        let events = announced.into_iter().map(|(tier, data)| self.target.event(name, tier, data));
+        self.announced[rank].push_back(events.collect());
+        self.heap.push(self.now_us + self.setup.event_delay_us, Event::Announcement(rank));
+    }
+
+    async fn on_announcement(&mut self, rank: usize) -> Result<(), SimulateError> {
+        let Some(events) = self.announced[rank].pop_front() else { return Ok(()) };
+        self.meet_target().await?;
+        self.target.apply_events(events).await.map_err(|reason| SimulateError::Events { target: T::NAME, reason })?;
+        self.settle().await
+    }
+
+    async fn on_sample(&mut self) -> Result<(), SimulateError> {
+        self.meet_target().await?; // a request may wait for nothing but time
+        for (number, rank) in (0..).zip(&self.ranks) {
+            self.samples.push(rank.sample(self.now_us, number));
+        }
+        self.heap.push(self.now_us + SAMPLE_US, Event::Sample);
+        let is_idle = self.unsent == 0 && self.ready.is_empty() && self.ranks.iter().all(FleetRank::is_idle);
+        self.idle_samples = if is_idle { self.idle_samples + 1 } else { 0 };
+        if self.idle_samples > IDLE_SAMPLES_MAX { Err(self.stuck()) } else { Ok(()) }
+    }
+
+    /// Hands over what was announced last, so that the router has heard all when it is asked whether it is at rest.
+    async fn deliver_the_rest(&mut self) -> Result<(), SimulateError> {
+        while let Some(at_us) = self.heap.next_us() {
+            match self.heap.pop() {
+                Some(Event::Announcement(rank)) => {
+                    self.now_us = self.now_us.max(at_us);
+                    self.on_announcement(rank).await?;
+                }
+                Some(Event::Arrival(_) | Event::StepEnd(_) | Event::Sample) | None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the target where the simulation is, with all that time alone brought about.
+    async fn meet_target(&mut self) -> Result<(), SimulateError> {
+        self.time.reach(self.now_us).await;
+        self.place().await
+    }
+
+    /// Lets the target do all that it can, and sends on what it has placed.
+    async fn settle(&mut self) -> Result<(), SimulateError> {
+        self.target.settle().await.map_err(|reason| SimulateError::Events { target: T::NAME, reason })?;
+        self.time.settle().await;
+        self.place().await
+    }
+
+    async fn place(&mut self) -> Result<(), SimulateError> {
+        let answers = mem::take(&mut *self.answers.lock().unwrap_or_else(PoisonError::into_inner));
+        for (number, routed) in answers {
+            let Some(tokens) = self.unplaced.remove(&number) else { continue };
+            match routed {
+                Ok(routed) => self.on_placed(number, routed, tokens).await?,
+                Err(reason) => self.fail(number, reason.to_string()),
+            }
+        }
+        Ok(())
+    }
+
+    async fn on_placed(
+        &mut self,
+        number: usize,
+        routed: Routed<T::Handle>,
+        tokens: Arc<[u32]>,
+    ) -> Result<(), SimulateError> {
+        let Routed { rank: name, handle, cached_tokens, ttft_us } = routed;
+        let unknown = || SimulateError::UnknownRank { target: T::NAME, request: number, rank: name };
+        let rank = self.setup.fleet.index(name).ok_or_else(unknown)?;
+        let names = self.ranks[rank].names(&tokens);
+        let record = &mut self.records[number];
+        record.placed_us = Some(self.now_us);
+        record.predicted_cached_tokens = cached_tokens;
+        record.predicted_ttft_us = ttft_us;
+        record.rank = Some(rank as u32);
+        record.reachable_tokens = self.ranks.iter().map(|rank| rank.cached_tokens(&names)).max();
+        let foreseen_us = |rank: &FleetRank| rank.first_token_us(self.now_us, record.prompt_tokens, &names);
+        let least_us = self.ranks.iter().map(foreseen_us).min().unwrap_or_default();
+        record.regret_us = Some(foreseen_us(&self.ranks[rank]) - least_us);
+
+        let spec = RequestSpec::new(number as u64, tokens, self.workload.requests[number].output_tokens);
+        if let Err(reason) = self.ranks[rank].submit(spec, names) {
+            self.fail(number, reason.to_string());
+            return self.target.free(handle).await.map_err(refused::<T>("free", number));
+        }
+        self.running[number] = Some(Running { handle, last_token_us: self.now_us });
+        self.ready.insert(rank);
+        Ok(())
+    }
+
+    fn fail(&mut self, number: usize, reason: String) {
+        self.records[number].failure = Some(reason);
+        self.finish();
+    }
+
+    fn finish(&mut self) {
+        self.unfinished -= 1;
+        if let Some(number) = self.waiting.next() {
+            self.heap.push(self.now_us, Event::Arrival(number));
+        }
+        self.ended_us = self.now_us;
+    }
+
+    fn stuck(&self) -> SimulateError {
+        SimulateError::Stuck { target: T::NAME, requests: self.unfinished, at_us: self.now_us }
+    }
+}
+
+fn refused<T: Target>(step: &'static str, request: usize) -> impl FnOnce(Refusal) -> SimulateError {
+    move |reason| SimulateError::Refused { target: T::NAME, step, request, reason }
+}

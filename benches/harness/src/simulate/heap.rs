@@ -1,0 +1,57 @@
+//! What will happen, soonest first; of one moment, in the order in which it was found out.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// Something that happens at its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Event {
+    /// This request of the workload is sent.
+    Arrival(usize),
+    /// This rank's step ends.
+    StepEnd(usize),
+    /// The router hears what this rank announced next.
+    Announcement(usize),
+    /// The ranks are looked at.
+    Sample,
+}
+
+/// The events to come.
+#[derive(Debug, Default)]
+pub(super) struct Heap {
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    pushed: u64,
+}
+
+impl Heap {
+    pub(super) fn push(&mut self, at_us: u64, event: Event) {
+        self.events.push(Reverse((at_us, self.pushed, event)));
+        self.pushed += 1;
+    }
+
+    pub(super) fn next_us(&self) -> Option<u64> {
+        self.events.peek().map(|Reverse((at_us, _, _))| *at_us)
+    }
+
+    pub(super) fn pop(&mut self) -> Option<Event> {
+        self.events.pop().map(|Reverse((_, _, event))| event)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_soonest_comes_first_and_equals_in_order() {
+        let mut heap = Heap::default();
+        for (at_us, event) in
+            [(5, Event::Sample), (3, Event::StepEnd(2)), (5, Event::Arrival(0)), (3, Event::StepEnd(1))]
+        {
+            heap.push(at_us, event);
+        }
+        assert_eq!(heap.next_us(), Some(3));
+        let order: Vec<Event> = std::iter::from_fn(|| heap.pop()).collect();
+        assert_eq!(order, [Event::StepEnd(2), Event::StepEnd(1), Event::Sample, Event::Arrival(0)]);
+    }
+}

@@ -1,0 +1,323 @@
+use clap::Parser;
+use engine_model::{EngineConfig, Rank, RequestSpec, StepCost};
+use pointsman::select::Policy;
+use serde_json::json;
+use workload::{Arrivals, Request, Rng, Segment, Workload};
+
+use super::*;
+use crate::embedded::Embedded;
+use crate::fleet::Fleet;
+use crate::record::RequestRecord;
+use crate::results::Summary;
+
+#[derive(Parser)]
+struct Arguments {
+    #[command(flatten)]
+    simulate: Simulate,
+}
+
+/// Conversations of a few turns behind few system prompts, an arrival every `gap_us` on average.
+fn chat(requests: usize, gap_us: u32) -> Workload {
+    let mut rng = Rng::new(11);
+    let mut conversations: Vec<Vec<Segment>> = Vec::new();
+    let (mut at_us, mut next_id) = (0, 1_000);
+    let requests = (0..requests).map(|_| {
+        at_us += u64::from(rng.below(2 * gap_us));
+        let number = rng.below(24) as usize;
+        if number >= conversations.len() {
+            conversations.push(vec![Segment { id: rng.below(3).into(), tokens: 640 }]);
+        }
+        let last = conversations.len() - 1;
+        let conversation = &mut conversations[number.min(last)];
+        next_id += 1;
+        conversation.push(Segment { id: next_id, tokens: rng.within(50..=900) });
+        Request { arrival_us: at_us, prompt: conversation.clone(), output_tokens: rng.within(1..=150), session: None }
+    });
+    Workload {
+        name: "chat".to_owned(),
+        requests: requests.collect(),
+        arrivals: Arrivals::OpenLoop,
+        trace_checksum: None,
+    }
+}
+
+fn setup(policy: Policy) -> Setup {
+    let mut setup = Setup::new(3, 2);
+    setup.router.policy = policy;
+    setup
+}
+
+fn serve(setup: &Setup, workload: &Workload) -> Run {
+    run(setup, workload, Embedded::start_simulated).expect("runs")
+}
+
+fn summary(setup: &Setup, run: &Run) -> Summary {
+    let reporting = Arguments::parse_from(["test", "--series"]).simulate.reporting;
+    Summary::new(run, &setup.facts(&workload_of(Vec::new()), &reporting))
+}
+
+fn serve_summed(setup: &Setup, workload: &Workload) -> Summary {
+    summary(setup, &serve(setup, workload))
+}
+
+/// A lone request's time to the first token, by the engine itself.
+fn lone_first_token_us(config: EngineConfig, request: &Request) -> u64 {
+    let mut rank = Rank::new(config).expect("a good engine");
+    rank.submit(RequestSpec::new(0, request.tokens(), request.output_tokens)).expect("taken");
+    let mut sum_us = 0;
+    loop {
+        let step = rank.step().expect("a request runs");
+        sum_us += step.duration_us;
+        if step.outputs.iter().any(|output| output.first) {
+            return sum_us;
+        }
+    }
+}
+
+fn lone(arrival_us: u64, id: u64, tokens: u32) -> Request {
+    Request { arrival_us, prompt: vec![Segment { id, tokens }], output_tokens: 3, session: None }
+}
+
+fn workload_of(requests: Vec<Request>) -> Workload {
+    Workload { name: "made".to_owned(), requests, arrivals: Arrivals::OpenLoop, trace_checksum: None }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_bytes() {
+    let (workload, setup) = (chat(150, 20_000), setup(Policy::Kv));
+    let (first, second) = (serve(&setup, &workload), serve(&setup, &workload));
+    assert_eq!(format!("{first:?}"), format!("{second:?}"));
+    let bytes = |run: &Run| {
+        let mut bytes = Vec::new();
+        summary(&setup, run).write(&mut bytes, true).expect("written");
+        bytes
+    };
+    assert_eq!(bytes(&first), bytes(&second));
+}
+
+#[test]
+fn shards_and_fanout_change_no_decision() {
+    let workload = chat(300, 8_000);
+    let one = setup(Policy::Kv);
+    let mut four = one.clone();
+    four.router.shards = Some(4);
+    let mut all = one.clone();
+    all.router.fanout = Some(pointsman::config::Fanout::All);
+    let runs = [one, four, all].map(|setup| serve(&setup, &workload));
+    assert_eq!(runs[0].requests, runs[1].requests);
+    assert_eq!(runs[0].requests, runs[2].requests);
+    let other = serve(&setup(Policy::RoundRobin), &workload);
+    let ranks = |run: &Run| run.requests.iter().map(|record| record.rank).collect::<Vec<_>>();
+    assert_ne!(ranks(&runs[0]), ranks(&other));
+}
+
+#[test]
+fn every_request_ends_and_figures_agree_with_each_other() {
+    let workload = chat(300, 8_000);
+    let run = serve(&setup(Policy::Kv), &workload);
+    let mut last_us = 0;
+    for (record, request) in run.requests.iter().zip(&workload.requests) {
+        let placed_us = record.placed_us.expect("placed");
+        let first_us = record.first_token_us.expect("answered");
+        let ended_us = record.ended_us.expect("ended");
+        assert!(record.due_us == record.sent_us && record.sent_us <= placed_us, "{record:?}");
+        assert!(placed_us < first_us && first_us <= ended_us, "{record:?}");
+        assert_eq!(record.output_tokens, u64::from(request.output_tokens));
+        assert_eq!((record.prompt_tokens, &record.failure), (request.prompt_tokens(), &None));
+        let (cached, reachable) = (record.cached_tokens.expect("told"), record.reachable_tokens.expect("known"));
+        assert!(cached.max(reachable) < record.prompt_tokens, "{record:?}");
+        last_us = last_us.max(ended_us);
+    }
+    assert_eq!((run.ranks, run.ended_us), (6, last_us));
+    let gaps: u64 = run.requests.iter().map(|record| record.output_tokens - 1).sum();
+    assert_eq!(run.itl_us.len(), gaps);
+
+    let last = run.rank_samples.chunk_by(|one, next| one.at_us == next.at_us).next_back().expect("sampled");
+    assert_eq!(last.iter().map(|sample| sample.rank).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+    let cached: u64 = run.requests.iter().filter_map(|record| record.cached_tokens).sum();
+    assert!(last.iter().map(|sample| sample.cached_tokens_total).sum::<u64>() <= cached);
+    assert!(last.iter().any(|sample| sample.prompt_tokens_total > 0));
+}
+
+#[test]
+fn policies_that_know_caches_hit_more_and_regret_less() {
+    let workload = chat(300, 8_000);
+    let of = |policy| {
+        let summary = serve_summed(&setup(policy), &workload);
+        let regret = summary.regret_seconds.expect("reckoned").mean;
+        (summary.hit_rate.expect("told"), summary.reachable_hit_rate.expect("known"), regret)
+    };
+    let (kv, blind) = (of(Policy::Kv), of(Policy::RoundRobin));
+    assert!(kv.0 > blind.0 + 0.05, "{kv:?} {blind:?}");
+    assert!(kv.0 <= kv.1 + 0.05, "{kv:?}");
+    assert!(kv.2 < blind.2, "{kv:?} {blind:?}");
+}
+
+#[test]
+fn a_lone_request_takes_its_engines_steps() {
+    // One step, several, and one behind a cached prefix.
+    let first = lone(0, 1, 500);
+    let mut second = lone(10_000_000, 2, 20_001);
+    second.output_tokens = 70;
+    let again = lone(20_000_000, 1, 500);
+    let mut setup = setup(Policy::Kv);
+    setup.fleet = Fleet { workers: 1, dp_size: 1 };
+    setup.engines.truncate(1);
+    let run = serve(&setup, &workload_of(vec![first.clone(), second.clone(), again]));
+    let [one, two, three] = &run.requests[..] else { panic!("three records") };
+    let ttft_us = |record: &RequestRecord| record.first_token_us.expect("answered") - record.due_us;
+    assert_eq!(ttft_us(one), lone_first_token_us(setup.engines[0], &first));
+    assert_eq!(ttft_us(two), lone_first_token_us(setup.engines[0], &second));
+    assert_eq!(three.cached_tokens, Some(448));
+    assert_eq!((three.reachable_tokens, three.predicted_cached_tokens), (Some(448), Some(448)));
+    assert!(ttft_us(three) < ttft_us(one));
+    assert!(run.requests.iter().all(|record| record.regret_us == Some(0) && record.rank == Some(0)));
+}
+
+#[test]
+fn the_oracle_foresees_a_lone_request_to_the_microsecond() {
+    let (prompt, config) = (lone(0, 1, 30_000), EngineConfig::default());
+    let rank = rank::FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("a good engine");
+    let foreseen_us = rank.first_token_us(0, 30_000, &rank.names(&prompt.tokens()));
+    let exact_us = lone_first_token_us(config, &prompt);
+    assert!(foreseen_us.abs_diff(exact_us) <= 4, "{foreseen_us} for {exact_us}: a rounding a step");
+}
+
+#[test]
+fn slow_workers_are_slow() {
+    let arguments = "test --workers 3 --engine 2-3:prefill-tokens-per-second=12500 --engine 3:step-us=9000";
+    let arguments = Arguments::parse_from(arguments.split_whitespace()).simulate;
+    let mut setup = arguments.setup(3).expect("a setup");
+    setup.router.policy = Policy::RoundRobin;
+    let requests: Vec<Request> = (0..3).map(|number| lone(number * 10_000_000, number, 4_000)).collect();
+    let run = serve(&setup, &workload_of(requests.clone()));
+    let ranks: std::collections::BTreeSet<_> = run.requests.iter().filter_map(|record| record.rank).collect();
+    assert_eq!(ranks.len(), 3);
+    for (record, request) in run.requests.iter().zip(&requests) {
+        let engine = setup.engines[record.rank.expect("placed") as usize];
+        let expected_us = lone_first_token_us(engine, request);
+        assert_eq!(record.first_token_us.expect("answered") - record.due_us, expected_us);
+        let least_us = lone_first_token_us(setup.engines[0], request);
+        assert_eq!(record.regret_us, Some(expected_us - least_us));
+    }
+}
+
+#[test]
+fn requests_that_the_router_holds_back_are_placed_later() {
+    let workload = workload_of((0..40).map(|id| lone(0, id, 6_000)).collect());
+    let mut setup = setup(Policy::Kv);
+    setup.router.settings = [("queue_threshold".to_owned(), json!(0.5))].into_iter().collect();
+    let run = serve(&setup, &workload);
+    let waited = run.requests.iter().filter(|record| record.placed_us > Some(record.due_us)).count();
+    assert!((10..40).contains(&waited), "{waited} waited");
+    assert!(run.requests.iter().all(|record| record.ended_us.is_some()));
+}
+
+#[test]
+fn what_came_at_once_is_one_batch() {
+    let mut setup = setup(Policy::Kv);
+    setup.fleet = Fleet { workers: 1, dp_size: 1 };
+    setup.engines.truncate(1);
+    let run = serve(&setup, &workload_of((0..8).map(|id| lone(0, id, 1_000)).collect()));
+    let first: Vec<_> = run.requests.iter().map(|record| record.first_token_us).collect();
+    assert!(first.iter().all(|first_us| *first_us == first[0]), "{first:?}");
+}
+
+#[test]
+fn what_no_engine_takes_fails_and_leaves_no_booking() {
+    let mut workload = chat(20, 20_000);
+    workload.requests.push(lone(workload.requests[19].arrival_us, 1, 200_000));
+    let run = serve(&setup(Policy::Kv), &workload);
+    let failures: Vec<_> = run.requests.iter().filter_map(|record| record.failure.as_deref()).collect();
+    assert_eq!(failures, ["request 20 has a prompt of 200000 tokens, not fewer than max_model_len 131072"]);
+}
+
+#[test]
+fn late_events_make_the_router_know_less() {
+    let workload = chat(300, 8_000);
+    let mut late = setup(Policy::Kv);
+    late.event_delay_us = 5_000_000;
+    let predicted = |setup: &Setup| -> u64 {
+        serve(setup, &workload).requests.iter().filter_map(|record| record.predicted_cached_tokens).sum()
+    };
+    assert!(predicted(&late) < predicted(&setup(Policy::Kv)));
+}
+
+#[test]
+fn the_warmup_counts_in_no_figure() {
+    let workload = chat(100, 25_000);
+    let mut setup = setup(Policy::Kv);
+    setup.warmup_requests = Warmup::of("20%".parse().expect("a share"), workload.requests.len());
+    let run = serve(&setup, &workload);
+    assert_eq!((run.warmup_requests, summary(&setup, &run).requests), (20, 80));
+    let gaps: u64 = run.requests[20..].iter().map(|record| record.output_tokens - 1).sum();
+    assert_eq!(run.itl_us.len(), gaps);
+}
+
+#[test]
+fn in_a_closed_loop_ends_let_requests_go() {
+    let inflight = 5;
+    let mut workload = chat(60, 1);
+    workload.arrivals = Arrivals::Concurrency(std::num::NonZeroU32::new(inflight).expect("not 0"));
+    let run = serve(&setup(Policy::Kv), &workload);
+    let mut ends: Vec<u64> = run.requests.iter().map(|record| record.ended_us.expect("ended")).collect();
+    ends.sort_unstable();
+    for (number, record) in run.requests.iter().enumerate() {
+        let expected_us = number.checked_sub(inflight as usize).map_or(0, |end| ends[end]);
+        assert_eq!((record.due_us, record.sent_us), (expected_us, expected_us), "request {number}");
+    }
+}
+
+#[test]
+fn a_router_without_an_index_predicts_nothing() {
+    let mut setup = setup(Policy::Kv);
+    setup.router.settings.insert("overlap_score_credit".to_owned(), json!(0));
+    let run = serve(&setup, &chat(20, 20_000));
+    assert!(run.requests.iter().all(|record| record.predicted_cached_tokens.is_none()));
+}
+
+#[test]
+fn impossible_setups_are_refused_by_name() {
+    let refused = |change: fn(&mut Setup)| {
+        let mut setup = setup(Policy::Kv);
+        change(&mut setup);
+        run(&setup, &chat(2, 1_000), Embedded::start_simulated).expect_err("refused").to_string()
+    };
+    assert_eq!(refused(|setup| setup.engines[1].block_size = 16), "block sizes 64 and 16 in one fleet");
+    assert_eq!(refused(|setup| setup.engines.truncate(2)), "2 engines for 3 workers");
+    let slow = StepCost { prefill_tokens_per_second: 0, ..StepCost::default() };
+    let refused_engine = run(
+        &Setup { engines: vec![EngineConfig { cost: slow, ..EngineConfig::default() }; 3], ..setup(Policy::Kv) },
+        &chat(2, 1_000),
+        Embedded::start_simulated,
+    );
+    let said = refused_engine.expect_err("refused").to_string();
+    assert!(said.starts_with("worker 1: cost.prefill_tokens_per_second is 0"), "{said}");
+    let unknown = refused(|setup| drop(setup.router.settings.insert("no_such_setting".to_owned(), json!(1))));
+    assert!(unknown.contains("no_such_setting"), "{unknown}");
+}
+
+#[test]
+fn engine_specs_say_what_is_wrong_with_them() {
+    for (spec, expected) in [
+        ("1-2", "no ':'"),
+        ("0-3:step-us=1", "count from 1"),
+        ("3-2:step-us=1", "are none"),
+        ("1:step-us", "no '='"),
+        ("1:speed=3", "no figure \"speed\""),
+        ("1:step-us=fast", "step-us \"fast\""),
+    ] {
+        let said = spec.parse::<cli::EngineSpec>().expect_err(spec);
+        assert!(said.contains(expected), "{spec}: {said}");
+    }
+    let arguments = Arguments::parse_from(["test", "--workers", "2", "--engine", "3:step-us=1"]);
+    let said = arguments.simulate.setup(1).expect_err("no third worker").to_string();
+    assert_eq!(said, "no worker 3 among 2");
+}
+
+#[test]
+fn small_memories_shorten_what_fits() {
+    let arguments = Arguments::parse_from(["test", "--kv-blocks", "512", "--engine", "2:kv-blocks=9999"]);
+    let setup = arguments.simulate.setup(1).expect("a setup");
+    assert_eq!((setup.engines[0].max_model_len, setup.engines[1].max_model_len), (511 * 64, 131_072));
+}

@@ -1,0 +1,136 @@
+//! Virtual time: a paused clock that only the simulation moves, and an exact notion of rest.
+//!
+//! Owns the runtime's shape and the way its clock is moved. Promises that nothing moves time but
+//! [`VirtualTime::reach`], and that [`VirtualTime::settle`] returns when no task could run, no sooner. Leaves to the
+//! driver what happens when: tokio's timers tell milliseconds apart, a step of an engine takes microseconds.
+//!
+//! **Rest.** An idle current-thread runtime calls its `on_thread_park` hook when its queue of tasks is empty, before it
+//! would sleep. The hook wakes whoever settles, so that the runtime looks at its timers without sleeping and goes on
+//! with the driver alone. A hook that wakes nobody changes nothing.
+//!
+//! **Time.** A paused clock jumps to the next timer when its runtime sleeps. It cannot while somebody settles, for the
+//! hook has then made work. But a target that has threads of its own may have the driver wait for one of them, and the
+//! runtime would sleep. So one blocking task is held for as long as time is the driver's: tokio lets no clock jump while
+//! one is under way.
+
+use std::io;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+/// Tells when the runtime would sleep.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Rest(Arc<Notify>);
+
+/// A runtime of one thread whose clock stands still, without drivers of sockets and files.
+pub(super) fn runtime() -> io::Result<(Runtime, Rest)> {
+    let rest = Rest::default();
+    let hook = rest.clone();
+    let runtime = Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .on_thread_park(move || hook.0.notify_waiters())
+        .build()?;
+    Ok((runtime, rest))
+}
+
+/// The clock of one simulation: µs since its start.
+#[derive(Debug)]
+pub(super) struct VirtualTime {
+    rest: Rest,
+    epoch: Instant,
+    /// Its end lets the blocking task go that keeps the clock from jumping.
+    _hold: mpsc::Sender<()>,
+}
+
+impl VirtualTime {
+    /// Takes over the clock of the current runtime, which [`runtime`] has made.
+    pub(super) fn start(rest: Rest) -> Self {
+        let (hold, end) = mpsc::channel();
+        drop(tokio::task::spawn_blocking(move || end.recv()));
+        Self { rest, epoch: Instant::now(), _hold: hold }
+    }
+
+    /// Moves the clock on to `at_us`, if it is not there yet, and lets those run whose timers that sets off.
+    pub(super) async fn reach(&self, at_us: u64) {
+        let ahead = Duration::from_micros(at_us).saturating_sub(self.epoch.elapsed());
+        if !ahead.is_zero() {
+            tokio::time::advance(ahead).await;
+            self.settle().await;
+        }
+    }
+
+    /// Returns when no task can run.
+    pub(super) async fn settle(&self) {
+        self.rest.0.notified().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+    use tokio::sync::oneshot;
+
+    use super::*;
+
+    fn simulate<F: Future>(work: impl FnOnce(VirtualTime) -> F) -> F::Output {
+        let (runtime, rest) = runtime().expect("a runtime");
+        runtime.block_on(async { work(VirtualTime::start(rest)).await })
+    }
+
+    #[test]
+    fn a_chain_of_tasks_settles_within_one_settle() {
+        simulate(|time| async move {
+            let (first, mut before) = oneshot::channel::<()>();
+            let ran = Arc::new(AtomicU32::new(0));
+            for _ in 0..1_000 {
+                let (next, after) = oneshot::channel();
+                let (this, ran) = (std::mem::replace(&mut before, after), Arc::clone(&ran));
+                tokio::spawn(async move {
+                    this.await.expect("woken");
+                    tokio::task::yield_now().await;
+                    ran.fetch_add(1, Relaxed);
+                    next.send(()).expect("the next one waits");
+                });
+            }
+            time.settle().await;
+            assert_eq!(ran.load(Relaxed), 0);
+            first.send(()).expect("the first one waits");
+            time.settle().await;
+            assert_eq!(ran.load(Relaxed), 1_000);
+            before.await.expect("the last one has spoken");
+        });
+    }
+
+    #[test]
+    fn only_the_driver_moves_time() {
+        simulate(|time| async move {
+            let rung = Arc::new(AtomicU32::new(0));
+            let bell = Arc::clone(&rung);
+            tokio::spawn(async move {
+                loop {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    bell.fetch_add(1, Relaxed);
+                }
+            });
+            for _ in 0..100 {
+                time.settle().await;
+            }
+            // Waiting for another thread is no reason either.
+            let (told, tell) = oneshot::channel();
+            let other = std::thread::spawn(move || told.send(()));
+            tell.await.expect("told");
+            other.join().expect("no panic").expect("heard");
+            assert_eq!((rung.load(Relaxed), time.epoch.elapsed()), (0, Duration::ZERO));
+
+            for (at_us, times) in [(9_999, 0), (10_000, 1), (10_001, 1), (30_500, 2)] {
+                time.reach(at_us).await;
+                assert_eq!((time.epoch.elapsed(), rung.load(Relaxed)), (Duration::from_micros(at_us), times));
+            }
+        });
+    }
+}
