@@ -21,11 +21,13 @@ pub mod engine;
 pub mod events;
 pub mod fleet;
 pub mod measure;
+pub mod page;
 pub mod record;
 pub mod report;
 pub mod results;
 pub mod simulate;
 pub mod source;
+pub mod suite;
 pub mod target;
 
 pub use workload;

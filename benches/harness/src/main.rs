@@ -9,6 +9,7 @@ use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
+use pointsman_bench::page::Page;
 use pointsman_bench::simulate::Simulate;
 
 /// Measures Pointsman under load
@@ -27,6 +28,8 @@ enum Command {
     Events(Events),
     /// Serves a workload on a simulated fleet in virtual time and reports what its users would have seen
     Simulate(Box<Simulate>),
+    /// Makes one HTML page of results, with plots; it needs no network
+    Report(Page),
 }
 
 fn main() -> ExitCode {
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
         Command::Replay(replay) => run(&replay),
         Command::Events(events) => measure(&events),
         Command::Simulate(simulate) => simulate.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
+        Command::Report(page) => page.write().map_err(Into::into),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,7 +6,7 @@
 
 mod figure;
 mod ratio;
-mod text;
+pub(crate) mod text;
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};

@@ -1,0 +1,197 @@
+//! The page as HTML.
+//!
+//! Owns its layout. Promises that it needs nothing but itself, neither a network nor a script, and that whatever came
+//! from outside is [`Escaped`].
+
+use std::fmt::{self, Display, Write};
+
+use super::inputs::Section;
+use super::plot::{self, PlotError};
+use super::sections;
+use crate::compare::text::{judgement, ratio, shown};
+use crate::compare::{Comparison, Contender, Figure};
+use crate::results::Summary;
+use crate::results::text::{percent, time};
+
+/// System colours follow the reader's choice of light or dark.
+const STYLE: &str = "
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 1500px;
+       background: Canvas; color: CanvasText; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 0 0 .4rem; }
+code { font-size: .85rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8885; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
+td small { display: block; opacity: .75; white-space: nowrap; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1rem; margin: 1rem 0; }
+figure { margin: 0; padding: .8rem; border: 1px solid #8885; border-radius: 6px; }
+figure svg { width: 100%; height: auto; display: block; }
+figcaption { font-size: .85rem; opacity: .8; margin-top: .3rem; }
+.legend span { margin-right: 1.4rem; white-space: nowrap; } .key { width: 42px; height: 8px; margin-right: .4rem; }
+.warnings { border-left: 4px solid #D55E00; padding: .2rem 1rem; margin: .8rem 0; } .warnings li { margin: .2rem 0; }
+.facts { font-size: .9rem; } .facts dt { float: left; clear: left; width: 9rem; opacity: .75; }
+.facts dd { margin: 0 0 .2rem 9rem; }
+";
+
+/// Text from outside: what HTML would take for its own is written otherwise.
+pub(super) struct Escaped<'a>(pub(super) &'a str);
+
+impl Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|char| match char {
+            '&' => f.write_str("&amp;"),
+            '<' => f.write_str("&lt;"),
+            '>' => f.write_str("&gt;"),
+            '"' => f.write_str("&quot;"),
+            '\'' => f.write_str("&#39;"),
+            other => f.write_char(other),
+        })
+    }
+}
+
+/// Why a page was not written.
+#[derive(Debug, thiserror::Error)]
+pub enum HtmlError {
+    /// A plot could not be drawn.
+    #[error(transparent)]
+    Plot(#[from] PlotError),
+    /// Text could not be put together.
+    #[error("cannot write the page: {0}")]
+    Format(#[from] fmt::Error),
+}
+
+/// The whole page.
+pub(super) fn page(sections: &[Section]) -> Result<String, HtmlError> {
+    let mut html = String::new();
+    write!(
+        html,
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>Pointsman bench report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>Pointsman bench report</h1>\n"
+    )?;
+    if sections.len() > 1 {
+        overview(&mut html, sections)?;
+    }
+    for (number, section) in sections.iter().enumerate() {
+        write!(html, "<section id=\"w{number}\">\n<h2>{}</h2>\n", Escaped(&section.title))?;
+        if !section.note.is_empty() {
+            writeln!(html, "<p>{}</p>", Escaped(&section.note))?;
+        }
+        warnings(&mut html, &section.comparison)?;
+        policies(&mut html, &section.comparison)?;
+        sections::plots(&mut html, &section.comparison)?;
+        facts(&mut html, &section.comparison)?;
+        html.push_str("</section>\n");
+    }
+    html.push_str("</body>\n</html>\n");
+    Ok(html)
+}
+
+/// All workloads at a glance: ratios of mean times to the first policy, and who wins.
+fn overview(html: &mut String, sections: &[Section]) -> fmt::Result {
+    html.push_str("<div class=\"scroll\"><table>\n<tr><th>workload</th><th>policy</th>");
+    for figure in Figure::ALL {
+        write!(html, "<th>{}</th>", figure.title())?;
+    }
+    html.push_str("<th>beside the first</th></tr>\n");
+    for (number, section) in sections.iter().enumerate() {
+        for contender in section.comparison.contenders.iter().skip(1) {
+            write!(html, "<tr><td><a href=\"#w{number}\">{}</a></td>", Escaped(&section.title))?;
+            write!(html, "<td>{}</td>", Escaped(&contender.name))?;
+            for figure in Figure::ALL {
+                let shown =
+                    contender.ratios.get(&figure).map_or_else(|| "–".to_owned(), |of| format!("{:.3}", of.ratio));
+                write!(html, "<td>{shown}</td>")?;
+            }
+            writeln!(html, "<td>{}</td></tr>", Escaped(&judgement(contender)))?;
+        }
+    }
+    html.push_str("</table></div>\n");
+    Ok(())
+}
+
+fn warnings(html: &mut String, comparison: &Comparison) -> fmt::Result {
+    let warnings = comparison.warnings();
+    if warnings.is_empty() {
+        return Ok(());
+    }
+    html.push_str("<div class=\"warnings\"><strong>Why to doubt these figures</strong><ul>\n");
+    for warning in warnings {
+        writeln!(html, "<li>{}</li>", Escaped(&warning))?;
+    }
+    html.push_str("</ul></div>\n");
+    Ok(())
+}
+
+fn policies(html: &mut String, comparison: &Comparison) -> fmt::Result {
+    html.push_str("<div class=\"scroll\"><table>\n<tr><th>policy</th>");
+    let others = ["goodput", "load, max over mean", "queue p99", "regret mean", "predicted TTFT off by"];
+    for title in Figure::ALL.map(Figure::title).iter().chain(&others) {
+        write!(html, "<th>{title}</th>")?;
+    }
+    html.push_str("</tr>\n");
+    for (which, contender) in comparison.contenders.iter().enumerate() {
+        let verdict = if which == 0 { "others compare to it".to_owned() } else { judgement(contender) };
+        let (key, name) = (plot::key(which), Escaped(&contender.name));
+        write!(html, "<tr><td>{key}{name}<small>{}</small></td>", Escaped(&verdict))?;
+        for figure in Figure::ALL {
+            let ratio = contender.ratios.get(&figure).map(|of| format!("<small>× {}</small>", ratio(of)));
+            let ratio = ratio.unwrap_or_default();
+            write!(html, "<td>{}{ratio}</td>", shown(figure, contender.mean(figure)))?;
+        }
+        for cell in other_cells(contender) {
+            write!(html, "<td>{cell}</td>")?;
+        }
+        html.push_str("</tr>\n");
+    }
+    html.push_str("</table></div>\n");
+    Ok(())
+}
+
+fn other_cells(contender: &Contender) -> [String; 5] {
+    let mean = |of: fn(&Summary) -> Option<f64>| {
+        let values: Option<Vec<f64>> = contender.runs.iter().map(of).collect();
+        let values = values.filter(|values| !values.is_empty())?;
+        Some(values.iter().sum::<f64>() / values.len() as f64)
+    };
+    let unknown = || "–".to_owned();
+    let share = |of: Option<f64>| of.map_or_else(unknown, |of| percent(Some(of)));
+    let times = |of: Option<f64>| of.map_or_else(unknown, time);
+    [
+        share(mean(|run| Some(run.goodput?.share))),
+        mean(|run| run.load_max_over_mean).map_or_else(unknown, |spread| format!("{spread:.2}")),
+        times(mean(|run| Some(run.queue_seconds?.p99))),
+        times(mean(|run| Some(run.regret_seconds?.mean))),
+        share(mean(|run| run.predicted_ttft_error?.mean_absolute_relative)),
+    ]
+}
+
+fn facts(html: &mut String, comparison: &Comparison) -> fmt::Result {
+    let Some(run) = comparison.contenders.first().and_then(|first| first.runs.first()) else {
+        return Ok(());
+    };
+    let seeds = comparison.seeds.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+    let limits = run.goodput.map_or_else(
+        || "none counted".to_owned(),
+        |of| format!("first token within {} ms, {} ms a token", of.limits.ttft_ms, of.limits.itl_ms),
+    );
+    html.push_str("<dl class=\"facts\">\n");
+    for (name, value) in [
+        ("workload", run.workload.clone()),
+        ("trace checksum", run.trace_checksum.clone().unwrap_or_else(|| "generated".to_owned())),
+        ("fleet", format!("{} workers of {} ranks", run.workers, run.dp_size)),
+        ("requests", format!("{} measured after {} to warm", run.requests, run.warmup_requests)),
+        ("throughput", format!("{:.2} requests a second over {:.1} s", run.requests_per_second, run.duration_seconds)),
+        ("seeds", seeds),
+        ("goodput", limits),
+        ("machine", format!("{} cores of {}, Linux {}", run.machine.cores, run.machine.cpu, run.machine.kernel)),
+        ("commit", run.commit.clone()),
+    ] {
+        writeln!(html, "<dt>{name}</dt><dd>{}</dd>", Escaped(&value))?;
+    }
+    writeln!(html, "<dt>command</dt><dd><code>{}</code></dd>", Escaped(&run.command))?;
+    html.push_str("</dl>\n");
+    Ok(())
+}

@@ -1,0 +1,210 @@
+//! Reads what runs have left behind.
+//!
+//! Owns how a file's contents are told apart. Promises that runs of one workload come together, and that comparisons
+//! stay as they were made.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::compare::Comparison;
+use crate::results::{SCHEMA_VERSION, Summary};
+use crate::suite::Suite;
+
+/// Largest file that is read: far beyond any suite, far below what could exhaust a machine.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// Why there is no page.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    /// A file cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A file is too large.
+    #[error("{path} is larger than {FILE_BYTES_MAX} bytes")]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file holds something else.
+    #[error("{path} holds no results of runs: {source}")]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// A file is of another version of this program.
+    #[error("{path}: schema_version is {found}, this program reads {SCHEMA_VERSION}")]
+    Schema {
+        /// The file.
+        path: PathBuf,
+        /// What it says; 0 where it says nothing.
+        found: u64,
+    },
+    /// Nothing was in the files.
+    #[error("no results in the files given")]
+    Empty,
+}
+
+/// One workload of a page.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Section {
+    /// What it is called.
+    pub(super) title: String,
+    /// What it is there for.
+    pub(super) note: String,
+    /// What was run on it.
+    pub(super) comparison: Comparison,
+}
+
+/// The sections of all files, in the order given. A file holds any number of JSON objects.
+pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, InputError> {
+    let mut sections = Vec::new();
+    let mut single = Vec::new();
+    for path in paths {
+        let json = |source| InputError::Json { path: path.clone(), source };
+        for value in serde_json::Deserializer::from_str(&text(path)?).into_iter::<Value>() {
+            match kind(path, value.map_err(json)?)? {
+                Kind::Summary(run) => single.push(*run),
+                Kind::Comparison(comparison) => sections.push(section(comparison)),
+                Kind::Suite(suite) => sections.extend(suite.rows.into_iter().map(|row| Section {
+                    title: row.name,
+                    note: row.why,
+                    comparison: row.comparison,
+                })),
+            }
+        }
+    }
+    sections.extend(together(single).into_iter().map(section));
+    if sections.is_empty() { Err(InputError::Empty) } else { Ok(sections) }
+}
+
+fn section(comparison: Comparison) -> Section {
+    let first = comparison.contenders.first().and_then(|first| first.runs.first());
+    let title = first.map_or_else(String::new, |run| run.workload.clone());
+    Section { title, note: String::new(), comparison }
+}
+
+fn text(path: &Path) -> Result<String, InputError> {
+    let failed = |source| InputError::Read { path: path.to_owned(), source };
+    let mut text = String::new();
+    let read = File::open(path).map_err(failed)?.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
+    if read as u64 > FILE_BYTES_MAX { Err(InputError::TooLarge { path: path.to_owned() }) } else { Ok(text) }
+}
+
+enum Kind {
+    Summary(Box<Summary>),
+    Comparison(Comparison),
+    Suite(Suite),
+}
+
+fn kind(path: &Path, value: Value) -> Result<Kind, InputError> {
+    let found = value["schema_version"].as_u64().unwrap_or_default();
+    if found != u64::from(SCHEMA_VERSION) {
+        return Err(InputError::Schema { path: path.to_owned(), found });
+    }
+    let kind = if value.get("rows").is_some() {
+        Suite::deserialize(value).map(Kind::Suite)
+    } else if value.get("contenders").is_some() {
+        Comparison::deserialize(value).map(Kind::Comparison)
+    } else {
+        Summary::deserialize(value).map(|run| Kind::Summary(Box::new(run)))
+    };
+    kind.map_err(|source| InputError::Json { path: path.to_owned(), source })
+}
+
+/// Runs of the same workload and fleet as comparisons; the policy that came first is what others are compared to. A
+/// generated workload is another one for each seed, and its name says so, so names are compared up to that.
+fn together(runs: Vec<Summary>) -> Vec<Comparison> {
+    type Contenders = Vec<(String, Vec<Summary>)>;
+    let mut groups: Vec<Contenders> = Vec::new();
+    for run in runs {
+        let same = |group: &&mut Contenders| group.iter().any(|(_, runs)| runs.iter().any(|other| alike(other, &run)));
+        let group = match groups.iter_mut().find(same) {
+            Some(group) => group,
+            None => {
+                groups.push(Vec::new());
+                groups.last_mut().expect("just pushed")
+            }
+        };
+        match group.iter_mut().find(|(name, _)| *name == run.policy) {
+            Some((_, runs)) => runs.push(run),
+            None => group.push((run.policy.clone(), vec![run])),
+        }
+    }
+    for (_, runs) in groups.iter_mut().flatten() {
+        runs.sort_by_key(|run| run.seed);
+    }
+    groups.into_iter().map(Comparison::of_runs).collect()
+}
+
+fn alike(one: &Summary, other: &Summary) -> bool {
+    let of = |run: &Summary| {
+        let name = run.workload.split(", seed ").next().unwrap_or_default().to_owned();
+        (name, run.trace_checksum.clone(), run.workers, run.dp_size, run.requests + run.warmup_requests)
+    };
+    let shape = |run: &Summary| (run.workload.clone(), of(run).1, run.workers, run.dp_size);
+    of(one) == of(other) || shape(one) == shape(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::tests::{comparison, summary};
+
+    fn file(name: &str, text: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("pointsman-page-{}-{name}", std::process::id()));
+        std::fs::write(&path, text).expect("written");
+        path
+    }
+
+    #[test]
+    fn runs_of_one_workload_come_together() {
+        let other = Summary { workload: "agents".into(), ..summary("kv", 1, 1.0) };
+        let runs = [summary("kv", 2, 1.0), other, summary("latency", 1, 0.5), summary("kv", 1, 1.0)];
+        let lines: Vec<_> = runs.iter().map(|run| serde_json::to_string(run).expect("json")).collect();
+        let (first, second) = (file("a", &lines[..2].join("\n")), file("b", &lines[2..].join("\n")));
+        let sections = read(&[first.clone(), second.clone()]).expect("read");
+        let of = |section: &Section| {
+            let names = section.comparison.contenders.iter().map(|contender| contender.name.clone());
+            (section.title.clone(), names.collect::<Vec<_>>(), section.comparison.seeds.clone())
+        };
+        assert_eq!(of(&sections[0]), ("chat".to_owned(), vec!["kv".to_owned(), "latency".to_owned()], vec![1, 2]));
+        assert_eq!(of(&sections[1]).0, "agents");
+        for path in [first, second] {
+            std::fs::remove_file(path).expect("removed");
+        }
+    }
+
+    #[test]
+    fn comparisons_stay_as_they_were() {
+        let of = comparison(&[("kv", 1.0), ("latency", 0.5)]);
+        let path = file("c", &serde_json::to_string(&of).expect("json"));
+        assert_eq!(read(std::slice::from_ref(&path)).expect("read")[0].comparison, of);
+        std::fs::remove_file(path).expect("removed");
+    }
+
+    #[test]
+    fn what_is_no_result_is_refused_by_name() {
+        for (name, text, words) in [
+            ("d", "{}", "schema_version is 0"),
+            ("e", "nothing", "holds no results"),
+            ("f", r#"{"schema_version":1}"#, "holds no results"),
+            ("g", "", "no results in the files"),
+        ] {
+            let path = file(name, text);
+            let error = read(std::slice::from_ref(&path)).expect_err("refused").to_string();
+            assert!(error.contains(words), "{error}");
+            std::fs::remove_file(path).expect("removed");
+        }
+    }
+}
