@@ -3,7 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use engine_model::{CacheEvent, EngineConfig, EngineHash, Finish, Rank, Refused, RequestSpec, Step, Tier};
+use engine_model::{
+    CacheEvent, EngineConfig, EngineHash, Finish, Outlook, Partial, Rank, Refused, RequestSpec, Step, Tier,
+};
 
 fn rank(config: EngineConfig) -> Rank {
     let cost = config.cost;
@@ -202,6 +204,39 @@ fn a_step_serves_decodes_first_and_prompts_in_order_with_the_rest() {
     }
     let expected = [(6, 0, vec![1]), (5, 1, vec![1]), (4, 1, vec![1, 2, 3]), (0, 2, vec![2, 3]), (0, 2, vec![2, 3])];
     assert_eq!(seen, expected);
+}
+
+#[test]
+fn the_outlook_tells_decodes_from_a_prompt_in_parts() {
+    let mut rank = rank(EngineConfig { step_tokens_max: 8, sequences_max: 2, ..EngineConfig::default() });
+    assert_eq!(rank.outlook(), Outlook::default());
+    rank.submit(RequestSpec::new(1, [1, 2, 3], 4)).expect("sound");
+    assert_eq!(rank.outlook(), Outlook::default(), "what waits has not begun");
+    rank.step();
+    rank.submit(RequestSpec::new(2, (0..12).collect::<Vec<_>>(), 4)).expect("sound");
+    rank.step();
+    // 7 of the step's 8 tokens were left for the second; the first reads its 3 tokens and 2 of output next.
+    let partial = Some(Partial { id: 2, computed: 7, left: 5 });
+    assert_eq!(rank.outlook(), Outlook { decode_sequences: 1, kv_tokens: 5, partial });
+    rank.step();
+    assert_eq!(rank.outlook(), Outlook { decode_sequences: 2, kv_tokens: 6 + 13, partial: None });
+}
+
+#[test]
+fn a_prompts_names_are_those_of_its_blocks() {
+    let mut rank = rank(EngineConfig { host_kv_blocks: 4, ..EngineConfig::default() });
+    let prompt: Vec<u32> = (0..13).collect();
+    let names = rank.reusable_names(&prompt);
+    assert_eq!(rank.reusable_names(&prompt[..12]), names[..2], "the block with the last token is computed again");
+    assert!(rank.reusable_names(&[]).is_empty());
+    run_one(&mut rank, RequestSpec::new(1, prompt, 1));
+    let held: Vec<EngineHash> = rank.held(Tier::Device).iter().map(|block| block.hash).collect();
+    assert_eq!(names, held);
+    // Pushed out to the host they are still held.
+    run_one(&mut rank, RequestSpec::new(2, (100..128).collect::<Vec<_>>(), 1));
+    assert!(names.iter().all(|name| rank.holds(name)));
+    run_one(&mut rank, RequestSpec::new(3, (200..228).collect::<Vec<_>>(), 1));
+    assert!(!rank.holds(&names[2]));
 }
 
 #[test]

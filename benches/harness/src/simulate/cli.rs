@@ -11,6 +11,7 @@ use engine_model::EngineConfig;
 use pointsman::config::Fanout;
 use pointsman::select::Policy;
 use serde_json::Value;
+use workload::Workload;
 use workload::trace::TraceError;
 
 use super::{RouterSetup, Setup, SimulateError, Warmup};
@@ -336,6 +337,14 @@ pub enum SimulateCommandError {
 }
 
 impl Simulate {
+    /// The workload.
+    ///
+    /// # Errors
+    /// The trace cannot be read.
+    pub fn workload(&self) -> Result<Workload, TraceError> {
+        self.source.load(self.router.seed)
+    }
+
     /// What is simulated, for a workload of so many requests.
     ///
     /// # Errors
@@ -349,7 +358,7 @@ impl Simulate {
     /// # Errors
     /// The trace cannot be read, the simulation fails, or its figures cannot be said.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), SimulateCommandError> {
-        let workload = self.source.load(self.router.seed)?;
+        let workload = self.workload()?;
         let setup = self.setup(workload.requests.len())?;
         let run = super::run(&setup, &workload, Embedded::start_simulated)?;
         if let Some(path) = &self.records {

@@ -1,5 +1,8 @@
+use std::num::NonZeroU32;
+
 use clap::Parser;
 use engine_model::{EngineConfig, Rank, RequestSpec, StepCost};
+use pointsman::protocol::{BlockHash, KvEvent, StorageTier};
 use pointsman::select::Policy;
 use serde_json::json;
 use workload::{Arrivals, Request, Rng, Segment, Workload};
@@ -9,6 +12,7 @@ use crate::embedded::Embedded;
 use crate::fleet::Fleet;
 use crate::record::RequestRecord;
 use crate::results::Summary;
+use crate::target::{Call, Routed};
 
 #[derive(Parser)]
 struct Arguments {
@@ -25,13 +29,13 @@ fn chat(requests: usize, gap_us: u32) -> Workload {
         at_us += u64::from(rng.below(2 * gap_us));
         let number = rng.below(24) as usize;
         if number >= conversations.len() {
-            conversations.push(vec![Segment { id: rng.below(3).into(), tokens: 640 }]);
+            conversations.push(vec![Segment { id: rng.below(3).into(), tokens: 200 }]);
         }
         let last = conversations.len() - 1;
         let conversation = &mut conversations[number.min(last)];
         next_id += 1;
-        conversation.push(Segment { id: next_id, tokens: rng.within(50..=900) });
-        Request { arrival_us: at_us, prompt: conversation.clone(), output_tokens: rng.within(1..=150), session: None }
+        conversation.push(Segment { id: next_id, tokens: rng.within(20..=260) });
+        Request { arrival_us: at_us, prompt: conversation.clone(), output_tokens: rng.within(1..=60), session: None }
     });
     Workload {
         name: "chat".to_owned(),
@@ -41,8 +45,11 @@ fn chat(requests: usize, gap_us: u32) -> Workload {
     }
 }
 
+/// Slow engines of small blocks, so that short prompts load them.
 fn setup(policy: Policy) -> Setup {
-    let mut setup = Setup::new(3, 2);
+    let cost = StepCost { prefill_tokens_per_second: 8_000, ..StepCost::default() };
+    let engine = EngineConfig { block_size: 16, max_model_len: 65_536, cost, ..EngineConfig::default() };
+    let mut setup = Setup { engines: vec![engine; 3], ..Setup::new(3, 2) };
     setup.router.policy = policy;
     setup
 }
@@ -97,7 +104,7 @@ fn the_same_seed_gives_the_same_bytes() {
 
 #[test]
 fn shards_and_fanout_change_no_decision() {
-    let workload = chat(300, 8_000);
+    let workload = chat(200, 8_000);
     let one = setup(Policy::Kv);
     let mut four = one.clone();
     four.router.shards = Some(4);
@@ -113,7 +120,7 @@ fn shards_and_fanout_change_no_decision() {
 
 #[test]
 fn every_request_ends_and_figures_agree_with_each_other() {
-    let workload = chat(300, 8_000);
+    let workload = chat(200, 8_000);
     let run = serve(&setup(Policy::Kv), &workload);
     let mut last_us = 0;
     for (record, request) in run.requests.iter().zip(&workload.requests) {
@@ -141,7 +148,7 @@ fn every_request_ends_and_figures_agree_with_each_other() {
 
 #[test]
 fn policies_that_know_caches_hit_more_and_regret_less() {
-    let workload = chat(300, 8_000);
+    let workload = chat(200, 8_000);
     let of = |policy| {
         let summary = serve_summed(&setup(policy), &workload);
         let regret = summary.regret_seconds.expect("reckoned").mean;
@@ -168,8 +175,8 @@ fn a_lone_request_takes_its_engines_steps() {
     let ttft_us = |record: &RequestRecord| record.first_token_us.expect("answered") - record.due_us;
     assert_eq!(ttft_us(one), lone_first_token_us(setup.engines[0], &first));
     assert_eq!(ttft_us(two), lone_first_token_us(setup.engines[0], &second));
-    assert_eq!(three.cached_tokens, Some(448));
-    assert_eq!((three.reachable_tokens, three.predicted_cached_tokens), (Some(448), Some(448)));
+    assert_eq!(three.cached_tokens, Some(496));
+    assert_eq!((three.reachable_tokens, three.predicted_cached_tokens), (Some(496), Some(496)));
     assert!(ttft_us(three) < ttft_us(one));
     assert!(run.requests.iter().all(|record| record.regret_us == Some(0) && record.rank == Some(0)));
 }
@@ -204,7 +211,7 @@ fn slow_workers_are_slow() {
 
 #[test]
 fn requests_that_the_router_holds_back_are_placed_later() {
-    let workload = workload_of((0..40).map(|id| lone(0, id, 6_000)).collect());
+    let workload = workload_of((0..40).map(|id| lone(0, id, 2_000)).collect());
     let mut setup = setup(Policy::Kv);
     setup.router.settings = [("queue_threshold".to_owned(), json!(0.5))].into_iter().collect();
     let run = serve(&setup, &workload);
@@ -229,12 +236,12 @@ fn what_no_engine_takes_fails_and_leaves_no_booking() {
     workload.requests.push(lone(workload.requests[19].arrival_us, 1, 200_000));
     let run = serve(&setup(Policy::Kv), &workload);
     let failures: Vec<_> = run.requests.iter().filter_map(|record| record.failure.as_deref()).collect();
-    assert_eq!(failures, ["request 20 has a prompt of 200000 tokens, not fewer than max_model_len 131072"]);
+    assert_eq!(failures, ["request 20 has a prompt of 200000 tokens, not fewer than max_model_len 65536"]);
 }
 
 #[test]
 fn late_events_make_the_router_know_less() {
-    let workload = chat(300, 8_000);
+    let workload = chat(200, 8_000);
     let mut late = setup(Policy::Kv);
     late.event_delay_us = 5_000_000;
     let predicted = |setup: &Setup| -> u64 {
@@ -258,7 +265,7 @@ fn the_warmup_counts_in_no_figure() {
 fn in_a_closed_loop_ends_let_requests_go() {
     let inflight = 5;
     let mut workload = chat(60, 1);
-    workload.arrivals = Arrivals::Concurrency(std::num::NonZeroU32::new(inflight).expect("not 0"));
+    workload.arrivals = Arrivals::Concurrency(NonZeroU32::new(inflight).expect("not 0"));
     let run = serve(&setup(Policy::Kv), &workload);
     let mut ends: Vec<u64> = run.requests.iter().map(|record| record.ended_us.expect("ended")).collect();
     ends.sort_unstable();
@@ -276,6 +283,65 @@ fn a_router_without_an_index_predicts_nothing() {
     assert!(run.requests.iter().all(|record| record.predicted_cached_tokens.is_none()));
 }
 
+/// Places nothing, or everything on a rank that is not there, or forgets to end bookings.
+enum Broken {
+    Silent,
+    Lost,
+    Leaking,
+}
+
+impl Target for Broken {
+    type Handle = ();
+    type Event = ();
+
+    const NAME: &'static str = "broken";
+
+    fn hash(_: &[u32], _: NonZeroU32) -> Vec<BlockHash> {
+        Vec::new()
+    }
+
+    fn event(&self, _: WorkerRank, _: StorageTier, _: KvEvent) {}
+
+    async fn route(&self, _: Call) -> Result<Routed<()>, Refusal> {
+        match self {
+            Self::Silent => std::future::pending().await,
+            Self::Lost => Ok(Routed::new(WorkerRank::new(WorkerId(9), 0), ())),
+            Self::Leaking => Ok(Routed::new(WorkerRank::new(WorkerId(1), 0), ())),
+        }
+    }
+
+    async fn apply_events(&self, _: Vec<()>) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn bookings(&self) -> Option<usize> {
+        Some(1)
+    }
+
+    async fn free(&self, (): ()) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    async fn shutdown(self) {}
+}
+
+#[test]
+fn a_broken_router_is_told_from_a_slow_one() {
+    for (broken, expected) in [
+        (Broken::Silent, "broken leaves 1 requests unplaced over idle engines"),
+        (Broken::Lost, "broken sent request 0 to 9/0, which is no rank"),
+        (Broken::Leaking, "broken holds 1 bookings after the last request has ended"),
+    ] {
+        let one = workload_of(vec![lone(5_000, 1, 100)]);
+        let said = run(&setup(Policy::Kv), &one, async |_: &Setup| Ok(broken)).expect_err(expected).to_string();
+        assert!(said.starts_with(expected), "{said}");
+    }
+}
+
 #[test]
 fn impossible_setups_are_refused_by_name() {
     let refused = |change: fn(&mut Setup)| {
@@ -283,7 +349,7 @@ fn impossible_setups_are_refused_by_name() {
         change(&mut setup);
         run(&setup, &chat(2, 1_000), Embedded::start_simulated).expect_err("refused").to_string()
     };
-    assert_eq!(refused(|setup| setup.engines[1].block_size = 16), "block sizes 64 and 16 in one fleet");
+    assert_eq!(refused(|setup| setup.engines[1].block_size = 64), "block sizes 16 and 64 in one fleet");
     assert_eq!(refused(|setup| setup.engines.truncate(2)), "2 engines for 3 workers");
     let slow = StepCost { prefill_tokens_per_second: 0, ..StepCost::default() };
     let refused_engine = run(
