@@ -7,10 +7,13 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
+use pointsman_bench::compare::Compare;
+use pointsman_bench::drift::Drift;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
 use pointsman_bench::page::Page;
 use pointsman_bench::simulate::Simulate;
+use pointsman_bench::suite::RunSuite;
 
 /// Measures Pointsman under load
 #[derive(Parser)]
@@ -28,6 +31,12 @@ enum Command {
     Events(Events),
     /// Serves a workload on a simulated fleet in virtual time and reports what its users would have seen
     Simulate(Box<Simulate>),
+    /// Simulates several policies on one workload, in pairs, with several seeds
+    Compare(Box<Compare>),
+    /// Simulates several policies on a list of workloads, and says where each wins and loses
+    Suite(RunSuite),
+    /// Fails where policies no longer do in a small simulation what was recorded of them
+    Drift(Drift),
     /// Makes one HTML page of results, with plots; it needs no network
     Report(Page),
 }
@@ -37,6 +46,9 @@ fn main() -> ExitCode {
         Command::Replay(replay) => run(&replay),
         Command::Events(events) => measure(&events),
         Command::Simulate(simulate) => simulate.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
+        Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
+        Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
+        Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),
     };
     match done {

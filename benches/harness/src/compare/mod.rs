@@ -4,7 +4,10 @@
 //! of running changes sides from seed to seed, so that what drifts meanwhile favours nobody. Leaves running to its
 //! caller.
 
+pub(crate) mod command;
+mod contender;
 mod figure;
+pub(crate) mod jobs;
 mod ratio;
 pub(crate) mod text;
 
@@ -13,6 +16,8 @@ use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
+pub use command::{Compare, CompareError, simulated};
+pub use contender::Policied;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
 

@@ -97,7 +97,11 @@ impl Axis {
             return axis;
         }
         let decades = (most / least).log10();
-        let digits: &[f64] = if decades < 2.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let digits: &[f64] = match decades {
+            few if few < 2.0 => &[1.0, 2.0, 5.0],
+            some if some < 3.5 => &[1.0, 3.0],
+            _ => &[1.0],
+        };
         let range = least / 1.1..most * 1.1;
         let powers = (range.start.log10().floor() as i32)..=(range.end.log10().ceil() as i32);
         let values = powers.flat_map(|power| digits.iter().map(move |digit| digit * 10_f64.powi(power)));
@@ -198,7 +202,8 @@ mod tests {
         assert_eq!(names(&Axis::from_zero("requests", 1.3)), ["0.0", "0.5", "1.0", "1.5"]);
         assert_eq!(names(&Axis::from_zero("requests", 0.0)), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
         assert_eq!(names(&Axis::times("TTFT", 0.04, 0.9)), ["50 ms", "100 ms", "200 ms", "500 ms"]);
-        assert_eq!(names(&Axis::times("TTFT", 0.004, 9.0)), ["10 ms", "100 ms", "1 s"]);
+        assert_eq!(names(&Axis::times("TTFT", 0.004, 9.0)), ["10 ms", "30 ms", "100 ms", "300 ms", "1 s", "3 s"]);
+        assert_eq!(names(&Axis::times("TTFT", 1e-4, 9.0)), ["100 µs", "1 ms", "10 ms", "100 ms", "1 s"]);
         assert_eq!(names(&Axis::times("TTFT", 0.7, 0.9)), ["0", "200 ms", "400 ms", "600 ms", "800 ms", "1 s"]);
         assert_eq!(names(&Axis::clock(1_200.0)), ["0", "5", "10", "15", "20"]);
         assert_eq!(names(&Axis::ranks(32)), ["0", "4", "8", "12", "16", "20", "24", "28"]);

@@ -16,15 +16,15 @@ use crate::results::text::{percent, time};
 /// System colours follow the reader's choice of light or dark.
 const STYLE: &str = "
 :root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 1500px;
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 1560px;
        background: Canvas; color: CanvasText; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 0 0 .4rem; }
 code { font-size: .85rem; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8885; vertical-align: top; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; margin: .8rem 0; }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #8885; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-td small { display: block; opacity: .75; white-space: nowrap; }
+td { white-space: nowrap; } td small { display: block; opacity: .75; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1rem; margin: 1rem 0; }
 figure { margin: 0; padding: .8rem; border: 1px solid #8885; border-radius: 6px; }
 figure svg { width: 100%; height: auto; display: block; }

@@ -90,7 +90,10 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, InputError> {
 
 fn section(comparison: Comparison) -> Section {
     let first = comparison.contenders.first().and_then(|first| first.runs.first());
-    let title = first.map_or_else(String::new, |run| run.workload.clone());
+    let title = first.map_or_else(String::new, |run| {
+        let ranks = u64::from(run.workers) * u64::from(run.dp_size);
+        if ranks > 0 { format!("{}, {ranks} ranks", run.workload) } else { run.workload.clone() }
+    });
     Section { title, note: String::new(), comparison }
 }
 
@@ -178,8 +181,11 @@ mod tests {
             let names = section.comparison.contenders.iter().map(|contender| contender.name.clone());
             (section.title.clone(), names.collect::<Vec<_>>(), section.comparison.seeds.clone())
         };
-        assert_eq!(of(&sections[0]), ("chat".to_owned(), vec!["kv".to_owned(), "latency".to_owned()], vec![1, 2]));
-        assert_eq!(of(&sections[1]).0, "agents");
+        assert_eq!(
+            of(&sections[0]),
+            ("chat, 2 ranks".to_owned(), vec!["kv".to_owned(), "latency".to_owned()], vec![1, 2])
+        );
+        assert_eq!(of(&sections[1]).0, "agents, 2 ranks");
         for path in [first, second] {
             std::fs::remove_file(path).expect("removed");
         }

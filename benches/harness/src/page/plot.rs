@@ -189,9 +189,9 @@ fn draw(
     let more = {
         let root = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
         let mut builder = ChartBuilder::on(&root);
-        builder.margin(16).margin_right(40).x_label_area_size(76).y_label_area_size(124);
+        builder.margin(16).margin_right(40).x_label_area_size(88).y_label_area_size(140);
         let mut chart = builder.build_cartesian_2d(x.clone(), y.clone()).map_err(failed)?;
-        let font = || ("sans-serif", 25).into_font().color(&INK);
+        let font = || ("sans-serif", 33).into_font().color(&INK);
         chart
             .configure_mesh()
             .x_labels(x.tick_count())

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use clap::Args;
 
 use super::goodput::Limits;
-use super::{Facts, Summary, Warning};
+use super::{Facts, Summary};
 use crate::record::Run;
 
 /// What to say of a run, and how.
@@ -31,12 +31,20 @@ pub struct Reporting {
     pub series: bool,
 }
 
+impl Default for Reporting {
+    /// What no flags say.
+    fn default() -> Self {
+        let Limits { ttft_ms, itl_ms } = Limits::default();
+        Self { json: false, strict: false, ttft_limit_ms: ttft_ms, itl_limit_ms: itl_ms, series: false }
+    }
+}
+
 /// Why nothing was said.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportingError {
     /// There are warnings, and none were to be tolerated.
-    #[error("no figures, for --strict wants none with warnings: {}", listed(.0))]
-    Doubtful(Vec<Warning>),
+    #[error("no figures, for --strict wants none with warnings: {}", .0.join("; "))]
+    Doubtful(Vec<String>),
     /// Nobody could be told.
     #[error("cannot write the figures: {0}")]
     Io(#[from] io::Error),
@@ -47,10 +55,6 @@ fn positive_ms(text: &str) -> Result<f64, String> {
         Ok(ms) if ms.is_finite() && ms > 0.0 => Ok(ms),
         Ok(_) | Err(_) => Err(format!("{text} is no time in ms above 0")),
     }
-}
-
-fn listed(warnings: &[Warning]) -> String {
-    warnings.iter().map(|warning| warning.message.as_str()).collect::<Vec<_>>().join("; ")
 }
 
 impl Reporting {
@@ -72,7 +76,8 @@ impl Reporting {
         warnings_out: impl Write,
     ) -> Result<(), ReportingError> {
         let summary = Summary::new(run, facts);
-        self.admit(&summary.warnings, warnings_out)?;
+        let warnings: Vec<String> = summary.warnings.iter().map(|warning| warning.message.clone()).collect();
+        self.admit(&warnings, warnings_out)?;
         Ok(summary.write(out, self.json)?)
     }
 
@@ -80,14 +85,11 @@ impl Reporting {
     ///
     /// # Errors
     /// There are any under `--strict`, which are then not said here, or the writer fails.
-    pub fn admit(&self, warnings: &[Warning], mut out: impl Write) -> Result<(), ReportingError> {
+    pub fn admit(&self, warnings: &[String], mut out: impl Write) -> Result<(), ReportingError> {
         if self.strict && !warnings.is_empty() {
             return Err(ReportingError::Doubtful(warnings.to_vec()));
         }
-        for warning in warnings {
-            writeln!(out, "warning: {}", warning.message)?;
-        }
-        Ok(())
+        Ok(warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?)
     }
 }
 

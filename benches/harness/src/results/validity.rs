@@ -90,13 +90,14 @@ pub fn warnings(run: &Run, facts: &Facts) -> Vec<Warning> {
 fn index_not_consulted(requests: &[RequestRecord]) -> Option<String> {
     let placed = || requests.iter().filter(|request| request.rank.is_some() || request.placed_us.is_some());
     let predicted: Vec<u64> = placed().filter_map(|request| request.predicted_cached_tokens).collect();
-    let cached: u64 = placed().filter_map(|request| request.cached_tokens).sum();
+    // Requests that come together find each other's blocks in engines, though no rank held them at any decision.
+    let there = placed().filter_map(|request| request.reachable_tokens.or(request.cached_tokens)).sum::<u64>();
     if placed().next().is_none() || predicted.iter().any(|tokens| *tokens > 0) {
         None
     } else if predicted.is_empty() {
         Some("the index was not consulted: no decision came with a prediction of cached tokens".to_owned())
-    } else if cached > 0 {
-        Some(format!("the index knew of nothing: no cached token was ever predicted, engines found {cached}"))
+    } else if there > 0 {
+        Some(format!("the index knew of nothing: no cached token was ever predicted, though {there} were there"))
     } else {
         None
     }
@@ -217,6 +218,8 @@ mod tests {
         assert_eq!(fired_by(without), [Gate::IndexNotConsulted]);
         let zero = |_, sound| RequestRecord { predicted_cached_tokens: Some(0), ..sound };
         assert_eq!(fired_by(zero), [Gate::IndexNotConsulted]);
+        let together = |_, sound| RequestRecord { reachable_tokens: Some(0), ..zero(0, sound) };
+        assert_eq!(fired_by(together), [], "what came together was nowhere when it was placed");
         let blind = Facts { consults_index: false, ..facts() };
         assert_eq!(fired(&thousand(without), &blind), []);
         let once = |number, sound| if number == 7 { sound } else { zero(number, sound) };
@@ -225,14 +228,8 @@ mod tests {
 
     #[test]
     fn caches_that_nobody_hits_are_told_with_what_was_within_reach() {
-        let cold = |reachable| {
-            move |_, sound| RequestRecord {
-                cached_tokens: Some(0),
-                reachable_tokens: reachable,
-                predicted_cached_tokens: Some(0),
-                ..sound
-            }
-        };
+        let cold =
+            |reachable| move |_, sound| RequestRecord { cached_tokens: Some(0), reachable_tokens: reachable, ..sound };
         for (reachable, words) in [(Some(600), "600000 were within reach"), (None, "none was within reach")] {
             let warnings = warnings(&thousand(cold(reachable)), &facts());
             assert_eq!(warnings.len(), 1, "{warnings:?}");

@@ -1,0 +1,117 @@
+//! The subcommand: several policies in simulations of one workload.
+
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::thread::available_parallelism;
+
+use clap::Args;
+use workload::trace::TraceError;
+
+use super::jobs::in_parallel;
+use super::{Comparison, Policied};
+use crate::embedded::Embedded;
+use crate::results::{ReportingError, Summary};
+use crate::simulate::{self, Simulate, SimulateError};
+
+/// Several policies, simulated on one workload.
+#[derive(Args, Clone, Debug)]
+pub struct Compare {
+    /// Policies, or policies with settings as in kv+overlap_score_credit=0.5; the others are compared to the first
+    #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...", conflicts_with_all = ["policy", "records"])]
+    pub policies: Vec<Policied>,
+    /// Seeds to run each of them with: --seed and those that follow it
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000))]
+    pub seeds: u32,
+    /// Simulations at a time [default: as many as there are cores]
+    #[arg(long)]
+    pub jobs: Option<NonZeroUsize>,
+    /// What is simulated.
+    #[command(flatten)]
+    pub simulate: Simulate,
+}
+
+/// Why there is no comparison.
+#[derive(Debug, thiserror::Error)]
+pub enum CompareError {
+    /// The trace is broken.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// A simulation failed.
+    #[error("{policy}, seed {seed}: {source}")]
+    Simulate {
+        /// Whose.
+        policy: String,
+        /// Its seed.
+        seed: u64,
+        /// What went wrong.
+        source: SimulateError,
+    },
+    /// There are doubts under `--strict`, or nobody could be told.
+    #[error(transparent)]
+    Reporting(#[from] ReportingError),
+}
+
+impl Compare {
+    /// Runs and says what came of it: figures to `out`, warnings to `warnings_out`.
+    ///
+    /// # Errors
+    /// The workload cannot be read, a simulation fails, or its figures cannot be said.
+    pub fn run(&self, mut out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
+        let seeds = seeds(self.simulate.router.seed, self.seeds);
+        let comparison = simulated(&self.simulate, &self.policies, &seeds, jobs(self.jobs))?;
+        self.simulate.reporting.admit(&comparison.warnings(), warnings_out)?;
+        let written = if self.simulate.reporting.json {
+            comparison.write_json(&mut out)
+        } else {
+            comparison.write_text(&mut out)
+        };
+        Ok(written.map_err(ReportingError::Io)?)
+    }
+}
+
+/// So many seeds from `first` on.
+pub(crate) fn seeds(first: u64, count: u32) -> Vec<u64> {
+    (0..u64::from(count)).map(|turn| first.wrapping_add(turn)).collect()
+}
+
+/// `given`, or one job a core.
+pub(crate) fn jobs(given: Option<NonZeroUsize>) -> NonZeroUsize {
+    given.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN)
+}
+
+/// The comparison of `policies` in simulations like `simulate`, so many `jobs` at a time.
+///
+/// A simulation has no part in the machine's time, so neither order nor company changes its figures.
+///
+/// # Errors
+/// The trace cannot be read, or a simulation fails.
+pub fn simulated(
+    simulate: &Simulate,
+    policies: &[Policied],
+    seeds: &[u64],
+    jobs: NonZeroUsize,
+) -> Result<Comparison, CompareError> {
+    let pairs: Vec<(&Policied, u64)> =
+        seeds.iter().flat_map(|seed| policies.iter().map(move |policy| (policy, *seed))).collect();
+    let mut runs = in_parallel(&pairs, jobs, |(policy, seed)| one(simulate, policy, *seed))?.into_iter();
+    let mut contenders: Vec<(String, Vec<Summary>)> =
+        policies.iter().map(|policy| (policy.to_string(), Vec::new())).collect();
+    for _ in seeds {
+        for (_, of_policy) in &mut contenders {
+            of_policy.extend(runs.next());
+        }
+    }
+    Ok(Comparison::of_runs(contenders))
+}
+
+fn one(simulate: &Simulate, policy: &Policied, seed: u64) -> Result<Summary, CompareError> {
+    let workload = simulate.source.load(seed)?;
+    let failed = |source| CompareError::Simulate { policy: policy.to_string(), seed, source };
+    let mut setup = simulate.setup(workload.requests.len()).map_err(failed)?;
+    setup.router.policy = policy.policy;
+    setup.router.seed = seed;
+    setup.router.settings.extend(policy.settings.clone());
+    let run = simulate::run(&setup, &workload, Embedded::start_simulated).map_err(failed)?;
+    let facts = setup.facts(&workload, &simulate.reporting);
+    Ok(Summary { policy: policy.to_string(), ..Summary::new(&run, &facts) })
+}

@@ -1,0 +1,72 @@
+//! What a command line calls a contender: a policy, and settings of the router that it is to have.
+
+use std::fmt;
+use std::str::FromStr;
+
+use pointsman::select::Policy;
+use serde_json::{Map, Value};
+
+use crate::cli::{policy_name, policy_named};
+
+/// A policy, perhaps with settings of its own, so that variants of one policy can be compared: `kv`, or
+/// `kv+seed=7+overlap_score_credit=0.5`.
+///
+/// ```
+/// use pointsman_bench::compare::Policied;
+///
+/// let of: Policied = "kv+queue_policy=fcfs".parse()?;
+/// assert_eq!((of.to_string(), of.settings["queue_policy"].as_str()), ("kv+queue_policy=fcfs".into(), Some("fcfs")));
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Policied {
+    /// The policy.
+    pub policy: Policy,
+    /// Fields of the router's configuration, by name.
+    pub settings: Map<String, Value>,
+    name: String,
+}
+
+impl FromStr for Policied {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (policy, given) = text.split_once('+').unwrap_or((text, ""));
+        let setting = |setting: &str| {
+            let (name, value) = setting.split_once('=').ok_or_else(|| format!("no '=' in {setting:?}"))?;
+            // A bare word needs no quotes.
+            let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
+            Ok::<_, String>((name.to_owned(), value))
+        };
+        let settings = given.split('+').filter(|given| !given.is_empty()).map(setting).collect::<Result<_, _>>()?;
+        let policy = policy_named(policy).map_err(|error| error.to_string())?;
+        Ok(Self { policy, settings, name: text.to_owned() })
+    }
+}
+
+impl From<Policy> for Policied {
+    fn from(policy: Policy) -> Self {
+        Self { policy, settings: Map::new(), name: policy_name(policy) }
+    }
+}
+
+impl fmt::Display for Policied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_policies_and_broken_settings_are_refused() {
+        for (text, words) in [("best", "best"), ("kv+seed", "no '='"), ("", "unknown variant")] {
+            let error = text.parse::<Policied>().expect_err(text);
+            assert!(error.contains(words), "{error}");
+        }
+        let of: Policied = "round_robin".parse().expect("a policy");
+        assert_eq!(of, Policied::from(Policy::RoundRobin));
+    }
+}

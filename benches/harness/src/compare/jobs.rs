@@ -1,0 +1,67 @@
+//! Work on several threads whose outcome does not show it.
+
+use std::num::NonZeroUsize;
+use std::sync::Mutex;
+use std::thread;
+
+/// `work` of each of `items`, in their order, on `jobs` threads. Once one has failed, no more are begun.
+///
+/// # Errors
+/// Of the failures the one whose item comes first.
+///
+/// # Panics
+/// `work` panics.
+pub(crate) fn in_parallel<T: Sync, R: Send, E: Send>(
+    items: &[T],
+    jobs: NonZeroUsize,
+    work: impl Fn(&T) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E> {
+    let left = Mutex::new(items.iter().enumerate());
+    let done: Mutex<Vec<(usize, Result<R, E>)>> = Mutex::new(Vec::with_capacity(items.len()));
+    let next = || left.lock().expect("nobody panics while holding it").next();
+    thread::scope(|scope| {
+        for _ in 0..jobs.get().min(items.len()) {
+            scope.spawn(|| {
+                while let Some((place, item)) = next() {
+                    let outcome = work(item);
+                    if outcome.is_err() {
+                        left.lock().expect("nobody panics while holding it").by_ref().for_each(drop);
+                    }
+                    done.lock().expect("nobody panics while holding it").push((place, outcome));
+                }
+            });
+        }
+    });
+    let mut done = done.into_inner().expect("all threads have ended well");
+    done.sort_by_key(|(place, _)| *place);
+    done.into_iter().map(|(_, outcome)| outcome).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outcomes_keep_the_order_of_their_items() {
+        let items: Vec<u32> = (0..100).collect();
+        for jobs in [1, 3, 200] {
+            let jobs = NonZeroUsize::new(jobs).expect("not 0");
+            assert_eq!(
+                in_parallel(&items, jobs, |item| Ok::<_, ()>(item * 2)),
+                Ok((0..100).map(|of| of * 2).collect())
+            );
+        }
+        assert_eq!(in_parallel(&[], NonZeroUsize::MIN, |_: &u32| Ok::<_, ()>(0)), Ok(vec![]));
+    }
+
+    #[test]
+    fn a_failure_ends_the_rest() {
+        let begun = Mutex::new(Vec::new());
+        let fail = |item: &u32| {
+            begun.lock().expect("alive").push(*item);
+            if *item == 2 { Err("two") } else { Ok(()) }
+        };
+        assert_eq!(in_parallel(&[0, 1, 2, 3, 4], NonZeroUsize::MIN, fail), Err("two"));
+        assert_eq!(*begun.lock().expect("alive"), [0, 1, 2]);
+    }
+}

@@ -1,0 +1,235 @@
+//! Whether policies still do what they did.
+//!
+//! Owns the file of recorded figures and what drifting from it is. Promises that a policy whose figures moved is named,
+//! with what it had and what it has. Leaves to whoever changed it on purpose to record it anew.
+//!
+//! A simulation gives the same figures each time, so what is recorded changes with the code alone: with the policy, with
+//! the model of engines, or with the generator of the workload. The last two move all policies alike; so it is the ratio
+//! to the first policy that is held, and of the first one its own time.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use crate::compare::command::{jobs, seeds};
+use crate::compare::{CompareError, Comparison, Figure, Policied, simulated};
+use crate::suite::{ListError, parsed};
+
+/// How far a figure may be from what was recorded: small enough to see a policy change, large enough for a term that was
+/// rounded otherwise.
+const DRIFT_MAX: f64 = 0.03;
+
+/// What stands above recorded figures.
+const HEAD: &str = "\
+# Figures of one small simulation, from which policies must not drift by more than 3 %: `first_ttft_mean_seconds` is the
+# mean time to the first token under the first policy, `ttft_ratios` are those of the others over it. After a change that
+# is meant to move them:
+#
+#     cargo run -p pointsman-bench -- drift benches/harness/drift.toml --record
+#
+# With --policies kv,latency,... other policies are recorded than those that are.
+
+";
+
+/// Holds policies to recorded figures.
+#[derive(Args, Clone, Debug)]
+pub struct Drift {
+    /// The recorded figures
+    pub file: PathBuf,
+    /// Record the figures that there are now
+    #[arg(long)]
+    pub record: bool,
+    /// Policies to record, the others relative to the first [default: those recorded]
+    #[arg(long, requires = "record", value_delimiter = ',', value_name = "POLICY,...")]
+    pub policies: Vec<Policied>,
+}
+
+/// What is recorded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Recorded {
+    /// The arguments of `simulate`.
+    arguments: String,
+    /// How many seeds, from 1.
+    seeds: u32,
+    /// The policies, as on a command line.
+    policies: Vec<String>,
+    /// Mean time to the first token under the first of them, over the seeds.
+    first_ttft_mean_seconds: f64,
+    /// The others' over that, as geometric means over the seeds.
+    ttft_ratios: BTreeMap<String, f64>,
+}
+
+/// Why policies are not held to be what they were.
+#[derive(Debug, thiserror::Error)]
+pub enum DriftError {
+    /// The file cannot be read or written.
+    #[error("cannot use {path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file holds something else.
+    #[error("{path} holds no recorded figures: {reason}")]
+    Form {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The simulation is not what `simulate` takes.
+    #[error(transparent)]
+    Arguments(#[from] ListError),
+    /// The simulation failed.
+    #[error(transparent)]
+    Compare(#[from] CompareError),
+    /// Figures moved.
+    #[error("{}; record them anew if that is meant", .0.join("; "))]
+    Drifted(Vec<String>),
+    /// Nobody could be told.
+    #[error("cannot write the figures: {0}")]
+    Write(#[source] io::Error),
+}
+
+impl Drift {
+    /// Compares or records, and says each figure to `out`.
+    ///
+    /// # Errors
+    /// A figure has moved, the file is broken, or the simulation fails.
+    pub fn run(&self, mut out: impl Write) -> Result<(), DriftError> {
+        let recorded = self.read()?;
+        let names = if self.policies.is_empty() {
+            recorded.policies.clone()
+        } else {
+            self.policies.iter().map(Policied::to_string).collect()
+        };
+        let now = Recorded { policies: names, ..recorded.clone() }.measured(|reason| self.form(reason))?;
+        if self.record {
+            let text = toml::to_string(&now).map_err(|error| self.form(error))?;
+            fs::write(&self.file, format!("{HEAD}{text}")).map_err(|source| self.file(source))?;
+        }
+        for (policy, figure) in now.figures() {
+            writeln!(out, "{policy}: {figure:.4}").map_err(DriftError::Write)?;
+        }
+        let moved = if self.record { Vec::new() } else { moved(&recorded, &now) };
+        if moved.is_empty() { Ok(()) } else { Err(DriftError::Drifted(moved)) }
+    }
+
+    fn read(&self) -> Result<Recorded, DriftError> {
+        let text = fs::read_to_string(&self.file).map_err(|source| self.file(source))?;
+        toml::from_str(&text).map_err(|error| self.form(error))
+    }
+
+    fn file(&self, source: io::Error) -> DriftError {
+        DriftError::File { path: self.file.clone(), source }
+    }
+
+    fn form(&self, reason: impl ToString) -> DriftError {
+        DriftError::Form { path: self.file.clone(), reason: reason.to_string() }
+    }
+}
+
+impl Recorded {
+    /// The same with the figures that there are now.
+    fn measured(self, form: impl Fn(String) -> DriftError) -> Result<Self, DriftError> {
+        let simulate = parsed("drift", &self.arguments, &[])?;
+        let policies: Result<Vec<Policied>, String> = self.policies.iter().map(|policy| policy.parse()).collect();
+        let comparison = simulated(&simulate, &policies.map_err(&form)?, &seeds(1, self.seeds), jobs(None))?;
+        self.with(&comparison).ok_or_else(|| form("a run without a time to the first token".to_owned()))
+    }
+
+    fn with(self, comparison: &Comparison) -> Option<Self> {
+        let (first, others) = comparison.contenders.split_first()?;
+        let ratio = |contender: &crate::compare::Contender| {
+            Some((contender.name.clone(), rounded(contender.ratios.get(&Figure::TtftMean)?.ratio)))
+        };
+        Some(Self {
+            first_ttft_mean_seconds: rounded(first.mean(Figure::TtftMean)?),
+            ttft_ratios: others.iter().map(ratio).collect::<Option<_>>()?,
+            ..self
+        })
+    }
+
+    /// Each figure with a name for it.
+    fn figures(&self) -> Vec<(String, f64)> {
+        let first = self.policies.first().map(String::as_str).unwrap_or_default();
+        let seconds = (format!("mean TTFT of {first}, seconds"), self.first_ttft_mean_seconds);
+        let ratio = |(policy, ratio): (&String, &f64)| (format!("mean TTFT of {policy} over that of {first}"), *ratio);
+        std::iter::once(seconds).chain(self.ttft_ratios.iter().map(ratio)).collect()
+    }
+}
+
+/// Five digits are enough to hold three per cent.
+fn rounded(value: f64) -> f64 {
+    (value * 1e5).round() / 1e5
+}
+
+/// What moved from `recorded` to `now`, in words.
+fn moved(recorded: &Recorded, now: &Recorded) -> Vec<String> {
+    let of_now: BTreeMap<String, f64> = now.figures().into_iter().collect();
+    let far = |(figure, was): (String, f64)| {
+        let is = of_now.get(&figure).copied().unwrap_or(f64::NAN);
+        let drift = is / was - 1.0;
+        // Not a number is far, too.
+        let near = drift.abs() <= DRIFT_MAX;
+        (!near).then(|| {
+            format!(
+                "{figure} is {is:.4}, recorded {was:.4}: off by {:+.1} %, the limit is {:.0} %",
+                drift * 100.0,
+                DRIFT_MAX * 100.0
+            )
+        })
+    };
+    recorded.figures().into_iter().filter_map(far).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::tests::comparison;
+
+    fn recorded(seconds: f64, ratios: &[(&str, f64)]) -> Recorded {
+        Recorded {
+            arguments: "--workload chat".into(),
+            seeds: 2,
+            policies: vec!["kv".into(), "random".into()],
+            first_ttft_mean_seconds: seconds,
+            ttft_ratios: ratios.iter().map(|(policy, ratio)| ((*policy).to_owned(), *ratio)).collect(),
+        }
+    }
+
+    #[test]
+    fn three_per_cent_are_no_drift_and_more_are() {
+        let was = recorded(0.2, &[("random", 1.5)]);
+        assert!(moved(&was, &recorded(0.2059, &[("random", 1.456)])).is_empty());
+        let said = moved(&was, &recorded(0.2061, &[("random", 1.546)]));
+        assert_eq!(said[0], "mean TTFT of kv, seconds is 0.2061, recorded 0.2000: off by +3.0 %, the limit is 3 %");
+        assert_eq!(
+            said[1],
+            "mean TTFT of random over that of kv is 1.5460, recorded 1.5000: off by +3.1 %, the limit is 3 %"
+        );
+        assert_eq!(moved(&was, &recorded(0.2, &[])).len(), 1, "a policy that is gone has drifted");
+    }
+
+    #[test]
+    fn figures_are_taken_from_the_comparison() {
+        let of = comparison(&[("kv", 1.0), ("random", 1.5)]);
+        let now = recorded(9.0, &[("random", 9.0)]).with(&of).expect("figures");
+        assert_eq!((now.first_ttft_mean_seconds, now.ttft_ratios["random"]), (0.2, 1.5));
+    }
+
+    #[test]
+    fn the_recorded_file_is_what_would_be_written() {
+        let text = include_str!("../drift.toml");
+        let of: Recorded = toml::from_str(text).expect("recorded figures");
+        assert_eq!(text, format!("{HEAD}{}", toml::to_string(&of).expect("toml")));
+        assert_eq!(of.ttft_ratios.len() + 1, of.policies.len());
+        assert!(parsed("drift", &of.arguments, &[]).is_ok());
+    }
+}
