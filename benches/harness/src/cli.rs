@@ -216,7 +216,7 @@ impl Common {
 }
 
 /// A bar on standard error if that is a terminal, nothing otherwise.
-fn progress_bar(requests: u64) -> ProgressBar {
+pub(crate) fn progress_bar(requests: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {per_sec}, {eta} left");
     ProgressBar::new(requests).with_style(style.expect("a valid template"))
 }

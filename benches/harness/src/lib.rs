@@ -21,6 +21,7 @@ pub mod embedded;
 pub mod engine;
 pub mod events;
 pub mod fleet;
+pub mod load;
 pub mod measure;
 pub mod page;
 pub mod record;

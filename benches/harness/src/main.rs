@@ -11,6 +11,7 @@ use pointsman_bench::compare::Compare;
 use pointsman_bench::drift::Drift;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
+use pointsman_bench::load::Load;
 use pointsman_bench::page::Page;
 use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::RunSuite;
@@ -37,6 +38,8 @@ enum Command {
     Suite(RunSuite),
     /// Fails where policies no longer do in a small simulation what was recorded of them
     Drift(Drift),
+    /// Sends a workload to an endpoint of OpenAI's API over HTTP and reports what came back when
+    Load(Box<Load>),
     /// Makes one HTML page of results, with plots; it needs no network
     Report(Page),
 }
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
+        Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),
     };
     match done {

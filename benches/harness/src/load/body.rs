@@ -1,0 +1,227 @@
+//! What a request looks like.
+//!
+//! Owns the fields that are sent. Promises that equal prefixes of tokens are equal prefixes of what is sent, for either
+//! interface. Completions get the prompt as token ids, so it is as long as the workload says. Chats take text alone:
+//! there every token is a made-up word of six letters, one for each id, in a single message of the user. A tokenizer
+//! makes more than one token of most such words, and the chat's template adds some: what the endpoint counted is what is
+//! recorded.
+
+use std::fmt::Write;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use workload::Request;
+
+/// Bytes that a token takes at most in either form: its number and a comma, or a word and a space.
+const TOKEN_BYTES: u64 = 7;
+
+/// Everything around the prompt, in bytes, roughly.
+const FRAME_BYTES: u64 = 1_024;
+
+/// Fields that no [`Extra`] may have.
+const OWN_FIELDS: [&str; 6] = ["model", "prompt", "messages", "max_tokens", "stream", "stream_options"];
+
+/// An interface of OpenAI's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Api {
+    /// POST /v1/completions, the prompt as token ids
+    #[default]
+    Completions,
+    /// POST /v1/chat/completions, the prompt as text of a word a token
+    Chat,
+}
+
+impl Api {
+    /// Where requests go.
+    #[must_use]
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+        }
+    }
+}
+
+/// Fields that every request has beside those that are always sent.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Extra(Map<String, Value>);
+
+/// Why a text is no [`Extra`].
+#[derive(Debug, thiserror::Error)]
+pub enum ExtraError {
+    /// It is no object.
+    #[error("must be a JSON object: {0}")]
+    Json(#[from] serde_json::Error),
+    /// It has a field that is not free.
+    #[error("{0} is set by other flags")]
+    Field(&'static str),
+}
+
+impl FromStr for Extra {
+    type Err = ExtraError;
+
+    fn from_str(text: &str) -> Result<Self, ExtraError> {
+        let fields: Map<String, Value> = serde_json::from_str(text)?;
+        match OWN_FIELDS.into_iter().find(|field| fields.contains_key(*field)) {
+            Some(field) => Err(ExtraError::Field(field)),
+            None => Ok(Self(fields)),
+        }
+    }
+}
+
+/// What all requests share.
+#[derive(Clone, Debug)]
+pub struct Form {
+    /// The interface.
+    pub api: Api,
+    /// The model.
+    pub model: String,
+    /// Token ids are below this.
+    pub vocabulary: u32,
+    /// More fields.
+    pub extra: Extra,
+}
+
+/// A request cannot be written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write a request: {0}")]
+pub struct BodyError(#[from] serde_json::Error);
+
+#[derive(Serialize)]
+struct Body<'a> {
+    model: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    messages: Option<[Message<'a>; 1]>,
+    max_tokens: u32,
+    stream: bool,
+    stream_options: StreamOptions,
+    #[serde(flatten)]
+    extra: &'a Map<String, Value>,
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    role: &'static str,
+    content: &'a str,
+}
+
+#[derive(Serialize)]
+struct StreamOptions {
+    include_usage: bool,
+}
+
+impl Form {
+    /// Bytes that [`write`](Self::write) will take for `request`, or some more.
+    #[must_use]
+    pub fn bytes_max(request: &Request) -> u64 {
+        FRAME_BYTES + TOKEN_BYTES * request.prompt_tokens()
+    }
+
+    /// The body of `request`.
+    ///
+    /// # Errors
+    /// It cannot be JSON, which nothing here explains.
+    pub fn write(&self, request: &Request) -> Result<Vec<u8>, BodyError> {
+        let mut tokens = request.tokens();
+        tokens.iter_mut().for_each(|token| *token %= self.vocabulary);
+        let text = match self.api {
+            Api::Completions => String::new(),
+            Api::Chat => words(&tokens),
+        };
+        let body = Body {
+            model: &self.model,
+            prompt: (self.api == Api::Completions).then_some(&tokens),
+            messages: (self.api == Api::Chat).then_some([Message { role: "user", content: &text }]),
+            max_tokens: request.output_tokens,
+            stream: true,
+            stream_options: StreamOptions { include_usage: true },
+            extra: &self.extra.0,
+        };
+        Ok(serde_json::to_vec(&body)?)
+    }
+}
+
+/// A word a token, with spaces between: three syllables of 70 each, enough for any vocabulary below 343,000.
+fn words(tokens: &[u32]) -> String {
+    const CONSONANTS: [char; 14] = ['b', 'd', 'f', 'g', 'k', 'l', 'm', 'n', 'p', 'r', 's', 't', 'v', 'z'];
+    const VOWELS: [char; 5] = ['a', 'e', 'i', 'o', 'u'];
+    let syllable = |number: u32| {
+        let number = (number % 70) as usize;
+        [CONSONANTS[number / 5], VOWELS[number % 5]]
+    };
+    let mut text = String::with_capacity(tokens.len() * 7);
+    for (position, token) in tokens.iter().enumerate() {
+        let space = if position > 0 { " " } else { "" };
+        let [[a, b], [c, d], [e, f]] = [token / 4_900, token / 70, *token].map(syllable);
+        write!(text, "{space}{a}{b}{c}{d}{e}{f}").expect("strings take everything");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use workload::{Segment, VOCABULARY};
+
+    use super::*;
+
+    fn request(own: u64) -> Request {
+        let prompt = vec![Segment { id: 1, tokens: 40 }, Segment { id: own, tokens: 10 }];
+        Request { arrival_us: 0, prompt, output_tokens: 9, session: None }
+    }
+
+    fn written(api: Api, vocabulary: u32, own: u64) -> (Value, usize) {
+        let extra = "{\"ignore_eos\": true}".parse().expect("an object");
+        let body = Form { api, model: "m".to_owned(), vocabulary, extra }.write(&request(own)).expect("written");
+        (serde_json::from_slice(&body).expect("JSON"), body.len())
+    }
+
+    #[test]
+    fn completions_have_token_ids() {
+        let (body, bytes) = written(Api::Completions, VOCABULARY, 2);
+        let ids: Vec<u32> = serde_json::from_value(body["prompt"].clone()).expect("ids");
+        assert_eq!(ids, request(2).tokens());
+        assert_eq!((&body["model"], &body["max_tokens"], &body["stream"]), (&"m".into(), &9.into(), &true.into()));
+        assert_eq!((&body["stream_options"]["include_usage"], &body["ignore_eos"]), (&true.into(), &true.into()));
+        assert!(body.get("messages").is_none() && bytes as u64 <= Form::bytes_max(&request(2)));
+        let (small, _) = written(Api::Completions, 100, 2);
+        assert!(small["prompt"].as_array().expect("ids").iter().all(|id| id.as_u64() < Some(100)));
+    }
+
+    #[test]
+    fn chats_have_words_that_share_prefixes_as_tokens_do() {
+        let text = |own| {
+            let (body, bytes) = written(Api::Chat, VOCABULARY, own);
+            assert!(body.get("prompt").is_none() && bytes as u64 <= Form::bytes_max(&request(own)));
+            assert_eq!((&body["messages"][0]["role"], &body["messages"][1]), (&"user".into(), &Value::Null));
+            body["messages"][0]["content"].as_str().expect("text").to_owned()
+        };
+        let (first, second) = (text(2), text(3));
+        assert_eq!((first.split(' ').count(), first.len()), (50, 50 * 7 - 1));
+        assert_eq!(first[..40 * 7], second[..40 * 7]);
+        assert_ne!(first[40 * 7..], second[40 * 7..]);
+    }
+
+    #[test]
+    fn every_token_has_its_word() {
+        let all: Vec<u32> = (0..VOCABULARY).collect();
+        assert_eq!(words(&all).split(' ').collect::<BTreeSet<_>>().len(), all.len());
+    }
+
+    #[test]
+    fn fields_that_flags_set_are_not_free() {
+        for (text, expected) in [
+            ("[1]", "must be a JSON object"),
+            ("{", "must be a JSON object"),
+            ("{\"stream\": false}", "stream is set by other flags"),
+        ] {
+            let error = text.parse::<Extra>().expect_err(text).to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! The client: one request and its streamed answer.
+//!
+//! Owns the connections, over HTTP/1.1, with TLS where the URL says https (the system's roots). A connection is made
+//! when a request finds none idle, and its making is part of that request's time, as it is for any client. Promises an
+//! answer to every question, a failure if need be, within the time-out. Requests are not repeated, unless the server had
+//! closed an idle connection before any of it was sent.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode, Uri};
+use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::legacy::{self, Error as SendError};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::time::timeout;
+
+use super::body::Api;
+use super::drive::Clock;
+use super::stream::{Answer, error_code};
+
+/// How much of a refusal is read, in bytes.
+const REFUSAL_BYTES_MAX: usize = 64 << 10;
+
+/// Most ranks that are told apart.
+const RANKS_MAX: usize = 1 << 16;
+
+/// How long a connection is kept idle.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// Whom to ask, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    /// Scheme, host and port.
+    pub url: &'a str,
+    /// The interface.
+    pub api: Api,
+    /// Sent as a bearer's token.
+    pub api_key: Option<&'a str>,
+    /// The answers' header that tells ranks apart.
+    pub rank_header: Option<&'a str>,
+    /// How long a request may take, whole.
+    pub timeout: Duration,
+}
+
+/// Why nobody can be asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The URL is none.
+    #[error("{0:?} is no URL such as http://127.0.0.1:8000")]
+    Url(String),
+    /// The key cannot be sent.
+    #[error("the key is not of visible ASCII")]
+    ApiKey,
+    /// The header cannot be.
+    #[error("{0:?} is no name of a header")]
+    Header(String),
+    /// Nothing says which servers to trust.
+    #[error("cannot read the system's certificates: {0}")]
+    Roots(io::Error),
+}
+
+/// Why a request has no answer, or not all of it. Its text is the reason that a run's figures count it under.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// There is no connection.
+    #[error("cannot connect: {0}")]
+    Connect(String),
+    /// The connection broke.
+    #[error("the connection broke: {0}")]
+    Broken(String),
+    /// The answer is another one.
+    #[error("status {}{}", status.as_u16(), in_brackets(code.as_deref()))]
+    Status {
+        /// Its status.
+        status: StatusCode,
+        /// The error's name, where it has one.
+        code: Option<String>,
+    },
+    /// The answer is not streamed.
+    #[error("the answer is no event stream")]
+    NotStreamed,
+    /// It took too long.
+    #[error("not answered within {} s", .0.as_secs())]
+    Timeout(Duration),
+    /// The stream ended too early.
+    #[error("the stream ended without [DONE]")]
+    Truncated,
+    /// The stream had nothing in it.
+    #[error("no token came")]
+    NoToken,
+    /// The stream tells of an error.
+    #[error("an error in the stream{}", in_brackets(.0.as_deref()))]
+    InStream(Option<String>),
+    /// The stream has something else in it.
+    #[error("an event is no chunk of an answer")]
+    Chunk,
+    /// An event does not end.
+    #[error("an event is too long")]
+    EventTooLong,
+    /// The answer does not end.
+    #[error("the answer does not end")]
+    Endless,
+}
+
+fn in_brackets(code: Option<&str>) -> String {
+    code.map(|code| format!(" ({code})")).unwrap_or_default()
+}
+
+/// What became of a request.
+#[derive(Debug)]
+pub struct Asked {
+    /// When it was sent, in µs.
+    pub sent_us: u64,
+    /// When the last of it came, or when it failed.
+    pub ended_us: u64,
+    /// What came.
+    pub answer: Answer,
+    /// Dense number of the rank that served it.
+    pub rank: Option<u32>,
+    /// Why that is not all.
+    pub failure: Option<Failure>,
+}
+
+/// Asks one endpoint.
+#[derive(Debug)]
+pub struct Client {
+    http: legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    uri: Uri,
+    headers: HeaderMap,
+    timeout: Duration,
+    rank_header: Option<HeaderName>,
+    /// Values of the header so far, numbered as they came.
+    ranks: Mutex<BTreeMap<Vec<u8>, u32>>,
+}
+
+impl Client {
+    /// A client of `target`. Does not connect yet.
+    ///
+    /// # Errors
+    /// Nobody can be asked like this.
+    pub fn new(target: &Target<'_>) -> Result<Self, ClientError> {
+        let no_url = || ClientError::Url(target.url.to_owned());
+        let path = target.api.path();
+        let uri: Uri = format!("{}{path}", target.url.trim_end_matches('/')).parse().map_err(|_| no_url())?;
+        if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
+            return Err(no_url());
+        }
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(key) = target.api_key {
+            let mut value = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| ClientError::ApiKey)?;
+            value.set_sensitive(true);
+            headers.insert(AUTHORIZATION, value);
+        }
+        let rank_header = target
+            .rank_header
+            .map(|name| HeaderName::from_bytes(name.as_bytes()).map_err(|_| ClientError::Header(name.to_owned())));
+        let mut sockets = HttpConnector::new();
+        sockets.enforce_http(false);
+        sockets.set_nodelay(true);
+        let tls = tls(uri.scheme_str() == Some("https"))?;
+        let connector = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
+        let connector = connector.wrap_connector(sockets);
+        let mut http = legacy::Client::builder(TokioExecutor::new());
+        http.pool_idle_timeout(IDLE).pool_timer(TokioTimer::new());
+        Ok(Self {
+            http: http.build(connector),
+            uri,
+            headers,
+            timeout: target.timeout,
+            rank_header: rank_header.transpose()?,
+            ranks: Mutex::default(),
+        })
+    }
+
+    /// Ranks that have answered.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+        u32::try_from(ranks.len()).expect("few ranks are told apart")
+    }
+
+    /// Sends `body` and reads the answer to its end, by `clock`.
+    pub async fn ask(&self, body: Vec<u8>, clock: Clock) -> Asked {
+        let (mut answer, mut rank) = (Answer::default(), None);
+        let sent_us = clock.now_us();
+        let asked = timeout(self.timeout, self.stream(body.into(), clock, &mut answer, &mut rank)).await;
+        let failure = asked.unwrap_or(Err(Failure::Timeout(self.timeout))).err();
+        let ended_us = answer.last_token_us.filter(|_| failure.is_none()).unwrap_or_else(|| clock.now_us());
+        Asked { sent_us, ended_us, answer, rank, failure }
+    }
+
+    async fn stream(
+        &self,
+        body: Bytes,
+        clock: Clock,
+        answer: &mut Answer,
+        rank: &mut Option<u32>,
+    ) -> Result<(), Failure> {
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = self.uri.clone();
+        *request.headers_mut() = self.headers.clone();
+        let response = self.http.request(request).await.map_err(|error| not_sent(&error))?;
+        *rank = self.rank(response.headers());
+        let mut body = accepted(response).await?;
+        while let Some(frame) = body.frame().await {
+            let now_us = clock.now_us();
+            let frame = frame.map_err(|error| Failure::Broken(root_cause(&error)))?;
+            if let Ok(bytes) = frame.into_data() {
+                answer.push(&bytes, now_us)?;
+            }
+        }
+        answer.end()
+    }
+
+    /// The rank that a header names, by the order in which ranks first answered.
+    fn rank(&self, headers: &HeaderMap) -> Option<u32> {
+        let value = headers.get(self.rank_header.as_ref()?)?.as_bytes();
+        let mut ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+        if !ranks.contains_key(value) && ranks.len() < RANKS_MAX {
+            let next = u32::try_from(ranks.len()).expect("few ranks are told apart");
+            ranks.insert(value.to_vec(), next);
+        }
+        ranks.get(value).copied()
+    }
+}
+
+/// Trusts whom the system trusts; nobody where no TLS is asked for, so that nothing need be installed.
+fn tls(wanted: bool) -> Result<ClientConfig, ClientError> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let config = config.expect("ring knows the default versions");
+    let trusting = if wanted {
+        config.with_native_roots().map_err(ClientError::Roots)?
+    } else {
+        config.with_root_certificates(RootCertStore::empty())
+    };
+    Ok(trusting.with_no_client_auth())
+}
+
+/// The body of an answer that is a stream.
+async fn accepted(response: Response<Incoming>) -> Result<Incoming, Failure> {
+    let status = response.status();
+    if status != StatusCode::OK {
+        let body = Limited::new(response.into_body(), REFUSAL_BYTES_MAX).collect().await;
+        return Err(Failure::Status { status, code: body.ok().and_then(|body| error_code(&body.to_bytes())) });
+    }
+    let kind = response.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
+    if kind.starts_with(b"text/event-stream") { Ok(response.into_body()) } else { Err(Failure::NotStreamed) }
+}
+
+fn not_sent(error: &SendError) -> Failure {
+    let cause = root_cause(error);
+    if error.is_connect() { Failure::Connect(cause) } else { Failure::Broken(cause) }
+}
+
+/// What lies below an error, which is what says something; those around it name steps of the client.
+fn root_cause(error: &dyn std::error::Error) -> String {
+    std::iter::successors(Some(error), |error| error.source()).last().unwrap_or(error).to_string()
+}

@@ -1,0 +1,239 @@
+//! Sends a workload: every request when it is due, or as soon as another one has ended.
+//!
+//! Owns the order of sending, and the records. Promises that an open loop waits for nothing but the clock while there is
+//! a connection to send on; that where there is none, or a body is not written in time, the request goes out late and
+//! keeps the time at which it was due; that bodies ahead of their time and in flight together stay within
+//! [`BODIES_BYTES_MAX`], unless a single one does not.
+
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use indicatif::ProgressBar;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::{Instant, sleep_until};
+use workload::{Arrivals, Request, Workload};
+
+use super::body::{BodyError, Form};
+use super::client::Asked;
+use crate::record::RequestRecord;
+
+/// Memory for bodies, in bytes: some ten thousand prompts of average length.
+pub const BODIES_BYTES_MAX: u64 = 1 << 30;
+
+/// Bodies that are written ahead at most.
+const BODIES_AHEAD: usize = 256;
+
+/// The unit in which memory for bodies is given out, in bytes.
+const PAGE_BYTES: u64 = 1_024;
+
+/// Longest gap between tokens that is told apart, in µs: an hour.
+const GAP_US_MAX: u64 = 3_600_000_000;
+
+/// The time of a run, in µs since its start.
+#[derive(Clone, Copy, Debug)]
+pub struct Clock(Instant);
+
+impl Clock {
+    /// Starts now.
+    #[must_use]
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Now.
+    #[must_use]
+    pub fn now_us(self) -> u64 {
+        u64::try_from(self.0.elapsed().as_micros()).expect("no run takes 500,000 years")
+    }
+
+    fn at(self, us: u64) -> Instant {
+        self.0 + Duration::from_micros(us)
+    }
+}
+
+/// A body and its share of the memory.
+struct Ready {
+    index: usize,
+    due_us: u64,
+    prompt_tokens: u64,
+    body: Vec<u8>,
+    memory: OwnedSemaphorePermit,
+}
+
+/// Sends all requests of `workload` with `ask`, on at most `connections` at a time, and waits for all answers.
+///
+/// Gaps between tokens are those of requests behind the first `warmup` ones.
+///
+/// # Errors
+/// A body cannot be written.
+pub async fn drive<F>(
+    workload: Workload,
+    form: Form,
+    connections: NonZeroU32,
+    warmup: usize,
+    clock: Clock,
+    ask: impl Fn(Vec<u8>) -> F,
+) -> Result<(Vec<RequestRecord>, Histogram<u64>), BodyError>
+where
+    F: Future<Output = Asked> + Send + 'static,
+{
+    let concurrency = match workload.arrivals {
+        Arrivals::OpenLoop => None,
+        Arrivals::Concurrency(concurrency) => Some(concurrency),
+    };
+    let places = concurrency.map_or(connections, |concurrency| concurrency.min(connections));
+    let places = Arc::new(Semaphore::new(places.get() as usize));
+    let mut records = Records::new(workload.requests.len(), warmup);
+    let (ahead, mut bodies) = mpsc::channel(BODIES_AHEAD);
+    let writer = tokio::spawn(write(workload.requests, form, ahead));
+    let mut asking = JoinSet::new();
+    loop {
+        // A closed loop's request is due when a place is free, an open loop's when its time has come.
+        let freed = match concurrency {
+            None => None,
+            Some(_) => Some((place(&places).await, clock.now_us())),
+        };
+        let Some(ready) = bodies.recv().await else { break };
+        let Ready { index, due_us, prompt_tokens, body, memory } = ready;
+        let (place, due_us) = match freed {
+            Some(freed) => freed,
+            None => {
+                sleep_until(clock.at(due_us)).await;
+                (place(&places).await, due_us)
+            }
+        };
+        let asked = ask(body);
+        asking.spawn(async move {
+            let asked = asked.await;
+            drop((place, memory));
+            (index, due_us, prompt_tokens, asked)
+        });
+        while let Some(ended) = asking.try_join_next() {
+            let (index, due_us, prompt_tokens, asked) = ended.expect("asking does not panic");
+            records.add(index, due_us, prompt_tokens, &asked);
+        }
+    }
+    writer.await.expect("writing does not panic")?;
+    while let Some(ended) = asking.join_next().await {
+        let (index, due_us, prompt_tokens, asked) = ended.expect("asking does not panic");
+        records.add(index, due_us, prompt_tokens, &asked);
+    }
+    records.progress.finish_and_clear();
+    Ok((records.requests, records.itl_us))
+}
+
+async fn place(places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
+    Arc::clone(places).acquire_owned().await.expect("nobody closes it")
+}
+
+/// Writes bodies in order, ahead of their time, on threads that may block.
+async fn write(requests: Vec<Request>, form: Form, ahead: mpsc::Sender<Ready>) -> Result<(), BodyError> {
+    let pages_max = u32::try_from(BODIES_BYTES_MAX / PAGE_BYTES).expect("a million pages");
+    let memory = Arc::new(Semaphore::new(pages_max as usize));
+    let form = Arc::new(form);
+    for (index, request) in requests.into_iter().enumerate() {
+        let pages = Form::bytes_max(&request).div_ceil(PAGE_BYTES);
+        let pages = u32::try_from(pages).unwrap_or(pages_max).min(pages_max);
+        let memory = Arc::clone(&memory).acquire_many_owned(pages).await.expect("nobody closes it");
+        let (due_us, prompt_tokens, form) = (request.arrival_us, request.prompt_tokens(), Arc::clone(&form));
+        let body = spawn_blocking(move || form.write(&request)).await.expect("writing does not panic")?;
+        if ahead.send(Ready { index, due_us, prompt_tokens, body, memory }).await.is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// What is kept.
+struct Records {
+    requests: Vec<RequestRecord>,
+    itl_us: Histogram<u64>,
+    warmup: usize,
+    progress: ProgressBar,
+}
+
+impl Records {
+    fn new(requests: usize, warmup: usize) -> Self {
+        let itl_us = Histogram::new_with_bounds(1, GAP_US_MAX, 3).expect("bounds in order");
+        let progress = crate::cli::progress_bar(requests as u64);
+        Self { requests: vec![RequestRecord::default(); requests], itl_us, warmup, progress }
+    }
+
+    fn add(&mut self, index: usize, due_us: u64, prompt_tokens: u64, asked: &Asked) {
+        let Asked { sent_us, ended_us, ref answer, rank, ref failure } = *asked;
+        if index >= self.warmup {
+            answer.gaps_us.iter().for_each(|&gap_us| self.itl_us.saturating_record(u64::from(gap_us).max(1)));
+        }
+        self.requests[index] = RequestRecord {
+            due_us,
+            sent_us,
+            first_token_us: answer.first_token_us,
+            ended_us: Some(ended_us),
+            prompt_tokens: answer.prompt_tokens().unwrap_or(prompt_tokens),
+            output_tokens: answer.output_tokens(),
+            cached_tokens: answer.cached_tokens(),
+            rank,
+            failure: failure.as_ref().map(ToString::to_string),
+            ..RequestRecord::default()
+        };
+        self.progress.inc(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use workload::generate::SharedPrefix;
+
+    use super::super::body::{Api, Extra};
+    use super::super::stream::Answer;
+    use super::*;
+
+    /// Requests at 0, 100 ms, 200 ms and so on.
+    fn workload(requests: u32, arrivals: Arrivals) -> Workload {
+        let shared =
+            SharedPrefix { requests, prefix_tokens: 8.into(), own_tokens: 8.into(), ..SharedPrefix::default() };
+        let mut workload = shared.generate(1);
+        workload.requests.iter_mut().zip(0..).for_each(|(request, n)| request.arrival_us = n * 100_000);
+        Workload { arrivals, ..workload }
+    }
+
+    fn form() -> Form {
+        Form { api: Api::Completions, model: "m".to_owned(), vocabulary: 100, extra: Extra::default() }
+    }
+
+    /// Sends to an endpoint that answers after `answer_ms`; when requests were due and sent, in ms.
+    async fn sent_ms(workload: Workload, connections: u32, answer_ms: u64) -> Vec<(u64, u64)> {
+        let clock = Clock::start();
+        let ask = |_| async move {
+            let sent_us = clock.now_us();
+            tokio::time::sleep(Duration::from_millis(answer_ms)).await;
+            Asked { sent_us, ended_us: clock.now_us(), answer: Answer::default(), rank: None, failure: None }
+        };
+        let connections = NonZeroU32::new(connections).expect("not 0");
+        let (records, _) = drive(workload, form(), connections, 0, clock, ask).await.expect("driven");
+        records.iter().map(|record| (record.due_us / 1_000, record.sent_us / 1_000)).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_open_loop_sends_when_requests_are_due_however_slow_the_answers() {
+        let sent = sent_ms(workload(5, Arrivals::OpenLoop), 10, 60_000).await;
+        assert_eq!(sent, [(0, 0), (100, 100), (200, 200), (300, 300), (400, 400)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_without_a_connection_is_sent_late_and_stays_due_when_it_was() {
+        let sent = sent_ms(workload(5, Arrivals::OpenLoop), 2, 1_000).await;
+        assert_eq!(sent, [(0, 0), (100, 100), (200, 1_000), (300, 1_100), (400, 2_000)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_closed_loop_keeps_its_number_in_flight() {
+        let two = Arrivals::Concurrency(NonZeroU32::new(2).expect("not 0"));
+        let sent = sent_ms(workload(5, two), 10, 1_000).await;
+        assert_eq!(sent, [(0, 0), (0, 0), (1_000, 1_000), (1_000, 1_000), (2_000, 2_000)]);
+    }
+}

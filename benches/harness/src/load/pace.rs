@@ -1,0 +1,217 @@
+//! When requests are due.
+//!
+//! Owns the arguments that replace a workload's own arrivals. Promises that a request keeps its place in the order.
+
+use std::num::NonZeroU32;
+use std::str::FromStr;
+
+use clap::Args;
+use workload::{Arrivals, Rng, Workload};
+
+/// What replaces a workload's arrivals; they stay where nothing is given.
+#[derive(Args, Clone, Debug, Default, PartialEq)]
+pub struct Pace {
+    /// Requests a second, instead of the workload's own arrivals
+    #[arg(long, value_name = "REQUESTS", value_parser = rate, conflicts_with_all = ["speedup", "steps", "concurrency"])]
+    pub rate: Option<f64>,
+    /// Rates one after the other, each for a time, instead of the workload's own arrivals: 10:30s,20:2m
+    ///
+    /// Requests that are not due before the end of the last step are not sent.
+    #[arg(long, value_name = "RATE:TIME,...", conflicts_with_all = ["speedup", "concurrency"])]
+    pub steps: Option<Steps>,
+    /// Random gaps, as independent users leave, instead of even ones
+    #[arg(long, conflicts_with = "concurrency")]
+    pub poisson: bool,
+    /// A closed loop: so many requests in flight, the next one sent when one ends
+    ///
+    /// A slow endpoint is then asked less, so compare no times with those of an open loop.
+    #[arg(long, value_name = "REQUESTS", conflicts_with = "speedup")]
+    pub concurrency: Option<NonZeroU32>,
+}
+
+/// A rate that is kept for a time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// Requests a second.
+    pub rate: f64,
+    /// For so long, in µs.
+    pub lasts_us: f64,
+}
+
+/// Steps, one after the other. At least one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Steps(Vec<Step>);
+
+/// A text that names no steps.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StepsError {
+    /// A step has another form.
+    #[error("{0:?} is no rate and time such as 10:30s")]
+    Form(String),
+    /// Its rate cannot be.
+    #[error("{0}")]
+    Rate(String),
+    /// Its time cannot be.
+    #[error("{0:?} is no time such as 500ms, 30s or 2m")]
+    Time(String),
+}
+
+impl FromStr for Steps {
+    type Err = StepsError;
+
+    fn from_str(text: &str) -> Result<Self, StepsError> {
+        let step = |text: &str| {
+            let (rate_text, time) = text.split_once(':').ok_or_else(|| StepsError::Form(text.to_owned()))?;
+            Ok(Step { rate: rate(rate_text).map_err(StepsError::Rate)?, lasts_us: time_us(time)? })
+        };
+        text.split(',').map(|text| step(text.trim())).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    let rate = text.trim().parse().ok().filter(|rate| (1e-6..=1e6).contains(rate));
+    rate.ok_or_else(|| format!("{text:?} is no rate from 0.000001 to 1000000 requests a second"))
+}
+
+fn time_us(text: &str) -> Result<f64, StepsError> {
+    let text = text.trim();
+    let units = [("ms", 1e3), ("s", 1e6), ("m", 60e6)];
+    let unit = units.into_iter().find_map(|(unit, us)| Some((text.strip_suffix(unit)?, us)));
+    let time = unit.and_then(|(number, us)| Some(number.parse::<f64>().ok()? * us));
+    time.filter(|us| (1.0..1e15).contains(us)).ok_or_else(|| StepsError::Time(text.to_owned()))
+}
+
+impl Pace {
+    /// `workload`, due at this pace; `seed` draws random gaps. Drops what is due after the last step.
+    #[must_use]
+    pub fn apply(&self, mut workload: Workload, seed: u64) -> Workload {
+        let steps = match (self.rate, &self.steps) {
+            (Some(rate), _) => vec![Step { rate, lasts_us: f64::INFINITY }],
+            (None, Some(Steps(steps))) => steps.clone(),
+            // Random gaps alone: of the mean that the workload has.
+            (None, None) if self.poisson => {
+                let last_us = workload.requests.last().map_or(0, |last| last.arrival_us).max(1);
+                let rate = workload.requests.len() as f64 * 1e6 / last_us as f64;
+                vec![Step { rate, lasts_us: f64::INFINITY }]
+            }
+            (None, None) => {
+                if let Some(concurrency) = self.concurrency {
+                    workload.arrivals = Arrivals::Concurrency(concurrency);
+                }
+                return workload;
+            }
+        };
+        let mut due = Due { steps, begins_us: 0.0, at_us: 0.0, rng: self.poisson.then(|| Rng::stream(seed, 0x90)) };
+        let mut sent = 0;
+        for (request, due_us) in workload.requests.iter_mut().zip(&mut due) {
+            request.arrival_us = due_us;
+            sent += 1;
+        }
+        workload.requests.truncate(sent);
+        workload.arrivals = Arrivals::OpenLoop;
+        workload
+    }
+}
+
+/// The times that steps give, in µs after the start.
+struct Due {
+    /// The current step, then those to come.
+    steps: Vec<Step>,
+    /// When the current step began.
+    begins_us: f64,
+    /// Where the next gap begins.
+    at_us: f64,
+    /// Draws gaps; even without.
+    rng: Option<Rng>,
+}
+
+impl Iterator for Due {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        loop {
+            let step = self.steps.first()?;
+            let gap_us = 1e6 / step.rate;
+            // Even gaps begin with a request, random ones end with one.
+            let (due_us, next_us) = match &mut self.rng {
+                None => (self.at_us, self.at_us + gap_us),
+                Some(rng) => {
+                    let due_us = self.at_us + rng.exponential() * gap_us;
+                    (due_us, due_us)
+                }
+            };
+            let ends_us = self.begins_us + step.lasts_us;
+            if due_us < ends_us {
+                self.at_us = next_us;
+                return Some(due_us.round() as u64);
+            }
+            // Exponential gaps have no memory: the next step draws anew from where it begins.
+            (self.begins_us, self.at_us) = (ends_us, ends_us);
+            self.steps.remove(0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use workload::generate::SharedPrefix;
+
+    use super::*;
+
+    fn requests(count: u32) -> Workload {
+        SharedPrefix { requests: count, ..SharedPrefix::default() }.generate(1)
+    }
+
+    fn due_ms(pace: &Pace, count: u32) -> Vec<u64> {
+        let paced = pace.apply(requests(count), 1);
+        paced.requests.iter().map(|request| request.arrival_us / 1_000).collect()
+    }
+
+    #[test]
+    fn a_rate_is_even_and_steps_follow_each_other() {
+        let rate = Pace { rate: Some(10.0), ..Pace::default() };
+        assert_eq!(due_ms(&rate, 4), [0, 100, 200, 300]);
+        let steps = Pace { steps: Some("10:0.2s, 2:1s,100:10ms".parse().expect("steps")), ..Pace::default() };
+        assert_eq!(due_ms(&steps, 9), [0, 100, 200, 700, 1_200]);
+    }
+
+    #[test]
+    fn random_gaps_keep_the_rate_of_each_step_and_are_fixed_by_the_seed() {
+        let steps = "50:20s,200:20s".parse().expect("steps");
+        let pace = Pace { steps: Some(steps), poisson: true, ..Pace::default() };
+        let due = due_ms(&pace, 6_000);
+        let first = due.iter().filter(|ms| **ms < 20_000).count();
+        assert!((900..1_100).contains(&first), "{first}");
+        assert!((3_800..4_200).contains(&(due.len() - first)), "{}", due.len());
+        assert!(due.is_sorted() && due == due_ms(&pace, 6_000));
+        assert_ne!(due[0..50], due_ms(&Pace { rate: Some(50.0), ..Pace::default() }, 50));
+    }
+
+    #[test]
+    fn arrivals_stay_where_nothing_is_given() {
+        let own = requests(50);
+        assert_eq!(Pace::default().apply(own.clone(), 1), own);
+        let closed = Pace { concurrency: NonZeroU32::new(3), ..Pace::default() }.apply(own.clone(), 1);
+        assert_eq!(
+            (closed.requests, closed.arrivals),
+            (own.requests.clone(), Arrivals::Concurrency(NonZeroU32::new(3).expect("3")))
+        );
+        let random = Pace { poisson: true, ..Pace::default() }.apply(own.clone(), 1);
+        let last = |workload: &Workload| workload.requests[49].arrival_us as f64;
+        assert!((0.5..2.0).contains(&(last(&random) / last(&own))));
+    }
+
+    #[test]
+    fn what_is_no_step_is_refused() {
+        for (text, expected) in [
+            ("10", "\"10\" is no rate and time such as 10:30s"),
+            ("0:10s", "\"0\" is no rate"),
+            ("10:5", "\"5\" is no time"),
+            ("10:-5s", "\"-5s\" is no time"),
+            ("10:5s,", "\"\" is no rate and time"),
+        ] {
+            let error = text.parse::<Steps>().expect_err(text).to_string();
+            assert!(error.starts_with(expected), "{text}: {error}");
+        }
+    }
+}
