@@ -226,5 +226,7 @@ fn broken_settings_say_what_is_wrong() {
         assert!(error.contains(expected), "{text}: {error}");
     }
     assert_eq!("burst".parse(), Ok(Generator::Burst(Burst::default())));
+    let chat: Generator = "chat:rate=2,turns=1-9".parse().expect("settings");
+    assert_eq!((chat.to_string().as_str(), chat.generate(1).name.as_str()), ("chat:rate=2.0", "chat:rate=2.0"));
     assert_eq!(Generator::help().lines().count(), Generator::all().len());
 }

@@ -47,6 +47,9 @@ pub struct Target<'a> {
     pub rank_header: Option<&'a str>,
     /// How long a request may take, whole.
     pub timeout: Duration,
+    /// Most connections that are kept idle: as many as requests are in flight, so that there are twice as many sockets
+    /// at most.
+    pub connections_max: u32,
 }
 
 /// Why nobody can be asked.
@@ -170,6 +173,7 @@ impl Client {
         let connector = connector.wrap_connector(sockets);
         let mut http = legacy::Client::builder(TokioExecutor::new());
         http.pool_idle_timeout(IDLE).pool_timer(TokioTimer::new());
+        http.pool_max_idle_per_host(target.connections_max as usize);
         Ok(Self {
             http: http.build(connector),
             uri,

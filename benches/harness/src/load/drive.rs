@@ -3,7 +3,8 @@
 //! Owns the order of sending, and the records. Promises that an open loop waits for nothing but the clock while there is
 //! a connection to send on; that where there is none, or a body is not written in time, the request goes out late and
 //! keeps the time at which it was due; that bodies ahead of their time and in flight together stay within
-//! [`BODIES_BYTES_MAX`], unless a single one does not.
+//! [`BODIES_BYTES_MAX`], unless a single one does not. The clock starts when as many bodies as may be are written ahead,
+//! so that a burst is one.
 
 use std::future::Future;
 use std::num::NonZeroU32;
@@ -12,7 +13,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use indicatif::ProgressBar;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use workload::{Arrivals, Request, Workload};
@@ -21,11 +22,11 @@ use super::body::{BodyError, Form};
 use super::client::Asked;
 use crate::record::RequestRecord;
 
-/// Memory for bodies, in bytes: some ten thousand prompts of average length.
-pub const BODIES_BYTES_MAX: u64 = 1 << 30;
+/// Memory for bodies, in bytes: some thousands of prompts of average length.
+pub const BODIES_BYTES_MAX: u64 = 1 << 29;
 
 /// Bodies that are written ahead at most.
-const BODIES_AHEAD: usize = 256;
+const BODIES_AHEAD: usize = 2_048;
 
 /// The unit in which memory for bodies is given out, in bytes.
 const PAGE_BYTES: u64 = 1_024;
@@ -64,9 +65,20 @@ struct Ready {
     memory: OwnedSemaphorePermit,
 }
 
+/// What came of a workload.
+#[derive(Debug)]
+pub struct Driven {
+    /// One a request, in the workload's order.
+    pub requests: Vec<RequestRecord>,
+    /// Gaps between tokens of one answer, in µs.
+    pub itl_us: Histogram<u64>,
+    /// When the last answer had ended.
+    pub ended_us: u64,
+}
+
 /// Sends all requests of `workload` with `ask`, on at most `connections` at a time, and waits for all answers.
 ///
-/// Gaps between tokens are those of requests behind the first `warmup` ones.
+/// Gaps between tokens are those of requests behind the first `warmup` ones. `ask` is given a body and the run's clock.
 ///
 /// # Errors
 /// A body cannot be written.
@@ -75,9 +87,8 @@ pub async fn drive<F>(
     form: Form,
     connections: NonZeroU32,
     warmup: usize,
-    clock: Clock,
-    ask: impl Fn(Vec<u8>) -> F,
-) -> Result<(Vec<RequestRecord>, Histogram<u64>), BodyError>
+    ask: impl Fn(Vec<u8>, Clock) -> F,
+) -> Result<Driven, BodyError>
 where
     F: Future<Output = Asked> + Send + 'static,
 {
@@ -89,7 +100,11 @@ where
     let places = Arc::new(Semaphore::new(places.get() as usize));
     let mut records = Records::new(workload.requests.len(), warmup);
     let (ahead, mut bodies) = mpsc::channel(BODIES_AHEAD);
-    let writer = tokio::spawn(write(workload.requests, form, ahead));
+    let (begin, begun) = oneshot::channel();
+    let writer = tokio::spawn(write(workload.requests, form, ahead, begin));
+    // Told by being dropped.
+    let _ = begun.await;
+    let clock = Clock::start();
     let mut asking = JoinSet::new();
     loop {
         // A closed loop's request is due when a place is free, an open loop's when its time has come.
@@ -106,7 +121,7 @@ where
                 (place(&places).await, due_us)
             }
         };
-        let asked = ask(body);
+        let asked = ask(body, clock);
         asking.spawn(async move {
             let asked = asked.await;
             drop((place, memory));
@@ -123,21 +138,30 @@ where
         records.add(index, due_us, prompt_tokens, &asked);
     }
     records.progress.finish_and_clear();
-    Ok((records.requests, records.itl_us))
+    Ok(Driven { requests: records.requests, itl_us: records.itl_us, ended_us: clock.now_us() })
 }
 
 async fn place(places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
     Arc::clone(places).acquire_owned().await.expect("nobody closes it")
 }
 
-/// Writes bodies in order, ahead of their time, on threads that may block.
-async fn write(requests: Vec<Request>, form: Form, ahead: mpsc::Sender<Ready>) -> Result<(), BodyError> {
+/// Writes bodies in order, ahead of their time, on threads that may block. Drops `begin` when it is as far ahead as may
+/// be.
+async fn write(
+    requests: Vec<Request>,
+    form: Form,
+    ahead: mpsc::Sender<Ready>,
+    begin: oneshot::Sender<()>,
+) -> Result<(), BodyError> {
+    let mut begin = Some(begin);
     let pages_max = u32::try_from(BODIES_BYTES_MAX / PAGE_BYTES).expect("a million pages");
     let memory = Arc::new(Semaphore::new(pages_max as usize));
     let form = Arc::new(form);
     for (index, request) in requests.into_iter().enumerate() {
         let pages = Form::bytes_max(&request).div_ceil(PAGE_BYTES);
         let pages = u32::try_from(pages).unwrap_or(pages_max).min(pages_max);
+        let is_full = ahead.capacity() == 0 || memory.available_permits() < pages as usize;
+        drop(begin.take_if(|_| is_full));
         let memory = Arc::clone(&memory).acquire_many_owned(pages).await.expect("nobody closes it");
         let (due_us, prompt_tokens, form) = (request.arrival_us, request.prompt_tokens(), Arc::clone(&form));
         let body = spawn_blocking(move || form.write(&request)).await.expect("writing does not panic")?;
@@ -207,21 +231,27 @@ mod tests {
 
     /// Sends to an endpoint that answers after `answer_ms`; when requests were due and sent, in ms.
     async fn sent_ms(workload: Workload, connections: u32, answer_ms: u64) -> Vec<(u64, u64)> {
-        let clock = Clock::start();
-        let ask = |_| async move {
+        let ask = |_, clock: Clock| async move {
             let sent_us = clock.now_us();
             tokio::time::sleep(Duration::from_millis(answer_ms)).await;
             Asked { sent_us, ended_us: clock.now_us(), answer: Answer::default(), rank: None, failure: None }
         };
         let connections = NonZeroU32::new(connections).expect("not 0");
-        let (records, _) = drive(workload, form(), connections, 0, clock, ask).await.expect("driven");
-        records.iter().map(|record| (record.due_us / 1_000, record.sent_us / 1_000)).collect()
+        let driven = drive(workload, form(), connections, 0, ask).await.expect("driven");
+        driven.requests.iter().map(|record| (record.due_us / 1_000, record.sent_us / 1_000)).collect()
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_open_loop_sends_when_requests_are_due_however_slow_the_answers() {
         let sent = sent_ms(workload(5, Arrivals::OpenLoop), 10, 60_000).await;
         assert_eq!(sent, [(0, 0), (100, 100), (200, 200), (300, 300), (400, 400)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_burst_is_sent_at_once() {
+        let mut burst = workload(3_000, Arrivals::OpenLoop);
+        burst.requests.iter_mut().for_each(|request| request.arrival_us = 0);
+        assert!(sent_ms(burst, 4_000, 60_000).await.iter().all(|times| *times == (0, 0)));
     }
 
     #[tokio::test(start_paused = true)]

@@ -83,7 +83,7 @@ pub struct Load {
     /// Seconds that a request may take, whole
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub timeout: u32,
-    /// Most connections; requests that are due while all are taken are sent late
+    /// Most requests in flight, each on a connection of its own; one that is due while so many are is sent late
     #[arg(long, value_name = "COUNT", default_value_t = CONNECTIONS, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub connections_max: u32,
     /// Header of answers whose value tells which rank served [default: nobody tells]
@@ -206,6 +206,7 @@ impl Load {
             api_key: key.transpose()?.as_deref().map(str::trim),
             rank_header: self.rank_header.as_deref(),
             timeout: Duration::from_secs(self.timeout.into()),
+            connections_max: self.connections_max,
         })?;
         let form = Form {
             api: self.api,
@@ -215,14 +216,14 @@ impl Load {
         };
         let watch = Watch::start();
         let connections = NonZeroU32::new(self.connections_max).expect("the parser refuses 0");
-        let (client, clock) = (Arc::new(client), drive::Clock::start());
-        let asking = Arc::clone(&client);
-        let ask = move |body| {
-            let client = Arc::clone(&asking);
+        let client = Arc::new(client);
+        let ask = |body, clock| {
+            let client = Arc::clone(&client);
             async move { client.ask(body, clock).await }
         };
         let warmup = self.warmup_requests as usize;
-        let (requests, itl_us) = drive::drive(workload, form, connections, warmup, clock, ask).await?;
+        let drive::Driven { requests, itl_us, ended_us } =
+            drive::drive(workload, form, connections, warmup, ask).await?;
         let health = watch.end();
         let run = Run {
             requests,
@@ -230,7 +231,7 @@ impl Load {
             rank_samples: Vec::new(),
             ranks: client.ranks(),
             warmup_requests: warmup,
-            ended_us: clock.now_us(),
+            ended_us,
         };
         Ok((run, health))
     }

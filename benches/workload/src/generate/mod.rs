@@ -20,6 +20,8 @@ mod sources;
 use std::fmt;
 use std::str::FromStr;
 
+use serde_json::{Map, Value};
+
 pub use agents::Agents;
 pub use burst::Burst;
 pub use chat::Chat;
@@ -113,14 +115,33 @@ impl Generator {
             Self::PeerFirst(first) => first.generate(seed),
             Self::Conversations(conversations) => conversations.generate(seed),
         };
-        workload.name = format!("{self}, seed {seed}");
+        workload.name = self.to_string();
         workload
     }
 
     /// Every generator with its settings and their defaults, one a line: for `--help`.
     #[must_use]
     pub fn help() -> String {
-        Self::all().map(|generator| generator.to_string()).join("\n")
+        Self::all()
+            .map(|generator| format!("{}:{}", generator.name(), settings::write(&generator.settings())))
+            .join("\n")
+    }
+
+    /// The default of its name.
+    fn default_of(name: &str) -> Option<Self> {
+        Self::all().into_iter().find(|generator| generator.name() == name)
+    }
+
+    fn settings(&self) -> Map<String, Value> {
+        match self {
+            Self::Chat(chat) | Self::Low(chat) => settings::fields(chat),
+            Self::SharedPrefix(shared) => settings::fields(shared),
+            Self::Agents(agents) => settings::fields(agents),
+            Self::Siblings(siblings) => settings::fields(siblings),
+            Self::Burst(burst) => settings::fields(burst),
+            Self::PeerFirst(first) => settings::fields(first),
+            Self::Conversations(conversations) => settings::fields(conversations),
+        }
     }
 }
 
@@ -130,12 +151,11 @@ impl FromStr for Generator {
     /// Reads `name` or `name:setting=value,setting=value`. Settings that are not named have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingsError> {
         let (name, given) = text.split_once(':').unwrap_or((text, ""));
-        let all = Self::all();
-        let Some(default) = all.iter().find(|generator| generator.name() == name) else {
-            let known = all.iter().map(Self::name).collect();
+        let Some(default) = Self::default_of(name) else {
+            let known = Self::all().iter().map(Self::name).collect();
             return Err(SettingsError::Name { name: name.to_owned(), known });
         };
-        Ok(match default {
+        Ok(match &default {
             Self::Chat(chat) => Self::Chat(settings::read(chat, name, given, Chat::check)?),
             Self::Low(chat) => Self::Low(settings::read(chat, name, given, Chat::check)?),
             Self::SharedPrefix(shared) => Self::SharedPrefix(settings::read(shared, name, given, SharedPrefix::check)?),
@@ -151,17 +171,13 @@ impl FromStr for Generator {
 }
 
 impl fmt::Display for Generator {
+    /// Its name, and the settings that are not the default ones.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let settings = match self {
-            Self::Chat(chat) | Self::Low(chat) => settings::write(chat),
-            Self::SharedPrefix(shared) => settings::write(shared),
-            Self::Agents(agents) => settings::write(agents),
-            Self::Siblings(siblings) => settings::write(siblings),
-            Self::Burst(burst) => settings::write(burst),
-            Self::PeerFirst(first) => settings::write(first),
-            Self::Conversations(conversations) => settings::write(conversations),
-        };
-        write!(f, "{}:{settings}", self.name())
+        let default = Self::default_of(self.name()).map(|default| default.settings()).unwrap_or_default();
+        let mut settings = self.settings();
+        settings.retain(|name, value| default.get(name) != Some(value));
+        let colon = if settings.is_empty() { "" } else { ":" };
+        write!(f, "{}{colon}{}", self.name(), settings::write(&settings))
     }
 }
 

@@ -168,16 +168,17 @@ fn number(text: &str) -> Option<Value> {
     text.parse::<u64>().map(Number::from).ok().or_else(fraction).map(Value::Number)
 }
 
-/// The settings as [`read`] reads them.
-pub(super) fn write<T: Serialize>(settings: &T) -> String {
-    let setting = |(name, value): (String, Value)| match value {
+/// Settings as [`read`] reads them.
+pub(super) fn write(settings: &Map<String, Value>) -> String {
+    let setting = |(name, value): (&String, &Value)| match value {
         Value::String(text) => format!("{name}={text}"),
         other => format!("{name}={other}"),
     };
-    fields(settings).into_iter().map(setting).collect::<Vec<_>>().join(",")
+    settings.iter().map(setting).collect::<Vec<_>>().join(",")
 }
 
-fn fields<T: Serialize>(settings: &T) -> Map<String, Value> {
+/// The settings of a generator by name.
+pub(super) fn fields<T: Serialize>(settings: &T) -> Map<String, Value> {
     match serde_json::to_value(settings) {
         Ok(Value::Object(fields)) => fields,
         other => unreachable!("settings are structs of numbers and ranges, not {other:?}"),
