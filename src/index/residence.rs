@@ -20,6 +20,9 @@ use crate::protocol::{EngineHash, StoredBlock};
 /// lookups that do not wait for each other's outcome overlap theirs.
 pub(super) const CHUNK: usize = 16;
 
+/// Up to so many blocks, tables double when they grow.
+const SMALL_ROOM: usize = 2_048;
+
 /// What naming a block came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Named {
@@ -278,10 +281,11 @@ impl Residence {
         }
     }
 
-    /// How many blocks a table is built for that is too small for `needed`.
+    /// How many blocks a table is built for that is too small for `needed`. Building lists every block once more: twice
+    /// for each new one where tables grow by half, four times where by a quarter. Small ones double, for they are small.
     fn room_for(&self, needed: usize) -> usize {
         let room = self.names.room();
-        needed.max(room + room / 4)
+        needed.max(room + room.min(SMALL_ROOM.max(room / 2)))
     }
 
     /// Changes a span and counts what it owns.
@@ -295,8 +299,12 @@ impl Residence {
     /// Builds the table anew, with room for `len` blocks. Reads names span by span, not at random.
     fn rebuild(&mut self, len: usize) {
         let mut names = Table::with_room(len);
-        for (spot, name) in self.blocks() {
-            names.insert(self.hasher.hash_one(name), spot);
+        for (span, held) in self.spans() {
+            for stretch in held.stretches() {
+                for (offset, name) in (stretch.start..).zip(held.names(stretch)) {
+                    names.insert(self.hasher.hash_one(*name), Spot { span, offset });
+                }
+            }
         }
         debug_assert_eq!(names.len(), self.names.len(), "all blocks held were listed");
         self.names = names;

@@ -51,6 +51,11 @@ impl Span {
         self.names[offset as usize]
     }
 
+    /// The names of a stretch of held blocks.
+    pub(super) fn names(&self, stretch: Stretch) -> &[EngineHash] {
+        &self.names[stretch.start as usize..stretch.end as usize]
+    }
+
     /// Gives the block at `offset` another name.
     pub(super) fn rename(&mut self, offset: u32, name: EngineHash) {
         self.names[offset as usize] = name;
