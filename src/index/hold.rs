@@ -33,13 +33,9 @@ pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, nam
     // Neighbours tend to leave together, so the tree hears of a span only when the next block is of another.
     let mut open = None;
     for chunk in names.chunks(CHUNK) {
-        for (&name, listed) in chunk.iter().zip(residence.locate(chunk)) {
-            // A name that was not listed may be by now: an alias takes the place of the name before it.
-            let taken = match listed {
-                Some(listed) => residence.take_listed(name, listed),
-                None => residence.take(name),
-            };
-            match taken {
+        let located = residence.locate(chunk);
+        for (&name, located) in chunk.iter().zip(&located) {
+            match residence.take_located(name, located) {
                 Taken::Unknown => known -= 1,
                 Taken::StillNamed => {}
                 Taken::LastName(spot) => {

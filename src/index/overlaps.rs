@@ -116,10 +116,13 @@ impl Overlaps {
 
     /// Each hit with its extension, which is all zero for most.
     pub fn iter(&self) -> impl Iterator<Item = (Hit, Extension)> + '_ {
-        let mut extensions = self.extensions.iter().copied().peekable();
-        self.hits.iter().map(move |&hit| {
-            let extension = extensions.next_if(|extension| extension.slot == hit.slot);
-            (hit, extension.unwrap_or(Extension::none(hit.slot)))
+        let mut rest = self.extensions.as_slice();
+        self.hits.iter().map(move |&hit| match rest.split_first() {
+            Some((extension, others)) if extension.slot == hit.slot => {
+                rest = others;
+                (hit, *extension)
+            }
+            Some(_) | None => (hit, Extension::none(hit.slot)),
         })
     }
 

@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use super::arena::Arena;
 use super::span::Span;
-use super::table::{Spot, Table};
+use super::table::{Listing, Spot, Table};
 use crate::protocol::{EngineHash, StoredBlock};
 
 /// How many names are looked up before the first is acted upon. A lookup is two or three cache misses in a row;
@@ -47,6 +47,16 @@ pub(super) enum Taken {
     LastName(Spot),
 }
 
+/// A name that was looked up.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Located {
+    hash: u64,
+    /// Absent for what is not listed, and not looked for where there are aliases.
+    listing: Option<Listing>,
+    /// Whether there were aliases then.
+    aliased: bool,
+}
+
 /// One rank's blocks in one tier.
 #[derive(Debug)]
 pub(super) struct Residence {
@@ -76,7 +86,7 @@ impl Residence {
 
     /// The block of that name.
     pub(super) fn find(&self, name: EngineHash) -> Option<Spot> {
-        let first = self.slot(name, self.hasher.hash_one(name)).and_then(|slot| self.names.get(slot));
+        let first = self.listing(name, self.hasher.hash_one(name)).and_then(|listing| self.names.get(listing));
         first.or_else(|| self.aliases.as_ref()?.spots.get(&name).copied())
     }
 
@@ -108,16 +118,15 @@ impl Residence {
         // The names are in place before they are listed: any of them may be asked for by a later one.
         self.change(span, |span| span.extend(blocks.iter().map(|block| block.engine_hash)));
         let mut listed = 0;
-        for chunk in blocks.chunks(CHUNK) {
+        'listing: for chunk in blocks.chunks(CHUNK) {
             let hashes = self.hashes(chunk.iter().map(|block| block.engine_hash));
-            let new = chunk.iter().zip(hashes).zip(offset + listed..).take_while(|((block, hash), offset)| {
-                let spot = Spot { span, offset: *offset };
-                self.names.insert_new(*hash, spot, |other| name_of(&self.spans, other) == block.engine_hash)
-            });
-            let new = new.count();
-            listed += new as u32;
-            if new < chunk.len() {
-                break;
+            for (block, hash) in chunk.iter().zip(hashes) {
+                let spot = Spot { span, offset: offset + listed };
+                let is_it = |other| name_of(&self.spans, other) == block.engine_hash;
+                if !self.names.insert_new(hash, spot, is_it) {
+                    break 'listing;
+                }
+                listed += 1;
             }
         }
         self.spans[span].keep(offset + listed);
@@ -145,30 +154,43 @@ impl Residence {
         }
     }
 
-    /// Where the table lists each of up to [`CHUNK`] names. To be handed to [`Residence::take_listed`].
-    pub(super) fn locate(&self, names: &[EngineHash]) -> [Option<usize>; CHUNK] {
-        let (mut slots, hashes) = ([None; CHUNK], self.hashes(names.iter().copied()));
-        for ((slot, &name), hash) in slots.iter_mut().zip(names).zip(hashes) {
-            *slot = self.slot(name, hash);
+    /// Looks up to [`CHUNK`] names up, to be handed to [`Residence::take_located`].
+    pub(super) fn locate(&self, names: &[EngineHash]) -> [Located; CHUNK] {
+        let aliased = self.aliases.is_some();
+        let mut located = self.hashes(names.iter().copied()).map(|hash| Located { hash, listing: None, aliased });
+        if !aliased {
+            for (located, &name) in located.iter_mut().zip(names) {
+                located.listing = self.listing(name, located.hash);
+            }
         }
-        slots
+        located
     }
 
     /// Takes a name away. The block of its last name counts as held until it is released.
     pub(super) fn take(&mut self, name: EngineHash) -> Taken {
-        let [slot, ..] = self.locate(&[name]);
-        match slot {
-            Some(slot) => self.take_listed(name, slot),
+        let hash = self.hasher.hash_one(name);
+        match self.listing(name, hash).and_then(|listing| Some((listing, self.names.get(listing)?))) {
+            Some((listing, spot)) => self.strike(spot, listing, hash),
             None if self.remove_alias(name) => Taken::StillNamed,
             None => Taken::Unknown,
         }
     }
 
-    /// [`Residence::take`], for a name that was in `slot` before other names were taken.
-    pub(super) fn take_listed(&mut self, name: EngineHash, slot: usize) -> Taken {
-        let spot = self.names.get(slot).filter(|spot| name_of(&self.spans, *spot) == name);
-        let Some(spot) = spot else { return self.take(name) };
-        self.names.remove(slot, self.hasher.hash_one(name));
+    /// [`Residence::take`], for a name that was looked up before other names were taken.
+    pub(super) fn take_located(&mut self, name: EngineHash, located: &Located) -> Taken {
+        let Located { hash, listing, aliased } = *located;
+        if aliased {
+            return self.take(name); // an alias may have taken the place of the name before it
+        }
+        match listing.and_then(|listing| Some((listing, self.names.get(listing)?))) {
+            Some((listing, spot)) => self.strike(spot, listing, hash),
+            None => Taken::Unknown, // or it came twice, and was taken
+        }
+    }
+
+    /// Strikes the block at `spot` off, where it is listed by a name with that hash.
+    fn strike(&mut self, spot: Spot, listing: Listing, hash: u64) -> Taken {
+        self.names.remove(listing, hash);
         let Some(heir) = self.first_alias(spot) else { return Taken::LastName(spot) };
         self.remove_alias(heir);
         self.spans[spot.span].rename(spot.offset, heir);
@@ -334,7 +356,7 @@ impl Residence {
     }
 
     /// Where the table lists a name with that hash.
-    fn slot(&self, name: EngineHash, hash: u64) -> Option<usize> {
+    fn listing(&self, name: EngineHash, hash: u64) -> Option<Listing> {
         self.names.find(hash, |spot| name_of(&self.spans, spot) == name)
     }
 

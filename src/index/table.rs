@@ -4,8 +4,8 @@
 //! lists of names that come in together, each at a random place of a table that no cache near the core holds, so
 //! a search reads one cache line: seven places, a byte of a hash for each that decides which to look at, and a
 //! count of the blocks that found the line full and went on to the next. The counts say how far a search must go,
-//! so a removed block leaves no mark and churn needs no sweeping. Promises that a block stays in its slot until it
-//! is removed. Costs about one cache miss an access and 18 to 23 bytes a block. Does not grow by itself: its owner
+//! so a removed block leaves no mark and churn needs no sweeping. Promises that a block stays where it is listed until
+//! it is removed. Costs about one cache miss an access and 18 to 27 bytes a block. Does not grow by itself: its owner
 //! builds it anew from the names, in the order in which they lie in memory.
 
 use std::hint::black_box;
@@ -51,6 +51,13 @@ impl Listed {
     fn check(hash: u64) -> u32 {
         ((hash >> 8) as u32) << Self::OFFSET_BITS
     }
+}
+
+/// Where the table lists a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Listing {
+    line: u32,
+    place: u32,
 }
 
 const PLACES: usize = 7;
@@ -117,6 +124,7 @@ pub(super) struct Table {
 impl Table {
     /// An empty table with room for `len` blocks.
     pub(super) fn with_room(len: usize) -> Self {
+        debug_assert!(u32::try_from(len).is_ok(), "spots are numbered by u32");
         Self { lines: vec![Line::default(); (2 * len).div_ceil(PLACES)], len: 0 }
     }
 
@@ -144,8 +152,8 @@ impl Table {
         }
     }
 
-    /// The slot of the block that `is` the one, among those whose names may have that hash.
-    pub(super) fn find(&self, hash: u64, is: impl Fn(Spot) -> bool) -> Option<usize> {
+    /// Where the block is listed that `is` the one, among those whose names may have that hash.
+    pub(super) fn find(&self, hash: u64, is: impl Fn(Spot) -> bool) -> Option<Listing> {
         let mut at = self.home(hash);
         for _ in 0..self.lines.len() {
             let line = &self.lines[at];
@@ -153,7 +161,7 @@ impl Table {
             while let Some(place) = first(tagged) {
                 let listed = line.listed[place];
                 if listed.may_be(hash) && is(listed.spot()) {
-                    return Some(at * PLACES + place);
+                    return Some(Listing { line: at as u32, place: place as u32 });
                 }
                 tagged &= tagged - 1;
             }
@@ -165,10 +173,10 @@ impl Table {
         None
     }
 
-    /// The block in a slot that [`Table::find`] told, unless it was removed since.
-    pub(super) fn get(&self, slot: usize) -> Option<Spot> {
-        let (line, place) = (&self.lines[slot / PLACES], slot % PLACES);
-        (line.tags >> (8 * place) & 0xff != 0).then(|| line.listed[place].spot())
+    /// The block listed where [`Table::find`] told, unless it was removed since.
+    pub(super) fn get(&self, at: Listing) -> Option<Spot> {
+        let line = &self.lines[at.line as usize];
+        (line.tags >> (8 * at.place) & 0xff != 0).then(|| line.listed[at.place as usize].spot())
     }
 
     /// Lists a block. There must be room.
@@ -187,6 +195,7 @@ impl Table {
     }
 
     /// Lists a block unless one is found of which `is` holds. There must be room. Returns whether it was listed.
+    #[inline]
     pub(super) fn insert_new(&mut self, hash: u64, spot: Spot, is: impl Fn(Spot) -> bool) -> bool {
         let home = self.home(hash);
         let line = &mut self.lines[home];
@@ -199,6 +208,11 @@ impl Table {
             self.len += 1;
             return true;
         }
+        self.insert_unless_found(hash, spot, is)
+    }
+
+    #[inline(never)]
+    fn insert_unless_found(&mut self, hash: u64, spot: Spot, is: impl Fn(Spot) -> bool) -> bool {
         let new = self.find(hash, is).is_none();
         if new {
             self.insert(hash, spot);
@@ -206,15 +220,14 @@ impl Table {
         new
     }
 
-    /// Empties the slot of a block whose name has that hash.
-    pub(super) fn remove(&mut self, slot: usize, hash: u64) {
-        let (line, place) = (slot / PLACES, slot % PLACES);
+    /// Strikes a block off whose name has that hash.
+    pub(super) fn remove(&mut self, listing: Listing, hash: u64) {
         let mut at = self.home(hash);
-        while at != line {
+        while at != listing.line as usize {
             self.lines[at].unpass();
             at = self.after(at);
         }
-        self.lines[at].tags &= !(0xff << (8 * place));
+        self.lines[at].tags &= !(0xff << (8 * listing.place));
         self.len -= 1;
     }
 
@@ -237,9 +250,9 @@ impl Table {
         let mut passed = vec![0; self.lines.len()];
         let mut len = 0;
         for (hash, spot) in hashes {
-            let slot = self.find(hash, |other| other == spot).expect("every block is found");
+            let listing = self.find(hash, |other| other == spot).expect("every block is found");
             let mut at = self.home(hash);
-            while at != slot / PLACES {
+            while at != listing.line as usize {
                 passed[at] += 1;
                 at = self.after(at);
             }
@@ -251,7 +264,7 @@ impl Table {
         assert!(self.lines.iter().zip(passed).all(agrees), "each line knows what went past it");
         let taken =
             self.lines.iter().map(|line| (0..PLACES).filter(|place| line.tags >> (8 * place) & 0xff != 0).count());
-        assert_eq!(self.len, taken.sum::<usize>(), "each block has one slot");
+        assert_eq!(self.len, taken.sum::<usize>(), "each block is listed once");
     }
 }
 
