@@ -2,6 +2,7 @@
 //! side by side over one fleet, to see whether they choose alike.
 
 mod compare;
+mod indexes;
 mod parity;
 mod peer;
 mod table;
@@ -28,6 +29,10 @@ struct Arguments {
 enum Command {
     /// Makes a single run in this process
     Run(Run),
+    /// Replays events and questions over the index alone, beside its peers
+    Index(indexes::Indexes),
+    /// Replays one index in this process, and prints its figures as JSON
+    IndexRun(Replayed),
     /// Drives both routers side by side and counts where they choose differently
     Parity(parity::Parity),
 }
@@ -41,6 +46,12 @@ struct Run {
     peer: PeerOptions,
     #[command(flatten)]
     replay: Replay,
+}
+
+#[derive(Args)]
+struct Replayed {
+    #[command(flatten)]
+    replay: pointsman_versus::index::Replay,
 }
 
 /// What only the peer knows.
@@ -72,10 +83,21 @@ impl Run {
     }
 }
 
+impl Replayed {
+    fn run(&self) -> Result<(), Box<dyn Error>> {
+        let timed = self.replay.time().map_err(|error| error.to_string())?;
+        let mut out = io::stdout().lock();
+        serde_json::to_writer(&mut out, &timed)?;
+        Ok(writeln!(out)?)
+    }
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let result = match &arguments.command {
         Some(Command::Run(run)) => run.run(),
+        Some(Command::Index(indexes)) => indexes.run(),
+        Some(Command::IndexRun(replayed)) => replayed.run(),
         Some(Command::Parity(parity)) => parity.run(),
         None => arguments.compare.run(),
     };

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use pointsman_bench::report::Report;
+use pointsman_versus::medians;
 use serde_json::{Value, json};
 
 /// The runs of one combination of threads, workers and clients. Runs at the same place in both lists are a pair.
@@ -110,15 +111,9 @@ impl Table {
     }
 }
 
-/// Median of `figure` over `runs`; of an even number of runs the mean of the middle two.
+/// Median of `figure` over `runs`.
 fn median(runs: &[Report], figure: Figure) -> Option<f64> {
-    let mut values: Vec<f64> = runs.iter().map(figure).collect();
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() % 2 {
-        1 => Some(values[middle]),
-        _ => Some(f64::midpoint(*values.get(middle.checked_sub(1)?)?, values[middle])),
-    }
+    medians::median(runs.iter().map(figure))
 }
 
 #[cfg(test)]

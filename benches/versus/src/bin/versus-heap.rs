@@ -1,0 +1,46 @@
+//! Weighs one index, in a process whose allocator counts.
+//!
+//! Apart from `versus`, for counting would slow whatever allocates there.
+
+use std::alloc::System;
+use std::error::Error;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+use pointsman_versus::index::Replay;
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Weighs one index and prints what its memory is as JSON
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    #[command(flatten)]
+    replay: Replay,
+}
+
+fn live_bytes() -> usize {
+    let stats = ALLOCATOR.stats();
+    stats.bytes_allocated - stats.bytes_deallocated
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
+    let heap = Arguments::parse().replay.weigh(live_bytes).map_err(|error| error.to_string())?;
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, &heap)?;
+    Ok(writeln!(out)?)
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nothing is left to tell if standard error is gone.
+            let _ = writeln!(io::stderr(), "error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! The indexes under test, in one form.
+//!
+//! Each is driven as its own benches drive it, through its cheapest published way: events in its own types, made before
+//! the clock; hashes that need no conversion; and an answer that is dropped after the clock.
+
+use std::mem::take;
+
+use dynamo_kv_router::indexer::RadixTree;
+use dynamo_kv_router::protocols::{
+    ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData, KvCacheStoreData,
+    KvCacheStoredBlockData, LocalBlockHash, OverlapScores, RouterEvent as DynamoEvent, WorkerWithDpRank,
+};
+use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash};
+use pointsman::index::{Index, Overlaps};
+use pointsman::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
+
+use super::load::Step;
+
+/// An index. Ranks are numbered from 0.
+pub trait Subject: Sized {
+    /// An event in its own form.
+    type Event;
+    /// A prompt in its own form.
+    type Question;
+    /// What a question leaves behind.
+    type Answer;
+
+    /// An index that knows `ranks` ranks, which hold nothing.
+    fn new(ranks: u32) -> Self;
+
+    /// The removal of `step`.
+    fn removal(step: &Step) -> Self::Event;
+
+    /// The store of `step`.
+    fn store(step: &Step) -> Self::Event;
+
+    /// Asks for a prompt.
+    fn question(prompt: &[BlockHash]) -> Self::Question;
+
+    /// Takes an event.
+    ///
+    /// # Panics
+    /// The index refuses it: then nothing that is measured would be worth anything.
+    fn apply(&mut self, event: Self::Event);
+
+    /// Answers. A question is asked once.
+    fn ask(&mut self, question: &mut Self::Question) -> Self::Answer;
+
+    /// The answer as pairs of a rank and its leading blocks, in no order.
+    fn scores(&self, answer: &Self::Answer) -> Vec<(u32, u32)>;
+
+    /// Heap bytes set aside and never yet used, as far as the index tells.
+    fn reserved_bytes(&self) -> usize {
+        0
+    }
+}
+
+/// Ours.
+#[derive(Debug)]
+pub struct Pointsman {
+    index: Index,
+    overlaps: Overlaps,
+}
+
+fn rank_of(rank: u32) -> WorkerRank {
+    WorkerRank::new(WorkerId(u64::from(rank)), 0)
+}
+
+impl Subject for Pointsman {
+    type Event = RouterEvent;
+    type Question = Vec<BlockHash>;
+    type Answer = ();
+
+    fn new(ranks: u32) -> Self {
+        let mut index = Index::new();
+        for rank in 0..ranks {
+            index.register(rank_of(rank), Slot(rank), Generation(1));
+        }
+        Self { index, overlaps: Overlaps::default() }
+    }
+
+    fn removal(step: &Step) -> RouterEvent {
+        let data = KvEvent::Removed { blocks: step.removed.clone() };
+        RouterEvent { rank: rank_of(step.rank), tier: StorageTier::Device, data }
+    }
+
+    fn store(step: &Step) -> RouterEvent {
+        let data = KvEvent::Stored { parent: step.parent, blocks: step.stored.clone() };
+        RouterEvent { rank: rank_of(step.rank), tier: StorageTier::Device, data }
+    }
+
+    fn question(prompt: &[BlockHash]) -> Vec<BlockHash> {
+        prompt.to_vec()
+    }
+
+    fn apply(&mut self, event: RouterEvent) {
+        self.index.apply(&event);
+    }
+
+    fn ask(&mut self, question: &mut Vec<BlockHash>) {
+        self.index.overlaps(question, &mut self.overlaps);
+    }
+
+    fn scores(&self, (): &()) -> Vec<(u32, u32)> {
+        self.overlaps.hits().iter().map(|hit| (hit.slot.0, hit.device_blocks)).collect()
+    }
+}
+
+/// `ChainIndex` of `kv-index`, with the map of blocks that it wants kept for each rank.
+pub struct KvIndex {
+    index: ChainIndex,
+    maps: Vec<ChainBlockMap>,
+    scores: Vec<(u32, u32)>,
+}
+
+/// An event of `kv-index`, which has calls and no type for it.
+#[derive(Debug)]
+pub enum KvIndexEvent {
+    /// Blocks are gone.
+    Removed {
+        /// From where.
+        rank: u32,
+        /// Their names.
+        blocks: Vec<SequenceHash>,
+    },
+    /// Blocks are new.
+    Stored {
+        /// Where.
+        rank: u32,
+        /// What they follow.
+        parent: Option<SequenceHash>,
+        /// In order.
+        blocks: Vec<kv_index::StoredBlock>,
+    },
+}
+
+fn sequence_hash(&EngineHash(name): &EngineHash) -> SequenceHash {
+    SequenceHash(name)
+}
+
+impl Subject for KvIndex {
+    type Event = KvIndexEvent;
+    type Question = Vec<ContentHash>;
+    type Answer = ();
+
+    fn new(ranks: u32) -> Self {
+        let index = ChainIndex::with_max_workers(ranks as usize);
+        for rank in 0..ranks {
+            let id = index.intern_worker(&format!("rank-{rank}")).expect("room for all ranks was asked for");
+            assert_eq!(id, rank, "numbers are handed out in order");
+        }
+        Self { index, maps: (0..ranks).map(|_| ChainBlockMap::new()).collect(), scores: Vec::new() }
+    }
+
+    fn removal(step: &Step) -> KvIndexEvent {
+        KvIndexEvent::Removed { rank: step.rank, blocks: step.removed.iter().map(sequence_hash).collect() }
+    }
+
+    fn store(step: &Step) -> KvIndexEvent {
+        let block = |block: &StoredBlock| kv_index::StoredBlock {
+            seq_hash: sequence_hash(&block.engine_hash),
+            content_hash: ContentHash(block.block_hash.0),
+        };
+        KvIndexEvent::Stored {
+            rank: step.rank,
+            parent: step.parent.as_ref().map(sequence_hash),
+            blocks: step.stored.iter().map(block).collect(),
+        }
+    }
+
+    fn question(prompt: &[BlockHash]) -> Vec<ContentHash> {
+        prompt.iter().map(|&BlockHash(hash)| ContentHash(hash)).collect()
+    }
+
+    fn apply(&mut self, event: KvIndexEvent) {
+        match event {
+            KvIndexEvent::Removed { rank, blocks } => {
+                self.index.apply_removed(rank, &blocks, &mut self.maps[rank as usize]);
+            }
+            KvIndexEvent::Stored { rank, parent, blocks } => {
+                let map = &mut self.maps[rank as usize];
+                self.index.apply_stored(rank, &blocks, parent, map).expect("a parent is stored before its children");
+            }
+        }
+    }
+
+    fn ask(&mut self, question: &mut Vec<ContentHash>) {
+        let Self { index, scores, .. } = self;
+        scores.clear();
+        index.score_into(question, |hash| hash.0, false, |rank, blocks| scores.push((rank, blocks)));
+    }
+
+    fn scores(&self, (): &()) -> Vec<(u32, u32)> {
+        self.scores.clone()
+    }
+
+    /// It takes memory in chunks of 8 MiB, and headers by the thousand.
+    fn reserved_bytes(&self) -> usize {
+        let stats = self.index.stats();
+        (stats.arena_chunk_bytes - stats.arena_bytes) + (stats.slab_bytes - stats.header_bytes)
+    }
+}
+
+/// `RadixTree` of `dynamo-kv-router`.
+pub struct Radix(RadixTree);
+
+fn dynamo_event(rank: u32, data: KvCacheEventData) -> DynamoEvent {
+    DynamoEvent::new(u64::from(rank), KvCacheEvent { event_id: 1, data, dp_rank: 0 })
+}
+
+fn external_hash(&EngineHash(name): &EngineHash) -> ExternalSequenceBlockHash {
+    ExternalSequenceBlockHash(name)
+}
+
+impl Subject for Radix {
+    type Event = DynamoEvent;
+    type Question = Vec<LocalBlockHash>;
+    type Answer = OverlapScores;
+
+    fn new(_ranks: u32) -> Self {
+        Self(RadixTree::new())
+    }
+
+    fn removal(step: &Step) -> DynamoEvent {
+        let block_hashes = step.removed.iter().map(external_hash).collect();
+        dynamo_event(step.rank, KvCacheEventData::Removed(KvCacheRemoveData { block_hashes }))
+    }
+
+    fn store(step: &Step) -> DynamoEvent {
+        let block = |block: &StoredBlock| KvCacheStoredBlockData {
+            block_hash: external_hash(&block.engine_hash),
+            tokens_hash: LocalBlockHash(block.block_hash.0),
+            mm_extra_info: None,
+        };
+        let data = KvCacheStoreData {
+            parent_hash: step.parent.as_ref().map(external_hash),
+            start_position: None,
+            blocks: step.stored.iter().map(block).collect(),
+        };
+        dynamo_event(step.rank, KvCacheEventData::Stored(data))
+    }
+
+    fn question(prompt: &[BlockHash]) -> Vec<LocalBlockHash> {
+        prompt.iter().map(|&BlockHash(hash)| LocalBlockHash(hash)).collect()
+    }
+
+    fn apply(&mut self, event: DynamoEvent) {
+        self.0.apply_event(event).expect("a parent is stored before its children");
+    }
+
+    fn ask(&mut self, question: &mut Vec<LocalBlockHash>) -> OverlapScores {
+        self.0.find_matches(take(question), false)
+    }
+
+    fn scores(&self, answer: &OverlapScores) -> Vec<(u32, u32)> {
+        let score = |(rank, blocks): (&WorkerWithDpRank, &u32)| (rank.worker_id as u32, *blocks);
+        let mut scores: Vec<_> = answer.scores.iter().map(score).collect();
+        scores.sort_unstable();
+        scores
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use pointsman_bench::embedded::Embedded;
+    use pointsman_bench::target::Target;
+
+    use super::*;
+
+    #[test]
+    fn all_hash_a_prompt_alike() {
+        let tokens: Vec<u32> = (0..1_000).collect();
+        let ours = Embedded::hash(&tokens, NonZeroU32::MIN.saturating_add(63));
+        let theirs = kv_index::compute_request_content_hashes(&tokens, 64);
+        assert_eq!(
+            ours.iter().map(|hash| hash.0).collect::<Vec<_>>(),
+            theirs.iter().map(|hash| hash.0).collect::<Vec<_>>()
+        );
+    }
+
+    /// A prompt of three blocks on rank 0, two of them on rank 1; then rank 0 gives up the last.
+    #[test]
+    fn all_answer_alike() {
+        fn answers<S: Subject>() -> [Vec<(u32, u32)>; 2] {
+            let prompt = [BlockHash(1), BlockHash(2), BlockHash(3), BlockHash(4)];
+            let names = [11, 12, 13].map(EngineHash);
+            let blocks: Vec<_> = (names.iter().zip(prompt))
+                .map(|(&engine_hash, block_hash)| StoredBlock { engine_hash, block_hash })
+                .collect();
+            let step = |rank, removed: &[_], stored: &[_]| Step {
+                rank,
+                removed: removed.to_vec(),
+                parent: None,
+                stored: stored.to_vec(),
+            };
+            let mut subject = S::new(3);
+            subject.apply(S::store(&step(0, &[], &blocks)));
+            subject.apply(S::store(&step(1, &[], &blocks[..2])));
+            let ask = |subject: &mut S| {
+                let answer = subject.ask(&mut S::question(&prompt));
+                let mut scores = subject.scores(&answer);
+                scores.sort_unstable();
+                scores
+            };
+            let before = ask(&mut subject);
+            subject.apply(S::removal(&step(0, &names[1..], &[])));
+            [before, ask(&mut subject)]
+        }
+        let expected = [vec![(0, 3), (1, 2)], vec![(0, 1), (1, 2)]];
+        assert_eq!(answers::<Pointsman>(), expected);
+        assert_eq!(answers::<KvIndex>(), expected);
+        assert_eq!(answers::<Radix>(), expected);
+    }
+}

@@ -1,0 +1,249 @@
+//! `versus index`: the index replay over all indexes, in rounds of processes of their own, and its table.
+
+use std::error::Error;
+use std::fmt::Write as _;
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use clap::{Args, ValueEnum};
+use pointsman_bench::cli::Common;
+use pointsman_versus::index::replay::{Heap, Timed, Which};
+use pointsman_versus::medians::median;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+/// A comparison of indexes.
+#[derive(Args, Debug)]
+pub(crate) struct Indexes {
+    /// Indexes to replay, the first of which the others are held against
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Which::ALL)]
+    indexes: Vec<Which>,
+    /// Ranks whose caches the indexes follow
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: u32,
+    /// Rounds; in each every index runs once, in changing order
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pairs: u32,
+    #[command(flatten)]
+    common: Common,
+    /// Print every run and the medians as one JSON object; the table goes to standard error
+    #[arg(long)]
+    json: bool,
+}
+
+/// All runs of one index. Runs at the same place in two lists are a pair.
+#[derive(Debug)]
+struct Row {
+    index: Which,
+    timed: Vec<Timed>,
+    heap: Heap,
+}
+
+/// A figure of one run.
+struct Column {
+    title: &'static str,
+    key: &'static str,
+    figure: fn(&Timed) -> Option<f64>,
+    decimals: usize,
+}
+
+const COLUMNS: [Column; 7] = [
+    Column { title: "store ns", key: "store_ns", figure: |run| Some(run.time_ns.store), decimals: 1 },
+    Column { title: "remove ns", key: "remove_ns", figure: |run| Some(run.time_ns.remove), decimals: 1 },
+    Column { title: "question p50 ns", key: "question_p50_ns", figure: |run| Some(run.time_ns.question), decimals: 0 },
+    Column { title: "p99 ns", key: "question_p99_ns", figure: |run| Some(run.question_p99_ns), decimals: 0 },
+    Column {
+        title: "store instr.",
+        key: "store_instructions",
+        figure: |run| run.instructions.map(|costs| costs.store),
+        decimals: 1,
+    },
+    Column {
+        title: "remove instr.",
+        key: "remove_instructions",
+        figure: |run| run.instructions.map(|costs| costs.remove),
+        decimals: 1,
+    },
+    Column {
+        title: "question instr.",
+        key: "question_instructions",
+        figure: |run| run.instructions.map(|costs| costs.question),
+        decimals: 0,
+    },
+];
+
+impl Indexes {
+    /// Makes all runs, checks that the indexes agree, and prints the table.
+    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+        let mut rows = Vec::new();
+        for &index in &self.indexes {
+            rows.push(Row { index, timed: Vec::new(), heap: self.child("versus-heap", &[], index)? });
+        }
+        for round in 0..self.pairs as usize {
+            for turn in 0..rows.len() {
+                let at = (round + turn) % rows.len();
+                let index = rows[at].index;
+                let run: Timed = self.child("versus", &["index-run"], index)?;
+                writeln!(
+                    io::stderr(),
+                    "round {} of {}: {}, store {:.1} ns, remove {:.1} ns, question p50 {:.0} ns",
+                    round + 1,
+                    self.pairs,
+                    index.name(),
+                    run.time_ns.store,
+                    run.time_ns.remove,
+                    run.time_ns.question,
+                )?;
+                rows[at].timed.push(run);
+            }
+        }
+        let questions = agree(&rows)?;
+        let table = markdown(&rows, questions)?;
+        if self.json {
+            write!(io::stderr(), "{table}")?;
+            let rows: Vec<Value> = rows.iter().map(Row::json).collect();
+            writeln!(io::stdout(), "{}", json!({ "ranks": self.ranks, "questions": questions, "indexes": rows }))?;
+        } else {
+            write!(io::stdout(), "{table}")?;
+        }
+        Ok(())
+    }
+
+    /// One run in a process of its own: `program`, which lies beside this one.
+    fn child<T: DeserializeOwned>(&self, program: &str, command: &[&str], index: Which) -> Result<T, Box<dyn Error>> {
+        let beside = std::env::current_exe()?.parent().unwrap_or(Path::new("")).join(program);
+        let name = index.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+        let mut child = Command::new(beside);
+        child.args(command).args(["--index", &name, "--ranks", &self.ranks.to_string()]);
+        let output = child.args(self.common.to_arguments()).stderr(Stdio::inherit()).output();
+        let output = output.map_err(|error| format!("cannot run {program} beside this program: {error}"))?;
+        if !output.status.success() {
+            return Err(format!("{child:?} failed: {}", output.status).into());
+        }
+        Ok(serde_json::from_slice(&output.stdout).map_err(|error| format!("{child:?} printed no figures: {error}"))?)
+    }
+}
+
+/// Number of questions that all runs have answered alike.
+///
+/// # Errors
+/// They have not: names the first difference.
+fn agree(rows: &[Row]) -> Result<usize, Box<dyn Error>> {
+    let runs = || rows.iter().flat_map(|row| row.timed.iter().map(|run| (row.index.name(), &run.answers)));
+    let Some((first, expected)) = runs().next() else { return Err("nothing was run".into()) };
+    for (name, answers) in runs() {
+        let differs = answers.iter().zip(expected).position(|(answer, expected)| answer != expected);
+        if let Some(question) = differs {
+            return Err(format!("question {question}: {name} and {first} answer differently").into());
+        }
+        if answers.len() != expected.len() {
+            return Err(format!("{name} answered {} questions, {first} {}", answers.len(), expected.len()).into());
+        }
+    }
+    Ok(expected.len())
+}
+
+impl Row {
+    fn median(&self, column: &Column) -> Option<f64> {
+        median(self.timed.iter().map(column.figure).collect::<Option<Vec<f64>>>()?)
+    }
+
+    /// Ratios of `ours` to this index, pair by pair.
+    fn ratios(&self, ours: &Self, column: &Column) -> Option<Vec<f64>> {
+        let pairs = ours.timed.iter().zip(&self.timed);
+        pairs.map(|(ours, theirs)| Some((column.figure)(ours)? / (column.figure)(theirs)?)).collect()
+    }
+
+    fn json(&self) -> Value {
+        let medians: Value = COLUMNS.iter().map(|column| (column.key.to_owned(), json!(self.median(column)))).collect();
+        let runs = self.timed.iter().map(|run| {
+            COLUMNS.iter().map(|column| (column.key.to_owned(), json!((column.figure)(run)))).collect::<Value>()
+        });
+        json!({
+            "index": self.index.name(),
+            "bytes_a_held_block": self.heap.bytes_a_block(),
+            "heap": self.heap,
+            "median": medians,
+            "runs": runs.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Medians, and below them the medians of the pairs' ratios, ours over theirs.
+fn markdown(rows: &[Row], questions: usize) -> Result<String, std::fmt::Error> {
+    let mut out = String::from("| index ");
+    for Column { title, .. } in &COLUMNS {
+        write!(out, "| {title} ")?;
+    }
+    writeln!(out, "| bytes a held block |")?;
+    writeln!(out, "{}|", "|---".repeat(COLUMNS.len() + 2))?;
+    for row in rows {
+        write!(out, "| {} ", row.index.name())?;
+        for column in &COLUMNS {
+            let figure = row.median(column).map_or("-".to_owned(), |median| format!("{median:.0$}", column.decimals));
+            write!(out, "| {figure} ")?;
+        }
+        writeln!(out, "| {:.1} |", row.heap.bytes_a_block())?;
+    }
+    if let Some((ours, others)) = rows.split_first() {
+        for theirs in others {
+            write!(out, "| {} / {} ", ours.index.name(), theirs.index.name())?;
+            for column in &COLUMNS {
+                let ratio = theirs.ratios(ours, column).and_then(median);
+                write!(out, "| {} ", ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}")))?;
+            }
+            writeln!(out, "| {:.2} |", ours.heap.bytes_a_block() / theirs.heap.bytes_a_block())?;
+        }
+        let run = ours.timed.first();
+        let (stored, removed) = run.map_or((0, 0), |run| (run.stored_blocks, run.removed_blocks));
+        writeln!(
+            out,
+            "\n{} held blocks, {stored} stored and {removed} removed in the measured half; {questions} questions \
+             answered alike by all.",
+            ours.heap.held_blocks
+        )?;
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman_versus::index::replay::Costs;
+
+    use super::*;
+
+    fn row(index: Which, stores: &[f64], answers: &[u64]) -> Row {
+        let run = |&store: &f64| Timed {
+            time_ns: Costs { store, remove: 2.0, question: 3.0 },
+            question_p99_ns: 4.0,
+            instructions: None,
+            stored_blocks: 5,
+            removed_blocks: 6,
+            answers: answers.to_vec(),
+        };
+        let heap = Heap { held_blocks: 10, heap_bytes: 500, reserved_bytes: 100 };
+        Row { index, timed: stores.iter().map(run).collect(), heap }
+    }
+
+    #[test]
+    fn ratios_are_those_of_the_pairs() {
+        let rows = [row(Which::Pointsman, &[10.0, 10.0, 30.0], &[1]), row(Which::Radix, &[20.0, 40.0, 30.0], &[1])];
+        assert_eq!(rows[1].ratios(&rows[0], &COLUMNS[0]), Some(vec![0.5, 0.25, 1.0]));
+        let table = markdown(&rows, 1).expect("written");
+        let lines: Vec<&str> = table.lines().collect();
+        assert!(lines[..5].iter().all(|line| line.matches('|').count() == COLUMNS.len() + 3), "{table}");
+        assert!(lines[2].starts_with("| pointsman | 10.0 | 2.0 | 3 | 4 | - ") && lines[2].ends_with("| 40.0 |"));
+        assert!(lines[4].starts_with("| pointsman / radix | 0.50 | 1.00 "), "{table}");
+    }
+
+    #[test]
+    fn a_different_answer_is_an_error_that_names_it() {
+        let rows = |theirs: &[u64]| [row(Which::Pointsman, &[1.0], &[1, 2]), row(Which::KvIndex, &[1.0], theirs)];
+        assert_eq!(agree(&rows(&[1, 2])).expect("all agree"), 2);
+        let error = agree(&rows(&[1, 3])).expect_err("one differs").to_string();
+        assert_eq!(error, "question 1: kv-index and pointsman answer differently");
+        assert!(agree(&rows(&[1])).is_err());
+        assert!(agree(&[]).is_err());
+    }
+}
