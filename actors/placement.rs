@@ -126,8 +126,13 @@ impl Placement {
 
     /// The first token is out: the rank has no prefill left to do for this request. Again is harmless.
     pub fn prefill_completed(&self) {
-        if self.hold.lease().complete_prefill() {
-            self.hold.shared().look(&self.seat, self.hold.lease());
+        let (shared, lease) = (self.hold.shared(), self.hold.lease());
+        if lease.complete_prefill() {
+            if let Some(predicted) = self.best.predicted_ttft() {
+                let elapsed = shared.clock.now().since(lease.booked_at());
+                shared.meters.predictions.first_token(predicted, elapsed);
+            }
+            shared.look(&self.seat, lease);
         }
     }
 

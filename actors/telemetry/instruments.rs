@@ -88,6 +88,12 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["result"],
         "How far the two are apart, by whether the prediction was `over`, `under` or `exact`.",
     ),
+    histogram(
+        "pointsman_predicted_ttft_error_seconds",
+        Some(Unit::Seconds),
+        &["result"],
+        "How far first tokens came from when they were expected, by whether that was `early` or `late`. With policy `latency`.",
+    ),
     counter(
         "pointsman_never_matched_total",
         &["kind"],

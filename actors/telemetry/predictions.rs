@@ -1,11 +1,13 @@
-//! Whether predictions of cached tokens come true, where the embedder reports what engines had.
+//! Whether predictions come true: of cached tokens, where the embedder reports what engines had, and of the time to the
+//! first token, where it reports that.
 //!
-//! Owns the comparison and the alarm. A report that both sides call 0 says nothing; it *agrees* where both are above 0,
+//! Owns the comparisons and the alarm. A report that both sides call 0 says nothing; it *agrees* where both are above 0,
 //! and *contradicts* where just one is. When [`NEVER_MATCHED_AFTER`] reports in a row of one kind contradict, this kind
 //! of request most likely never matches, because router and engine hash it differently, and the alarm counts one; after
 //! as many more, another.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use metrics::{Counter, Histogram};
 
@@ -65,6 +67,9 @@ pub(crate) struct Predictions {
     over: Histogram,
     under: Histogram,
     exact: Histogram,
+    /// First tokens that came before or after they were expected.
+    early: Histogram,
+    late: Histogram,
     /// By kind.
     streaks: [Streak; 4],
 }
@@ -78,6 +83,7 @@ impl Predictions {
     pub(super) fn new(pool: &Pool) -> Self {
         let tokens = |side| pool.counter("pointsman_prediction_tokens_total", &[("side", side)]);
         let error = |result| pool.histogram("pointsman_prediction_error_tokens", &[("result", result)]);
+        let ttft = |result| pool.histogram("pointsman_predicted_ttft_error_seconds", &[("result", result)]);
         let streak = |kind: PromptKind| Streak {
             contradictions: AtomicU32::new(0),
             alarms: pool.counter("pointsman_never_matched_total", &[("kind", kind.name())]),
@@ -88,6 +94,8 @@ impl Predictions {
             over: error("over"),
             under: error("under"),
             exact: error("exact"),
+            early: ttft("early"),
+            late: ttft("late"),
             streaks: PromptKind::ALL.map(streak),
         }
     }
@@ -114,6 +122,12 @@ impl Predictions {
 }
 
 impl Predictions {
+    /// A first token came after `elapsed`.
+    pub(crate) fn first_token(&self, predicted: Duration, elapsed: Duration) {
+        let result = if elapsed > predicted { &self.late } else { &self.early };
+        result.record(elapsed.abs_diff(predicted).as_secs_f64());
+    }
+
     /// The kinds of requests of which no report for long has agreed with its prediction.
     pub(super) fn never_matching(&self) -> impl Iterator<Item = PromptKind> {
         let alarming = |kind: &PromptKind| {

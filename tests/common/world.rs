@@ -76,8 +76,15 @@ pub struct World {
 }
 
 fn some_config(dice: &mut Dice) -> RouterConfig {
-    let policies =
-        [Policy::Kv, Policy::Latency, Policy::CacheAware, Policy::RoundRobin, Policy::Random, Policy::PowerOfTwo, Policy::LeastLoaded];
+    let policies = [
+        Policy::Kv,
+        Policy::Latency,
+        Policy::CacheAware,
+        Policy::RoundRobin,
+        Policy::Random,
+        Policy::PowerOfTwo,
+        Policy::LeastLoaded,
+    ];
     let affinities = [SessionAffinity::Off, SessionAffinity::Soft, SessionAffinity::Hard];
     let classes = vec![
         QueueClass {

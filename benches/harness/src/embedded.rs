@@ -182,7 +182,8 @@ impl Target for Embedded {
             match (self.router.route(request).await, &self.drill) {
                 (Ok(handle), _) => {
                     let cached_tokens = self.knows_caches.then(|| handle.cached_tokens().into());
-                    return Ok(Routed { cached_tokens, ..Routed::new(handle.rank(), handle) });
+                    let ttft = handle.predicted_ttft().and_then(|ttft| u64::try_from(ttft.as_micros()).ok());
+                    return Ok(Routed { cached_tokens, ttft_us: ttft, ..Routed::new(handle.rank(), handle) });
                 }
                 (Err(RouteError::Lost { .. }), Some(drill)) => drill.given_up.fetch_add(1, Relaxed),
                 (Err(error), _) => return Err(error.into()),
