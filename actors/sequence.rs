@@ -3,7 +3,7 @@
 //! Owns the rank's [`ActiveSequences`] and is the single writer of its board slot. Promises that a booking counts
 //! before its caller hears of it, and that after each change the board shows it. Does no token arithmetic: what a
 //! booking weighs was decided by the scheduler and stands in its lease. Restarted, it rebuilds from the leases.
-//! Where prefill rates are learned, it tells its [`PrefillMeter`] when prefills begin and end.
+//! Where engines' speeds are learned, it tells its [`SpeedMeter`] what it books, is told and frees.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use super::scheduler::{Answered, LoadNext, Scheduler, SchedulerMsg, WakeFlag};
 use super::supervisor::{DrainAck, RetireAck};
 use super::turn::{After, Step, Turn};
 use crate::directory::{Directory, Lease, LeaseState};
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillMeter, SpeedCell};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot, SpeedCell, SpeedMeter};
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
@@ -64,8 +64,8 @@ pub(crate) struct Sequence {
     applied: u32,
     active: ActiveSequences,
     board: Arc<BoardSlot>,
-    /// Where prefill rates are learned.
-    meter: Option<PrefillMeter>,
+    /// Where speeds are learned.
+    meter: Option<SpeedMeter>,
     directory: Arc<Directory>,
     clock: Clock,
     /// Who wants to hear when load falls; nobody where nothing ever waits.
@@ -83,8 +83,10 @@ pub(crate) struct Wakes {
 /// What a sequence actor is made with, besides its place.
 pub(crate) struct Fittings {
     pub(crate) board: Arc<BoardSlot>,
-    /// Where prefill rates are learned.
+    /// Where speeds are learned.
     pub(crate) learns: Option<Arc<SpeedCell>>,
+    /// Tokens of a block.
+    pub(crate) block_size: u32,
     pub(crate) wakes: Option<Wakes>,
     pub(crate) directory: Arc<Directory>,
     pub(crate) clock: Clock,
@@ -108,10 +110,10 @@ pub(crate) enum SequenceAfter {
 impl Sequence {
     /// The bookings of one incarnation of a slot, as its leases say: none at first, all of them after a restart.
     ///
-    /// A prefill rate goes on from what `learns` has published. Restored prefills teach nothing, for when they really
-    /// began is not known.
+    /// A speed goes on from what `learns` has published. Restored bookings teach nothing, for when their prefills really
+    /// began, or their last blocks were there, is not known.
     pub(crate) fn restore((slot, generation): (Slot, Generation), incarnation: u32, fittings: Fittings) -> Self {
-        let Fittings { board, learns, wakes, directory, clock } = fittings;
+        let Fittings { board, learns, block_size, wakes, directory, clock } = fittings;
         let mut sequence = Self {
             slot,
             generation,
@@ -119,7 +121,7 @@ impl Sequence {
             applied: 0,
             active: ActiveSequences::new(true), // whether blocks are shared is decided by the prompts it is given
             board,
-            meter: learns.map(PrefillMeter::new),
+            meter: learns.map(|cell| SpeedMeter::new(cell, block_size)),
             directory: Arc::clone(&directory),
             clock,
             wakes,
@@ -228,9 +230,9 @@ impl Sequence {
         let progress = lease.progress();
         if progress.prefill_completed {
             self.active.complete_prefill(lease.booking(), now);
-            if let Some(meter) = &mut self.meter {
-                meter.completed(lease.booking(), now);
-            }
+        }
+        if let Some(meter) = &mut self.meter {
+            meter.reported(lease.booking(), progress.prefill_completed, progress.output.block_count(), now);
         }
         self.active.set_output(lease.booking(), &progress.output);
         match lease.state() {
@@ -243,11 +245,14 @@ impl Sequence {
     fn free(&mut self, lease: &Lease, now: Timestamp) {
         self.active.free(lease.booking(), now);
         if let Some(meter) = &mut self.meter {
-            meter.ended(lease.booking());
+            meter.ended(lease.booking(), now);
         }
     }
 
-    fn publish(&self, now: Timestamp) {
+    fn publish(&mut self, now: Timestamp) {
+        if let Some(meter) = &mut self.meter {
+            meter.load_is(self.active.load(now), now);
+        }
         self.board.publish(&BoardLoad::of(&self.active, self.incarnation, self.applied, now));
     }
 }
@@ -300,9 +305,9 @@ mod tests {
 
     const PLACE: (Slot, Generation) = (Slot(0), Generation(1));
 
-    fn restore(incarnation: u32, rate: &Arc<SpeedCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
-        let (board, learns) = (Arc::new(BoardSlot::default()), Some(Arc::clone(rate)));
-        let fittings = Fittings { board, learns, wakes: None, directory: Arc::clone(directory), clock };
+    fn restore(incarnation: u32, cell: &Arc<SpeedCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
+        let (board, learns) = (Arc::new(BoardSlot::default()), Some(Arc::clone(cell)));
+        let fittings = Fittings { board, learns, block_size: 64, wakes: None, directory: Arc::clone(directory), clock };
         Sequence::restore(PLACE, incarnation, fittings)
     }
 
@@ -338,14 +343,19 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn prefills_teach_the_rate_and_a_restart_goes_on_from_it() {
-        let (rate, directory, clock) = (Arc::new(SpeedCell::default()), Arc::default(), Clock::start());
-        let mut sequence = restore(0, &rate, &directory, clock);
+    async fn reports_teach_the_speed_and_a_restart_goes_on_from_it() {
+        let (cell, directory, clock) = (Arc::new(SpeedCell::default()), Arc::default(), Clock::start());
+        let mut sequence = restore(0, &cell, &directory, clock);
         for n in 0..128 {
             let lease = book(&mut sequence, &n.to_string(), 20_000);
             tokio::time::advance(Duration::from_secs(1)).await;
             for _ in 0..3 {
                 let _ = lease.complete_prefill();
+                sequence.step(SequenceMsg::Look(Arc::clone(&lease)));
+            }
+            for _ in 0..2 {
+                tokio::time::advance(64 * Duration::from_millis(10)).await;
+                lease.push_output_block(None);
                 sequence.step(SequenceMsg::Look(Arc::clone(&lease)));
             }
             lease.end();
@@ -354,17 +364,24 @@ mod tests {
         }
         let meter = sequence.meter.as_ref().expect("it learns");
         assert_eq!((meter.rate().samples(), meter.under_way()), (128, 0));
-        let learned = rate.speed().expect("published").work_tokens_per_second;
-        assert!((learned / work_tokens(20_000, 0) - 1.0).abs() < 0.05, "{learned}");
+        let learned = cell.speed().expect("published");
+        let rate = learned.work_tokens_per_second;
+        assert!((rate / work_tokens(20_000, 0) - 1.0).abs() < 0.05, "{rate}");
+        assert_eq!((meter.step().samples(), meter.watched()), (256, 0));
+        assert!((learned.step(1.0, 1.0) / 0.010 - 1.0).abs() < 0.03, "{learned:?}");
+        assert_eq!(cell.output_tokens(), Some(160.0), "two blocks, and half a block");
 
         let lease = book(&mut sequence, "under way", 20_000);
         drop(sequence);
         tokio::time::advance(Duration::from_secs(60)).await;
-        let mut restored = restore(1, &rate, &directory, clock);
+        let mut restored = restore(1, &cell, &directory, clock);
         let _ = lease.complete_prefill();
         restored.step(SequenceMsg::Look(Arc::clone(&lease)));
-        assert_eq!(rate.speed().map(|speed| speed.work_tokens_per_second), Some(learned), "when it began is not known");
-        let again = restored.meter.as_ref().map(|meter| meter.rate().tokens_per_second());
-        assert!(again.is_some_and(|again| (again - learned).abs() < 1.0), "{again:?} after {learned}");
+        lease.push_output_block(None);
+        restored.step(SequenceMsg::Look(Arc::clone(&lease)));
+        assert_eq!(cell.speed(), Some(learned), "when it began is not known");
+        let again = restored.meter.as_ref().expect("it learns").speed();
+        assert!((again.work_tokens_per_second - rate).abs() < 1.0, "{again:?} after {rate}");
+        assert!((again.step(9.0, 99.0) / learned.step(9.0, 99.0) - 1.0).abs() < 1e-6, "{again:?} after {learned:?}");
     }
 }

@@ -356,6 +356,7 @@ impl State {
         let fittings = Fittings {
             board: Arc::clone(&seat.board),
             learns: learns.then(|| Arc::clone(&seat.speed)),
+            block_size: self.shared.config.block_size,
             wakes: self
                 .shared
                 .config

@@ -2,7 +2,7 @@
 //!
 //! Owns the question ([`PrefillEstimator`]) and the built-in answer ([`LearnedRate`]). Promises that no single
 //! observation moves a learned rate far, whatever it claims, and that the rate stays within bounds. Leaves to others
-//! who observes ([`PrefillMeter`](super::PrefillMeter)), and what an estimate is used for.
+//! who observes ([`SpeedMeter`](super::SpeedMeter)), and what an estimate is used for.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! How fast a rank's engine computes: what is assumed, what is learned, and how it is read without a message.
 //!
 //! Owns the four numbers of [`EngineSpeed`] and the cell in which a rank's sequence actor publishes them, beside the
-//! board: a slot there is two full cache lines, and this changes far less often. Promises that a reader sees numbers
-//! that were published, or the prior; of two publications in a row it may see parts of both, which are as good as
-//! either. Leaves learning to [`LearnedRate`](super::LearnedRate) and those beside it.
+//! board: a slot there is two full cache lines, and this changes less often. Promises that a reader sees numbers
+//! that were published, or none; of two publications in a row it may see parts of both, which are as good as
+//! either. Leaves learning to [`LearnedRate`] and [`LearnedStep`](super::LearnedStep).
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use super::LearnedRate;
 /// ```
 /// use pointsman::load::EngineSpeed;
 ///
-/// let speed = EngineSpeed { step_seconds: 0.004, request_seconds: 20e-6, block_seconds: 4e-6, ..EngineSpeed::PRIOR };
+/// let speed = EngineSpeed { step_seconds: 0.004, request_seconds: 20e-6, block_seconds: 4e-6, ..EngineSpeed::prior(64) };
 /// assert!((speed.step(10.0, 1_000.0) - 0.0082).abs() < 1e-9);
 /// assert!((speed.prefill(10_000.0) - 1.0).abs() < 1e-9);
 /// ```
@@ -60,19 +60,17 @@ pub fn work_tokens(new_tokens: u32, cached_tokens: u32) -> f64 {
 }
 
 impl EngineSpeed {
-    /// What is assumed of an engine of which nothing is known: the steps of 8 billion parameters on an H100 with blocks
-    /// of 64 tokens, and a prefill at less than half its speed, for the first prompts teach that quickly.
-    pub const PRIOR: Self = Self {
-        work_tokens_per_second: LearnedRate::PRIOR,
-        step_seconds: 0.004,
-        request_seconds: 20e-6,
-        block_seconds: 65e-9 * 64.0,
-    };
-
-    /// The prior with blocks of `block_size` tokens.
+    /// What is assumed of an engine of which nothing is known, with blocks of `block_size` tokens: the steps of 8 billion
+    /// parameters on an H100, which reads a token's keys and values in 65 ns, and a prefill at less than half its speed,
+    /// for the first prompts teach that quickly.
     #[must_use]
     pub fn prior(block_size: u32) -> Self {
-        Self { block_seconds: Self::PRIOR.block_seconds / 64.0 * f64::from(block_size), ..Self::PRIOR }
+        Self {
+            work_tokens_per_second: LearnedRate::PRIOR,
+            step_seconds: 0.004,
+            request_seconds: 20e-6,
+            block_seconds: 65e-9 * f64::from(block_size.max(1)),
+        }
     }
 
     /// How long a step takes with `requests` running that read `blocks` KV blocks, in seconds.
@@ -90,7 +88,8 @@ impl EngineSpeed {
 
 /// A rank's speed as its sequence actor has published it.
 ///
-/// Relaxed on all sides: each number stands alone, and a stale one is as good as a learned one ever is.
+/// Each number stands alone, and a stale one is as good as a learned one ever is. Only the first publication must be seen
+/// whole, which is why the rate is written last and read first.
 ///
 /// ```
 /// use std::time::Duration;
@@ -98,8 +97,11 @@ impl EngineSpeed {
 ///
 /// let cell = SpeedCell::default();
 /// assert_eq!((cell.speed(), cell.prefill_time(500.0)), (None, None));
-/// cell.publish(&EngineSpeed { work_tokens_per_second: 10_000.0, ..EngineSpeed::PRIOR });
+/// cell.publish(&EngineSpeed { work_tokens_per_second: 10_000.0, ..EngineSpeed::prior(64) });
 /// assert_eq!(cell.prefill_time(500.0), Some(Duration::from_millis(50)));
+/// assert_eq!(cell.output_tokens(), None);
+/// cell.publish_output(300.0);
+/// assert_eq!(cell.output_tokens(), Some(300.0));
 /// ```
 #[derive(Debug, Default)]
 pub struct SpeedCell {
@@ -107,6 +109,7 @@ pub struct SpeedCell {
     work_rate: AtomicU32,
     /// Bits of `f32`s: a step's, a request's and a block's seconds.
     step: [AtomicU32; 3],
+    /// Bits of an `f32`; 0 while nothing is known.
     output_tokens: AtomicU32,
 }
 
@@ -119,22 +122,28 @@ impl SpeedCell {
         for (cell, seconds) in self.step.iter().zip(seconds) {
             cell.store((seconds as f32).to_bits(), Ordering::Relaxed);
         }
-        let rate = speed.work_tokens_per_second as f32;
-        let known = rate.is_normal() && rate > 0.0;
-        self.work_rate.store(if known { rate.to_bits() } else { 0 }, Ordering::Relaxed);
+        self.work_rate.store(known_bits(speed.work_tokens_per_second as f32), Ordering::Release);
     }
 
-    /// Tokens that a request generates on average, where that is known.
+    /// Publishes how many tokens a request generates. Only the rank's sequence actor may call this. What is no positive
+    /// number means that nothing is known.
+    #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
+    pub fn publish_output(&self, tokens: f64) {
+        self.output_tokens.store(known_bits(tokens as f32), Ordering::Relaxed);
+    }
+
+    /// Tokens that a request of this rank has generated on average, by its reports of whole blocks, if any has ended.
+    /// Short ones end first, so that it rises for as long as a request lasts.
     #[must_use]
     pub fn output_tokens(&self) -> Option<f64> {
-        let bits = self.output_tokens.load(Ordering::Relaxed);
-        (bits != 0).then(|| f64::from(f32::from_bits(bits)))
+        let tokens = self.output_tokens.load(Ordering::Relaxed);
+        (tokens != 0).then(|| f64::from(f32::from_bits(tokens)))
     }
 
     /// The speed, if one is known.
     #[must_use]
     pub fn speed(&self) -> Option<EngineSpeed> {
-        let rate = self.work_rate.load(Ordering::Relaxed);
+        let rate = self.work_rate.load(Ordering::Acquire);
         let [step_seconds, request_seconds, block_seconds] =
             self.step.each_ref().map(|cell| f64::from(f32::from_bits(cell.load(Ordering::Relaxed))));
         (rate != 0).then(|| EngineSpeed {
@@ -154,6 +163,11 @@ impl SpeedCell {
     }
 }
 
+/// The bits of a positive number; 0 for what is none.
+fn known_bits(number: f32) -> u32 {
+    if number.is_normal() && number > 0.0 { number.to_bits() } else { 0 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -161,7 +175,7 @@ mod tests {
     #[test]
     fn what_is_no_rate_is_unknown() {
         let cell = SpeedCell::default();
-        let rate = |work_tokens_per_second| EngineSpeed { work_tokens_per_second, ..EngineSpeed::PRIOR };
+        let rate = |work_tokens_per_second| EngineSpeed { work_tokens_per_second, ..EngineSpeed::prior(64) };
         for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0, 1e-60, 1e60] {
             cell.publish(&rate(7.0));
             cell.publish(&rate(unknown));
@@ -170,6 +184,16 @@ mod tests {
         cell.publish(&rate(f64::from(f32::MIN_POSITIVE)));
         assert_eq!(cell.prefill_time(1e12), Some(Duration::MAX));
         assert_eq!(cell.prefill_time(0.0), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn what_is_no_length_is_unknown() {
+        let cell = SpeedCell::default();
+        for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
+            cell.publish_output(7.0);
+            cell.publish_output(unknown);
+            assert_eq!(cell.output_tokens(), None, "{unknown}");
+        }
     }
 
     #[test]

@@ -1,0 +1,363 @@
+//! The meter's rules, one example each; any order of reports; and a literal engine that is learned from its reports.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::load::{ATTENTION_TOKENS, work_tokens};
+
+const SECOND: u64 = 1_000_000_000;
+
+fn meter() -> SpeedMeter {
+    SpeedMeter::new(Arc::default(), 64)
+}
+
+fn hint(tokens: u32) -> Option<PrefillLoadHint> {
+    PrefillLoadHint::new(tokens, 0, true, None)
+}
+
+fn load(requests: u32, active_blocks: u32) -> RankLoad {
+    RankLoad { requests, active_blocks, prefill_tokens: 0 }
+}
+
+#[test]
+fn each_prefill_counts_once_and_from_the_completion_before_it() {
+    let mut meter = meter();
+    for n in 0..40 {
+        meter.booked(BookingId(n), hint(5_000), Timestamp(0));
+    }
+    for n in 0..40 {
+        for _ in 0..3 {
+            meter.reported(BookingId(n), true, 0, Timestamp((n + 1) * SECOND));
+            meter.check_invariants();
+        }
+    }
+    assert_eq!((meter.rate().samples(), meter.under_way()), (40, 0));
+    let rate = meter.rate().tokens_per_second();
+    let work = 5_000.0 * (1.0 + 2_500.0 / ATTENTION_TOKENS);
+    assert!((rate / work - 1.0).abs() < 0.05, "{rate}: a second each, though all were booked at once");
+}
+
+#[test]
+fn what_ended_before_it_completed_teaches_nothing() {
+    let mut meter = meter();
+    meter.booked(BookingId(1), hint(5_000), Timestamp(0));
+    meter.booked(BookingId(2), None, Timestamp(0));
+    meter.ended(BookingId(1), Timestamp(0));
+    meter.reported(BookingId(1), true, 3, Timestamp(SECOND));
+    meter.reported(BookingId(2), true, 0, Timestamp(SECOND));
+    assert_eq!((meter.rate().samples(), meter.step().samples(), meter.under_way()), (0, 0, 0));
+    assert_eq!((meter.cell.speed(), meter.cell.output_tokens()), (None, None));
+}
+
+/// One request of which block `n` is there at `n` seconds, beside a prefill from `prefill` on.
+fn with_a_prefill_between(prefill: std::ops::Range<f64>) -> SpeedMeter {
+    let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);
+    let mut meter = meter();
+    meter.booked(BookingId(1), None, at(0.0));
+    meter.load_is(load(1, 10), at(0.0));
+    meter.reported(BookingId(1), true, 1, at(1.0));
+    meter.booked(BookingId(2), hint(100), at(1.0 + prefill.start));
+    meter.reported(BookingId(2), true, 0, at(1.0 + prefill.end));
+    meter.reported(BookingId(1), true, 2, at(2.0));
+    meter.check_invariants();
+    meter
+}
+
+#[test]
+fn the_time_of_prefills_is_not_that_of_steps() {
+    let learned = with_a_prefill_between(0.2..0.6);
+    let mut expected = LearnedStep::new(64);
+    expected.observe(&StepSample { steps: 62.5, seconds: 0.6, requests: 1.0, blocks: 10.0 });
+    let (learned, expected) = (learned.speed().step(1.0, 10.0), expected.on(EngineSpeed::prior(64)).step(1.0, 10.0));
+    assert!((learned / expected - 1.0).abs() < 1e-9, "{learned} {expected}");
+    assert_eq!(with_a_prefill_between(0.2..0.8).step().samples(), 0, "more than half of the time");
+}
+
+#[test]
+fn reports_are_one_where_no_time_is_between_them() {
+    let mut twice = meter();
+    twice.booked(BookingId(1), None, Timestamp(0));
+    twice.load_is(load(1, 10), Timestamp(0));
+    let mut once = SpeedMeter::new(Arc::default(), 64);
+    once.booked(BookingId(1), None, Timestamp(0));
+    once.load_is(load(1, 10), Timestamp(0));
+    for meter in [&mut twice, &mut once] {
+        meter.reported(BookingId(1), true, 0, Timestamp(0));
+        meter.reported(BookingId(1), true, 2, Timestamp(SECOND));
+    }
+    twice.reported(BookingId(1), true, 3, Timestamp(SECOND));
+    twice.reported(BookingId(1), true, 2, Timestamp(2 * SECOND)); // late: the lease never goes back
+    for meter in [&mut twice, &mut once] {
+        meter.reported(BookingId(1), true, 4, Timestamp(3 * SECOND));
+        assert_eq!(meter.step().samples(), 2);
+    }
+    assert_eq!(twice.step(), once.step());
+}
+
+#[test]
+fn output_without_a_first_token_ends_the_prefill_and_teaches_no_rate() {
+    let mut meter = meter();
+    meter.booked(BookingId(1), hint(5_000), Timestamp(0));
+    meter.reported(BookingId(1), false, 1, Timestamp(SECOND));
+    assert_eq!((meter.under_way(), meter.rate().samples()), (0, 0));
+    meter.reported(BookingId(1), false, 2, Timestamp(2 * SECOND));
+    assert_eq!(meter.step().samples(), 1);
+}
+
+#[test]
+fn a_successor_goes_on_from_what_was_published() {
+    let cell = Arc::new(SpeedCell::default());
+    let known = EngineSpeed {
+        work_tokens_per_second: 50_000.0,
+        step_seconds: 0.008,
+        request_seconds: 90e-6,
+        block_seconds: 3e-6,
+    };
+    cell.publish(&known);
+    cell.publish_output(500.0);
+    let mut successor = SpeedMeter::new(Arc::clone(&cell), 16);
+    let speed = successor.speed();
+    for (ours, known) in [
+        (speed.work_tokens_per_second, known.work_tokens_per_second),
+        (speed.step_seconds, known.step_seconds),
+        (speed.request_seconds, known.request_seconds),
+        (speed.block_seconds, known.block_seconds),
+    ] {
+        assert!((ours / known - 1.0).abs() < 1e-6, "{speed:?}");
+    }
+    successor.booked(BookingId(1), None, Timestamp(0));
+    successor.reported(BookingId(1), true, 0, Timestamp(1));
+    successor.ended(BookingId(1), Timestamp(1));
+    assert!(cell.output_tokens().is_some_and(|tokens| (490.0..500.0).contains(&tokens)));
+}
+
+#[test]
+fn a_share_halves_the_mean_output_in_64_requests() {
+    let half = (1.0 - MeanOutput::SHARE_MIN).powi(64);
+    assert!((half - 0.5).abs() < 1e-4, "{half}");
+    let mut output = MeanOutput::from_known(None);
+    let means: Vec<f64> = [10.0, 20.0, 60.0].into_iter().map(|tokens| output.observe(tokens)).collect();
+    assert_eq!(means, [10.0, 15.0, 30.0]);
+}
+
+proptest! {
+    #[test]
+    fn whatever_is_reported_in_whatever_order(
+        reports in prop::collection::vec((0..4u8, 0..6u64, 0..20_000u32, 0..10 * SECOND), 1..120),
+        block_size in prop_oneof![Just(0), Just(1), Just(64)],
+    ) {
+        let mut meter = SpeedMeter::new(Arc::default(), block_size);
+        let mut model: Vec<(u64, bool)> = Vec::new(); // bookings, and whether their prefills are under way
+        for (report, id, tokens, now) in reports {
+            let (booking, now) = (BookingId(id), Timestamp(now));
+            let was = model.iter().find(|known| known.0 == id).map(|known| known.1);
+            let samples = (meter.rate().samples(), meter.step().samples());
+            model.retain(|known| known.0 != id);
+            match report {
+                0 => {
+                    let hint = hint(tokens % 8_000);
+                    meter.booked(booking, hint, now);
+                    model.push((id, hint.is_some()));
+                }
+                1 | 2 => {
+                    meter.reported(booking, report == 1, tokens % 9, now);
+                    let has_begun = report == 1 || tokens % 9 > 0;
+                    model.extend(was.map(|under_way| (id, under_way && !has_begun)));
+                }
+                _ => meter.ended(booking, now),
+            }
+            meter.load_is(load(model.len() as u32, tokens), now);
+            prop_assert!(meter.rate().samples() - samples.0 <= u32::from(report == 1 && was == Some(true)));
+            prop_assert!(meter.step().samples() - samples.1 <= u32::from([1, 2].contains(&report) && was.is_some()));
+            prop_assert_eq!(meter.under_way(), model.iter().filter(|known| known.1).count());
+            prop_assert_eq!(meter.watched(), model.len());
+            meter.check_invariants();
+        }
+    }
+}
+
+/// An engine step by step: each gives every generating request a token and computes up to `CHUNK_TOKENS` of the prompts
+/// in line. The meter is told what a rank would be told, when it would be.
+struct Engine {
+    truth: EngineSpeed,
+    block_size: u32,
+    meter: SpeedMeter,
+    now: Timestamp,
+    waiting: VecDeque<Request>,
+    generating: Vec<Request>,
+    traffic: Traffic,
+    /// The next arrival.
+    next: Timestamp,
+    arrived: u64,
+    state: u64,
+}
+
+/// Requests at random: `rate` in a second on average, half as many in every other minute; lengths from 0 to twice these.
+#[derive(Clone, Copy)]
+struct Traffic {
+    rate: f64,
+    prompt: u32,
+    output: u32,
+}
+
+struct Request {
+    id: BookingId,
+    prompt: u32,
+    computed: u32,
+    output: u32,
+    generated: u32,
+}
+
+const CHUNK_TOKENS: u32 = 2_048;
+
+impl Engine {
+    fn new(truth: EngineSpeed, block_size: u32, traffic: Traffic) -> Self {
+        Self {
+            truth,
+            block_size,
+            meter: SpeedMeter::new(Arc::default(), block_size),
+            now: Timestamp(0),
+            waiting: VecDeque::new(),
+            generating: Vec::new(),
+            traffic,
+            next: Timestamp(0),
+            arrived: 0,
+            state: 7,
+        }
+    }
+
+    /// From 0 to 1.
+    fn draw(&mut self) -> f64 {
+        self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.state >> 40) as f64 / f64::from(1 << 24)
+    }
+
+    fn load(&self) -> RankLoad {
+        let blocks = |request: &Request| request.prompt / self.block_size + request.generated / self.block_size;
+        let all = || self.waiting.iter().chain(&self.generating);
+        load(all().count() as u32, all().map(blocks).sum())
+    }
+
+    /// Books whoever has arrived by now.
+    fn arrivals(&mut self) {
+        while self.next <= self.now {
+            let Traffic { rate, prompt, output } = self.traffic;
+            let prompt = 1 + (self.draw() * 2.0 * f64::from(prompt)) as u32;
+            let output = 2 + (self.draw() * 2.0 * f64::from(output)) as u32;
+            let (id, at) = (BookingId(self.arrived), self.next);
+            self.arrived += 1;
+            self.waiting.push_back(Request { id, prompt, computed: 0, output, generated: 0 });
+            self.meter.booked(id, hint(prompt), at);
+            self.meter.load_is(self.load(), at);
+            let share = if (at.0 / (60 * SECOND)).is_multiple_of(2) { 1.0 } else { 0.5 };
+            let gap = -(1.0 - self.draw()).ln() / (rate * share);
+            self.next = at + Duration::from_secs_f64(gap);
+        }
+    }
+
+    fn report(&mut self, id: BookingId, generated: u32) {
+        self.meter.reported(id, true, generated / self.block_size, self.now);
+        self.meter.load_is(self.load(), self.now);
+    }
+
+    fn step(&mut self) {
+        let (mut tokens_left, mut work, mut done) = (CHUNK_TOKENS, 0.0, 0);
+        for request in &mut self.waiting {
+            let tokens = tokens_left.min(request.prompt - request.computed);
+            work += work_tokens(tokens, request.computed);
+            request.computed += tokens;
+            tokens_left -= tokens;
+            done += usize::from(request.computed == request.prompt);
+        }
+        let held = self.generating.iter().map(|request| (request.prompt + request.generated) / self.block_size);
+        let decode = self.truth.step(self.generating.len() as f64, f64::from(held.sum::<u32>()));
+        self.now = self.now + Duration::from_secs_f64(decode + self.truth.prefill(work));
+        self.arrivals();
+        for at in 0..self.generating.len() {
+            let request = &mut self.generating[at];
+            request.generated += 1;
+            if request.generated.is_multiple_of(self.block_size) {
+                let (id, generated) = (request.id, request.generated);
+                self.report(id, generated);
+            }
+        }
+        for mut request in self.waiting.drain(..done).collect::<Vec<_>>() {
+            request.generated = 1;
+            let id = request.id;
+            self.generating.push(request);
+            self.report(id, 1);
+        }
+        let over: Vec<_> = self.generating.extract_if(.., |request| request.generated >= request.output).collect();
+        for request in over {
+            self.meter.ended(request.id, self.now);
+            self.meter.load_is(self.load(), self.now);
+        }
+    }
+
+    fn run(&mut self, seconds: u64) {
+        let end = self.now + Duration::from_secs(seconds);
+        while self.now < end {
+            if self.waiting.is_empty() && self.generating.is_empty() {
+                self.now = self.now.max(self.next);
+                self.arrivals();
+            }
+            self.step();
+        }
+        self.meter.check_invariants();
+    }
+
+    /// How far the learned step is from the true one at the loads of the next half minute, at worst and on average.
+    fn off(&mut self) -> (f64, f64) {
+        let (mut worst, mut sum) = (0.0_f64, 0.0);
+        let learned = self.meter.speed();
+        for _ in 0..30 {
+            self.run(1);
+            let load = self.load();
+            let (requests, blocks) = (f64::from(load.requests), f64::from(load.active_blocks));
+            let off = learned.step(requests, blocks) / self.truth.step(requests, blocks) - 1.0;
+            (worst, sum) = (worst.max(off.abs()), sum + off);
+        }
+        (worst, sum / 30.0)
+    }
+}
+
+#[test]
+fn an_engine_is_learned_from_its_reports() {
+    let h100 = EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::prior(64) };
+    let large = EngineSpeed {
+        work_tokens_per_second: 8_000.0,
+        step_seconds: 0.025,
+        request_seconds: 100e-6,
+        block_seconds: 10e-6,
+    };
+    let dear_blocks = EngineSpeed { block_seconds: 12e-6, step_seconds: 0.003, ..h100 };
+    let half = EngineSpeed {
+        work_tokens_per_second: 12_500.0,
+        step_seconds: 0.008,
+        request_seconds: 40e-6,
+        block_seconds: 8.32e-6,
+    };
+    for (truth, block_size, rate, prompt, output) in [
+        (h100, 64, 6.0, 1_000, 300),
+        (h100, 64, 1.7, 8_000, 200), // prefills are under way for most of the time
+        (half, 64, 4.0, 1_000, 300),
+        (large, 64, 1.5, 1_000, 400),
+        (dear_blocks, 64, 2.0, 2_000, 400),
+        (half, 16, 1.0, 3_000, 300),
+    ] {
+        let mut engine = Engine::new(truth, block_size, Traffic { rate, prompt, output });
+        for (seconds, worst_max, mean_max) in [(20, 0.2, 0.1), (30, 0.1, 0.05), (180, 0.05, 0.03)] {
+            engine.run(seconds);
+            let learned = engine.meter.speed();
+            let (worst, mean) = engine.off();
+            let what = format!("{worst} at worst, {mean} on average after {seconds} s more: {learned:?} of {truth:?}");
+            assert!(worst < worst_max && mean.abs() < mean_max, "{what}");
+        }
+        let tokens = engine.meter.cell.output_tokens().expect("requests have ended");
+        let mean = f64::from(output + 1);
+        assert!((tokens / mean - 1.0).abs() < 0.3, "{tokens} tokens of {mean}, each from 0 to twice that");
+    }
+}
