@@ -106,7 +106,7 @@ impl LatencyCost {
     /// use pointsman::select::{LatencyCost, LatencyFacts};
     ///
     /// let cost = LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, displaced: 0.0 };
-    /// let speed = EngineSpeed::PRIOR;
+    /// let speed = EngineSpeed::prior(64);
     /// let idle = LatencyFacts {
     ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, queued_tokens: 0, requests: 0, active_blocks: 0,
     ///     step_tokens_max: 8_192, is_full: false, speed,
@@ -179,7 +179,7 @@ mod tests {
             active_blocks: 0,
             step_tokens_max: 8_192,
             is_full: true,
-            speed: EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::PRIOR },
+            speed: EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::prior(64) },
         }
     }
 
