@@ -9,7 +9,8 @@
 //!
 //! The loop simulates no time: its engines answer at once, and load is whatever `--inflight` requests weigh. It says what
 //! routing costs and what it finds in caches. What a fleet's users would see of it is for [`simulate`] to say: the same
-//! targets over engines that take their time, on a clock that nobody waits for.
+//! targets over engines that take their time, on a clock that nobody waits for. And [`load`] asks real endpoints, over
+//! HTTP.
 //!
 //! The harness embeds the router through its public API only.
 

@@ -157,7 +157,7 @@ async fn whole_answers_are_recorded_with_times_usage_and_rank() {
     let (address, seen) = serve(reply).await;
     let key = std::env::temp_dir().join(format!("pointsman-load-key-{}", std::process::id()));
     std::fs::write(&key, "secret\n").expect("written");
-    let flags = "--limit 3 --concurrency 1 --warmup-requests 1 --rank-header x-rank --api-key-file";
+    let flags = "--limit 3 --concurrency 1 --warmup 1 --rank-header x-rank --api-key-file";
     let (run, health) = run(address, &format!("{SMALL} {flags} {}", key.display())).await;
     std::fs::remove_file(&key).expect("removed");
 
@@ -268,14 +268,15 @@ fn a_client_short_of_connections_says_that_arrivals_were_late() {
     let slow = |_| Reply { delay: Duration::from_millis(60), ..Reply::tokens(5, 4) };
     let (address, _) = runtime.block_on(serve(slow));
     let (mut out, mut warnings) = (Vec::new(), Vec::new());
-    let short = load(address, &format!("{SMALL} --limit 6 --rate 1000 --connections-max 1 --json"));
+    let short =
+        load(address, &format!("{SMALL} --limit 6 --warmup 0 --rate 1000 --connections-max 1 --json --label slow"));
     short.run(&mut out, &mut warnings).expect("figures");
     let warnings = String::from_utf8(warnings).expect("text");
     assert!(warnings.contains("arrivals were late"), "{warnings}");
     let figures: Value = serde_json::from_slice(&out).expect("JSON");
     assert_eq!((&figures["requests"], &figures["answered"]), (&json!(6), &json!(6)));
     assert!(figures["ttft_seconds"]["p90"].as_f64() > Some(0.24), "{figures}");
-    assert_eq!(figures["policy"], json!(format!("http://{address}")));
+    assert_eq!(figures["policy"], json!("slow"));
 
     let strict = load(address, &format!("{SMALL} --limit 6 --rate 1000 --connections-max 1 --strict"));
     let error = strict.run(io::sink(), io::sink()).expect_err("refused").to_string();
@@ -300,7 +301,7 @@ fn impossible_arguments_are_refused_by_name() {
         ("--url http://h --rate 1 --speedup 2", "cannot be used with"),
         ("--url http://h --steps 1:x", "is no time such as"),
         ("--url http://h --steps 0.1:1s --poisson", "the steps end before the first request is due"),
-        ("--url http://h --warmup-requests 3", "warmup_requests is 3, but there are 3 requests"),
+        ("--url http://h --warmup 100%", "warmup takes all of 3 requests"),
         ("--url http://h --api-key-file /nowhere", "cannot read the key in /nowhere"),
         ("--url http://h --rank-header a:b", "\"a:b\" is no name of a header"),
         ("--url http://h --extra-body {\"model\":1}", "model is set by other flags"),

@@ -32,6 +32,7 @@ use workload::{VOCABULARY, Workload};
 
 use crate::record::Run;
 use crate::results::{ClientHealth, Facts, Machine, Reporting, ReportingError, facts};
+use crate::simulate::{Warmup, write_records};
 use crate::source::Source;
 use body::{Api, BodyError, Extra, Form};
 use client::{Client, ClientError};
@@ -62,9 +63,9 @@ pub struct Load {
     /// Seed of a generated workload, and of random arrivals
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// The first so many requests only warm caches and count in no figure
-    #[arg(long, value_name = "REQUESTS", default_value_t = 0)]
-    pub warmup_requests: u32,
+    /// Requests that only warm caches and count in no figure: a number, or a share of all
+    #[arg(long, default_value = "10%")]
+    pub warmup: Warmup,
     /// Tokens to ask of every answer, instead of what the workload says
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub output_tokens: Option<u32>,
@@ -91,6 +92,12 @@ pub struct Load {
     /// Pointsman's gateway sends none, for clients are not to tell workers apart; engines and other routers may.
     #[arg(long, value_name = "NAME")]
     pub rank_header: Option<String>,
+    /// What figures are said to be of [default: the URL]
+    #[arg(long, value_name = "NAME")]
+    pub label: Option<String>,
+    /// Write what became of each request to this file, one JSON object a line, in the workload's order
+    #[arg(long, value_name = "FILE")]
+    pub records: Option<PathBuf>,
     /// Threads [default: as many as there are cores, up to 4]
     #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
     pub threads: Option<usize>,
@@ -109,10 +116,8 @@ pub enum LoadError {
     #[error("the steps end before the first request is due")]
     NothingDue,
     /// All requests would only warm.
-    #[error("warmup_requests is {warmup}, but there are {requests} requests")]
+    #[error("warmup takes all of {requests} requests")]
     OnlyWarmup {
-        /// Requests that would only warm.
-        warmup: u32,
         /// Requests that there are.
         requests: usize,
     },
@@ -138,6 +143,14 @@ pub enum LoadError {
         /// What the system said.
         source: io::Error,
     },
+    /// The records cannot be kept.
+    #[error("cannot write the records to {path}: {source}")]
+    Records {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
     /// The figures could not be said, or were not to be.
     #[error(transparent)]
     Reporting(#[from] ReportingError),
@@ -155,8 +168,12 @@ impl Load {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
         let runtime = runtime.map_err(|source| LoadError::Runtime { threads, source })?;
         let (run, client) = runtime.block_on(self.send(workload))?;
+        if let Some(path) = &self.records {
+            let failed = |source| LoadError::Records { path: path.clone(), source };
+            write_records(&run.requests, path).map_err(failed)?;
+        }
         let facts = Facts {
-            policy: self.url.clone(),
+            policy: self.label.as_ref().unwrap_or(&self.url).clone(),
             // An endpoint does not say what it predicted.
             consults_index: false,
             workers: 0,
@@ -183,10 +200,9 @@ impl Load {
         if let Some(output_tokens) = self.output_tokens {
             workload.requests.iter_mut().for_each(|request| request.output_tokens = output_tokens);
         }
-        let (warmup, requests) = (self.warmup_requests, workload.requests.len());
-        match requests {
+        match workload.requests.len() {
             0 => Err(LoadError::NothingDue),
-            _ if warmup as usize >= requests => Err(LoadError::OnlyWarmup { warmup, requests }),
+            requests if self.warmup.of(requests) >= requests => Err(LoadError::OnlyWarmup { requests }),
             _ => Ok(workload),
         }
     }
@@ -221,7 +237,7 @@ impl Load {
             let client = Arc::clone(&client);
             async move { client.ask(body, clock).await }
         };
-        let warmup = self.warmup_requests as usize;
+        let warmup = self.warmup.of(workload.requests.len());
         let drive::Driven { requests, itl_us, ended_us } =
             drive::drive(workload, form, connections, warmup, ask).await?;
         let health = watch.end();

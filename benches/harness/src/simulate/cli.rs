@@ -370,7 +370,8 @@ impl Simulate {
     }
 }
 
-fn write_records(records: &[RequestRecord], path: &Path) -> io::Result<()> {
+/// Writes one JSON object a line.
+pub(crate) fn write_records(records: &[RequestRecord], path: &Path) -> io::Result<()> {
     let mut out = BufWriter::new(File::create(path)?);
     for record in records {
         serde_json::to_writer(&mut out, record)?;

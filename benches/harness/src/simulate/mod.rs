@@ -39,6 +39,7 @@ use engine_model::ConfigError;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use workload::Workload;
 
+pub(crate) use cli::write_records;
 pub use cli::{EngineFigures, EngineSpec, FleetArguments, Preset, RouterArguments, Simulate, SimulateCommandError};
 pub use setup::{RouterSetup, Setup, Warmup};
 
