@@ -76,15 +76,6 @@ pub struct World {
 }
 
 fn some_config(dice: &mut Dice) -> RouterConfig {
-    let policies = [
-        Policy::Kv,
-        Policy::Latency,
-        Policy::CacheAware,
-        Policy::RoundRobin,
-        Policy::Random,
-        Policy::PowerOfTwo,
-        Policy::LeastLoaded,
-    ];
     let affinities = [SessionAffinity::Off, SessionAffinity::Soft, SessionAffinity::Hard];
     let classes = vec![
         QueueClass {
@@ -108,7 +99,7 @@ fn some_config(dice: &mut Dice) -> RouterConfig {
     ];
     RouterConfig {
         queue_classes: if dice.one_in(5) { Vec::new() } else { classes },
-        policy: policies[dice.below(6) as usize],
+        policy: Policy::ALL[dice.below(7) as usize],
         session_affinity: affinities[dice.below(3) as usize],
         fanout: if dice.one_in(4) { Fanout::All } else { Fanout::Shortlist },
         assume_kv_reuse: !dice.one_in(4),

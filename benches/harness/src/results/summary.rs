@@ -63,8 +63,11 @@ pub struct Summary {
     pub output_tokens_per_second: f64,
     /// Time to the first token, from when the request was due.
     pub ttft_seconds: Option<Distribution>,
-    /// Gaps between the tokens of one answer, each gap counting once.
+    /// Mean gap between the tokens of one answer, each answer of at least two tokens counting once: what AIPerf calls
+    /// inter-token latency and vLLM's bench time per output token.
     pub itl_seconds: Option<Distribution>,
+    /// Gaps between tokens, each gap counting once: what vLLM's bench calls inter-token latency.
+    pub token_gap_seconds: Option<Distribution>,
     /// Time to the last token, from when the request was due.
     pub e2e_seconds: Option<Distribution>,
     /// Time in the router: from when a request was sent until its rank was chosen.
@@ -135,7 +138,10 @@ impl Summary {
             requests_per_second: per_second(answered().count() as u64),
             output_tokens_per_second: per_second(measured.iter().map(|request| request.output_tokens).sum()),
             ttft_seconds: Distribution::of_us(answered().filter_map(RequestRecord::ttft_us)),
-            itl_seconds: Distribution::of_histogram(&run.itl_us),
+            itl_seconds: Distribution::of_us(
+                answered().filter_map(RequestRecord::gap_us).map(|gap| gap.round() as u64),
+            ),
+            token_gap_seconds: Distribution::of_histogram(&run.itl_us),
             e2e_seconds: Distribution::of_us(answered().filter_map(RequestRecord::e2e_us)),
             queue_seconds: Distribution::of_us(answered().filter_map(RequestRecord::queue_us)),
             goodput: Goodput::of(measured, facts.limits, duration_seconds),

@@ -21,7 +21,8 @@ impl Summary {
         )?;
         for (name, times) in [
             ("first token", self.ttft_seconds),
-            ("between tokens", self.itl_seconds),
+            ("per token", self.itl_seconds),
+            ("token gaps", self.token_gap_seconds),
             ("end to end", self.e2e_seconds),
             ("in the router", self.queue_seconds),
             ("regret", self.regret_seconds),
