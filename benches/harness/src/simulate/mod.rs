@@ -131,6 +131,17 @@ pub enum SimulateError {
 ///
 /// `start` runs on the simulation's runtime, whose clock stands still but for jumps to the next timer.
 ///
+/// ```
+/// use pointsman_bench::embedded::Embedded;
+/// use pointsman_bench::simulate::{self, Setup};
+/// use pointsman_bench::workload::generate::Generator;
+///
+/// let workload = "siblings:groups=2".parse::<Generator>()?.generate(1);
+/// let run = simulate::run(&Setup::new(2, 1), &workload, Embedded::start_simulated)?;
+/// assert!(run.requests.iter().all(|request| request.ended_us.is_some()));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// # Errors
 /// The setup is impossible, or the router fails. A request that is refused is no error: its record says why.
 pub fn run<T: Target>(

@@ -343,6 +343,16 @@ fn a_broken_router_is_told_from_a_slow_one() {
 }
 
 #[test]
+fn what_a_policy_foresees_is_kept() {
+    let workload = chat(60, 8_000);
+    let foreseen = |policy| {
+        let run = serve(&setup(policy), &workload);
+        run.requests.iter().filter(|record| record.predicted_ttft_us.is_some_and(|us| us > 0)).count()
+    };
+    assert_eq!((foreseen(Policy::Latency), foreseen(Policy::RoundRobin)), (60, 0));
+}
+
+#[test]
 fn impossible_setups_are_refused_by_name() {
     let refused = |change: fn(&mut Setup)| {
         let mut setup = setup(Policy::Kv);
