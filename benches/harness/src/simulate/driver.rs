@@ -125,6 +125,7 @@ impl<'a, T: Target> Driver<'a, T> {
                 None => return Err(self.stuck()),
             }
         }
+        debug_assert!(self.ranks.iter().all(FleetRank::owes_nothing), "all requests have ended");
         self.deliver_the_rest().await?;
         if let Some(bookings @ 1..) = self.target.bookings() {
             return Err(SimulateError::NotAtRest { target: T::NAME, bookings });

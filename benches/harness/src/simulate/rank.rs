@@ -124,6 +124,11 @@ impl FleetRank {
         under_way_us + config.cost.duration_us(&work) + (steps - 1) * u64::from(config.cost.step_us)
     }
 
+    /// Whether nothing is left of what it was given.
+    pub(super) fn owes_nothing(&self) -> bool {
+        self.is_idle() && self.owed == Work::default() && self.backlog.is_empty() && self.promised.is_empty()
+    }
+
     pub(super) fn sample(&self, at_us: u64, rank: u32) -> RankSample {
         let load = self.engine.load();
         RankSample {
@@ -221,5 +226,68 @@ fn storage_tier(tier: Tier) -> StorageTier {
     match tier {
         Tier::Device => StorageTier::Device,
         Tier::Host => StorageTier::HostPinned,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman::protocol::WorkerId;
+    use proptest::prelude::*;
+    use workload::{Request, Segment};
+
+    use super::*;
+
+    /// A few texts that prompts begin with, and one of its own.
+    fn prompt(shared: &[u64], own: (u64, u32)) -> Vec<u32> {
+        let begin = shared.iter().map(|&id| Segment { id, tokens: 700 });
+        let prompt = begin.chain([Segment { id: 1_000 + own.0, tokens: own.1 }]).collect();
+        Request { arrival_us: 0, prompt, output_tokens: 1, session: None }.tokens()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+
+        /// Where nobody decodes the oracle is right, but for each step's rounding to µs.
+        #[test]
+        fn the_oracle_reckons_as_the_engine_does(
+            prompts in prop::collection::vec((prop::collection::vec(0_u64..2, 0..4), 1_u32..3_000), 1..10),
+            steps_first in 0_usize..3,
+            share in 0.0..1.0,
+        ) {
+            let config = EngineConfig { step_tokens_max: 1_024, ..EngineConfig::default() };
+            let mut rank = FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("a good engine");
+            let prompts: Vec<Vec<u32>> =
+                prompts.iter().zip(0..).map(|((shared, tokens), id)| prompt(shared, (id, *tokens))).collect();
+            let (last, earlier) = prompts.split_last().expect("at least one");
+            for (id, tokens) in (0..).zip(earlier) {
+                rank.submit(RequestSpec::new(id, tokens.clone(), 1), rank.names(tokens)).expect("taken");
+            }
+            let mut now_us = 0;
+            for _ in 0..steps_first {
+                let Some(ends_us) = rank.begin(now_us) else { break };
+                rank.end();
+                now_us = ends_us;
+            }
+            if let Some(ends_us) = rank.begin(now_us) {
+                now_us += ((ends_us - now_us) as f64 * share) as u64;
+            }
+
+            let names = rank.names(last);
+            let foreseen_us = now_us + rank.first_token_us(now_us, last.len() as u64, &names);
+            rank.submit(RequestSpec::new(99, last.clone(), 1), names).expect("taken");
+            let (mut ended_us, mut steps) = (now_us, 0);
+            loop {
+                if let Some((ends_us, _)) = &rank.step {
+                    ended_us = *ends_us;
+                }
+                if rank.end().is_some_and(|step| step.outputs.iter().any(|output| output.id == 99)) {
+                    break;
+                }
+                prop_assert!(rank.begin(ended_us).is_some(), "it waits for ever");
+                steps += 1;
+            }
+            prop_assert!(foreseen_us.abs_diff(ended_us) <= steps, "{foreseen_us} for {ended_us} after {steps} steps");
+            prop_assert!(rank.owes_nothing());
+        }
     }
 }
