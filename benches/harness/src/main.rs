@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
-use pointsman_bench::compare::Compare;
+use pointsman_bench::compare::{Compare, CompareEndpoints};
 use pointsman_bench::drift::Drift;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
@@ -40,6 +40,8 @@ enum Command {
     Drift(Drift),
     /// Sends a workload to an endpoint of OpenAI's API over HTTP and reports what came back when
     Load(Box<Load>),
+    /// Sends the same workloads to several endpoints, in turns that change sides, and compares what came back
+    CompareEndpoints(Box<CompareEndpoints>),
     /// Makes one HTML page of results, with plots; it needs no network
     Report(Page),
 }
@@ -53,6 +55,7 @@ fn main() -> ExitCode {
         Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
         Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
+        Command::CompareEndpoints(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),
     };
     match done {

@@ -10,6 +10,7 @@ use workload::trace::TraceError;
 use super::jobs::in_parallel;
 use super::{Comparison, Policied};
 use crate::embedded::Embedded;
+use crate::load::LoadError;
 use crate::results::{ReportingError, Summary};
 use crate::simulate::{self, Simulate, SimulateError};
 
@@ -46,6 +47,16 @@ pub enum CompareError {
         /// What went wrong.
         source: SimulateError,
     },
+    /// An endpoint could not be sent its load.
+    #[error("{url}, seed {seed}: {source}")]
+    Load {
+        /// Which.
+        url: String,
+        /// The load's seed.
+        seed: u64,
+        /// What went wrong.
+        source: Box<LoadError>,
+    },
     /// There are doubts under `--strict`, or nobody could be told.
     #[error(transparent)]
     Reporting(#[from] ReportingError),
@@ -56,16 +67,11 @@ impl Compare {
     ///
     /// # Errors
     /// The workload cannot be read, a simulation fails, or its figures cannot be said.
-    pub fn run(&self, mut out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
+    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
         let seeds = seeds(self.simulate.router.seed, self.seeds);
         let comparison = simulated(&self.simulate, &self.policies, &seeds, jobs(self.jobs))?;
         self.simulate.reporting.admit(&comparison.warnings(), warnings_out)?;
-        let written = if self.simulate.reporting.json {
-            comparison.write_json(&mut out)
-        } else {
-            comparison.write_text(&mut out)
-        };
-        Ok(written.map_err(ReportingError::Io)?)
+        Ok(comparison.write(out, self.simulate.reporting.json).map_err(ReportingError::Io)?)
     }
 }
 

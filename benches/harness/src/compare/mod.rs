@@ -6,6 +6,7 @@
 
 pub(crate) mod command;
 mod contender;
+mod endpoints;
 mod figure;
 pub(crate) mod jobs;
 mod ratio;
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 pub use command::{Compare, CompareError, simulated};
 pub use contender::Policied;
+pub use endpoints::CompareEndpoints;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
 
@@ -99,6 +101,14 @@ impl Comparison {
         }
         seen.dedup();
         seen
+    }
+
+    /// Writes the comparison as one line of JSON, or for a reader.
+    ///
+    /// # Errors
+    /// `out` fails.
+    pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
+        if json { self.write_json(out) } else { self.write_text(out) }
     }
 
     /// Writes the comparison as one line of JSON.

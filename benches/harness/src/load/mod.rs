@@ -162,6 +162,15 @@ impl Load {
     /// # Errors
     /// The workload cannot be read or sent, or the figures are not to be said. Requests that fail are figures, not errors.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), LoadError> {
+        let (run, facts) = self.measure()?;
+        Ok(self.reporting.finish(&run, &facts, out, warnings_out)?)
+    }
+
+    /// Sends the workload, on a runtime of its own.
+    ///
+    /// # Errors
+    /// The workload cannot be read or sent.
+    pub fn measure(&self) -> Result<(Run, Facts), LoadError> {
         let workload = self.workload()?;
         let (name, checksum) = (workload.name.clone(), workload.trace_checksum.clone());
         let threads = self.threads.unwrap_or_else(|| health::cores().min(4));
@@ -188,7 +197,7 @@ impl Load {
             client: Some(client),
             series: self.reporting.series,
         };
-        Ok(self.reporting.finish(&run, &facts, out, warnings_out)?)
+        Ok((run, facts))
     }
 
     /// What is sent, and when.
