@@ -129,8 +129,8 @@ fn a_budget_holds_for_what_a_counting_allocator_saw() {
     assert!(index.held_blocks() > 15_000, "{} blocks", index.held_blocks());
 }
 
-/// A table of names that doubles because of what was removed from it, not because of what it holds, is the
-/// difference between 35 and 50 bytes a block.
+/// A table of names that grows because of what was removed from it, not because of what it holds, is the difference
+/// between at most 45 bytes a block, just after it grew by half, and more than that.
 #[test]
 fn long_churn_does_not_grow_a_full_cache() {
     let _turn = TURN.lock();
@@ -147,5 +147,5 @@ fn long_churn_does_not_grow_a_full_cache() {
         index.apply(&event(KvEvent::Stored { parent: None, blocks: stored(n, 0, n, len) }));
     }
     let bytes = index.bytes() / index.held_blocks();
-    assert!(bytes <= 40, "{bytes} bytes a block");
+    assert!(bytes <= 45, "{bytes} bytes a block");
 }

@@ -21,7 +21,7 @@ use crate::protocol::{EngineHash, StoredBlock};
 pub(super) const CHUNK: usize = 16;
 
 /// Up to so many blocks, tables double when they grow.
-const SMALL_ROOM: usize = 2_048;
+const SMALL_ROOM: usize = 8_192;
 
 /// What naming a block came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,8 +5,8 @@
 //! a search reads one cache line: seven places, a byte of a hash for each that decides which to look at, and a
 //! count of the blocks that found the line full and went on to the next. The counts say how far a search must go,
 //! so a removed block leaves no mark and churn needs no sweeping. Promises that a block stays where it is listed until
-//! it is removed. Costs about one cache miss an access and 18 to 27 bytes a block. Does not grow by itself: its owner
-//! builds it anew from the names, in the order in which they lie in memory.
+//! it is removed. Costs about one cache miss an access and 18 to 27 bytes a block, a small table up to 37. Does not
+//! grow by itself: its owner builds it anew from the names, in the order in which they lie in memory.
 
 use std::hint::black_box;
 use std::mem::size_of;
