@@ -114,6 +114,14 @@ impl BoardSlot {
         None
     }
 
+    /// Whether there may be a newer snapshot than `seen`: what [`read_since`](Self::read_since) costs where nothing has
+    /// changed, and nothing more.
+    #[must_use]
+    #[inline]
+    pub fn has_news(&self, seen: BoardVersion) -> bool {
+        seen.0 != Some(self.version.load(Ordering::Relaxed))
+    }
+
     /// Fields that belong together only if no write was under way.
     fn read_fields(&self) -> BoardLoad {
         let (incarnation, applied) = split(self.applied.load(Ordering::Relaxed));

@@ -77,11 +77,13 @@ impl PromptSketch {
     #[must_use]
     #[inline]
     pub fn shared_blocks_max(&self, mark: &PromptMark) -> u32 {
-        let matched = mark.positions().take_while(|&(level, bit)| self.levels[level] & (1 << bit) != 0).count();
-        if matched == usize::from(mark.levels) {
-            return mark.block_count; // all it has to show is there
+        // A plain loop: it runs for every rank, and nearly always ends in its first rounds.
+        for (level, (filter, bit)) in self.levels.iter().zip(mark.bits).enumerate().take(usize::from(mark.levels)) {
+            if filter >> bit & 1 == 0 {
+                return (1 << level) - 1;
+            }
         }
-        (1 << matched) - 1
+        mark.block_count // all it has to show is there
     }
 
     /// The sketch as words, for publication through atomics.

@@ -121,15 +121,15 @@ impl<T> Schedule<T> {
             Cost::Latency(cost) => {
                 let facts = self.latency_facts(numbered, rank, overlap, &projected);
                 let hi = cost.cost(&facts);
-                if projected.shared_blocks.0 == projected.shared_blocks.1 && projected.is_exact() {
+                if projected.potential_blocks.0 == projected.potential_blocks.1 {
                     return Bounds { lo: hi, hi };
                 }
-                let best = Projected {
-                    shared_blocks: (projected.shared_blocks.1, projected.shared_blocks.1),
-                    active_blocks: (projected.active_blocks.0, projected.active_blocks.0),
-                    ..projected
-                };
-                let lo = cost.cost(&self.latency_facts(numbered, rank, overlap, &best));
+                let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
+                let lo = cost.cost(&LatencyFacts {
+                    cached_tokens: facts.cached_tokens.max(self.tokens(shared_blocks)).min(facts.isl_tokens),
+                    active_blocks: projected.active_blocks.0,
+                    ..facts
+                });
                 Bounds { lo: lo.min(hi), hi }
             }
         }
@@ -172,11 +172,12 @@ impl<T> Schedule<T> {
         let speed = self.speed_of(rank);
         let held_blocks = f64::from(rank.about.holdings.held_blocks());
         let total_blocks = rank.about.traits.total_kv_blocks;
-        let unmodelled = u32::try_from(projected.wait.unmodelled_tokens).unwrap_or(u32::MAX);
+        let wait = rank.wait();
+        let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
         LatencyFacts {
             isl_tokens: numbered.request.isl_tokens,
             cached_tokens: self.expected_cached_tokens(numbered, overlap, projected),
-            wait_seconds: projected.wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
+            wait_seconds: wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
             queued_tokens: projected.prefill_tokens.1,
             requests: projected.requests,
             active_blocks: projected.active_blocks.1,
@@ -196,8 +197,13 @@ impl<T> Schedule<T> {
     ) -> u32 {
         let cost = &self.settings.cost;
         let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
-        let shared = u32::try_from(projected.shared_blocks.0).unwrap_or(u32::MAX).saturating_mul(cost.block_size);
-        cached.max(shared).min(numbered.request.isl_tokens)
+        let block_count = u64::from(numbered.request.prompt.block_count());
+        let (shared_blocks, _) = projected.shared_blocks(block_count);
+        cached.max(self.tokens(shared_blocks)).min(numbered.request.isl_tokens)
+    }
+
+    fn tokens(&self, blocks: u64) -> u32 {
+        u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(self.settings.cost.block_size)
     }
 
     /// How fast the rank computes; what is not known of it is taken to be as elsewhere in the pool.

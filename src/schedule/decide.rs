@@ -40,7 +40,8 @@ impl Scratch {
 
 impl<T> Numbered<T> {
     pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
-        Prospect { prompt: &self.request.prompt, mark: &self.mark, in_batch }
+        let prompt = &self.request.prompt;
+        Prospect { prompt, block_count: u64::from(prompt.block_count()), mark: &self.mark, in_batch }
     }
 }
 
@@ -107,11 +108,13 @@ impl<T> Schedule<T> {
     fn list_bounded(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
         self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_bounds(candidate, numbered, false, scratch);
-        let least_hi = scratch.bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, f64::min);
         let Scratch { bounds, listed, .. } = scratch;
-        let ranks = self.ranks.as_slice().iter().zip(bounds);
-        let listable = ranks.filter(|(_, bounds)| bounds.lo <= least_hi && bounds.lo < bounds.hi);
-        listed.extend(listable.map(|(rank, _)| rank.slot));
+        let least_hi = bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, lesser);
+        for (position, bounds) in bounds.iter().enumerate() {
+            if bounds.lo <= least_hi && bounds.lo < bounds.hi {
+                listed.push(self.ranks.as_slice()[position].slot);
+            }
+        }
     }
 
     /// Decides a batch in order, each decision visible to the next.
@@ -313,17 +316,21 @@ impl<T> Schedule<T> {
 
     /// The least exact cost, if no rank that is known only by its bounds could be as cheap.
     fn cheapest_within_bounds(&self, draw: Draw, bounds: &[Bounds]) -> Choice {
-        let mut least_unproven = f64::INFINITY;
-        let exact = self.ranks.as_slice().iter().zip(bounds).enumerate().filter_map(|(position, (rank, bounds))| {
-            if bounds.lo < bounds.hi {
-                least_unproven = least_unproven.min(bounds.lo);
+        let (mut least, mut least_unproven) = (f64::INFINITY, f64::INFINITY);
+        for bounds in bounds {
+            if bounds.lo != bounds.hi {
+                least_unproven = lesser(bounds.lo, least_unproven);
+            } else {
+                least = lesser(bounds.lo, least);
             }
-            (bounds.lo == bounds.hi && bounds.lo.is_finite()).then_some((position, rank.rank, bounds.lo))
-        });
-        match draw.cheapest(exact) {
-            Some(position) if bounds[position].lo < least_unproven => Choice::Rank(position),
-            Some(_) | None => Choice::AskAgain,
         }
+        // Where nobody is known exactly, `least` is infinite, and so less than nothing.
+        if least >= least_unproven {
+            return Choice::AskAgain;
+        }
+        let ties = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == least && bounds.hi == least);
+        let ties = ties.map(|(position, _)| (position, self.ranks.as_slice()[position].rank, least));
+        draw.cheapest(ties).map_or(Choice::AskAgain, Choice::Rank)
     }
 
     /// The position with the least load; ties go to the highest lot.
@@ -519,6 +526,11 @@ impl<T> Schedule<T> {
         self.scratch = scratch;
         Effect::Explain { ticket: numbered.request.ticket, explanation }
     }
+}
+
+/// The lesser of two numbers that are numbers: one instruction, where `f64::min` looks for those that are not.
+fn lesser(a: f64, b: f64) -> f64 {
+    if a < b { a } else { b }
 }
 
 fn overlap_on(overlaps: &[RankOverlap], rank: &Rank) -> TierOverlap {

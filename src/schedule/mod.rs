@@ -16,7 +16,9 @@ mod cost;
 mod decide;
 mod eligible;
 mod explain;
+mod projected;
 mod rank;
+mod standing;
 mod terms;
 #[cfg(test)]
 mod tests;

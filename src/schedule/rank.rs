@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
+pub(super) use super::projected::Projected;
+use super::standing::Standing;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadAnswer};
 use crate::engine_load::{EngineLimits, EngineLoadCell};
@@ -25,54 +27,26 @@ pub(super) struct Ranks {
     troubled: bool,
     /// Whether somebody may be open now who was not before: a load has fallen, or a standing has changed.
     eased: bool,
-    /// Slot to position in `all`.
-    positions: Vec<Option<usize>>,
+    /// Slot to position in `all`, and who sits there.
+    positions: Vec<Option<(u32, Generation)>>,
     conditions: Arc<RankConditions>,
     /// Out of service for their health.
     ejected: Arc<BTreeSet<WorkerRank>>,
 }
 
-/// What stands against a rank, whoever asks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Standing {
-    /// The embedder cannot reach it, or it is ejected.
-    pub(super) unavailable: bool,
-    pub(super) draining: bool,
-    /// It let a load query time out and has given no sign since: chosen only when nobody else is left.
-    pub(super) suspect: bool,
-    /// The embedder finds it overloaded.
-    pub(super) overloaded: bool,
-    /// Its engine's own account, as of the last look, makes it overloaded.
-    pub(super) engine_overloaded: bool,
-    /// It was ejected not long ago, and costs more for a while.
-    pub(super) returning: bool,
-}
-
-impl Standing {
-    /// Nothing stands against it.
-    pub(super) const GOOD: Self = Self {
-        unavailable: false,
-        draining: false,
-        suspect: false,
-        overloaded: false,
-        engine_overloaded: false,
-        returning: false,
-    };
-}
-
 #[derive(Debug)]
 pub(super) struct Rank {
+    front: Front,
     pub(super) rank: WorkerRank,
     pub(super) slot: Slot,
     pub(super) generation: Generation,
     pub(super) about: Box<About>,
     board: Arc<BoardSlot>,
-    /// The last good copy of the board, which one that is, and when it was read.
+    /// The last good copy of the board, and when it was read.
     seen: BoardLoad,
-    version: BoardVersion,
     seen_at: Timestamp,
-    /// The seen load with the overlay on top, as of the batch's start.
-    view: View,
+    /// What stood before a newcomer's prefill at the batch's start.
+    wait: Wait,
     /// Books numbered above what the board has applied.
     overlay: VecDeque<Ahead>,
     issued: u32,
@@ -80,6 +54,21 @@ pub(super) struct Rank {
     /// What the current batch has booked here.
     booked: SmallVec<[Booked; 1]>,
 }
+
+/// What a look over all ranks reads of each, on one cache line.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Front {
+    /// The seen load with the overlay on top, as of the batch's start.
+    view: View,
+    /// Which copy of the board was seen last.
+    version: BoardVersion,
+    /// Whether the board says everything of its load, however much time passes: nobody was asked, no Book is ahead of
+    /// the board, and nothing decays. So it is with most ranks.
+    settled: bool,
+}
+
+const _: () = assert!(size_of::<Front>() == 64, "one cache line");
 
 /// What most decisions do not look at. Apart, so that a look over all ranks passes fewer cache lines.
 #[derive(Debug)]
@@ -146,22 +135,11 @@ struct Booked {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
     pub(super) prompt: &'a PromptBlocks,
+    /// Blocks of the prompt.
+    pub(super) block_count: u64,
     pub(super) mark: &'a PromptMark,
     /// Position of its answer among those of the batch.
     pub(super) in_batch: usize,
-}
-
-/// What a rank's load would be, with a request on it. Each lowest, highest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Projected {
-    pub(super) potential_blocks: (u64, u64),
-    pub(super) prefill_tokens: (u64, u64),
-    pub(super) requests: u32,
-    /// Without the request.
-    pub(super) active_blocks: (u64, u64),
-    /// Leading blocks of the request that active ones have too.
-    pub(super) shared_blocks: (u64, u64),
-    pub(super) wait: Wait,
 }
 
 impl Ranks {
@@ -317,24 +295,29 @@ impl Ranks {
             if self.positions.len() <= at {
                 self.positions.resize(at + 1, None);
             }
-            self.positions[at] = Some(position);
+            let position = u32::try_from(position).expect("slots are numbered by u32, and ranks have one each");
+            self.positions[at] = Some((position, rank.generation));
         }
     }
 
     /// Position of whoever sits in a slot.
     pub(super) fn position_in(&self, slot: Slot) -> Option<usize> {
-        self.positions.get(slot.index()).copied().flatten()
+        self.positions.get(slot.index()).copied().flatten().map(|(position, _)| position as usize)
     }
 
     /// Position of an incarnation of a slot; `None` when it is gone.
     pub(super) fn position_of(&self, slot: Slot, generation: Generation) -> Option<usize> {
-        self.position_in(slot).filter(|position| self.all[*position].generation == generation)
+        let (position, seated) = self.positions.get(slot.index()).copied().flatten()?;
+        (seated == generation).then_some(position as usize)
     }
 
     /// Reads every board; a batch decides by what it saw at its start.
     pub(super) fn refresh(&mut self, now: Timestamp) {
         let (mut reborn, mut fell) = (false, false);
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+            if rank.front.settled && !rank.board.has_news(rank.front.version) {
+                continue; // the view stands
+            }
             match rank.refresh(now) {
                 News::Nothing => {}
                 News::Fell => fell = true,
@@ -353,7 +336,7 @@ impl Ranks {
     pub(super) fn asked(&mut self, slots: &[Slot]) {
         for slot in slots {
             if let Some(position) = self.position_in(*slot) {
-                self.all[position].answer = Some(Answer::Awaited);
+                self.all[position].ask(Answer::Awaited);
             }
         }
     }
@@ -364,7 +347,7 @@ impl Ranks {
             if std::mem::take(&mut self.standings[position].suspect) {
                 self.look_for_trouble();
             }
-            self.all[position].answer = Some(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
+            self.all[position].ask(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
         }
     }
 
@@ -395,7 +378,9 @@ impl Rank {
         let (returned_at, return_factor) = (since, 1.0);
         let mut version = BoardVersion::default();
         let seen = board.read_since(&mut version).unwrap_or_default();
+        let view = View::of(&seen, seen.prefill.at());
         Self {
+            front: Front { view, version, settled: !seen.prefill.decays() },
             rank,
             slot,
             generation,
@@ -411,9 +396,8 @@ impl Rank {
             }),
             board,
             issued: seen.applied,
-            view: View::of(&seen, seen.prefill.at()),
+            wait: Wait::of(&seen, since),
             seen,
-            version,
             seen_at: since,
             overlay: VecDeque::new(),
             answer: None,
@@ -421,13 +405,16 @@ impl Rank {
         }
     }
 
+    /// It is asked, or has answered.
+    fn ask(&mut self, answer: Answer) {
+        self.answer = Some(answer);
+        self.front.settled = false;
+    }
+
     /// Reads the board.
     fn refresh(&mut self, now: Timestamp) -> News {
         self.answer = None;
-        let news = self.board.read_since(&mut self.version);
-        if news.is_none() && self.booked.is_empty() && self.overlay.is_empty() && !self.seen.prefill.decays() {
-            return News::Nothing; // the view stands
-        }
+        let news = self.board.read_since(&mut self.front.version);
         let mut reborn = false;
         if let Some(load) = news {
             if load.incarnation != self.seen.incarnation {
@@ -443,10 +430,13 @@ impl Rank {
         while self.overlay.front().is_some_and(|ahead| !is_after(ahead.number, self.seen.applied)) {
             self.overlay.pop_front();
         }
-        self.view = View::of(&self.seen, now);
+        self.front.view = View::of(&self.seen, now);
+        self.wait = Wait::of(&self.seen, now);
         for ahead in &self.overlay {
-            self.view.add(ahead.added);
+            self.front.view.add(ahead.added);
+            self.wait.add(ahead.added);
         }
+        self.front.settled = self.overlay.is_empty() && !self.decays();
         let after = self.load_max();
         let fell = after.0 < before.0 || after.1 < before.1 || after.2 < before.2;
         match (reborn, fell) {
@@ -478,44 +468,56 @@ impl Rank {
 
     /// The most blocks that can be active or booked.
     pub(super) fn active_blocks_max(&self) -> u64 {
-        self.booked.iter().fold(self.view.active_blocks.1, |sum, booked| sum.saturating_add(booked.added.blocks.1))
+        self.booked
+            .iter()
+            .fold(self.front.view.active_blocks.1, |sum, booked| sum.saturating_add(booked.added.blocks.1))
     }
 
     /// The most prefill tokens that can be left to compute.
     pub(super) fn prefill_tokens_max(&self) -> u64 {
         self.booked
             .iter()
-            .fold(self.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.added.prefill_tokens))
+            .fold(self.front.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.added.prefill_tokens))
     }
 
     /// Requests active or booked.
     pub(super) fn requests(&self) -> u32 {
-        self.view.requests + u32::try_from(self.booked.len()).unwrap_or(u32::MAX)
+        self.front.view.requests + u32::try_from(self.booked.len()).unwrap_or(u32::MAX)
     }
 
     /// What a request of the current batch would make of this rank: bounds, which meet where its share in the active
     /// prompts is known. What the batch booked before it counts.
-    #[inline]
+    #[inline(always)] // into the loop over all ranks, which is most of a decision
     pub(super) fn project(&self, candidate: Candidate<'_>) -> Projected {
-        let request_blocks = u64::from(candidate.prompt.block_count());
+        if !self.front.settled {
+            return self.project_unsettled(candidate);
+        }
+        let shared_blocks_max = u64::from(self.seen.prompts.shared_blocks_max(candidate.mark));
+        let View { active_blocks, prefill_tokens, requests } = self.front.view;
+        let most = active_blocks.0 + candidate.block_count;
+        let least = most - shared_blocks_max.min(candidate.block_count);
+        Projected { active_blocks, potential_blocks: (least, most), prefill_tokens, requests }
+    }
+
+    #[inline(never)]
+    fn project_unsettled(&self, candidate: Candidate<'_>) -> Projected {
+        let request_blocks = candidate.block_count;
         let (mut view, mut shared) = match &self.answer {
             Some(Answer::Given { load, shared_blocks }) => {
                 let shared = u64::from(shared_blocks.get(candidate.in_batch).copied().unwrap_or(0));
-                (View::exactly(load, self.view.wait), (shared, shared))
+                (View::exactly(load), (shared, shared))
             }
-            Some(Answer::Awaited | Answer::Missed) | None => (self.view, (0, self.shared_blocks_max(candidate))),
+            Some(Answer::Awaited | Answer::Missed) | None => (self.front.view, (0, self.shared_blocks_max(candidate))),
         };
         for booked in &self.booked {
             view.add(booked.added);
             let with_it = u64::from(candidate.prompt.shared_blocks(&booked.prompt));
             shared = (shared.0.max(with_it), shared.1.max(with_it));
         }
-        let shared_blocks = (shared.0.min(request_blocks), shared.1.min(request_blocks));
-        let lo = view.active_blocks.0 + request_blocks - shared_blocks.1;
-        let hi = view.active_blocks.1 + request_blocks - shared_blocks.0;
-        let View { active_blocks, prefill_tokens, requests, wait } = view;
-        let mut projected =
-            Projected { potential_blocks: (lo, hi), prefill_tokens, requests, active_blocks, shared_blocks, wait };
+        let lo = view.active_blocks.0 + request_blocks - shared.1.min(request_blocks);
+        let hi = view.active_blocks.1 + request_blocks - shared.0.min(request_blocks);
+        let View { active_blocks, prefill_tokens, requests } = view;
+        let mut projected = Projected { active_blocks, potential_blocks: (lo, hi), prefill_tokens, requests };
         if matches!(self.answer, Some(Answer::Missed)) {
             projected.take_worst(); // it had its chance to say better
         }
@@ -523,7 +525,6 @@ impl Rank {
     }
 
     /// Blocks of the request that may be active here already, before anything the batch booked.
-    #[inline]
     fn shared_blocks_max(&self, candidate: Candidate<'_>) -> u64 {
         // The board does not show the prompts in the overlay.
         let known = self.overlay.len() == self.booked.len();
@@ -532,17 +533,25 @@ impl Rank {
         u64::from(most)
     }
 
+    /// What stands before a newcomer's prefill, what the batch booked included. Its own answer does not say.
+    pub(super) fn wait(&self) -> Wait {
+        let mut wait = self.wait;
+        self.booked.iter().for_each(|booked| wait.add(booked.added));
+        wait
+    }
+
     /// Counts a Book in, and numbers it.
     pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
-        let without =
-            self.project(Candidate { prompt: &NOTHING, mark: &PromptMark::unshared(), ..candidate }).potential_blocks;
+        let nothing = Candidate { prompt: &NOTHING, block_count: 0, mark: &PromptMark::unshared(), ..candidate };
+        let without = self.project(nothing).potential_blocks;
         let added = Added {
             blocks: (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1)),
             prefill_tokens: prefill.map_or(0, |hint| u64::from(hint.effective_tokens())),
             prefill_duration: prefill.and_then(PrefillLoadHint::expected_duration),
         };
         self.booked.push(Booked { prompt: candidate.prompt.clone(), added });
+        self.front.settled = false;
         self.issued = self.issued.wrapping_add(1);
         self.overlay.push_back(Ahead { number: self.issued, added });
         BookNumber { incarnation: self.seen.incarnation, number: self.issued }
@@ -550,20 +559,6 @@ impl Rank {
 }
 
 const NOTHING: PromptBlocks = PromptBlocks::Counted(0);
-
-impl Projected {
-    /// Takes the upper ends for the truth.
-    pub(super) fn take_worst(&mut self) {
-        self.potential_blocks.0 = self.potential_blocks.1;
-        self.active_blocks.0 = self.active_blocks.1;
-        self.shared_blocks.1 = self.shared_blocks.0;
-        self.prefill_tokens.0 = self.prefill_tokens.1;
-    }
-
-    pub(super) fn is_exact(&self) -> bool {
-        self.potential_blocks.0 == self.potential_blocks.1 && self.prefill_tokens.0 == self.prefill_tokens.1
-    }
-}
 
 /// Whether `number` was counted after `other`, across the wrap.
 fn is_after(number: u32, other: u32) -> bool {

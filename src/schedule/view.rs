@@ -13,7 +13,6 @@ pub(super) struct View {
     pub(super) active_blocks: (u64, u64),
     pub(super) prefill_tokens: (u64, u64),
     pub(super) requests: u32,
-    pub(super) wait: Wait,
 }
 
 /// What stands before a newcomer's prefill.
@@ -36,23 +35,19 @@ pub(super) struct Added {
 impl View {
     pub(super) fn of(load: &BoardLoad, now: Timestamp) -> Self {
         let active_blocks = u64::from(load.active_blocks);
-        let (modelled, unmodelled_tokens) = load.prefill.wait(now);
         Self {
             active_blocks: (active_blocks, active_blocks),
             prefill_tokens: load.prefill.bounds(now),
             requests: load.requests,
-            wait: Wait { modelled, unmodelled_tokens },
         }
     }
 
-    /// What the rank itself has answered; for how long it prefills nobody asks it.
-    pub(super) fn exactly(load: &RankLoad, wait: Wait) -> Self {
+    pub(super) fn exactly(load: &RankLoad) -> Self {
         let active_blocks = u64::from(load.active_blocks);
         Self {
             active_blocks: (active_blocks, active_blocks),
             prefill_tokens: (load.prefill_tokens, load.prefill_tokens),
             requests: load.requests,
-            wait,
         }
     }
 
@@ -62,10 +57,20 @@ impl View {
         add(&mut self.active_blocks.1, added.blocks.1);
         add(&mut self.prefill_tokens.0, added.prefill_tokens);
         add(&mut self.prefill_tokens.1, added.prefill_tokens);
-        match added.prefill_duration {
-            Some(duration) => self.wait.modelled = self.wait.modelled.saturating_add(duration),
-            None => add(&mut self.wait.unmodelled_tokens, added.prefill_tokens),
-        }
         self.requests += 1;
+    }
+}
+
+impl Wait {
+    pub(super) fn of(load: &BoardLoad, now: Timestamp) -> Self {
+        let (modelled, unmodelled_tokens) = load.prefill.wait(now);
+        Self { modelled, unmodelled_tokens }
+    }
+
+    pub(super) fn add(&mut self, added: Added) {
+        match added.prefill_duration {
+            Some(duration) => self.modelled = self.modelled.saturating_add(duration),
+            None => self.unmodelled_tokens = self.unmodelled_tokens.saturating_add(added.prefill_tokens),
+        }
     }
 }

@@ -104,16 +104,15 @@ impl KvCost {
     pub fn terms(&self, facts: &CostFacts) -> CostTerms {
         let credit_blocks = self.credit_blocks(facts);
         let requests_blocks = self.active_request_weight * f64::from(facts.active_requests);
-        let potential = blocks(facts.potential_blocks);
+        let held_blocks = self.held_blocks(facts.potential_blocks, credit_blocks);
         if self.decode_only {
-            let held_blocks = (potential - credit_blocks).max(0.0);
             return CostTerms { credit_blocks, prefill_blocks: 0.0, held_blocks, requests_blocks };
         }
         let raw_tokens =
             if self.track_prefill_tokens { facts.prefill_tokens.saturating_add(facts.isl_tokens) } else { 0 };
         let adjusted = (blocks(raw_tokens) / f64::from(self.block_size) - credit_blocks).max(0.0);
         let prefill_blocks = self.prefill_load_scale * adjusted;
-        CostTerms { credit_blocks, prefill_blocks, held_blocks: potential, requests_blocks }
+        CostTerms { credit_blocks, prefill_blocks, held_blocks, requests_blocks }
     }
 
     /// The interval the cost lies in when the potential blocks lie in `potential_blocks` and the prefill
@@ -126,14 +125,20 @@ impl KvCost {
     pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {
         debug_assert!(self.overlap_score_credit_decay == 0.0, "bounds hold only while the credit does not decay");
         let at =
-            |potential_blocks, prefill_tokens| self.cost(&CostFacts { potential_blocks, prefill_tokens, ..*facts });
-        let lo = at(potential_blocks.0, prefill_tokens.0);
-        let hi = if potential_blocks.0 == potential_blocks.1 && prefill_tokens.0 == prefill_tokens.1 {
-            lo
+            |potential_blocks, prefill_tokens| self.terms(&CostFacts { potential_blocks, prefill_tokens, ..*facts });
+        let least = at(potential_blocks.0, prefill_tokens.0);
+        let most = if prefill_tokens.0 == prefill_tokens.1 {
+            CostTerms { held_blocks: self.held_blocks(potential_blocks.1, least.credit_blocks), ..least }
         } else {
             at(potential_blocks.1, prefill_tokens.1)
         };
-        Bounds { lo, hi }
+        Bounds { lo: least.total(), hi: most.total() }
+    }
+
+    /// Blocks held, less the credit for decode pools.
+    fn held_blocks(&self, potential_blocks: u64, credit_blocks: f64) -> f64 {
+        let potential = blocks(potential_blocks);
+        if self.decode_only { (potential - credit_blocks).max(0.0) } else { potential }
     }
 
     /// The credit in blocks for an overlap on a rank without prefill to do.
@@ -144,8 +149,11 @@ impl KvCost {
 
     fn credit_blocks(&self, facts: &CostFacts) -> f64 {
         let overlap = &facts.overlap;
-        if overlap.total_blocks() == 0 && facts.shared_cache_blocks == 0 {
-            return 0.0;
+        if overlap.total_blocks() == overlap.device_blocks && facts.shared_cache_blocks == 0 {
+            if overlap.device_blocks == 0 {
+                return 0.0;
+            }
+            return self.overlap_score_credit * self.credit_factor(facts) * f64::from(overlap.device_blocks);
         }
         let lower = self.tier_weights.host * f64::from(overlap.host_pinned_blocks)
             + self.tier_weights.disk * f64::from(overlap.disk_blocks + overlap.external_blocks);
