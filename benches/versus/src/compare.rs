@@ -5,7 +5,7 @@ use std::error::Error;
 use std::io::{self, Write};
 use std::process::{Command, Stdio};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use pointsman_bench::cli::Common;
 use pointsman_bench::report::Report;
 
@@ -65,7 +65,8 @@ impl Compare {
     /// All runs of one combination. Who goes first changes from pair to pair, so that a slow spell of the machine hits
     /// both.
     fn cell(&self, threads: usize, workers: u32, clients: usize) -> Result<Cell, Box<dyn Error>> {
-        let mut cell = Cell { threads, workers, clients, ours: Vec::new(), theirs: Vec::new() };
+        let instructions = if self.only.is_none() { self.instructions(threads, workers, clients)? } else { None };
+        let mut cell = Cell { threads, workers, clients, instructions, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
             let order =
                 if pair % 2 == 0 { [Subject::Pointsman, Subject::Peer] } else { [Subject::Peer, Subject::Pointsman] };
@@ -85,29 +86,49 @@ impl Compare {
                 match subject {
                     Subject::Pointsman => cell.ours.push(report),
                     Subject::Peer => cell.theirs.push(report),
+                    Subject::Nobody => {}
                 }
             }
         }
         Ok(cell)
     }
 
-    fn child(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> Result<Report, Box<dyn Error>> {
-        let target = match subject {
-            Subject::Pointsman => "pointsman",
-            Subject::Peer => "peer",
+    /// Instructions of a request, in thousands: ours and theirs, each less what the loop takes. Absent where they cannot
+    /// be counted.
+    fn instructions(&self, threads: usize, workers: u32, clients: usize) -> Result<Option<[f64; 2]>, Box<dyn Error>> {
+        let count = |subject| -> Result<Option<f64>, Box<dyn Error>> {
+            let output = self.command(subject, threads, workers, clients)?.arg("--count-instructions").output()?;
+            Ok(String::from_utf8(output.stdout)?.trim().parse().ok())
         };
+        let (Some(loop_alone), Some(ours), Some(theirs)) =
+            (count(Subject::Nobody)?, count(Subject::Pointsman)?, count(Subject::Peer)?)
+        else {
+            return Ok(None);
+        };
+        Ok(Some([ours, theirs].map(|counted| (counted - loop_alone) / 1e3)))
+    }
+
+    fn child(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> Result<Report, Box<dyn Error>> {
+        let mut command = self.command(subject, threads, workers, clients)?;
+        let output = command.arg("--json").stderr(Stdio::inherit()).output()?;
+        if !output.status.success() {
+            return Err(format!("{command:?} failed: {}", output.status).into());
+        }
+        Ok(serde_json::from_slice(&output.stdout).map_err(|error| format!("{command:?} printed no report: {error}"))?)
+    }
+
+    /// A single run, in a process of its own.
+    fn command(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> io::Result<Command> {
+        let target = subject.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["run", "--json", "--target", target]);
+        command.args(["run", "--target", &target]);
         for (flag, value) in [("--threads", threads), ("--workers", workers as usize), ("--clients", clients)] {
             command.args([flag, &value.to_string()]);
         }
         if let Some(event_threads) = self.peer.peer_event_threads {
             command.args(["--peer-event-threads", &event_threads.to_string()]);
         }
-        let output = command.args(self.common.to_arguments()).stderr(Stdio::inherit()).output()?;
-        if !output.status.success() {
-            return Err(format!("{command:?} failed: {}", output.status).into());
-        }
-        Ok(serde_json::from_slice(&output.stdout).map_err(|error| format!("{command:?} printed no report: {error}"))?)
+        command.args(self.common.to_arguments());
+        Ok(command)
     }
 }

@@ -48,9 +48,21 @@ struct Column {
     decimals: usize,
 }
 
-const COLUMNS: [Column; 7] = [
+const COLUMNS: [Column; 9] = [
     Column { title: "store ns", key: "store_ns", figure: |run| Some(run.time_ns.store), decimals: 1 },
     Column { title: "remove ns", key: "remove_ns", figure: |run| Some(run.time_ns.remove), decimals: 1 },
+    Column {
+        title: "store, median event",
+        key: "store_median_event_ns",
+        figure: |run| Some(run.event_median_ns.store),
+        decimals: 1,
+    },
+    Column {
+        title: "remove, median event",
+        key: "remove_median_event_ns",
+        figure: |run| Some(run.event_median_ns.remove),
+        decimals: 1,
+    },
     Column { title: "question p50 ns", key: "question_p50_ns", figure: |run| Some(run.time_ns.question), decimals: 0 },
     Column { title: "p99 ns", key: "question_p99_ns", figure: |run| Some(run.question_p99_ns), decimals: 0 },
     Column {
@@ -209,13 +221,14 @@ fn markdown(rows: &[Row], questions: usize) -> Result<String, std::fmt::Error> {
 
 #[cfg(test)]
 mod tests {
-    use pointsman_versus::index::replay::Costs;
+    use pointsman_versus::index::replay::{Costs, Events};
 
     use super::*;
 
     fn row(index: Which, stores: &[f64], answers: &[u64]) -> Row {
         let run = |&store: &f64| Timed {
             time_ns: Costs { store, remove: 2.0, question: 3.0 },
+            event_median_ns: Events { store, remove: 2.0 },
             question_p99_ns: 4.0,
             instructions: None,
             stored_blocks: 5,
@@ -233,7 +246,10 @@ mod tests {
         let table = markdown(&rows, 1).expect("written");
         let lines: Vec<&str> = table.lines().collect();
         assert!(lines[..5].iter().all(|line| line.matches('|').count() == COLUMNS.len() + 3), "{table}");
-        assert!(lines[2].starts_with("| pointsman | 10.0 | 2.0 | 3 | 4 | - ") && lines[2].ends_with("| 40.0 |"));
+        assert!(
+            lines[2].starts_with("| pointsman | 10.0 | 2.0 | 10.0 | 2.0 | 3 | 4 | - ")
+                && lines[2].ends_with("| 40.0 |")
+        );
         assert!(lines[4].starts_with("| pointsman / radix | 0.50 | 1.00 "), "{table}");
     }
 

@@ -1,10 +1,13 @@
-//! The same closed loop over Pointsman and its nearest peer, `dynamo-kv-router`, run by run in alternation; and both
-//! side by side over one fleet, to see whether they choose alike.
+//! The same closed loop over Pointsman and its nearest peer, `dynamo-kv-router`, run by run in alternation; both side by
+//! side over one fleet, to see whether they choose alike; the index alone beside its peers; and a fleet in virtual time,
+//! driven by either router.
 
 mod compare;
 mod indexes;
+mod metered;
 mod parity;
 mod peer;
+mod simulate;
 mod table;
 
 use std::error::Error;
@@ -14,6 +17,8 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_bench::cli::Replay;
 use pointsman_bench::embedded::Embedded;
+
+use metered::{Instructions, Metered, Nobody};
 
 /// Compares Pointsman with its nearest peer under the same load
 #[derive(Parser)]
@@ -29,6 +34,8 @@ struct Arguments {
 enum Command {
     /// Makes a single run in this process
     Run(Run),
+    /// Simulates a fleet in virtual time, driven by either router
+    Simulate(Box<simulate::Simulated>),
     /// Replays events and questions over the index alone, beside its peers
     Index(indexes::Indexes),
     /// Replays one index in this process, and prints its figures as JSON
@@ -44,6 +51,9 @@ struct Run {
     target: Subject,
     #[command(flatten)]
     peer: PeerOptions,
+    /// Print instead how many user-mode instructions a request took, the loop's own among them
+    #[arg(long)]
+    count_instructions: bool,
     #[command(flatten)]
     replay: Replay,
 }
@@ -69,17 +79,43 @@ enum Subject {
     Pointsman,
     /// dynamo-kv-router
     Peer,
+    /// A router that only takes turns: what the loop itself takes
+    Nobody,
 }
 
 impl Run {
     fn run(&self) -> Result<(), Box<dyn Error>> {
+        if self.count_instructions {
+            return self.count();
+        }
         let report = match self.target {
             Subject::Pointsman => self.replay.run(Embedded::start)?,
             Subject::Peer => {
                 self.replay.run(async |options| peer::Peer::start(options, self.peer.peer_event_threads).await)?
             }
+            Subject::Nobody => self.replay.run(async |options| Ok(Nobody::new(options.fleet())))?,
         };
         Ok(report.write(io::stdout().lock(), self.replay.json)?)
+    }
+
+    fn count(&self) -> Result<(), Box<dyn Error>> {
+        let instructions = Instructions::open();
+        let report = match self.target {
+            Subject::Pointsman => {
+                self.replay.run(async |options| Ok(Metered::new(Embedded::start(options).await?, &instructions)))?
+            }
+            Subject::Peer => self.replay.run(async |options| {
+                let peer = peer::Peer::start(options, self.peer.peer_event_threads).await?;
+                Ok(Metered::new(peer, &instructions))
+            })?,
+            Subject::Nobody => {
+                self.replay.run(async |options| Ok(Metered::new(Nobody::new(options.fleet()), &instructions)))?
+            }
+        };
+        // As many requests warm as are measured, or one less.
+        let requests = 2 * report.requests;
+        let counted = instructions.read().ok_or("the system counts no instructions for this process")?;
+        Ok(writeln!(io::stdout(), "{:.1}", counted as f64 / requests as f64)?)
     }
 }
 
@@ -96,6 +132,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let result = match &arguments.command {
         Some(Command::Run(run)) => run.run(),
+        Some(Command::Simulate(simulated)) => simulated.run(),
         Some(Command::Index(indexes)) => indexes.run(),
         Some(Command::IndexRun(replayed)) => replayed.run(),
         Some(Command::Parity(parity)) => parity.run(),

@@ -7,7 +7,7 @@
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -28,6 +28,8 @@ use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPol
 use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman::select::Policy;
 use pointsman_bench::cli::Replay;
+use pointsman_bench::fleet::Fleet;
+use pointsman_bench::simulate::Setup;
 use pointsman_bench::target::{Call, Refusal, Routed, Target};
 
 use crate::parity::{Facts, View};
@@ -41,6 +43,19 @@ pub struct Peer {
     indexer: Indexer,
     /// Numbers the events, as an engine would.
     next_event: AtomicU64,
+    /// Whether events have been handed over since the last flush.
+    is_unsettled: AtomicBool,
+    /// Whether it is told of output.
+    with_output: bool,
+}
+
+/// What the peer is told of its workers.
+#[derive(Clone, Copy, Debug)]
+struct Workers<'a> {
+    fleet: Fleet,
+    block_size: NonZeroU32,
+    /// Tokens of a step, by worker; the last one is that of all that follow.
+    step_tokens_max: &'a [u64],
 }
 
 impl Peer {
@@ -55,6 +70,29 @@ impl Peer {
         if options.kill_every.is_some() {
             return Err("the peer has no actors to kill".into());
         }
+        let block_size = options.common.block_size;
+        let workers = Workers { fleet: options.fleet(), block_size, step_tokens_max: &[8_192] };
+        Self::over(workers, event_threads, true).await
+    }
+
+    /// Starts the peer over the simulated fleet of `setup`. Ties are drawn as its seed says: the peer's draws are those
+    /// of the thread, and a simulation has one.
+    ///
+    /// # Errors
+    /// As [`Peer::start`].
+    pub async fn start_simulated(
+        setup: &Setup,
+        event_threads: Option<usize>,
+        with_output: bool,
+    ) -> Result<Self, Refusal> {
+        fastrand::seed(setup.router.seed);
+        let step_tokens_max: Vec<u64> = setup.engines.iter().map(|engine| engine.step_tokens_max.into()).collect();
+        let (fleet, block_size) = (setup.fleet, setup.block_size());
+        let workers = Workers { fleet, block_size, step_tokens_max: &step_tokens_max };
+        Self::over(workers, event_threads, with_output).await
+    }
+
+    async fn over(workers: Workers<'_>, event_threads: Option<usize>, with_output: bool) -> Result<Self, Refusal> {
         let config = KvRouterConfig::default();
         let event_threads = event_threads.unwrap_or(config.router_event_threads as usize);
         let service = SelectionServiceBuilder::new(config, WorkerType::Aggregated, RouterPluginRegistry::default())
@@ -67,14 +105,18 @@ impl Peer {
             .await?;
 
         let core = service.core();
-        let requests = options.fleet().worker_ids().map(|worker| worker_request(worker, options)).collect();
+        let step_tokens_max = |at: usize| workers.step_tokens_max.get(at).or(workers.step_tokens_max.last()).copied();
+        let requests = (workers.fleet.worker_ids().enumerate())
+            .map(|(at, worker)| worker_request(worker, &workers, step_tokens_max(at)))
+            .collect();
         for upserted in core.upsert_workers(requests).await {
             upserted?;
         }
         let key = RoutingPartitionId::new(DEFAULT_MODEL_NAME, DEFAULT_ROUTING_GROUP);
         let indexer = core.partition(&key).ok_or("no partition for the workers")?.indexer().clone();
-        let peer = Self { service, indexer, next_event: AtomicU64::new(1) };
-        peer.wait_until_schedulable(options.workers as usize).await?;
+        let (next_event, is_unsettled) = (AtomicU64::new(1), AtomicBool::new(false));
+        let peer = Self { service, indexer, next_event, is_unsettled, with_output };
+        peer.wait_until_schedulable(workers.fleet.workers as usize).await?;
         Ok(peer)
     }
 
@@ -104,6 +146,7 @@ impl Peer {
 impl Peer {
     /// Books on `pinned`, or where the peer likes best.
     async fn reserve(&self, call: Call, pinned: Option<WorkerRank>) -> Result<Routed<String>, Refusal> {
+        let prompt_tokens = call.tokens.len();
         let request = SelectAndReserveRequest {
             model_name: DEFAULT_MODEL_NAME.to_owned(),
             routing_group: DEFAULT_ROUTING_GROUP.to_owned(),
@@ -121,8 +164,10 @@ impl Peer {
             routing_constraints: RoutingConstraints::default(),
         };
         let response = self.service.core().select_and_reserve(request).await?;
+        let cached_tokens = prompt_tokens.saturating_sub(response.effective_prefill_tokens);
         let rank = WorkerRank::new(WorkerId(response.worker_id), response.dp_rank);
-        Ok(Routed::new(rank, response.selection_id.ok_or("a reservation without its id")?))
+        let handle = response.selection_id.ok_or("a reservation without its id")?;
+        Ok(Routed { cached_tokens: Some(cached_tokens as u64), ..Routed::new(rank, handle) })
     }
 
     /// Books on `rank`.
@@ -235,13 +280,13 @@ fn advisory(tokens: &[u32]) -> SelectRequest {
     }
 }
 
-fn worker_request(worker: WorkerId, options: &Replay) -> WorkerRequest {
+fn worker_request(worker: WorkerId, workers: &Workers<'_>, step_tokens_max: Option<u64>) -> WorkerRequest {
     WorkerRequest {
         worker_id: worker.0,
         endpoint: Some(format!("http://worker-{worker}:8000")),
-        block_size: Some(options.common.block_size.get()),
-        data_parallel_size: Some(options.common.dp_size),
-        max_num_batched_tokens: Some(8_192),
+        block_size: Some(workers.block_size.get()),
+        data_parallel_size: Some(workers.fleet.dp_size),
+        max_num_batched_tokens: step_tokens_max,
         ..WorkerRequest::default()
     }
 }
@@ -302,10 +347,23 @@ impl Target for Peer {
     }
 
     async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Refusal> {
+        self.is_unsettled.store(true, Relaxed);
         for event in events {
             self.indexer.apply_event_routed(event).await?;
         }
         Ok(())
+    }
+
+    async fn output_block(&self, handle: &mut String) -> Result<(), Refusal> {
+        if self.with_output {
+            self.service.core().add_output_block(handle, None)?;
+        }
+        Ok(())
+    }
+
+    /// Its threads for events are outside of any simulated time: they must have done when time goes on.
+    async fn settle(&self) -> Result<(), Refusal> {
+        if self.is_unsettled.swap(false, Relaxed) { self.flush().await } else { Ok(()) }
     }
 
     async fn prefill_completed(&self, handle: &mut String) -> Result<(), Refusal> {

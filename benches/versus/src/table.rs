@@ -12,6 +12,8 @@ pub(crate) struct Cell {
     pub(crate) threads: usize,
     pub(crate) workers: u32,
     pub(crate) clients: usize,
+    /// Instructions of a request, in thousands: ours, theirs.
+    pub(crate) instructions: Option<[f64; 2]>,
     pub(crate) ours: Vec<Report>,
     pub(crate) theirs: Vec<Report>,
 }
@@ -70,6 +72,7 @@ impl Cell {
             "clients": self.clients,
             "cpu_ratio": self.cpu_ratio(),
             "cpu_ratios": self.cpu_ratios(),
+            "thousand_instructions": self.instructions,
             "ours_median": medians(&self.ours),
             "theirs_median": medians(&self.theirs),
             "ours": self.ours,
@@ -83,6 +86,10 @@ impl Cell {
             let show = |runs| median(runs, figure).map_or("-".to_owned(), |median| format!("{median:.decimals$}"));
             write!(out, "| {} / {} ", show(&self.ours), show(&self.theirs))?;
         }
+        let instructions = self
+            .instructions
+            .map_or("-".to_owned(), |[ours, theirs]| format!("{ours:.1} / {theirs:.1} ({:.2})", ours / theirs));
+        write!(out, "| {instructions} ")?;
         let ratio = self.cpu_ratio().map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
         let pairs: Vec<String> = self.cpu_ratios().iter().map(|ratio| format!("{ratio:.2}")).collect();
         writeln!(out, "| {ratio} | {} |", pairs.join(" "))
@@ -96,8 +103,8 @@ impl Table {
         for Column { title, .. } in COLUMNS {
             out += &format!("| {title} ");
         }
-        out += "| CPU ratio | by pair |\n";
-        out += &"|---".repeat(COLUMNS.len() + 5);
+        out += "| thousand instr. | CPU ratio | by pair |\n";
+        out += &"|---".repeat(COLUMNS.len() + 6);
         out += "|\n";
         for cell in &self.cells {
             cell.write_row(&mut out).expect("writing to a string cannot fail");
@@ -134,7 +141,14 @@ mod tests {
 
     fn cell(ours: &[f64], theirs: &[f64]) -> Cell {
         let reports = |cpu: &[f64]| cpu.iter().copied().map(report).collect();
-        Cell { threads: 2, workers: 8, clients: 1, ours: reports(ours), theirs: reports(theirs) }
+        Cell {
+            threads: 2,
+            workers: 8,
+            clients: 1,
+            instructions: Some([3.0, 6.0]),
+            ours: reports(ours),
+            theirs: reports(theirs),
+        }
     }
 
     #[test]
@@ -152,8 +166,11 @@ mod tests {
         let markdown = table.markdown();
         let lines: Vec<&str> = markdown.lines().collect();
         assert_eq!(lines.len(), 4);
-        assert!(lines.iter().all(|line| line.matches('|').count() == 12), "{markdown}");
-        assert!(lines[2].contains("| 30.0 / 60.0 |") && lines[2].contains("| 0.50 | 0.50 |"), "{markdown}");
+        assert!(lines.iter().all(|line| line.matches('|').count() == 13), "{markdown}");
+        assert!(
+            lines[2].contains("| 30.0 / 60.0 |") && lines[2].contains("| 3.0 / 6.0 (0.50) | 0.50 | 0.50 |"),
+            "{markdown}"
+        );
         assert!(lines[3].contains("| - / 60.0 |"), "{markdown}");
         assert_eq!(table.json()["cells"][0]["theirs_median"]["rss_grown_mib"], 3.0);
     }

@@ -12,6 +12,8 @@ use pointsman_bench::target::Refusal;
 use serde::{Deserialize, Serialize};
 use workload::mix;
 
+use crate::medians::median;
+
 use super::load::{Load, Step};
 use super::subject::{KvIndex, Pointsman, Radix, Subject};
 
@@ -66,11 +68,22 @@ pub struct Costs {
     pub question: f64,
 }
 
+/// What a block costs in the median event, in ns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Events {
+    /// Of the stores.
+    pub store: f64,
+    /// Of the removals.
+    pub remove: f64,
+}
+
 /// What one timed process says.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Timed {
     /// In ns.
     pub time_ns: Costs,
+    /// The same of the median event: no pause of the machine's is in it, nor what seldom has to be done.
+    pub event_median_ns: Events,
     /// 99 of 100 questions are answered within this, in ns.
     pub question_p99_ns: f64,
     /// User-mode instructions, where the system counts them.
@@ -178,6 +191,10 @@ fn time<S: Subject>(load: &Load) -> Timed {
             remove: per(clock.removing, clock.removed),
             question: question_ns(50),
         },
+        event_median_ns: Events {
+            store: median(clock.store_events.iter().copied()).unwrap_or_default(),
+            remove: median(clock.remove_events.iter().copied()).unwrap_or_default(),
+        },
         question_p99_ns: question_ns(99),
         instructions: instructions::<S>(load),
         stored_blocks: clock.stored,
@@ -222,6 +239,9 @@ struct Clock {
     storing: Duration,
     removed: u64,
     stored: u64,
+    /// By event: ns a block.
+    remove_events: Vec<f64>,
+    store_events: Vec<f64>,
 }
 
 impl Clock {
@@ -240,16 +260,20 @@ impl Meter for Clock {
         let event = S::removal(step);
         let watch = Stopwatch::start();
         subject.apply(event);
-        self.removing += watch.elapsed();
+        let time = watch.elapsed();
+        self.removing += time;
         self.removed += step.removed.len() as u64;
+        self.remove_events.push(time.as_nanos() as f64 / step.removed.len() as f64);
     }
 
     fn store<S: Subject>(&mut self, subject: &mut S, step: &Step) {
         let event = S::store(step);
         let watch = Stopwatch::start();
         subject.apply(event);
-        self.storing += watch.elapsed();
+        let time = watch.elapsed();
+        self.storing += time;
         self.stored += step.stored.len() as u64;
+        self.store_events.push(time.as_nanos() as f64 / step.stored.len() as f64);
     }
 }
 

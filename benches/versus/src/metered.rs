@@ -1,0 +1,137 @@
+//! User-mode instructions of a run, of all threads: a figure that does not move with what else the machine does.
+//!
+//! Owns the counter and when it counts: from when the router has started until it is ended, over both halves of the
+//! workload. The loop and the simulated engines are in it. So [`Nobody`], a router that only takes turns, is run the same
+//! way, and what it takes is what the others' figures have to be lessened by.
+
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use perf_event::Counter;
+use perf_event::events::Hardware;
+use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
+use pointsman_bench::embedded::Embedded;
+use pointsman_bench::fleet::Fleet;
+use pointsman_bench::target::{Call, Refusal, Routed, Target};
+
+/// A counter of this process' instructions, shared by who opens it, who starts it and who reads it.
+#[derive(Clone, Default)]
+pub(crate) struct Instructions(Arc<Mutex<Option<Counter>>>);
+
+impl Instructions {
+    /// Opens a counter, where the system and its rights allow one. It covers the threads that are made from here on.
+    pub(crate) fn open() -> Self {
+        let mut builder = perf_event::Builder::new().kind(Hardware::INSTRUCTIONS);
+        builder.inherit(true);
+        Self(Arc::new(Mutex::new(builder.build().ok())))
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Counter) -> std::io::Result<T>) -> Option<T> {
+        let mut counter = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        counter.as_mut().and_then(|counter| work(counter).ok())
+    }
+
+    /// Instructions counted.
+    pub(crate) fn read(&self) -> Option<u64> {
+        self.with(Counter::read)
+    }
+}
+
+/// A router whose run is counted.
+pub(crate) struct Metered<T> {
+    router: T,
+    instructions: Instructions,
+}
+
+impl<T> Metered<T> {
+    /// Counts from now on.
+    pub(crate) fn new(router: T, instructions: &Instructions) -> Self {
+        instructions.with(Counter::enable);
+        Self { router, instructions: instructions.clone() }
+    }
+}
+
+impl<T: Target> Target for Metered<T> {
+    type Handle = T::Handle;
+    type Event = T::Event;
+
+    const NAME: &'static str = T::NAME;
+
+    fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
+        T::hash(tokens, block_size)
+    }
+
+    fn event(&self, rank: WorkerRank, tier: StorageTier, data: KvEvent) -> T::Event {
+        self.router.event(rank, tier, data)
+    }
+
+    async fn route(&self, call: Call) -> Result<Routed<T::Handle>, Refusal> {
+        self.router.route(call).await
+    }
+
+    async fn apply_events(&self, events: Vec<T::Event>) -> Result<(), Refusal> {
+        self.router.apply_events(events).await
+    }
+
+    async fn prefill_completed(&self, handle: &mut T::Handle) -> Result<(), Refusal> {
+        self.router.prefill_completed(handle).await
+    }
+
+    async fn free(&self, handle: T::Handle) -> Result<(), Refusal> {
+        self.router.free(handle).await
+    }
+
+    async fn shutdown(self) {
+        self.instructions.with(Counter::disable);
+        self.router.shutdown().await;
+    }
+}
+
+/// Sends requests to the ranks in turn, and knows nothing.
+pub(crate) struct Nobody {
+    fleet: Fleet,
+    requests: AtomicU64,
+}
+
+impl Nobody {
+    pub(crate) fn new(fleet: Fleet) -> Self {
+        Self { fleet, requests: AtomicU64::new(0) }
+    }
+}
+
+impl Target for Nobody {
+    type Handle = ();
+    type Event = RouterEvent;
+
+    const NAME: &'static str = "nobody";
+
+    fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
+        Embedded::hash(tokens, block_size)
+    }
+
+    fn event(&self, rank: WorkerRank, tier: StorageTier, data: KvEvent) -> RouterEvent {
+        RouterEvent { rank, tier, data }
+    }
+
+    async fn route(&self, _call: Call) -> Result<Routed<()>, Refusal> {
+        let turn = self.requests.fetch_add(1, Relaxed) % self.fleet.ranks() as u64;
+        let dp_size = u64::from(self.fleet.dp_size);
+        let worker = self.fleet.worker_ids().nth((turn / dp_size) as usize).ok_or("a fleet without workers")?;
+        Ok(Routed::new(WorkerRank::new(worker, (turn % dp_size) as u32), ()))
+    }
+
+    async fn apply_events(&self, _events: Vec<RouterEvent>) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    async fn free(&self, (): ()) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    async fn shutdown(self) {}
+}
