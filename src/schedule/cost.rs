@@ -13,9 +13,6 @@ use crate::select::{
     Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, RankOverlap, TierOverlap,
 };
 
-/// Tokens that an engine computes in one step where it does not say: from 2,048 to 16,384 are usual.
-const STEP_TOKENS_UNKNOWN: u32 = 8_192;
-
 /// Share of its blocks from which on a cache counts as full.
 const FULL_SHARE: f64 = 0.9;
 
@@ -178,10 +175,8 @@ impl<T> Schedule<T> {
             isl_tokens: numbered.request.isl_tokens,
             cached_tokens: self.expected_cached_tokens(numbered, overlap, projected),
             wait_seconds: wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
-            queued_tokens: projected.prefill_tokens.1,
             requests: projected.requests,
             active_blocks: projected.active_blocks.1,
-            step_tokens_max: rank.about.traits.max_num_batched_tokens.unwrap_or(STEP_TOKENS_UNKNOWN).max(1),
             is_full: total_blocks.is_some_and(|total| held_blocks >= FULL_SHARE * f64::from(total)),
             speed,
         }

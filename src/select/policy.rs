@@ -49,6 +49,26 @@ impl Policy {
         Self::LeastLoaded,
     ];
 
+    /// Its name, as configurations spell it.
+    ///
+    /// ```
+    /// use pointsman::select::Policy;
+    ///
+    /// assert_eq!(Policy::CacheAware.name(), "cache_aware");
+    /// ```
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kv => "kv",
+            Self::Latency => "latency",
+            Self::CacheAware => "cache_aware",
+            Self::RoundRobin => "round_robin",
+            Self::Random => "random",
+            Self::PowerOfTwo => "power_of_two",
+            Self::LeastLoaded => "least_loaded",
+        }
+    }
+
     /// What this policy needs under a configuration.
     ///
     /// With reuse assumed, the blocks of `kv` lie between active and active + request, and what `latency` need not compute
@@ -62,6 +82,18 @@ impl Policy {
             Self::Kv if temperature > 0.0 || credit_decay > 0.0 => Needs::All,
             Self::Latency if temperature > 0.0 => Needs::All,
             Self::Kv | Self::Latency => Needs::Bounded,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_configurations() {
+        for policy in Policy::ALL {
+            assert_eq!(serde_json::to_value(policy).expect("a name"), policy.name());
         }
     }
 }

@@ -162,10 +162,7 @@ async fn run_one(
     policy: Policy,
     progress: &Progress,
 ) -> Result<(Figures, Fleet), DemoError> {
-    let name = match policy {
-        Policy::Kv => "kv",
-        Policy::RoundRobin | Policy::Random | Policy::PowerOfTwo | Policy::LeastLoaded => "round_robin",
-    };
+    let name = policy.name();
     progress.say(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
     let fleet = Fleet::start(config, policy).await?;
     let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.time_scale };

@@ -7,7 +7,7 @@
 //! work     = new · (1 + (cached + new / 2) / 33000)                  tokens; attention reads what stands before each
 //! prefill  = work / work_tokens_per_second
 //! step     = step_seconds + request_seconds · requests + block_seconds · blocks
-//! ttft     = wait + prefill + steps · step                          steps = 1 + (queued + new tokens) / step_tokens_max
+//! ttft     = wait + prefill + step
 //! overdue  = wait² / 1 s
 //! stall    = prefill · requests
 //! decode   = output · (step + request_seconds + block_seconds · isl / block_size)
@@ -16,7 +16,7 @@
 //! ```
 //!
 //! - *ttft*: what the caller waits for its first token: until the prefills before it are done, its own uncached
-//!   prompt, and a step for each batch of tokens. Twice, for these are the seconds in which nothing is on the screen.
+//!   prompt, and a step. Rates are learned beside decodes, so these are in them. Twice, for these are the seconds in which nothing is on the screen.
 //! - *overdue*: waits count progressively. Whoever waits for ten seconds is not served by ten others who wait for none.
 //! - *stall*: engines prefill in the steps that decode: each request on the rank stands still as long.
 //! - *decode*: its own output, at the pace of a rank with so many requests and blocks.
@@ -57,14 +57,10 @@ pub struct LatencyFacts {
     pub cached_tokens: u32,
     /// How long the prefills before it take, in seconds.
     pub wait_seconds: f64,
-    /// Their tokens.
-    pub queued_tokens: u64,
     /// Requests active on the rank, waiting or running.
     pub requests: u32,
     /// Blocks that these hold.
     pub active_blocks: u64,
-    /// Prompt tokens that the engine computes in one step, at least 1.
-    pub step_tokens_max: u32,
     /// Whether the rank's cache is full, so that something has to go.
     pub is_full: bool,
     /// How fast the rank computes.
@@ -108,8 +104,8 @@ impl LatencyCost {
     /// let cost = LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, displaced: 0.0 };
     /// let speed = EngineSpeed::prior(64);
     /// let idle = LatencyFacts {
-    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, queued_tokens: 0, requests: 0, active_blocks: 0,
-    ///     step_tokens_max: 8_192, is_full: false, speed,
+    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 0, active_blocks: 0,
+    ///     is_full: false, speed,
     /// };
     /// let warm = LatencyFacts { cached_tokens: 6_336, ..idle };
     /// let busy = LatencyFacts { wait_seconds: 3.0, requests: 20, active_blocks: 2_000, ..warm };
@@ -130,12 +126,10 @@ impl LatencyCost {
         let (requests, blocks) = (f64::from(facts.requests), count(facts.active_blocks));
         let prefill_seconds = speed.prefill(self.work_tokens(facts));
         let step_seconds = speed.step(requests, blocks);
-        let tokens = f64::from(self.new_tokens(facts)) + count(facts.queued_tokens);
-        let steps = 1.0 + (tokens / f64::from(facts.step_tokens_max)).floor();
         let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
         let own_step_seconds = step_seconds + speed.request_seconds + speed.block_seconds * own_blocks;
         LatencyTerms {
-            ttft_seconds: facts.wait_seconds + prefill_seconds + steps * step_seconds,
+            ttft_seconds: facts.wait_seconds + prefill_seconds + step_seconds,
             overdue_seconds: facts.wait_seconds * facts.wait_seconds / WAIT_TOLERANCE_SECONDS,
             stall_seconds: prefill_seconds * requests,
             decode_seconds: self.output_tokens * own_step_seconds,
@@ -174,10 +168,8 @@ mod tests {
             isl_tokens: 6_600,
             cached_tokens: 0,
             wait_seconds: 0.0,
-            queued_tokens: 0,
             requests: 0,
             active_blocks: 0,
-            step_tokens_max: 8_192,
             is_full: true,
             speed: EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::prior(64) },
         }
@@ -203,7 +195,6 @@ mod tests {
         let busy = LatencyFacts {
             cached_tokens: 6_592,
             wait_seconds: 3.0,
-            queued_tokens: 70_000,
             requests: 50,
             active_blocks: 5_000,
             is_full: false,
@@ -212,7 +203,7 @@ mod tests {
         let terms = COST.terms(&busy);
         let prefill = 8.0 * (1.0 + 6_596.0 / 33_000.0) / 25_000.0;
         let step = 0.004 + 50.0 * 20e-6 + 5_000.0 * 64.0 * 65e-9;
-        close(terms.ttft_seconds, 3.0 + prefill + 9.0 * step);
+        close(terms.ttft_seconds, 3.0 + prefill + step);
         close(terms.overdue_seconds, 9.0);
         close(terms.stall_seconds, 50.0 * prefill);
         assert_eq!(terms.displace_seconds, 0.0, "there is room");
@@ -247,17 +238,16 @@ mod tests {
     proptest! {
         #[test]
         fn costs_are_finite_and_grow_with_what_is_in_the_way(
-            isl_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6, queued_tokens in 0u64..1 << 40,
+            isl_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6,
             requests in 0u32..100_000, active_blocks in 0u64..1 << 40, is_full: bool, fewer in 1u32..1_000,
         ) {
             let facts =
-                LatencyFacts { isl_tokens, cached_tokens, wait_seconds, queued_tokens, requests, active_blocks, is_full, ..facts() };
+                LatencyFacts { isl_tokens, cached_tokens, wait_seconds, requests, active_blocks, is_full, ..facts() };
             let cost = COST.cost(&facts);
             prop_assert!(cost.is_finite() && cost > 0.0, "{cost}");
             for more in [
                 LatencyFacts { cached_tokens: cached_tokens.saturating_sub(fewer), ..facts },
                 LatencyFacts { wait_seconds: wait_seconds + f64::from(fewer), ..facts },
-                LatencyFacts { queued_tokens: queued_tokens + u64::from(fewer), ..facts },
                 LatencyFacts { requests: requests + fewer, ..facts },
                 LatencyFacts { active_blocks: active_blocks + u64::from(fewer), ..facts },
                 LatencyFacts { is_full: true, ..facts },
