@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "snake_case")]
 pub enum Policy {
     /// Least [`super::KvCost`]: prefill still to do plus blocks held, less what is cached.
-    #[default]
     Kv,
     /// Least [`super::LatencyCost`]: the seconds it takes and costs others.
+    #[default]
     Latency,
     /// The longest match where that is worth following and load is even, else the fewest requests: the two tiers of
     /// SGLang's router ([`CacheAware`](super::CacheAware)).
