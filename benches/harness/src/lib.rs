@@ -12,6 +12,9 @@
 //! targets over engines that take their time, on a clock that nobody waits for. And [`load`] asks real endpoints, over
 //! HTTP.
 //!
+//! Whatever ran over time, simulated or not, leaves a [`record::Run`], of which [`results`] make figures and doubts.
+//! [`compare`] and [`suite`] put policies side by side, [`page`] draws what they found, [`drift`] holds them to it.
+//!
 //! The harness embeds the router through its public API only.
 
 pub mod cli;

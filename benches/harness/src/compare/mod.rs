@@ -23,7 +23,7 @@ pub use endpoints::CompareEndpoints;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
 
-use crate::results::{SCHEMA_VERSION, Summary};
+use crate::results::{Gate, SCHEMA_VERSION, Summary};
 
 /// Several policies, or endpoints, on one workload, each against the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,19 +88,10 @@ impl Comparison {
         }
     }
 
-    /// Warnings of all runs, with whose they are, each once.
+    /// Warnings of all runs, with whose they are. One that several seeds have is told once, by the first of them.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
-        let mut seen = Vec::new();
-        for contender in &self.contenders {
-            for run in &contender.runs {
-                seen.extend(run.warnings.iter().map(|warning| {
-                    format!("{} on {}, seed {}: {}", contender.name, run.workload, run.seed, warning.message)
-                }));
-            }
-        }
-        seen.dedup();
-        seen
+        self.contenders.iter().flat_map(Contender::warnings).collect()
     }
 
     /// Writes the comparison as one line of JSON, or for a reader.
@@ -122,6 +113,25 @@ impl Comparison {
 }
 
 impl Contender {
+    fn warnings(&self) -> Vec<String> {
+        let mut by_gate = BTreeMap::<Gate, Vec<(&Summary, &str)>>::new();
+        for run in &self.runs {
+            for warning in &run.warnings {
+                by_gate.entry(warning.gate).or_default().push((run, &warning.message));
+            }
+        }
+        let told = |seeds: &Vec<(&Summary, &str)>| {
+            let (run, message) = seeds.first()?;
+            let more = if seeds.len() > 1 {
+                format!(", as {} of {} seeds", seeds.len(), self.runs.len())
+            } else {
+                String::new()
+            };
+            Some(format!("{} on {}, seed {}{more}: {message}", self.name, run.workload, run.seed))
+        };
+        by_gate.values().filter_map(told).collect()
+    }
+
     /// The mean of a figure over its runs; absent where a run lacks it.
     #[must_use]
     pub fn mean(&self, figure: Figure) -> Option<f64> {
@@ -145,7 +155,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::results::summary::tests::facts;
     use crate::results::tests::{request, run};
-    use crate::results::{Distribution, Facts};
+    use crate::results::{Distribution, Facts, Warning};
 
     /// A run of `policy` whose times are `times` as long as usual.
     pub(crate) fn summary(policy: &str, seed: u64, times: f64) -> Summary {
@@ -202,6 +212,18 @@ pub(crate) mod tests {
             ("random".into(), vec![summary("random", 1, 2.0), summary("random", 9, 9.0)]),
         ]);
         assert_eq!(of.contenders[1].ratios[&Figure::TtftMean].pairs, 1);
+    }
+
+    #[test]
+    fn a_warning_of_several_seeds_is_told_once() {
+        let doubtful = |seed, count: u64| {
+            let message = format!("too few requests: {count} were answered");
+            let warnings = vec![Warning { gate: Gate::TooFewRequests, message }];
+            Summary { warnings, ..summary("kv", seed, 1.0) }
+        };
+        let runs = vec![summary("kv", 1, 1.0), doubtful(2, 9), doubtful(3, 8)];
+        let of = Comparison::of_runs(vec![("kv".into(), runs)]);
+        assert_eq!(of.warnings(), ["kv on chat, seed 2, as 2 of 3 seeds: too few requests: 9 were answered"]);
     }
 
     #[test]

@@ -27,8 +27,8 @@ impl Comparison {
             self.seeds.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
         )?;
         let head = || std::iter::once("").chain(Figure::ALL.map(Figure::title));
-        let mut means = Table::new(head());
-        let mut ratios = Table::new(head());
+        let mut means = Table::new(&[0], head());
+        let mut ratios = Table::new(&[0], head());
         for contender in &self.contenders {
             means.push(row(contender, |figure| shown(figure, contender.mean(figure))));
         }

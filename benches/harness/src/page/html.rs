@@ -25,6 +25,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #8885; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 td { white-space: nowrap; } td small { display: block; opacity: .75; }
+td:first-child small { white-space: normal; max-width: 17rem; }
+.word { text-align: left; white-space: normal; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1rem; margin: 1rem 0; }
 figure { margin: 0; padding: .8rem; border: 1px solid #8885; border-radius: 6px; }
 figure svg { width: 100%; height: auto; display: block; }
@@ -91,21 +93,21 @@ pub(super) fn page(sections: &[Section]) -> Result<String, HtmlError> {
 
 /// All workloads at a glance: ratios of mean times to the first policy, and who wins.
 fn overview(html: &mut String, sections: &[Section]) -> fmt::Result {
-    html.push_str("<div class=\"scroll\"><table>\n<tr><th>workload</th><th>policy</th>");
+    html.push_str("<div class=\"scroll\"><table>\n<tr><th>workload</th><th class=\"word\">policy</th>");
     for figure in Figure::ALL {
         write!(html, "<th>{}</th>", figure.title())?;
     }
-    html.push_str("<th>beside the first</th></tr>\n");
+    html.push_str("<th class=\"word\">beside the first</th></tr>\n");
     for (number, section) in sections.iter().enumerate() {
         for contender in section.comparison.contenders.iter().skip(1) {
             write!(html, "<tr><td><a href=\"#w{number}\">{}</a></td>", Escaped(&section.title))?;
-            write!(html, "<td>{}</td>", Escaped(&contender.name))?;
+            write!(html, "<td class=\"word\">{}</td>", Escaped(&contender.name))?;
             for figure in Figure::ALL {
                 let shown =
                     contender.ratios.get(&figure).map_or_else(|| "–".to_owned(), |of| format!("{:.3}", of.ratio));
                 write!(html, "<td>{shown}</td>")?;
             }
-            writeln!(html, "<td>{}</td></tr>", Escaped(&judgement(contender)))?;
+            writeln!(html, "<td class=\"word\">{}</td></tr>", Escaped(&judgement(contender)))?;
         }
     }
     html.push_str("</table></div>\n");

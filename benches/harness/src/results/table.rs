@@ -1,6 +1,6 @@
 //! Tables of text.
 //!
-//! Owns the widths of columns. Promises that columns line up, the first to the left and the others to the right.
+//! Owns the widths of columns. Promises that columns line up: words to the left, figures to the right.
 
 use std::io::{self, Write};
 
@@ -8,12 +8,13 @@ use std::io::{self, Write};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
+    words: Vec<usize>,
 }
 
 impl Table {
-    /// A table with this head.
-    pub(crate) fn new(head: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        let mut table = Self::default();
+    /// A table with this head, whose columns of these numbers hold words.
+    pub(crate) fn new(words: &[usize], head: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        let mut table = Self { rows: Vec::new(), words: words.to_vec() };
         table.push(head);
         table
     }
@@ -38,11 +39,9 @@ impl Table {
         for row in &self.rows {
             let mut line = String::new();
             for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                if column == 0 {
-                    line += &format!("{cell:<width$}");
-                } else {
-                    line += &format!("  {cell:>width$}");
-                }
+                line += if column == 0 { "" } else { "  " };
+                line +=
+                    &if self.words.contains(&column) { format!("{cell:<width$}") } else { format!("{cell:>width$}") };
             }
             writeln!(out, "{}", line.trim_end())?;
         }
@@ -56,7 +55,7 @@ mod tests {
 
     #[test]
     fn columns_line_up() {
-        let mut table = Table::new(["policy", "TTFT"]);
+        let mut table = Table::new(&[0], ["policy", "TTFT"]);
         table.push(["kv", "0.98 ± µs"]);
         table.push(["round_robin", "1"]);
         let mut text = Vec::new();

@@ -55,7 +55,7 @@ impl Suite {
     /// `out` fails.
     pub fn write_text(&self, out: impl Write) -> io::Result<()> {
         let columns = ["workload", "policy"].into_iter().chain(Figure::ALL.map(Figure::title));
-        let mut table = Table::new(columns.chain(["beside the first"]));
+        let mut table = Table::new(&[0, 1, 2 + Figure::ALL.len()], columns.chain(["beside the first"]));
         for row in &self.rows {
             for contender in row.comparison.contenders.iter().skip(1) {
                 let ratio =
