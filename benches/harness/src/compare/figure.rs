@@ -24,7 +24,7 @@ pub enum Figure {
     E2eMean,
     /// The same, 99th percentile.
     E2eP99,
-    /// Gap between tokens, 99th percentile.
+    /// Mean gap between the tokens of one answer, 99th percentile.
     ItlP99,
     /// Prompt tokens found cached over all.
     HitRate,

@@ -57,7 +57,8 @@ fn latencies(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
     type Curve = fn(&Series) -> &Vec<(f64, f64)>;
     for (title, axis_title, curve) in [
         ("Time to first token", "TTFT", (|series| &series.ttft) as Curve),
-        ("Time between tokens", "ITL", |series| &series.itl),
+        ("Time per token, mean of an answer", "ITL", |series| &series.itl),
+        ("Gaps between tokens", "gap", |series| &series.token_gap),
         ("End-to-end time", "end to end", |series| &series.e2e),
     ] {
         let times = || plotted.iter().flat_map(|plotted| curve(plotted.series)).map(|(_, seconds)| *seconds);

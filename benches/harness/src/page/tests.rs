@@ -48,7 +48,8 @@ fn a_page_has_every_plot_with_axes_and_units_and_every_ratio() {
     let html = page(&[both()]).expect("a page");
     for title in [
         "Time to first token",
-        "Time between tokens",
+        "Time per token, mean of an answer",
+        "Gaps between tokens",
         "End-to-end time",
         "Requests in flight",
         "Hit rate",
@@ -62,7 +63,7 @@ fn a_page_has_every_plot_with_axes_and_units_and_every_ratio() {
     {
         assert!(html.contains(words), "{words}");
     }
-    assert_eq!(html.matches("<figure>").count(), 5 + 2 * 3);
+    assert_eq!(html.matches("<figure>").count(), 6 + 2 * 3);
 }
 
 #[test]

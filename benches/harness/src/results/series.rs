@@ -26,8 +26,10 @@ const NINES: f64 = 3.0;
 pub struct Series {
     /// Time to the first token: pairs of a share from 0 to 1 and the seconds that this share does not exceed.
     pub ttft: Vec<(f64, f64)>,
-    /// Gaps between tokens, alike.
+    /// Mean gap between the tokens of one answer, alike.
     pub itl: Vec<(f64, f64)>,
+    /// Gaps between tokens, each counting once, alike.
+    pub token_gap: Vec<(f64, f64)>,
     /// Time to the last token, alike.
     pub e2e: Vec<(f64, f64)>,
     /// Length of a bin. Bins start with the run, so the warm-up is in them.
@@ -75,7 +77,8 @@ impl Series {
         };
         Self {
             ttft: times(RequestRecord::ttft_us),
-            itl: curve_of_histogram(&run.itl_us),
+            itl: times(|request| request.gap_us().map(|gap| gap.round() as u64)),
+            token_gap: curve_of_histogram(&run.itl_us),
             e2e: times(RequestRecord::e2e_us),
             bin_seconds: bins.width_us as f64 / 1e6,
             measured_from_seconds: measured.first().map_or(run.ended_us, |first| first.due_us) as f64 / 1e6,

@@ -277,7 +277,8 @@ pub(crate) mod tests {
         assert_eq!((summary.hit_rate, summary.reachable_hit_rate), (Some(0.5), Some(0.6)));
         assert_eq!(summary.load_max_over_mean, Some(1.5));
         assert_eq!(summary.goodput.map(|goodput| goodput.share), Some(1.0));
-        assert_eq!(summary.itl_seconds.map(|itl| itl.count), Some(10_000));
+        assert_eq!(summary.itl_seconds, same(0.05));
+        assert_eq!(summary.token_gap_seconds.map(|gaps| gaps.count), Some(10_000));
     }
 
     #[test]
