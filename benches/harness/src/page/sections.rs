@@ -105,12 +105,15 @@ fn over_time(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
     Ok(())
 }
 
-/// The hit rate where there is one.
+/// The hit rate where there is one. A bin that stands alone is drawn as wide as it is, for a point has no width.
 fn pieces(series: &Series) -> Vec<Vec<(f64, f64)>> {
     let points: Vec<_> = middles(series, series.hit_rate.len()).into_iter().zip(&series.hit_rate).collect();
-    let pieces = points.split(|(_, rate)| rate.is_none());
-    let known = |piece: &[(f64, &Option<f64>)]| piece.iter().filter_map(|(at, rate)| Some((*at, (**rate)?))).collect();
-    pieces.filter(|piece| !piece.is_empty()).map(known).collect()
+    let known = |piece: &[(f64, &Option<f64>)]| {
+        let points: Vec<_> = piece.iter().filter_map(|(at, rate)| Some((*at, (**rate)?))).collect();
+        let half = series.bin_seconds / 2.0;
+        if let [(at, rate)] = points[..] { vec![(at - half, rate), (at + half, rate)] } else { points }
+    };
+    points.split(|(_, rate)| rate.is_none()).filter(|piece| !piece.is_empty()).map(known).collect()
 }
 
 /// For each policy how its ranks were loaded and what they found cached.

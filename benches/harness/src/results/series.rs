@@ -12,7 +12,7 @@ use crate::record::{RankSample, RequestRecord, Run};
 /// Points of a curve at most.
 pub const CURVE_POINTS: usize = 200;
 
-/// Bins that a run's time is divided into.
+/// Bins that a run's time is divided into at most; where ranks were looked at less often, as many as they were.
 pub const BINS: usize = 120;
 
 /// Ranks that are shown one by one; of more only the least, the mean and the most are kept.
@@ -68,10 +68,10 @@ impl Series {
             let answered = measured.iter().filter(|request| request.answered());
             curve(answered.filter_map(of).collect())
         };
-        let bins = Bins { width_us: run.ended_us.div_ceil(BINS as u64).max(1) };
+        let bins = Bins::of(run);
         let ranks = rank_series(&run.rank_samples, run.ranks, bins, run.ended_us);
         let over_ranks = |of: fn(&[f64]) -> f64| -> Vec<f64> {
-            let seen = if run.rank_samples.is_empty() { 0 } else { BINS };
+            let seen = if run.rank_samples.is_empty() { 0 } else { bins.count };
             let bin = |at: usize| rounded(of(&ranks.iter().map(|rank| rank.requests[at]).collect::<Vec<_>>()));
             (0..seen).map(bin).collect()
         };
@@ -111,15 +111,23 @@ fn curve_of_histogram(us: &Histogram<u64>) -> Vec<(f64, f64)> {
     shares(us.len()).map(|share| (share, us.value_at_quantile(share) as f64 / 1e6)).collect()
 }
 
-/// A run's time in [`BINS`] equal parts.
+/// A run's time in equal parts.
 #[derive(Clone, Copy)]
 struct Bins {
     width_us: u64,
+    count: usize,
 }
 
 impl Bins {
+    /// None so narrow that no sample of a rank falls into it.
+    fn of(run: &Run) -> Self {
+        let looks = run.rank_samples.chunk_by(|one, next| one.at_us == next.at_us).take(BINS).count();
+        let count = if looks == 0 { BINS } else { looks };
+        Self { width_us: run.ended_us.div_ceil(count as u64).max(1), count }
+    }
+
     fn at(self, time_us: u64) -> usize {
-        usize::try_from(time_us / self.width_us).unwrap_or(BINS - 1).min(BINS - 1)
+        usize::try_from(time_us / self.width_us).unwrap_or(usize::MAX).min(self.count - 1)
     }
 
     /// Adds `value` for the time from `from_us` to `until_us`, to each bin by what it has of that.
@@ -151,7 +159,7 @@ fn rates(cached: &[u64], prompt: &[u64]) -> Vec<Option<f64>> {
 }
 
 fn in_flight(run: &Run, bins: Bins) -> Vec<f64> {
-    let mut sums = vec![0.0; BINS];
+    let mut sums = vec![0.0; bins.count];
     for request in &run.requests {
         let until_us = request.ended_us.or(request.failure.as_ref().map(|_| request.sent_us)).unwrap_or(run.ended_us);
         bins.add(&mut sums, request.sent_us, until_us, 1.0);
@@ -161,7 +169,7 @@ fn in_flight(run: &Run, bins: Bins) -> Vec<f64> {
 
 /// By when ranks admitted prompts; where ranks cannot be seen, by when first tokens came.
 fn hit_rate(run: &Run, bins: Bins) -> Vec<Option<f64>> {
-    let (mut cached, mut prompt) = (vec![0; BINS], vec![0; BINS]);
+    let (mut cached, mut prompt) = (vec![0; bins.count], vec![0; bins.count]);
     if run.rank_samples.is_empty() {
         for request in &run.requests {
             if let (Some(at_us), Some(tokens)) = (request.first_token_us, request.cached_tokens) {
@@ -194,8 +202,8 @@ fn rank_series(samples: &[RankSample], ranks: u32, bins: Bins, ended_us: u64) ->
 }
 
 fn one_rank(samples: &[&RankSample], bins: Bins, ended_us: u64) -> RankSeries {
-    let mut sums = vec![0.0; BINS];
-    let (mut cached, mut prompt, mut before) = (vec![0; BINS], vec![0; BINS], (0, 0));
+    let mut sums = vec![0.0; bins.count];
+    let (mut cached, mut prompt, mut before) = (vec![0; bins.count], vec![0; bins.count], (0, 0));
     for (number, sample) in samples.iter().enumerate() {
         let until_us = samples.get(number + 1).map_or(ended_us, |next| next.at_us);
         bins.add(&mut sums, sample.at_us, until_us, f64::from(sample.requests));
@@ -251,8 +259,10 @@ mod tests {
     fn ranks_are_shown_one_by_one_only_while_they_are_few() {
         let mut run = run(vec![request(0)]);
         run.ended_us = 120;
-        // Rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
-        run.rank_samples = [(1, 0, 4, 100), (60, 0, 4, 300), (60, 1, 2, 0)].map(sample).to_vec();
+        // Looked at 120 times: rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
+        run.rank_samples = (1..120).map(|at| sample((at, 0, 4, 100 * at))).collect();
+        run.rank_samples.insert(60, sample((60, 1, 2, 0)));
+        run.rank_samples.insert(0, sample((0, 0, 0, 0)));
         let series = Series::of(&run);
         assert_eq!((series.rank_requests_max[0], series.rank_requests_max[1]), (0.0, 4.0));
         assert_eq!((series.rank_requests_min[59], series.rank_requests_min[60]), (0.0, 2.0));
@@ -260,6 +270,12 @@ mod tests {
         assert_eq!(
             (series.ranks.len(), series.ranks[0].hit_rate[1], series.ranks[1].hit_rate[60]),
             (2, Some(0.5), None)
+        );
+        let few = Run { rank_samples: run.rank_samples[..3].to_vec(), ..run.clone() };
+        assert_eq!(
+            (Series::of(&few).in_flight.len(), Series::of(&few).bin_seconds),
+            (3, 40e-6),
+            "looked at three times"
         );
         run.ranks = 65;
         let series = Series::of(&run);
@@ -271,7 +287,7 @@ mod tests {
         fn bins_keep_what_is_added(
             spans in proptest::collection::vec((0_u64..1_000, 0_u64..500, 0_u32..9), 0..20), width in 1_u64..20
         ) {
-            let bins = Bins { width_us: width };
+            let bins = Bins { width_us: width, count: BINS };
             let mut sums = vec![0.0; BINS];
             let mut expected = vec![0.0; BINS];
             let end = width * BINS as u64;
