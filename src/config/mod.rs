@@ -100,7 +100,7 @@ pub struct RouterConfig {
     pub role: PoolRole,
     /// Whether prompts are hashed in EAGLE windows (block size + 1 tokens). Default false.
     pub is_eagle: bool,
-    /// How a rank is chosen. Default `kv`.
+    /// How a rank is chosen. Default `latency`.
     pub policy: Policy,
     /// Credit of a device block against computing it. 0 builds no index at all. Default 1, 0 to 1e9.
     pub overlap_score_credit: f64,
@@ -114,7 +114,7 @@ pub struct RouterConfig {
     pub host_cache_hit_weight: f64,
     /// Worth of a block on disk or in an external store. Default 0.25, in [0, 1].
     pub disk_cache_hit_weight: f64,
-    /// Randomness of the `kv` policy; 0 takes the least cost. Default 0, 0 to 1e9.
+    /// Randomness of policies that compare costs, `latency` and `kv`; 0 takes the least cost. Default 0, 0 to 1e9.
     pub temperature: f64,
     /// Whether active requests with a common prefix share its blocks on a rank. An engine without cascade
     /// attention wants false. Default true.

@@ -13,12 +13,12 @@ use pointsman::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose,
     Rejection, Request, Schedule, Target, Terms, Waits,
 };
-use pointsman::select::{RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
+use pointsman::select::{Policy, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
 
 pub const BLOCK_SIZE: u32 = 16;
 
 pub fn config() -> RouterConfig {
-    RouterConfig { block_size: BLOCK_SIZE, seed: 11, ..RouterConfig::default() }
+    RouterConfig { policy: Policy::Kv, block_size: BLOCK_SIZE, seed: 11, ..RouterConfig::default() }
 }
 
 pub fn rank(worker: u64) -> WorkerRank {

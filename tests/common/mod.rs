@@ -5,14 +5,16 @@ use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
+use pointsman::select::Policy;
 use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
 
 pub const BLOCK_SIZE: u32 = 4;
 
 pub fn config() -> RouterConfig {
     let defaults = RouterConfig::default();
-    // Their engines are names only: nobody answers probes.
-    RouterConfig { block_size: BLOCK_SIZE, restarts_max: 1_000_000, health_probe_interval_ms: 0, ..defaults }
+    // Their engines are names only: nobody answers probes. Costs in blocks are the same at any time, on any machine.
+    let policy = Policy::Kv;
+    RouterConfig { policy, block_size: BLOCK_SIZE, restarts_max: 1_000_000, health_probe_interval_ms: 0, ..defaults }
 }
 
 pub fn rank(worker: u64) -> WorkerRank {
