@@ -115,7 +115,9 @@ async fn a_worker_joins_serves_drains_and_goes() {
     let rank = &listed["workers"][0]["ranks"][0];
     assert_eq!(rank["active_requests"], 1, "{rank}");
     assert_eq!(rank["health"]["state"], "healthy", "{rank}");
-    assert_eq!((&rank["active_prefill_tokens"], &rank["active_blocks"]), (&json!(8), &json!(2)), "{rank}");
+    assert_eq!(rank["active_blocks"], 2, "{rank}");
+    // What is left of its 8 tokens falls with time.
+    assert!(rank["active_prefill_tokens"].as_u64().is_some_and(|tokens| tokens <= 8), "{rank}");
 
     let drain = asked.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":60000}"#).await;
     until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;

@@ -19,10 +19,10 @@ async fn report(config: &DemoConfig) -> Report {
 async fn all_requests_are_answered_and_the_router_finds_more_in_caches() {
     let report = report(&config()).await;
     assert!(report.is_clean(), "{report}");
-    assert_eq!((report.round_robin.requests, report.kv.requests), (24, 24));
+    assert_eq!((report.round_robin.requests, report.routed.requests), (24, 24));
     assert!(report.same_requests, "answers are quoted, and are the same whoever gives them");
-    assert_eq!(report.round_robin.prompt_tokens, report.kv.prompt_tokens);
-    assert!(report.kv.cached_tokens > report.round_robin.cached_tokens, "{report}");
+    assert_eq!(report.round_robin.prompt_tokens, report.routed.prompt_tokens);
+    assert!(report.routed.cached_tokens > report.round_robin.cached_tokens, "{report}");
     assert!(!report.times_usable, "there is no pace");
 }
 
@@ -30,15 +30,15 @@ async fn all_requests_are_answered_and_the_router_finds_more_in_caches() {
 async fn the_same_seed_gives_the_same_requests_and_another_one_others() {
     let (first, again) = (report(&config()).await, report(&config()).await);
     let other = report(&DemoConfig { seed: 6, ..config() }).await;
-    assert_eq!(first.kv.requests_digest, again.kv.requests_digest);
-    assert_ne!(first.kv.requests_digest, other.kv.requests_digest);
+    assert_eq!(first.routed.requests_digest, again.routed.requests_digest);
+    assert_ne!(first.routed.requests_digest, other.routed.requests_digest);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_report_is_json_and_plain_text() {
     let report = report(&DemoConfig { requests: 5, clients: 2, ..config() }).await;
     let json: serde_json::Value = serde_json::from_str(&report.json()).expect("it is JSON");
-    assert_eq!((&json["kv"]["requests"], &json["engines"], &json["seed"]), (&5.into(), &4.into(), &5.into()));
+    assert_eq!((&json["routed"]["requests"], &json["engines"], &json["seed"]), (&5.into(), &4.into(), &5.into()));
     let text = report.to_string();
     assert!(text.contains("time to first token") && text.contains("--time-scale 0"), "{text}");
     assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");

@@ -3,6 +3,10 @@
 //! Owns how overlap, projected load, overrides and preferences become costs and their bounds. Leaves the formulas to
 //! [`KvCost`] and [`LatencyCost`], and which rank follows from them to `decide`.
 
+use std::cmp::Reverse;
+
+use smallvec::SmallVec;
+
 use super::decide::Scratch;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
@@ -154,8 +158,20 @@ impl<T> Schedule<T> {
                 PoolRole::Prefill => 1.0,
                 PoolRole::Aggregated | PoolRole::Decode => told.map_or(self.typical.output_tokens, f64::from),
             },
+            common_tokens: self.common_tokens(&numbered.request.overlaps),
             displaced: self.typical.displaced(),
         }
+    }
+
+    /// Leading tokens that more than half of the ranks have cached.
+    fn common_tokens(&self, overlaps: &[RankOverlap]) -> u32 {
+        let others = self.ranks.as_slice().len() / 2;
+        if overlaps.len() <= others {
+            return 0;
+        }
+        let mut blocks: SmallVec<[u32; 64]> = overlaps.iter().map(|known| known.overlap.device_blocks).collect();
+        let (_, common_blocks, _) = blocks.select_nth_unstable_by_key(others, |blocks| Reverse(*blocks));
+        self.tokens(u64::from(*common_blocks))
     }
 
     /// The facts of a rank: taken at their upper ends, with the least that it may share.

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::fleet::{BLOCK_SIZE, ENGINES, Fleet, KV_BLOCKS, MODEL, RANKS};
 use super::workload::{SYSTEMS, THINK_MS, TURNS};
-use super::{DemoConfig, Figures};
+use super::{DEMO_POLICY, DemoConfig, Figures};
 
 /// The lateness of one timer in a hundred beyond which times tell of the machine, not of routing; in milliseconds.
 const LAG_P99_MS_MAX: f64 = 20.0;
@@ -38,11 +38,11 @@ pub struct Report {
     /// First run: each rank in its turn.
     pub round_robin: Figures,
     /// Second run: the router's own policy.
-    pub kv: Figures,
+    pub routed: Figures,
 }
 
 impl Report {
-    pub(super) fn new(config: &DemoConfig, round_robin: Figures, kv: Figures) -> Self {
+    pub(super) fn new(config: &DemoConfig, round_robin: Figures, routed: Figures) -> Self {
         let kept_up = |run: &Figures| run.timer_lag.p99_ms <= LAG_P99_MS_MAX;
         Self {
             seed: config.seed,
@@ -52,17 +52,17 @@ impl Report {
             ranks_per_engine: RANKS,
             token_source: "engine",
             debug_build: cfg!(debug_assertions),
-            times_usable: config.time_scale > 0.0 && kept_up(&round_robin) && kept_up(&kv),
-            same_requests: round_robin.requests_digest == kv.requests_digest,
+            times_usable: config.time_scale > 0.0 && kept_up(&round_robin) && kept_up(&routed),
+            same_requests: round_robin.requests_digest == routed.requests_digest,
             round_robin,
-            kv,
+            routed,
         }
     }
 
     /// Whether every request was answered.
     #[must_use]
     pub fn is_clean(&self) -> bool {
-        self.round_robin.errors == 0 && self.kv.errors == 0
+        self.round_robin.errors == 0 && self.routed.errors == 0
     }
 
     /// All of it as one JSON object.
@@ -72,12 +72,13 @@ impl Report {
     }
 
     fn intro(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { seed, clients, kv, .. } = self;
+        let Self { seed, clients, routed, .. } = self;
         let cache_tokens = u64::from(KV_BLOCKS - 1) * u64::from(BLOCK_SIZE);
-        let planned = kv.requests + kv.errors;
-        let prompt_mean = kv.prompt_tokens.checked_div(kv.requests).unwrap_or_default();
+        let planned = routed.requests + routed.errors;
+        let prompt_mean = routed.prompt_tokens.checked_div(routed.requests).unwrap_or_default();
         let (think_min, think_max) = (f64::from(*THINK_MS.start()) / 1e3, f64::from(*THINK_MS.end()) / 1e3);
         let (turns_min, turns_max) = (TURNS.start(), TURNS.end());
+        let policy = DEMO_POLICY.name();
         let requests = if self.same_requests { "the same requests, byte for byte" } else { "DIFFERENT requests" };
         write!(
             f,
@@ -89,7 +90,7 @@ Requests  {planned} streamed chats from {clients} clients (seed {seed}); each cl
           answer, and thinks {think_min} to {think_max} s. Conversations of {turns_min} to {turns_max} questions over {SYSTEMS} shared system
           prompts; {prompt_mean} prompt tokens on average.
 Tokens    to compare prompts by come from the engines' /tokenize.
-Runs      first each rank in its turn (round robin), then Pointsman's own policy (kv), with
+Runs      first each rank in its turn (round robin), then Pointsman's own policy ({policy}), with
           {requests}, and cold caches for each.
 "
         )?;
@@ -105,9 +106,9 @@ Runs      first each rank in its turn (round robin), then Pointsman's own policy
             let [before, after, ratio] = cells;
             writeln!(f, "{}", format!("{name:<36}{before:>13}{after:>13}{ratio:>13}").trim_end())
         };
-        line("", ["round robin", "kv", "ratio"])?;
+        line("", ["round robin", DEMO_POLICY.name(), "ratio"])?;
         for (name, value, unit) in ROWS {
-            let (before, after) = (value(&self.round_robin), value(&self.kv));
+            let (before, after) = (value(&self.round_robin), value(&self.routed));
             let is_shown = self.times_usable || *unit != Unit::Milliseconds;
             let cell = |value| if is_shown { unit.show(value) } else { "-".to_owned() };
             let ratio = if is_shown && *unit != Unit::Errors { compared(before, after) } else { String::new() };
@@ -117,7 +118,7 @@ Runs      first each rank in its turn (round robin), then Pointsman's own policy
     }
 
     fn caveats(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let lag = self.round_robin.timer_lag.p99_ms.max(self.kv.timer_lag.p99_ms);
+        let lag = self.round_robin.timer_lag.p99_ms.max(self.routed.timer_lag.p99_ms);
         writeln!(f)?;
         if self.times_usable {
             writeln!(f, "One timer in a hundred was {lag:.1} ms late or more; times are as exact as that.")?;
@@ -137,7 +138,7 @@ pace: --time-scale {slower}.
         if self.debug_build {
             writeln!(f, "This is a build without optimisation; cargo run --release -- demo needs a tenth of the CPU.")?;
         }
-        for run in [&self.round_robin, &self.kv] {
+        for run in [&self.round_robin, &self.routed] {
             for reason in &run.error_reasons {
                 writeln!(f, "{}: {reason}", run.policy)?;
             }
@@ -247,7 +248,7 @@ Next, engines of your own; docs/quick-start.md has the ports, the modes, and the
 /// Where a fleet is, and how to ask it.
 pub(super) fn addresses(fleet: &Fleet) -> String {
     let gateway = fleet.address();
-    let mut text = format!("\nGateway   http://{gateway} (kv)\n");
+    let mut text = format!("\nGateway   http://{gateway} ({})\n", DEMO_POLICY.name());
     for (n, engine) in fleet.engines().iter().enumerate() {
         let label = if n == 0 { "Engines" } else { "" };
         text += &format!("{label:<10}{}, events from {} on\n", engine.url(), engine.event_endpoint(0));
@@ -288,9 +289,9 @@ mod tests {
     }
 
     fn report(change: fn(&mut Figures)) -> Report {
-        let mut kv = figures("kv", 40.0, 1_800_000);
-        change(&mut kv);
-        Report::new(&DemoConfig::default(), figures("round_robin", 200.0, 1_000_000), kv)
+        let mut routed = figures(DEMO_POLICY.name(), 40.0, 1_800_000);
+        change(&mut routed);
+        Report::new(&DemoConfig::default(), figures("round_robin", 200.0, 1_000_000), routed)
     }
 
     #[test]
@@ -311,7 +312,7 @@ mod tests {
 
     #[test]
     fn times_that_tell_of_the_machine_are_not_shown() {
-        let late = report(|kv| kv.timer_lag.p99_ms = 35.0);
+        let late = report(|routed| routed.timer_lag.p99_ms = 35.0);
         let text = late.to_string();
         assert!(!late.times_usable && text.contains("35 ms late") && text.contains("--time-scale 0.25"), "{text}");
         assert!(!text.contains("200 ms") && text.contains("90.0 %"), "{text}");
@@ -319,11 +320,11 @@ mod tests {
 
     #[test]
     fn errors_are_named_and_count() {
-        let failed = report(|kv| (kv.errors, kv.error_reasons) = (2, vec!["answered 503: no".to_owned()]));
+        let failed = report(|routed| (routed.errors, routed.error_reasons) = (2, vec!["answered 503: no".to_owned()]));
         assert!(!failed.is_clean() && report(|_| ()).is_clean());
-        assert!(failed.to_string().contains("kv: answered 503: no"));
+        assert!(failed.to_string().contains("latency: answered 503: no"));
         let json: serde_json::Value = serde_json::from_str(&failed.json()).expect("JSON");
-        assert_eq!((&json["kv"]["errors"], &json["kv"]["first_token"]["mean_ms"]), (&2.into(), &40.0.into()));
+        assert_eq!((&json["routed"]["errors"], &json["routed"]["first_token"]["mean_ms"]), (&2.into(), &40.0.into()));
     }
 
     #[test]

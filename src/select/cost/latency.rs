@@ -12,7 +12,8 @@
 //! stall    = prefill · requests
 //! decode   = output · (step + request_seconds + block_seconds · isl / block_size)
 //! displace = displaced · prefill
-//! cost     = 2 · (ttft + overdue) + stall + decode + displace
+//! copy     = prefill · (common − cached) / new                      where more is common than cached
+//! cost     = 2 · (ttft + overdue) + stall + decode + displace − copy
 //! ```
 //!
 //! - *ttft*: what the caller waits for its first token: until the prefills before it are done, its own uncached
@@ -21,6 +22,8 @@
 //! - *stall*: engines prefill in the steps that decode: each request on the rank stands still as long.
 //! - *decode*: its own output, at the pace of a rank with so many requests and blocks.
 //! - *displace*: what is computed anew takes blocks in which others would have found theirs.
+//! - *copy*: a prefix that most ranks hold is asked for again and again. Computing it where it is missing is paid back
+//!   when it is next asked for there; without this, few requests would keep to warm ranks for ever beside an idle one.
 //!
 //! The first untuned form of this (queued + 2 · new + new · running / 8 + 4 · running, in blocks) and the idea to
 //! multiply work and batch (LMetric, arXiv 2603.15202) were measured beside it: docs/policies.md has the figures.
@@ -44,6 +47,8 @@ pub struct LatencyCost {
     pub track_prefill_tokens: bool,
     /// Tokens that the request is expected to generate.
     pub output_tokens: f64,
+    /// Leading tokens of the prompt that most ranks have cached.
+    pub common_tokens: u32,
     /// Seconds that others lose later for each second of prefill whose blocks push theirs out.
     pub displaced: f64,
 }
@@ -80,6 +85,8 @@ pub struct LatencyTerms {
     pub decode_seconds: f64,
     /// What others lose later for blocks that are pushed out.
     pub displace_seconds: f64,
+    /// What others gain later from a prefix that most ranks hold and this one does not.
+    pub copy_seconds: f64,
 }
 
 impl LatencyTerms {
@@ -91,6 +98,7 @@ impl LatencyTerms {
             + self.stall_seconds
             + self.decode_seconds
             + self.displace_seconds
+            - self.copy_seconds
     }
 }
 
@@ -101,7 +109,7 @@ impl LatencyCost {
     /// use pointsman::load::EngineSpeed;
     /// use pointsman::select::{LatencyCost, LatencyFacts};
     ///
-    /// let cost = LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, displaced: 0.0 };
+    /// let cost = LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, common_tokens: 0, displaced: 0.0 };
     /// let speed = EngineSpeed::prior(64);
     /// let idle = LatencyFacts {
     ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 0, active_blocks: 0,
@@ -126,6 +134,8 @@ impl LatencyCost {
         let (requests, blocks) = (f64::from(facts.requests), count(facts.active_blocks));
         let prefill_seconds = speed.prefill(self.work_tokens(facts));
         let step_seconds = speed.step(requests, blocks);
+        let new_tokens = self.new_tokens(facts);
+        let copied_tokens = self.common_tokens.saturating_sub(facts.cached_tokens).min(new_tokens);
         let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
         let own_step_seconds = step_seconds + speed.request_seconds + speed.block_seconds * own_blocks;
         LatencyTerms {
@@ -134,6 +144,7 @@ impl LatencyCost {
             stall_seconds: prefill_seconds * requests,
             decode_seconds: self.output_tokens * own_step_seconds,
             displace_seconds: if facts.is_full { self.displaced * prefill_seconds } else { 0.0 },
+            copy_seconds: prefill_seconds * f64::from(copied_tokens) / f64::from(new_tokens.max(1)),
         }
     }
 
@@ -159,8 +170,13 @@ mod tests {
 
     use super::*;
 
-    const COST: LatencyCost =
-        LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 200.0, displaced: 0.1 };
+    const COST: LatencyCost = LatencyCost {
+        block_size: 64,
+        track_prefill_tokens: true,
+        output_tokens: 200.0,
+        common_tokens: 0,
+        displaced: 0.1,
+    };
 
     /// 25,000 tokens of work a second, and the prior's steps.
     fn facts() -> LatencyFacts {
@@ -216,6 +232,19 @@ mod tests {
         let terms = decode.terms(&facts());
         close(terms.ttft_seconds, 0.004);
         assert_eq!((terms.stall_seconds, terms.displace_seconds), (0.0, 0.0));
+    }
+
+    /// The peer's first workload: 7,000 tokens, half of them one of ten prefixes. An idle rank that lacks the prefix is
+    /// not passed over for ever beside a warm one with a request on it.
+    #[test]
+    fn a_common_prefix_is_copied_to_an_idle_rank() {
+        let cold = LatencyFacts { isl_tokens: 7_000, ..facts() };
+        let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, active_blocks: 110, ..cold };
+        let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, ..COST };
+        assert!(of(0).cost(&cold) > of(0).cost(&warm), "a session's own prefix is followed");
+        assert!(of(3_500).cost(&cold) < of(3_500).cost(&warm), "a common one is copied");
+        let copied = of(3_500).terms(&cold);
+        close(copied.copy_seconds, copied.ttft_seconds / 2.0 - 0.002);
     }
 
     /// A rank of half the speed is worth it where the fast one is busy enough, and not before.
