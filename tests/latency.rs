@@ -1,0 +1,103 @@
+//! What the policy `latency` makes of what it knows, and of what it does not.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{config, rank, router, tokens};
+use pointsman::config::RouterConfig;
+use pointsman::load::{EngineSpeed, work_tokens};
+use pointsman::protocol::WorkerId;
+use pointsman::schedule::{ExplainedRank, Explanation};
+use pointsman::select::{Constraints, LatencyTerms, Policy};
+use pointsman::{Prompt, RouteRequest, Router};
+
+/// Blocks of a prompt that is worth following.
+const BLOCKS: u32 = 2_000;
+
+fn latency() -> RouterConfig {
+    RouterConfig { policy: Policy::Latency, ..config() }
+}
+
+async fn explained(router: &Router, prompt: &[u32]) -> Explanation {
+    router.explain(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("up")
+}
+
+fn terms(row: &ExplainedRank) -> LatencyTerms {
+    row.latency_terms.expect("the policy is latency")
+}
+
+fn close(got: f64, want: f64) {
+    assert!((got / want - 1.0).abs() < 0.02, "{got} is not about {want}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nobody_has_shown_is_as_assumed() {
+    let router = router(latency(), 2).await;
+    let prompt = tokens(1, BLOCKS);
+    let prior = EngineSpeed::prior(router.block_size());
+    let prefill = prior.prefill(work_tokens(prompt.len() as u32, 0));
+    for row in &explained(&router, &prompt).await.ranks {
+        close(terms(row).ttft_seconds, prefill + prior.step_seconds);
+        assert_eq!((terms(row).displace_seconds, terms(row).copy_seconds), (0.0, 0.0), "capacities are unknown");
+    }
+    let placed = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
+    close(placed.predicted_ttft().expect("foreseen").as_secs_f64(), prefill + prior.step_seconds);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sibling_counts_what_the_one_before_it_will_have_computed() {
+    let router = router(latency(), 2).await;
+    let (first, mut second) = (tokens(1, BLOCKS), tokens(1, BLOCKS));
+    second.extend(tokens(2, 10));
+    let leader = router.route(RouteRequest::new("leader", Prompt::Tokens(&first))).await.expect("placed");
+    let table = explained(&router, &second).await;
+    let ttft = |there: bool| {
+        let row = table.ranks.iter().find(|row| (row.facts.rank == leader.rank()) == there).expect("two ranks");
+        terms(row).ttft_seconds
+    };
+    assert!(ttft(true) < 1.05 * ttft(false), "its wait, and no second prefill: {} {}", ttft(true), ttft(false));
+    tokio::time::advance(leader.predicted_ttft().expect("foreseen")).await;
+    assert_eq!(explained(&router, &second).await.chosen, Some(leader.rank()), "by now it is computed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn waits_fall_with_time_though_nobody_reports() {
+    let router = router(latency(), 1).await;
+    let (prompt, other) = (tokens(1, BLOCKS), tokens(2, 10));
+    let placed = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
+    let busy = terms(&explained(&router, &other).await.ranks[0]).ttft_seconds;
+    tokio::time::advance(placed.predicted_ttft().expect("foreseen") / 2).await;
+    let later = terms(&explained(&router, &other).await.ranks[0]).ttft_seconds;
+    assert!((0.4..0.6).contains(&(later / busy)), "{busy} s, and then {later} s");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_has_shown_nothing_is_taken_to_be_as_the_others() {
+    let router = router(latency(), 2).await;
+    let known = Constraints { allowed_workers: Some([WorkerId(0)].into()), ..Constraints::default() };
+    for n in 0..400_u32 {
+        let (id, prompt) = (n.to_string(), tokens(100 + n, BLOCKS));
+        let request = RouteRequest { constraints: Some(&known), ..RouteRequest::new(&id, Prompt::Tokens(&prompt)) };
+        let placed = router.route(request).await.expect("placed");
+        tokio::time::advance(Duration::from_secs(4)).await; // a fifth of the prior's speed
+        placed.prefill_completed();
+    }
+    let prompt = tokens(7, BLOCKS);
+    let table = explained(&router, &prompt).await;
+    let [shown, unknown] = [0, 1].map(|worker| {
+        terms(table.ranks.iter().find(|row| row.facts.rank == rank(worker)).expect("there")).ttft_seconds
+    });
+    close(shown, 4.0);
+    close(unknown, 4.0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn output_is_as_long_as_the_caller_says_or_as_assumed() {
+    let router = router(latency(), 1).await;
+    let prompt = tokens(1, 10);
+    let told = RouteRequest { expected_output_tokens: Some(512), ..RouteRequest::query(Prompt::Tokens(&prompt)) };
+    let told = router.explain(told).await.expect("up");
+    let assumed = explained(&router, &prompt).await;
+    close(terms(&told.ranks[0]).decode_seconds, 2.0 * terms(&assumed.ranks[0]).decode_seconds);
+}
