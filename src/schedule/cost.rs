@@ -163,9 +163,9 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Leading tokens that more than half of the ranks have cached.
+    /// Leading tokens that more than a quarter of the ranks have cached, and more than one.
     fn common_tokens(&self, overlaps: &[RankOverlap]) -> u32 {
-        let others = self.ranks.as_slice().len() / 2;
+        let others = (self.ranks.as_slice().len() / 4).max(1);
         if overlaps.len() <= others {
             return 0;
         }

@@ -12,7 +12,7 @@
 //! stall    = prefill · requests
 //! decode   = output · (step + request_seconds + block_seconds · isl / block_size)
 //! displace = displaced · prefill
-//! copy     = prefill · (common − cached) / new                      where more is common than cached
+//! copy     = prefill · (common − cached) / new                      what many ranks hold and this one lacks
 //! cost     = 2 · (ttft + overdue) + stall + decode + displace − copy
 //! ```
 //!
@@ -22,7 +22,7 @@
 //! - *stall*: engines prefill in the steps that decode: each request on the rank stands still as long.
 //! - *decode*: its own output, at the pace of a rank with so many requests and blocks.
 //! - *displace*: what is computed anew takes blocks in which others would have found theirs.
-//! - *copy*: a prefix that most ranks hold is asked for again and again. Computing it where it is missing is paid back
+//! - *copy*: a prefix that many ranks hold is asked for again and again. Computing it where it is missing is paid back
 //!   when it is next asked for there; without this, few requests would keep to warm ranks for ever beside an idle one.
 //!
 //! The first untuned form of this (queued + 2 · new + new · running / 8 + 4 · running, in blocks) and the idea to
@@ -47,7 +47,7 @@ pub struct LatencyCost {
     pub track_prefill_tokens: bool,
     /// Tokens that the request is expected to generate.
     pub output_tokens: f64,
-    /// Leading tokens of the prompt that most ranks have cached.
+    /// Leading tokens of the prompt that many ranks have cached: it is asked for again and again.
     pub common_tokens: u32,
     /// Seconds that others lose later for each second of prefill whose blocks push theirs out.
     pub displaced: f64,
@@ -85,7 +85,7 @@ pub struct LatencyTerms {
     pub decode_seconds: f64,
     /// What others lose later for blocks that are pushed out.
     pub displace_seconds: f64,
-    /// What others gain later from a prefix that most ranks hold and this one does not.
+    /// What others gain later from a prefix that many ranks hold and this one does not.
     pub copy_seconds: f64,
 }
 
