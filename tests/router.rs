@@ -338,7 +338,8 @@ async fn place_a_thousand(config: RouterConfig) -> Vec<WorkerRank> {
     placed
 }
 
-#[tokio::test]
+/// Time stands still, for `latency` reckons with it.
+#[tokio::test(start_paused = true)]
 async fn a_thousand_requests_go_the_same_way_whoever_is_asked() {
     for policy in Policy::ALL {
         for assume_kv_reuse in [true, false] {
