@@ -16,7 +16,8 @@ use crate::health::Outcome;
 impl Placement {
     /// Lets an answer's body do all that is to be done with the placement from here on.
     ///
-    /// The first byte completes the prefill. As output passes, its blocks are counted, and cached tokens are reported
+    /// The first byte of a stream of events completes the prefill; an answer that comes whole says nothing of when that
+    /// was. As output passes, its blocks are counted, and cached tokens are reported
     /// when a usage says them: see [`answer`](crate::answer) for what is counted, and `kind` for how the body is read. At
     /// the body's end the outcome is [`Outcome::Ok`], at an error [`Outcome::Reset`], unless another was reported before;
     /// a body that is dropped early says nothing of the rank, for it is mostly the client that has gone. Then the
@@ -47,7 +48,7 @@ impl Placement {
     pub fn wrap_body<B: Body>(self, body: B, kind: AnswerKind) -> PlacedBody<B> {
         let reader = AnswerReader::new(kind);
         let mut follow =
-            Follow { placement: Some(self), reader, output_blocks: 0, expected_tokens: None, told_cached: false };
+            Follow { placement: Some(self), kind, reader, output_blocks: 0, expected_tokens: None, told_cached: false };
         if body.is_end_stream() {
             follow.end(Outcome::Ok);
         }
@@ -145,6 +146,7 @@ impl<B: Body> Body for PlacedBody<B> {
 struct Follow {
     /// None when it is over.
     placement: Option<Placement>,
+    kind: AnswerKind,
     reader: AnswerReader,
     /// Blocks of output that have been reported.
     output_blocks: u64,
@@ -155,7 +157,10 @@ struct Follow {
 impl Follow {
     fn pass(&mut self, data: &[u8]) {
         let Some(placement) = self.placement.as_ref().filter(|_| !data.is_empty()) else { return };
-        placement.prefill_completed();
+        // An answer that is not streamed comes when all of it is there: of when its prefill was done it says nothing.
+        if self.kind == AnswerKind::Events {
+            placement.prefill_completed();
+        }
         self.reader.read(data);
         let block_size = u64::from(placement.block_size());
         while (self.output_blocks + 1) * block_size <= self.reader.output_tokens() {

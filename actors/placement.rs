@@ -161,7 +161,7 @@ impl Placement {
     /// A decay outside [0, 1].
     pub fn output_block(&self, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
-        if !self.hold.shared().config.takes_output_blocks() {
+        if !self.hold.shared().config.track_output_blocks {
             return Ok(());
         }
         self.hold.lease().push_output_block(decay);

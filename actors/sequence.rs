@@ -299,7 +299,7 @@ mod tests {
     use tokio::sync::Semaphore;
 
     use super::*;
-    use crate::load::{PrefillLoadHint, PromptBlocks, work_tokens};
+    use crate::load::{EngineSpeed, PrefillLoadHint, PromptBlocks, work_tokens};
     use crate::protocol::{WorkerId, WorkerRank};
     use crate::select::TierOverlap;
 
@@ -364,7 +364,7 @@ mod tests {
         }
         let meter = sequence.meter.as_ref().expect("it learns");
         assert_eq!((meter.rate().samples(), meter.under_way()), (128, 0));
-        let learned = cell.speed().expect("published");
+        let learned = cell.speed_or(EngineSpeed::prior(64));
         let rate = learned.work_tokens_per_second;
         assert!((rate / work_tokens(20_000, 0) - 1.0).abs() < 0.05, "{rate}");
         assert_eq!((meter.step().samples(), meter.watched()), (256, 0));
@@ -379,7 +379,7 @@ mod tests {
         restored.step(SequenceMsg::Look(Arc::clone(&lease)));
         lease.push_output_block(None);
         restored.step(SequenceMsg::Look(Arc::clone(&lease)));
-        assert_eq!(cell.speed(), Some(learned), "when it began is not known");
+        assert_eq!(cell.speed_or(EngineSpeed::prior(64)), learned, "when it began is not known");
         let again = restored.meter.as_ref().expect("it learns").speed();
         assert!((again.work_tokens_per_second - rate).abs() < 1.0, "{again:?} after {rate}");
         assert!((again.step(9.0, 99.0) / learned.step(9.0, 99.0) - 1.0).abs() < 1e-6, "{again:?} after {learned:?}");

@@ -72,12 +72,6 @@ impl RouterConfig {
         self.policy == Policy::Latency || self.prefill_load_model == PrefillModel::Learned
     }
 
-    /// Whether reports of output blocks are looked at.
-    #[must_use]
-    pub fn takes_output_blocks(&self) -> bool {
-        self.track_output_blocks || self.policy == Policy::Latency
-    }
-
     /// Worth of the lower tiers.
     #[must_use]
     pub fn tier_weights(&self) -> TierWeights {

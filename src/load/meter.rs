@@ -11,6 +11,7 @@
 //! no prefill is under way on the rank, and what is left is divided by the steps made in it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ahash::AHashMap;
 
@@ -30,15 +31,15 @@ use crate::protocol::{BookingId, Timestamp};
 /// let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
 /// meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
 /// meter.load_is(RankLoad { requests: 1, active_blocks: 125, prefill_tokens: 8_000 }, Timestamp(0));
-/// assert_eq!(cell.speed(), None);
+/// assert_eq!(cell.work_tokens_per_second(), None);
 /// let mut now = 1_000_000_000; // 8,000 tokens in a second
 /// meter.reported(BookingId(1), true, 0, Timestamp(now));
-/// assert!(cell.speed().is_some_and(|speed| (9_000.0..10_000.0).contains(&speed.work_tokens_per_second)));
+/// assert!(cell.work_tokens_per_second().is_some_and(|rate| (9_000.0..10_000.0).contains(&rate)));
 /// for blocks in 1..=50 {
 ///     now += 64 * 9_000_000; // 9 ms a token
 ///     meter.reported(BookingId(1), true, blocks, Timestamp(now));
 /// }
-/// assert!(cell.speed().is_some_and(|speed| (0.0085..0.0095).contains(&speed.step(1.0, 125.0))));
+/// assert!((0.0085..0.0095).contains(&cell.speed_or(EngineSpeed::prior(64)).step(1.0, 125.0)));
 /// meter.ended(BookingId(1), Timestamp(now));
 /// assert_eq!(cell.output_tokens(), Some(3_232.0)); // 50 blocks, and half a block
 /// ```
@@ -61,7 +62,9 @@ struct Watched {
     booked: Timestamp,
     /// Work of the prefill while it is under way, in tokens without context.
     prefill: Option<u32>,
-    /// The last report of output, once there is any.
+    /// Output blocks as last reported.
+    blocks: u32,
+    /// Where the last interval of output began, once there is any.
     seen: Option<Seen>,
 }
 
@@ -89,6 +92,9 @@ struct Sums {
 /// Of more than this share of a sample's time a prefill was under way: what is left says too little.
 const PREFILL_SHARE_MAX: f64 = 0.5;
 
+/// Intervals of output shorter than this teach nothing.
+const INTERVAL_MIN: Duration = Duration::from_millis(5);
+
 /// Steps made while prefills are under way, each time: half of one before the prefill begins, and at least the one that
 /// computes it.
 const STEPS_IN_PREFILL: f64 = 1.5;
@@ -99,7 +105,7 @@ impl SpeedMeter {
     #[must_use]
     pub fn new(cell: Arc<SpeedCell>, block_size: u32) -> Self {
         let block_size = block_size.max(1);
-        let known = cell.speed().unwrap_or_else(|| EngineSpeed::prior(block_size));
+        let known = cell.speed_or(EngineSpeed::prior(block_size));
         Self {
             block_size,
             rate: LearnedRate::from_prior(known.work_tokens_per_second),
@@ -118,7 +124,7 @@ impl SpeedMeter {
         self.run_to(now);
         let prefill = hint.map(PrefillLoadHint::work_tokens);
         self.prefills += usize::from(prefill.is_some());
-        let before = self.bookings.insert(booking, Watched { booked: now, prefill, seen: None });
+        let before = self.bookings.insert(booking, Watched { booked: now, prefill, blocks: 0, seen: None });
         if before.is_some_and(|before| before.prefill.is_some()) {
             self.prefill_ended();
         }
@@ -128,10 +134,11 @@ impl SpeedMeter {
     /// of a request that is not known, is harmless.
     pub fn reported(&mut self, booking: BookingId, prefill_completed: bool, output_blocks: u32, now: Timestamp) {
         let is_generating = prefill_completed || output_blocks > 0;
-        let Some(&Watched { booked, prefill, seen }) = self.bookings.get(&booking).filter(|_| is_generating) else {
+        let Some(&Watched { booked, prefill, blocks, seen }) = self.bookings.get(&booking).filter(|_| is_generating)
+        else {
             return;
         };
-        if prefill.is_none() && seen.is_some_and(|seen| seen.blocks >= output_blocks) {
+        if prefill.is_none() && seen.is_some() && blocks >= output_blocks {
             return; // nothing new
         }
         self.run_to(now);
@@ -141,12 +148,12 @@ impl SpeedMeter {
             // Output without a report of the first token came some time after it.
             has_learned |= prefill_completed && self.rate.observe(tokens, booked, now);
         }
-        let sample = seen.and_then(|seen| self.sample(&seen, output_blocks));
+        // Reports that come close together, as of one chunk of an answer, are one: the next one tells of them all.
+        let is_later = seen.is_none_or(|seen| self.sums.until.since(seen.sums.until) >= INTERVAL_MIN);
+        let sample = seen.filter(|_| is_later).and_then(|seen| self.sample(&seen, output_blocks));
         has_learned |= sample.is_some_and(|sample| self.step.observe(&sample));
-        // Reports that come at once are one.
-        let is_later = seen.is_none_or(|seen| self.sums.until > seen.sums.until);
         if let Some(watched) = self.bookings.get_mut(&booking) {
-            watched.prefill = None;
+            (watched.prefill, watched.blocks) = (None, watched.blocks.max(output_blocks));
             if is_later {
                 watched.seen = Some(Seen { blocks: output_blocks, sums: self.sums });
             }
@@ -159,12 +166,13 @@ impl SpeedMeter {
     /// A booking has ended, with the output that it last reported. If its prefill was not reported complete, nobody
     /// knows how far it came.
     pub fn ended(&mut self, booking: BookingId, now: Timestamp) {
-        let Some(Watched { prefill, seen, .. }) = self.bookings.remove(&booking) else { return };
+        let Some(Watched { prefill, blocks, seen, .. }) = self.bookings.remove(&booking) else { return };
         self.run_to(now);
         if prefill.is_some() {
             self.prefill_ended();
         }
-        if let Some(Seen { blocks, .. }) = seen {
+        // Who has never reported a block reports none, or ends before the first: the mean begins with those who do.
+        if seen.is_some() && (blocks > 0 || self.output.requests > 0) {
             let tokens = self.output.observe((f64::from(blocks) + 0.5) * f64::from(self.block_size));
             self.cell.publish_output(tokens);
         }
@@ -212,7 +220,13 @@ impl SpeedMeter {
     }
 
     fn publish(&self) {
-        self.cell.publish(&self.speed());
+        // What no sample has touched is as it was: others know better what is usual.
+        if self.rate.samples() > 0 {
+            self.cell.publish_rate(self.rate.tokens_per_second());
+        }
+        if self.step.samples() > 0 {
+            self.cell.publish_step(&self.speed());
+        }
     }
 
     /// What is learned so far; what is not, as it was assumed.
@@ -258,7 +272,8 @@ impl SpeedMeter {
         let Sums { seconds, request_seconds, block_seconds, .. } = self.sums;
         assert!([seconds, request_seconds, block_seconds].iter().all(|sum| sum.is_finite() && *sum >= 0.0));
         if self.rate.samples() > 0 || self.step.samples() > 0 {
-            let (published, learned) = (self.cell.speed().expect("what is learned is published"), self.speed());
+            let learned = self.speed();
+            let published = self.cell.speed_or(learned);
             let close = |published: f64, learned: f64| (published / learned - 1.0).abs() < 1e-6;
             assert!(
                 close(published.work_tokens_per_second, learned.work_tokens_per_second)

@@ -96,7 +96,7 @@ impl EngineSpeed {
 /// use pointsman::load::{EngineSpeed, SpeedCell};
 ///
 /// let cell = SpeedCell::default();
-/// assert_eq!((cell.speed(), cell.prefill_time(500.0)), (None, None));
+/// assert_eq!((cell.work_tokens_per_second(), cell.prefill_time(500.0)), (None, None));
 /// cell.publish(&EngineSpeed { work_tokens_per_second: 10_000.0, ..EngineSpeed::prior(64) });
 /// assert_eq!(cell.prefill_time(500.0), Some(Duration::from_millis(50)));
 /// assert_eq!(cell.output_tokens(), None);
@@ -114,15 +114,26 @@ pub struct SpeedCell {
 }
 
 impl SpeedCell {
-    /// Publishes a speed. Only the rank's sequence actor may call this. A rate that is no positive number means that
-    /// nothing is known.
-    #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
+    /// Publishes a speed, all of it. Only the rank's sequence actor may call this. A rate that is no positive number
+    /// means that none is known.
     pub fn publish(&self, speed: &EngineSpeed) {
+        self.publish_step(speed);
+        self.publish_rate(speed.work_tokens_per_second);
+    }
+
+    /// Publishes how fast it prefills, and leaves what is known of steps.
+    #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
+    pub fn publish_rate(&self, work_tokens_per_second: f64) {
+        self.work_rate.store(known_bits(work_tokens_per_second as f32), Ordering::Relaxed);
+    }
+
+    /// Publishes what a step takes, and leaves what is known of prefills.
+    #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
+    pub fn publish_step(&self, speed: &EngineSpeed) {
         let seconds = [speed.step_seconds, speed.request_seconds, speed.block_seconds];
         for (cell, seconds) in self.step.iter().zip(seconds) {
             cell.store((seconds as f32).to_bits(), Ordering::Relaxed);
         }
-        self.work_rate.store(known_bits(speed.work_tokens_per_second as f32), Ordering::Release);
     }
 
     /// Publishes how many tokens a request generates. Only the rank's sequence actor may call this. What is no positive
@@ -140,25 +151,31 @@ impl SpeedCell {
         (tokens != 0).then(|| f64::from(f32::from_bits(tokens)))
     }
 
-    /// The speed, if one is known.
+    /// The speed, if anything of it is known; `otherwise` stands for what is not.
     #[must_use]
-    pub fn speed(&self) -> Option<EngineSpeed> {
-        let rate = self.work_rate.load(Ordering::Acquire);
+    pub fn speed_or(&self, otherwise: EngineSpeed) -> EngineSpeed {
         let [step_seconds, request_seconds, block_seconds] =
             self.step.each_ref().map(|cell| f64::from(f32::from_bits(cell.load(Ordering::Relaxed))));
-        (rate != 0).then(|| EngineSpeed {
-            work_tokens_per_second: f64::from(f32::from_bits(rate)),
-            step_seconds,
-            request_seconds,
-            block_seconds,
-        })
+        let work_tokens_per_second = self.work_tokens_per_second().unwrap_or(otherwise.work_tokens_per_second);
+        if step_seconds > 0.0 {
+            EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds }
+        } else {
+            EngineSpeed { work_tokens_per_second, ..otherwise }
+        }
+    }
+
+    /// How fast it prefills, if that is known.
+    #[must_use]
+    pub fn work_tokens_per_second(&self) -> Option<f64> {
+        let rate = self.work_rate.load(Ordering::Relaxed);
+        (rate != 0).then(|| f64::from(f32::from_bits(rate)))
     }
 
     /// How long `work_tokens` of prefill take at that speed, if one is known.
     #[must_use]
     pub fn prefill_time(&self, work_tokens: f64) -> Option<Duration> {
         // A rate near zero, which nobody learns, would take longer than a duration can say.
-        let seconds = self.speed()?.prefill(work_tokens);
+        let seconds = work_tokens / self.work_tokens_per_second()?;
         Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
     }
 }
@@ -179,7 +196,7 @@ mod tests {
         for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0, 1e-60, 1e60] {
             cell.publish(&rate(7.0));
             cell.publish(&rate(unknown));
-            assert_eq!(cell.speed(), None, "{unknown}");
+            assert_eq!(cell.work_tokens_per_second(), None, "{unknown}");
         }
         cell.publish(&rate(f64::from(f32::MIN_POSITIVE)));
         assert_eq!(cell.prefill_time(1e12), Some(Duration::MAX));
@@ -206,7 +223,7 @@ mod tests {
             block_seconds: 0.125,
         };
         cell.publish(&speed);
-        assert_eq!(cell.speed(), Some(speed));
+        assert_eq!(cell.speed_or(EngineSpeed::prior(64)), speed);
     }
 
     #[test]

@@ -126,8 +126,9 @@ impl<T> Schedule<T> {
                     return Bounds { lo: hi, hi };
                 }
                 let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
+                let shared_tokens = if self.credits_cache(numbered) { self.tokens(shared_blocks) } else { 0 };
                 let lo = cost.cost(&LatencyFacts {
-                    cached_tokens: facts.cached_tokens.max(self.tokens(shared_blocks)).min(facts.isl_tokens),
+                    cached_tokens: facts.cached_tokens.max(shared_tokens).min(facts.isl_tokens),
                     active_blocks: projected.active_blocks.0,
                     ..facts
                 });
@@ -206,11 +207,21 @@ impl<T> Schedule<T> {
         overlap: TierOverlap,
         projected: &Projected,
     ) -> u32 {
+        if !self.credits_cache(numbered) {
+            return 0;
+        }
         let cost = &self.settings.cost;
         let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
         let block_count = u64::from(numbered.request.prompt.block_count());
         let (shared_blocks, _) = projected.shared_blocks(block_count);
         cached.max(self.tokens(shared_blocks)).min(numbered.request.isl_tokens)
+    }
+
+    /// Whether caches count for the request at all.
+    fn credits_cache(&self, numbered: &Numbered<T>) -> bool {
+        let terms = numbered.request.terms.as_ref();
+        let otherwise = terms.and_then(|terms| terms.overrides.overlap_score_credit);
+        otherwise.unwrap_or(self.settings.cost.overlap_score_credit) > 0.0
     }
 
     fn tokens(&self, blocks: u64) -> u32 {
@@ -219,7 +230,7 @@ impl<T> Schedule<T> {
 
     /// How fast the rank computes; what is not known of it is taken to be as elsewhere in the pool.
     pub(super) fn speed_of(&self, rank: &Rank) -> EngineSpeed {
-        rank.about.speed.speed().unwrap_or(self.typical.speed)
+        rank.about.speed.speed_or(self.typical.speed)
     }
 
     /// The parameters of the `kv` cost, as the request has them.

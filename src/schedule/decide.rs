@@ -414,11 +414,12 @@ impl<T> Schedule<T> {
         {
             self.sessions.bind(session_id, decision.rank, self.now);
         }
+        let tracks = self.tracks_prefill(&numbered);
         let rank = self.ranks.at_mut(position);
         let number = rank.book(numbered.candidate(in_batch), decision.hint);
         if self.settings.policy == Policy::Latency {
             let new_tokens = decision.hint.map_or(0, PrefillLoadHint::effective_tokens);
-            let isl_tokens = request.isl_tokens;
+            let isl_tokens = if tracks { request.isl_tokens } else { 0 };
             self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), &rank.about.speed);
         }
         self.turns += 1;
@@ -461,7 +462,7 @@ impl<T> Schedule<T> {
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
             hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration),
-            predicted_ttft: projected.map(|projected| {
+            predicted_ttft: projected.filter(|_| track).map(|projected| {
                 let facts = self.latency_facts(numbered, rank, overlap, &projected);
                 let seconds = self.latency_cost_of(numbered).terms(&facts).ttft_seconds;
                 Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
@@ -475,7 +476,10 @@ impl<T> Schedule<T> {
         if let Some(estimator) = &self.extensions.estimator {
             let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
             // The embedder's code: its panic costs an estimate, not the scheduler.
-            return catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
+            let estimate = catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
+            if estimate.is_some() || self.settings.policy != Policy::Latency {
+                return estimate;
+            }
         }
         if !self.settings.models_prefill {
             return None;

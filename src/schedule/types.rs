@@ -307,7 +307,7 @@ pub struct Decision {
     pub reachable_blocks: u32,
     /// The prefill it was charged with.
     pub hint: Option<PrefillLoadHint>,
-    /// How long its first token is expected to take from now on, where the policy reckons in time.
+    /// How long its first token is expected to take from now on, where the policy reckons in time and prefill is tracked.
     pub predicted_ttft: Option<Duration>,
 }
 

@@ -34,7 +34,7 @@ impl Typical {
         Self { speed, output_tokens: OUTPUT_TOKENS_UNKNOWN, cached_share: 0.0 }
     }
 
-    /// Counts a placement in.
+    /// Counts a placement in; of a prompt of 0 tokens, nothing is said about caches.
     pub(super) fn placed(&mut self, isl_tokens: u32, cached_tokens: u32, cell: &SpeedCell) {
         let toward = |mean: &mut f64, value: f64| *mean += SHARE * (value - *mean);
         if isl_tokens > 0 {
@@ -43,13 +43,12 @@ impl Typical {
         if let Some(tokens) = cell.output_tokens() {
             toward(&mut self.output_tokens, tokens);
         }
-        if let Some(speed) = cell.speed() {
-            let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = &mut self.speed;
-            toward(work_tokens_per_second, speed.work_tokens_per_second);
-            toward(step_seconds, speed.step_seconds);
-            toward(request_seconds, speed.request_seconds);
-            toward(block_seconds, speed.block_seconds);
-        }
+        let speed = cell.speed_or(self.speed);
+        let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = &mut self.speed;
+        toward(work_tokens_per_second, speed.work_tokens_per_second);
+        toward(step_seconds, speed.step_seconds);
+        toward(request_seconds, speed.request_seconds);
+        toward(block_seconds, speed.block_seconds);
     }
 
     /// Seconds of prefill that are lost later for each one whose blocks push others out. Where a share h of all blocks is

@@ -73,7 +73,7 @@ pub struct Common {
     /// Requests to take from the workload [default: the whole trace, or 4000 generated]
     #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
     pub limit: Option<u32>,
-    /// Selection policy
+    /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
     /// Where the router's knowledge of caches comes from

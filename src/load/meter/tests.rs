@@ -49,7 +49,7 @@ fn what_ended_before_it_completed_teaches_nothing() {
     meter.reported(BookingId(1), true, 3, Timestamp(SECOND));
     meter.reported(BookingId(2), true, 0, Timestamp(SECOND));
     assert_eq!((meter.rate().samples(), meter.step().samples(), meter.under_way()), (0, 0, 0));
-    assert_eq!((meter.cell.speed(), meter.cell.output_tokens()), (None, None));
+    assert_eq!((meter.cell.work_tokens_per_second(), meter.cell.output_tokens()), (None, None));
 }
 
 /// One request of which block `n` is there at `n` seconds, beside a prefill from `prefill` on.
@@ -360,4 +360,37 @@ fn an_engine_is_learned_from_its_reports() {
         let mean = f64::from(output + 1);
         assert!((tokens / mean - 1.0).abs() < 0.3, "{tokens} tokens of {mean}, each from 0 to twice that");
     }
+}
+
+/// Chunks of an answer bring several blocks within microseconds: an engine is not a hundred times faster for that.
+#[test]
+fn blocks_of_one_chunk_are_one_report() {
+    let (prior, block_size) = (EngineSpeed::prior(16), 16);
+    let mut meter = SpeedMeter::new(Arc::default(), block_size);
+    meter.booked(BookingId(1), None, Timestamp(0));
+    meter.load_is(RankLoad { requests: 1, ..RankLoad::default() }, Timestamp(0));
+    meter.reported(BookingId(1), true, 0, Timestamp(0));
+    let chunk_nanos = (prior.step(1.0, 0.0) * 16.0 * 8.0 * 1e9) as u64;
+    for chunk in 1..=50_u64 {
+        for block in 1..=8 {
+            let now = Timestamp(chunk * chunk_nanos + u64::from(block) * 1_000);
+            meter.reported(BookingId(1), true, u32::try_from(chunk - 1).expect("small") * 8 + block, now);
+            meter.check_invariants();
+        }
+    }
+    let learned = meter.speed().step(1.0, 0.0) / prior.step(1.0, 0.0);
+    assert!((0.9..1.1).contains(&learned), "{learned} of what it takes");
+}
+
+#[test]
+fn what_no_sample_has_touched_stays_unsaid() {
+    let cell = Arc::new(SpeedCell::default());
+    let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
+    meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
+    meter.reported(BookingId(1), true, 0, Timestamp(1_000_000_000));
+    meter.ended(BookingId(1), Timestamp(2_000_000_000));
+    let elsewhere = EngineSpeed { step_seconds: 0.025, ..EngineSpeed::prior(64) };
+    assert!(cell.work_tokens_per_second().is_some());
+    assert_eq!(cell.speed_or(elsewhere).step_seconds, 0.025, "of steps others know better");
+    assert_eq!(cell.output_tokens(), None, "nobody has reported output");
 }

@@ -254,7 +254,7 @@ impl FleetArguments {
 /// Arguments that shape the router.
 #[derive(Args, Clone, Debug)]
 pub struct RouterArguments {
-    /// Selection policy
+    /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
     /// Where the router's knowledge of caches comes from
