@@ -146,7 +146,7 @@ impl Summary {
             queue_seconds: Distribution::of_us(answered().filter_map(RequestRecord::queue_us)),
             goodput: Goodput::of(measured, facts.limits, duration_seconds),
             hit_rate: token_share(measured, |request| request.cached_tokens),
-            reachable_hit_rate: token_share(measured, |request| request.reachable_tokens),
+            reachable_hit_rate: token_share(measured, reachable_tokens),
             regret_seconds: Distribution::of_us(answered().filter_map(|request| request.regret_us)),
             predicted_ttft_error: PredictionError::of(measured),
             load_max_over_mean: max_over_mean(&run.rank_samples, run.ranks, from_us, run.ended_us),
@@ -187,6 +187,11 @@ impl Summary {
         serde_json::to_writer(&mut out, self)?;
         writeln!(out)
     }
+}
+
+/// Of the requests of which it is known what was found, too, where engines say that at all: both rates are of the same.
+fn reachable_tokens(request: &RequestRecord) -> Option<u64> {
+    request.reachable_tokens.filter(|_| request.cached_tokens.is_some() || request.failure.is_none())
 }
 
 /// Of the requests that `tokens` says something of, the share of their prompt tokens that it says.

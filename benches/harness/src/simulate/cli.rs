@@ -270,7 +270,7 @@ pub struct RouterArguments {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Any other setting of the router, as its configuration spells it: NAME=VALUE, the value in JSON
-    #[arg(long = "set", value_name = "NAME=VALUE", value_parser = setting)]
+    #[arg(long = "set", value_name = "NAME=VALUE", value_parser = unflagged_setting)]
     pub settings: Vec<(String, Value)>,
 }
 
@@ -297,6 +297,23 @@ fn setting(text: &str) -> Result<(String, Value), String> {
     let (name, value) = text.split_once('=').ok_or_else(|| format!("no '=' in {text:?}"))?;
     let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
     Ok((name.to_owned(), value))
+}
+
+/// Settings with a flag of their own, by which reports name a run.
+const FLAGGED: [(&str, &str); 5] = [
+    ("policy", "--policy"),
+    ("seed", "--seed"),
+    ("block_size", "--block-size"),
+    ("index_shards", "--shards"),
+    ("fanout", "--fanout"),
+];
+
+fn unflagged_setting(text: &str) -> Result<(String, Value), String> {
+    let (name, value) = setting(text)?;
+    match FLAGGED.iter().find(|(setting, _)| *setting == name) {
+        Some((_, flag)) => Err(format!("{name} is set by {flag}")),
+        None => Ok((name, value)),
+    }
 }
 
 impl RouterArguments {

@@ -397,3 +397,20 @@ fn small_memories_shorten_what_fits() {
     let setup = arguments.simulate.setup(1).expect("a setup");
     assert_eq!((setup.engines[0].max_model_len, setup.engines[1].max_model_len), (511 * 64, 131_072));
 }
+
+#[test]
+fn what_names_a_run_is_set_by_its_own_flag_alone() {
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        simulate: super::Simulate,
+    }
+    let parse = |setting: &str| Arguments::try_parse_from(["test", "--set", setting]).map(|given| given.simulate);
+    assert!(parse("queue_threshold=0.5").is_ok());
+    for (setting, flag) in [("policy=latency", "--policy"), ("seed=9", "--seed"), ("block_size=32", "--block-size")] {
+        let refused = parse(setting).map_or_else(|refused| refused.to_string(), |_| String::new());
+        assert!(refused.contains(flag), "{setting}: {refused}");
+    }
+}
