@@ -189,8 +189,17 @@ impl<T> Schedule<T> {
             Policy::RoundRobin => self.in_turn(verdicts),
             Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
             Policy::PowerOfTwo => {
-                let two = self.two_drawn(draw, verdicts).into_iter().flatten();
-                self.least(draw, two, |rank| {
+                let two = self.two_drawn(draw, verdicts);
+                // What the batch booked before may have closed a rank, and so drawn one that nobody asked.
+                let candidate = numbered.candidate(in_batch);
+                let is_unknown = |position: usize| {
+                    let (rank, standing) = (&self.ranks.as_slice()[position], self.ranks.standings()[position]);
+                    !standing.suspect && !rank.project(candidate).is_exact()
+                };
+                if !settle && two.into_iter().flatten().any(is_unknown) {
+                    return Choice::AskAgain;
+                }
+                self.least(draw, two.into_iter().flatten(), |rank| {
                     let projected = rank.project(numbered.candidate(in_batch));
                     (projected.requests, projected.potential_blocks.1)
                 })
