@@ -104,7 +104,7 @@ pub(crate) struct Seat {
     pub(crate) holdings: Arc<Holdings>,
     /// How far what it publishes is trusted.
     pub(crate) source: Arc<SourceCell>,
-    /// Its learned prefill rate, which outlives its sequence actor.
+    /// Its learned speed, which outlives its sequence actor.
     pub(crate) speed: Arc<SpeedCell>,
     /// Where it is shown what its engine says of its load.
     pub(crate) engine_load: Arc<EngineLoadCell>,

@@ -88,8 +88,7 @@ impl EngineSpeed {
 
 /// A rank's speed as its sequence actor has published it.
 ///
-/// Each number stands alone, and a stale one is as good as a learned one ever is. Only the first publication must be seen
-/// whole, which is why the rate is written last and read first.
+/// Relaxed on all sides: each number stands alone, and a stale one is as good as a learned one ever is.
 ///
 /// ```
 /// use std::time::Duration;
