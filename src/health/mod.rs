@@ -27,7 +27,8 @@ pub const EJECTION_MAX: Duration = Duration::from_millis(RouterConfig::EJECTION_
 
 /// How a request that was sent to a rank went, as far as it tells of the rank's health.
 ///
-/// What the engine refuses for the request's own sake (a status of 4xx) is [`Outcome::Ok`]: it has answered.
+/// What the engine refuses for the request's own sake (a status of 4xx) is [`Outcome::Ok`]: it has answered. Exceptions:
+/// 429 is [`Outcome::Refused`]; 401, 403 and 404 are [`Outcome::Misconfigured`] if another worker accepts the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
@@ -41,6 +42,16 @@ pub enum Outcome {
     ServerError,
     /// The connection broke off before the answer's end.
     Reset,
+    /// The engine refused the request for lack of capacity (status 429 or 503).
+    Refused {
+        /// The delay that the engine requested in `Retry-After`; absent if it sent none.
+        retry_after: Option<Duration>,
+    },
+    /// The engine answered with status 401, 403 or 404, and another worker accepted the same request.
+    Misconfigured,
+    /// The answer had a success status but no valid content: wrong content type, a body that does not parse, or a
+    /// stream that ended without its end mark.
+    InvalidAnswer,
 }
 
 impl Outcome {
@@ -59,6 +70,24 @@ impl Outcome {
             Self::Timeout => "timed out",
             Self::ServerError => "server error",
             Self::Reset => "connection reset",
+            Self::Refused { .. } => "refused for lack of capacity",
+            Self::Misconfigured => "refused with 401, 403 or 404 what another worker accepts",
+            Self::InvalidAnswer => "invalid answer",
+        }
+    }
+
+    /// Its name in labels and log fields.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::ConnectFailed => "connect_failed",
+            Self::Timeout => "timeout",
+            Self::ServerError => "server_error",
+            Self::Reset => "reset",
+            Self::Refused { .. } => "refused",
+            Self::Misconfigured => "misconfigured",
+            Self::InvalidAnswer => "invalid_answer",
         }
     }
 }

@@ -100,6 +100,19 @@ fn five_failures_in_a_row_eject_and_a_success_between_resets() {
 }
 
 #[test]
+fn refusals_misconfiguration_and_invalid_answers_count_as_failures() {
+    let refused = Outcome::Refused { retry_after: Some(Duration::from_secs(1)) };
+    for outcome in [refused, Outcome::Misconfigured, Outcome::InvalidAnswer] {
+        let mut pool = Pool::new(RULES, 4);
+        (0..4).for_each(|_| pool.outcome(0, outcome, at(1)));
+        assert_eq!(pool.ejected(), NOBODY, "{outcome:?}");
+        pool.outcome(0, outcome, at(1));
+        assert_eq!(pool.ejected(), [0], "{outcome:?}");
+        assert!(pool.of(0).why.ends_with(outcome.name()), "{}", pool.of(0).why);
+    }
+}
+
+#[test]
 fn each_ejection_lasts_longer_up_to_a_cap_and_good_times_are_counted_in() {
     let mut pool = Pool::new(RULES, 4);
     let mut now = 0;
@@ -230,7 +243,11 @@ fn acts() -> impl Strategy<Value = Act> {
         Just(Outcome::ConnectFailed),
         Just(Outcome::Timeout),
         Just(Outcome::ServerError),
-        Just(Outcome::Reset)
+        Just(Outcome::Reset),
+        prop::option::of(0..90u64)
+            .prop_map(|seconds| Outcome::Refused { retry_after: seconds.map(Duration::from_secs) }),
+        Just(Outcome::Misconfigured),
+        Just(Outcome::InvalidAnswer)
     ];
     prop_oneof![
         4 => (0..9u64, outcome).prop_map(|(worker, outcome)| Act::Outcome(worker, outcome)),
