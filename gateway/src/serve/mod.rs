@@ -6,6 +6,7 @@
 
 mod admin;
 mod catalog;
+mod current;
 mod ids;
 mod listener;
 pub mod metrics;
@@ -34,6 +35,7 @@ use tokio::time::Instant;
 use self::metrics::Meters;
 use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
 use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
+use current::Current;
 use ids::Ids;
 use listener::{Listener, ListenerOptions};
 use models::Models;
@@ -80,24 +82,26 @@ pub enum GatewayError {
     },
 }
 
-/// What every request is served with.
+/// What every request is served with: a snapshot that a reload replaces. What belongs to the process and outlives a reload,
+/// such as counts and the state of draining, is behind an `Arc` that snapshots share.
+#[derive(Clone)]
 pub(crate) struct App {
-    pub(crate) settings: Settings,
-    pub(crate) models: Models,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) models: Arc<Models>,
     pub(crate) upstream: Upstream,
-    pub(crate) readiness: Readiness,
+    pub(crate) readiness: Arc<Readiness>,
     pub(crate) metrics: Option<Metrics>,
-    pub(crate) tenants: Tenants,
+    pub(crate) tenants: Arc<Tenants>,
     /// `Authorization` for workers, in place of the clients' own.
     pub(crate) worker_key: Option<HeaderValue>,
     pub(crate) meters: Arc<Meters>,
-    pub(crate) retry_budget: RetryBudget,
-    pub(crate) broken_streams: Rarely,
-    pub(crate) ids: Ids,
+    pub(crate) retry_budget: Arc<RetryBudget>,
+    pub(crate) broken_streams: Arc<Rarely>,
+    pub(crate) ids: Arc<Ids>,
     /// When the gateway started, in seconds of Unix: the date of its models.
     pub(crate) created: u64,
     /// It takes no more requests.
-    closing: AtomicBool,
+    closing: Arc<AtomicBool>,
 }
 
 impl App {
@@ -111,19 +115,19 @@ impl App {
     ) -> Self {
         let now = Instant::now();
         Self {
-            tenants: Tenants::new(&settings.tenants, secrets),
+            tenants: Arc::new(Tenants::new(&settings.tenants, secrets)),
             worker_key: secrets.worker_api_key.as_ref().and_then(Secret::bearer),
-            readiness: Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms)),
+            readiness: Arc::new(Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms))),
             metrics,
-            retry_budget: RetryBudget::new(settings.gateway.retry_share_max, now),
-            settings,
-            models,
+            retry_budget: Arc::new(RetryBudget::new(settings.gateway.retry_share_max, now)),
+            settings: Arc::new(settings),
+            models: Arc::new(models),
             upstream,
             meters: Arc::new(Meters::new()),
-            broken_streams: Rarely::new(BROKEN_STREAMS_SAID_EVERY),
-            ids: Ids::new(),
+            broken_streams: Arc::new(Rarely::new(BROKEN_STREAMS_SAID_EVERY)),
+            ids: Arc::new(Ids::new()),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            closing: AtomicBool::new(false),
+            closing: Arc::new(AtomicBool::new(false)),
         }
     }
 
@@ -135,7 +139,7 @@ impl App {
 
 /// A running gateway.
 pub struct Gateway {
-    app: Arc<App>,
+    current: Current,
     clients: Listener,
     /// Ends with the gateway.
     _upkeep: JoinSet<()>,
@@ -170,20 +174,20 @@ impl Gateway {
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
-        let app = Arc::new(App::new(settings, &secrets, models, upstream, metrics));
-        upkeep.spawn(models::warn_of_unread(Arc::clone(&app)));
+        let current = Current::new(App::new(settings, &secrets, models, upstream, metrics));
+        upkeep.spawn(models::warn_of_unread(current.clone()));
         let admin = match token {
             Some((listen, token)) => {
-                let routes = admin::routes(Arc::clone(&app), token, routes::common(&app, true));
+                let routes = admin::routes(current.clone(), token);
                 let options = ListenerOptions { name: "admin", tls: None, ..options.clone() };
                 let admin = Listener::start(listen, options, routes).await;
                 Some(admin.map_err(|error| GatewayError::Listen { address: listen, error })?)
             }
             None => None,
         };
-        let clients = Listener::start(listen, options, routes::clients(Arc::clone(&app))).await;
+        let clients = Listener::start(listen, options, routes::clients(current.clone())).await;
         let clients = clients.map_err(|error| GatewayError::Listen { address: listen, error })?;
-        Ok(Self { app, clients, admin, _upkeep: upkeep })
+        Ok(Self { current, clients, admin, _upkeep: upkeep })
     }
 
     /// Where clients connect.
@@ -200,22 +204,23 @@ impl Gateway {
 
     /// The router of a model.
     #[must_use]
-    pub fn router(&self, model: &str) -> Option<&Router> {
-        self.app.models.find(model).map(|(model, _)| &model.router)
+    pub fn router(&self, model: &str) -> Option<Router> {
+        self.current.get().models.find(model).map(|(model, _)| model.router.clone())
     }
 
     /// Makes `/ready` say no from now on; everything is still answered.
     pub fn begin_drain(&self) {
-        self.app.readiness.drain();
+        self.current.get().readiness.drain();
     }
 
     /// Takes no more connections and requests, waits up to `deadline` for those in flight, and ends.
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
-        self.app.closing.store(true, Ordering::Relaxed);
-        let drained = self.clients.drain(deadline, || self.app.meters.deadline_passed()).await;
+        let app = self.current.get();
+        app.closing.store(true, Ordering::Relaxed);
+        let drained = self.clients.drain(deadline, || app.meters.deadline_passed()).await;
         // Operators may look until the end.
-        self.app.models.shutdown().await;
+        app.models.shutdown().await;
         if let Some(admin) = self.admin {
             admin.drain(ADMIN_DRAIN, || {}).await;
         }

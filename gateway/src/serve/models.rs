@@ -15,7 +15,7 @@ use pointsman::error::StartError;
 use pointsman::{Router, WorkerEntry};
 use tokio::time::sleep;
 
-use super::App;
+use super::current::Current;
 use super::metrics::ModelMeters;
 use super::sources;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
@@ -183,8 +183,10 @@ impl Model {
 
 /// Says once, when workers have had the time to be found, of which models' workers no KV events can be read: the usual case
 /// is an engine that cannot be asked where it publishes, and nothing else would ever tell.
-pub(super) async fn warn_of_unread(app: Arc<App>) {
-    sleep(Duration::from_millis(app.settings.gateway.warm_up_ms)).await;
+pub(super) async fn warn_of_unread(current: Current) {
+    let warm_up = Duration::from_millis(current.get().settings.gateway.warm_up_ms);
+    sleep(warm_up).await;
+    let app = current.get();
     for model in app.models.all().iter().filter(|model| model.router.config().use_kv_events) {
         let workers = model.router.workers();
         let unread = workers.iter().filter(|entry| entry.config.kv_events.is_none()).count();

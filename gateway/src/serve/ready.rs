@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::{Instant, timeout};
 
 use super::App;
+use super::current::Current;
 use super::models::Model;
 use crate::openai::ApiError;
 
@@ -154,10 +155,9 @@ async fn ejected(model: &Model) -> BTreeSet<WorkerRank> {
     ejected.map(|health| health.rank).collect()
 }
 
-/// `/live` and `/ready`, and `/metrics` where it is wanted.
-pub(crate) fn routes(with_metrics: bool) -> Router<Arc<App>> {
-    let probes = Router::new().route("/live", get(|| async { "live\n" })).route("/ready", get(ready));
-    if with_metrics { probes.route("/metrics", get(metrics)) } else { probes }
+/// `/live` and `/ready`, for clients and operators.
+pub(crate) fn routes() -> Router<Current> {
+    Router::new().route("/live", get(|| async { "live\n" })).route("/ready", get(ready))
 }
 
 /// What `/ready` is asked.
@@ -190,7 +190,13 @@ async fn ready(State(app): State<Arc<App>>, asked: Result<Query<Asked>, QueryRej
     (status, Json(verdict)).into_response()
 }
 
-async fn metrics(State(app): State<Arc<App>>) -> Response {
+/// `/metrics` for clients, where `metrics_public` is true.
+pub(crate) async fn public_metrics(State(app): State<Arc<App>>) -> Response {
+    if app.settings.gateway.metrics_public { metrics(State(app)).await } else { ApiError::not_found().into_response() }
+}
+
+/// `/metrics`.
+pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Response {
     match &app.metrics {
         Some(metrics) => metrics.page().await,
         None => (StatusCode::NOT_FOUND, "the embedding process has a recorder of its own\n").into_response(),

@@ -16,13 +16,13 @@ use axum::routing::{get, post};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
+use super::current::Current;
 use super::{catalog, proxy, ready};
 use crate::openai::{ApiError, Endpoint, request_id};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-pub(super) fn clients(app: Arc<App>) -> Router {
-    let common = common(&app, app.settings.gateway.metrics_public);
+pub(super) fn clients(current: Current) -> Router {
     let ask = |endpoint: Endpoint| {
         post(move |state, request| proxy::answer(endpoint, state, request))
             .fallback(|| async { ApiError::method_not_allowed("POST") })
@@ -34,12 +34,13 @@ pub(super) fn clients(app: Arc<App>) -> Router {
     routes
         .route("/v1/models", get(catalog::list))
         .route("/v1/models/{*id}", get(catalog::one))
-        .with_state(Arc::clone(&app))
-        .merge(common)
+        .route("/metrics", get(ready::public_metrics))
+        .merge(ready::routes())
+        .with_state(current.clone())
         .fallback(|| async { ApiError::not_found() })
         .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(from_fn_with_state(app, named))
+        .layer(from_fn_with_state(current, named))
 }
 
 /// Gives a request that has no name, or none that is fit, one; its answer bears the same.
@@ -50,11 +51,6 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     let mut answer = next.run(request).await;
     answer.headers_mut().insert(REQUEST_ID, id);
     answer
-}
-
-/// How the process is: the same for clients and operators.
-pub(super) fn common(app: &Arc<App>, with_metrics: bool) -> Router {
-    ready::routes(with_metrics).with_state(Arc::clone(app))
 }
 
 /// The panic itself has been told by the hook; what it says is nobody else's business.

@@ -94,10 +94,13 @@ async fn started(settings: Settings) -> Result<Ended, String> {
 
 /// Runs a gateway until the first of `signals` has drained it, or the second one ends it at once.
 pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) -> Ended {
-    let settings = &gateway.app.settings.gateway;
-    let drain_delay = Duration::from_millis(settings.drain_delay_ms);
-    let drain_timeout = Duration::from_millis(settings.drain_timeout_ms);
-    let Some(signal) = signals.recv().await else {
+    let signal = signals.recv().await;
+    // As they are now: a reload may have changed them.
+    let app = gateway.current.get();
+    let drain_delay = Duration::from_millis(app.settings.gateway.drain_delay_ms);
+    let drain_timeout = Duration::from_millis(app.settings.gateway.drain_timeout_ms);
+    drop(app);
+    let Some(signal) = signal else {
         // Whoever sends signals has gone, and nobody could end it any more.
         return Ended::Drained(gateway.shutdown(drain_timeout).await);
     };

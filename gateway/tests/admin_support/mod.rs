@@ -85,7 +85,7 @@ impl Asked {
         Self { gateway: Gateway::start(settings()).await.expect("the gateway starts") }
     }
 
-    pub(crate) fn router(&self) -> &Router {
+    pub(crate) fn router(&self) -> Router {
         self.gateway.router(MODEL).expect("the model is there")
     }
 

@@ -125,7 +125,7 @@ fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model
     let is_meant =
         |model: &&Arc<Model>| model.settings.name == name || model.settings.aliases.iter().any(|a| a == name);
     let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "there is no such model");
-    admin.app.models.all().iter().find(is_meant).cloned().ok_or_else(unknown)
+    admin.app().models.all().iter().find(is_meant).cloned().ok_or_else(unknown)
 }
 
 impl FromRequestParts<Arc<Admin>> for ModelAt {

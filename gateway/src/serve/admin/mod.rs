@@ -25,7 +25,8 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post, put};
 use tokio::sync::{Mutex, Semaphore};
 
-use super::App;
+use super::current::Current;
+use super::{App, ready};
 use crate::openai::{ApiError, ErrorType};
 pub(crate) use auth::Token;
 pub use auth::TokenError;
@@ -42,7 +43,7 @@ const DUMPS_MAX: usize = 2;
 
 /// What every request of an operator is served with.
 struct Admin {
-    app: Arc<App>,
+    current: Current,
     token: Token,
     denials: Denials,
     /// Held while the set of workers is changed: a patch must not bring back what was removed meanwhile.
@@ -50,11 +51,19 @@ struct Admin {
     dumps: Arc<Semaphore>,
 }
 
-/// What is answered on the operators' listener. `common` are paths that other listeners may have, too; here they need
-/// the token like any other.
-pub(super) fn routes(app: Arc<App>, token: Token, common: Router) -> Router {
+impl Admin {
+    /// What requests are served with now.
+    fn app(&self) -> Arc<App> {
+        self.current.get()
+    }
+}
+
+/// What is answered on the operators' listener. Paths that the clients' listener has, too, need the token here like any
+/// other.
+pub(super) fn routes(current: Current, token: Token) -> Router {
+    let common = ready::routes().route("/metrics", get(ready::metrics)).with_state(current.clone());
     let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
-    let admin = Arc::new(Admin { app, token, denials: Denials::new(), changes, dumps });
+    let admin = Arc::new(Admin { current, token, denials: Denials::new(), changes, dumps });
     Router::new()
         .route("/admin/config", get(reports::settings))
         .route("/admin/models", get(reports::models))

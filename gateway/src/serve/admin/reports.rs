@@ -16,7 +16,7 @@ use crate::serve::models::Model;
 use crate::settings::ModelSettings;
 
 pub(super) async fn models(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    let models: Vec<Value> = admin.app.models.all().iter().map(|model| shown(model)).collect();
+    let models: Vec<Value> = admin.app().models.all().iter().map(|model| shown(model)).collect();
     Json(json!({ "models": models }))
 }
 
@@ -93,7 +93,7 @@ pub(super) async fn config(ModelAt(model): ModelAt) -> Result<Json<Value>, ApiEr
 
 /// The settings as they were loaded: of secrets the names of their files.
 pub(super) async fn settings(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
-    let settings = &admin.app.settings;
+    let settings = &admin.app().settings;
     let models: Result<Vec<Value>, ApiError> = settings.models.iter().map(model_settings).collect();
     Ok(Json(json!({
         "gateway": written(&settings.gateway)?,
