@@ -35,7 +35,7 @@ impl Process {
         command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"]);
         command.args(["--model", "mock", "--worker", &engine.url()]);
         // Nobody shall change what is tested.
-        command.env_clear().stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        command.env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().expect("the binary is there");
         let mut log = BufReader::new(child.stderr.take().expect("it is piped")).lines();
         let listening = async {

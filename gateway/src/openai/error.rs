@@ -14,6 +14,8 @@ use pointsman::schedule::Rejection;
 use pointsman::select::Filter;
 use serde_json::json;
 
+use crate::serve::telemetry::ErrorCode;
+
 use super::headers::{CLASS, PRIORITY_JUMP, SESSION_ID};
 
 /// Characters of a client's own words that an error says back.
@@ -299,6 +301,7 @@ impl IntoResponse for ApiError {
         if closes_connection {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
+        response.extensions_mut().insert(ErrorCode(code));
         response
     }
 }

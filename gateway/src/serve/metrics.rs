@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram, Unit};
+use pointsman::Placement;
 use tokio::time::Instant;
 
+use super::telemetry::AccessRecord;
 use crate::openai::Endpoint;
 
 /// How a metric moves.
@@ -274,6 +276,10 @@ pub(crate) struct Account {
     is_sent: bool,
     is_answered: bool,
     is_over: bool,
+    /// What the access line says.
+    pub(crate) access: AccessRecord,
+    status: u16,
+    outcome: &'static str,
 }
 
 impl Account {
@@ -288,6 +294,9 @@ impl Account {
             is_sent: false,
             is_answered: false,
             is_over: false,
+            access: AccessRecord::default(),
+            status: CLIENT_LEFT,
+            outcome: "client_gone",
         }
     }
 
@@ -305,8 +314,9 @@ impl Account {
         self.elsewhere += then.elapsed();
     }
 
-    /// It goes to a worker; only the first time counts.
-    pub(crate) fn sent(&mut self) {
+    /// It goes to the placement's worker; only the first time counts.
+    pub(crate) fn sent(&mut self, placement: &Placement) {
+        self.access.attempted(placement);
         if !std::mem::replace(&mut self.is_sent, true) {
             self.meters.overhead.record(self.started.elapsed().saturating_sub(self.elsewhere));
         }
@@ -320,13 +330,15 @@ impl Account {
     /// The client is told a status.
     pub(crate) fn answered(&mut self, status: StatusCode) {
         if !std::mem::replace(&mut self.is_answered, true) {
-            self.model.answered(self.endpoint, status.as_u16());
+            self.status = status.as_u16();
+            self.model.answered(self.endpoint, self.status);
         }
     }
 
     /// The answer has come to its end.
     pub(crate) fn complete(&mut self) {
         if !std::mem::replace(&mut self.is_over, true) {
+            self.outcome = self.access.outcome_of(self.status);
             self.model.whole.record(self.started.elapsed());
         }
     }
@@ -334,19 +346,19 @@ impl Account {
     /// The answer was cut off.
     pub(crate) fn broke(&mut self, why: StreamBreak) {
         if !std::mem::replace(&mut self.is_over, true) {
+            self.outcome = why.name();
             self.meters.broken[why as usize].increment(1);
         }
     }
-}
 
-impl Drop for Account {
-    fn drop(&mut self) {
-        self.meters.in_flight.decrement(1.0);
+    /// The request has ended, however that came about.
+    fn end(&mut self) {
         if self.is_over {
             return;
         }
         if std::thread::panicking() {
             self.answered(StatusCode::INTERNAL_SERVER_ERROR);
+            self.outcome = "failed";
             return;
         }
         if self.meters.is_deadline_passed.load(Ordering::Relaxed) {
@@ -354,11 +366,21 @@ impl Drop for Account {
                 true => self.broke(StreamBreak::Drain),
                 false => self.answered(StatusCode::SERVICE_UNAVAILABLE),
             }
+            self.outcome = StreamBreak::Drain.name();
             return;
         }
         self.meters.client_gone.increment(1);
         if !self.is_answered {
             self.model.answered(self.endpoint, CLIENT_LEFT);
         }
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.meters.in_flight.decrement(1.0);
+        self.end();
+        let (endpoint, model) = (self.endpoint.name(), &self.model.model);
+        self.access.write(endpoint, model, self.status, self.outcome, self.started.elapsed());
     }
 }

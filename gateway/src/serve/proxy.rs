@@ -23,6 +23,7 @@ use tokio::time::Instant;
 
 use super::App;
 use super::metrics::Account;
+use super::telemetry::ErrorCode;
 use super::tenants::Tenant;
 use crate::openai::{ApiError, Ask, Edits, Endpoint, RequestTerms, request_id, to_client};
 use answer::Answer;
@@ -35,11 +36,14 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     let mut account = Account::begin(&app.meters, endpoint);
     // The routes have given it one, and put it on whatever is answered.
     let request_id = request_id(&head.headers).unwrap_or_default();
+    account.access.request_id = request_id.to_owned();
     let passed = pass(&app, &mut account, endpoint, &head.headers, request_id, body).await;
     let response = match passed {
         Ok(begin) => return begun(&app, account, begin, request_id),
         Err(response) => response,
     };
+    account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
+    account.access.is_answered_by_worker = account.access.error.is_none();
     account.answered(response.status());
     account.complete();
     response
@@ -63,6 +67,7 @@ async fn pass(
             return Err(refused(error));
         }
     };
+    account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     app.retry_budget.requested(account.started());
     let body = take_in(account, limits, body).await?;
     let ask = Ask::parse(endpoint, body).map_err(refused)?;
@@ -82,6 +87,7 @@ async fn pass(
         cache_salt: tenant_salt.as_deref(),
     };
     let tokens = model.tokens.of(&ask.prompt, ask.model.as_deref().unwrap_or(upstream_name)).await;
+    account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
     let request = RouteRequest {
         lora_name: adapter,
         cache_salt: tenant_salt.as_deref().or(ask.cache_salt.as_deref()),
@@ -104,7 +110,9 @@ fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -
     let Begin { placement, head, body, output_tokens } = begin;
     account.first_byte();
     account.answered(head.status);
-    tracing::debug!(?request_id, rank = %placement.rank(), status = head.status.as_u16(), "answered");
+    account.access.is_answered_by_worker = true;
+    let (worker, rank) = (placement.endpoint(), placement.rank().rank);
+    tracing::debug!(request_id, worker, rank, status = head.status.as_u16(), "answered");
     let headers = to_client(&head.headers, request_id);
     let content_type = head.headers.get(CONTENT_TYPE);
     let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));

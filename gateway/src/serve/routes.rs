@@ -9,18 +9,28 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue};
+use axum::http::{HeaderName, HeaderValue, Method};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
+use tokio::time::Instant;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
 use super::current::Current;
+use super::telemetry::{AccessRecord, ErrorCode};
 use super::{catalog, proxy, ready};
 use crate::openai::{ApiError, Endpoint, request_id};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+const ENDPOINTS: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
+
+/// Paths without an access line: machines request them every few seconds.
+const PROBES: [&str; 3] = ["/live", "/ready", "/metrics"];
+
+/// Characters of a path in an access line.
+const PATH_CHARS_MAX: usize = 128;
 
 pub(super) fn clients(current: Current) -> Router {
     let ask = |endpoint: Endpoint| {
@@ -28,7 +38,7 @@ pub(super) fn clients(current: Current) -> Router {
             .fallback(|| async { ApiError::method_not_allowed("POST") })
     };
     let mut routes = Router::new();
-    for endpoint in [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses] {
+    for endpoint in ENDPOINTS {
         routes = routes.route(endpoint.path(), ask(endpoint));
     }
     routes
@@ -48,9 +58,27 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
     let id = HeaderValue::try_from(id).expect("it was a header, or is hexadecimal");
     request.headers_mut().insert(REQUEST_ID, id.clone());
+    let unrouted = (!is_routed(&request)).then(|| (path_of(&request), Instant::now()));
     let mut answer = next.run(request).await;
+    if let Some((path, started)) = unrouted.filter(|(path, _)| !PROBES.contains(&path.as_str())) {
+        let request_id = id.to_str().unwrap_or_default().to_owned();
+        let error = answer.extensions().get().map(|ErrorCode(code)| *code);
+        let record = AccessRecord::unrouted(request_id, path, error);
+        let status = answer.status().as_u16();
+        record.write("other", "", status, record.outcome_of(status), started.elapsed());
+    }
     answer.headers_mut().insert(REQUEST_ID, id);
     answer
+}
+
+/// Whether the request goes to an endpoint that writes its own access line.
+fn is_routed(request: &Request) -> bool {
+    request.method() == Method::POST && ENDPOINTS.iter().any(|endpoint| endpoint.path() == request.uri().path())
+}
+
+/// The beginning of the path, without the query: clients put keys there.
+fn path_of(request: &Request) -> String {
+    request.uri().path().chars().take(PATH_CHARS_MAX).collect()
 }
 
 /// The panic itself has been told by the hook; what it says is nobody else's business.

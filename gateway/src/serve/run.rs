@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
-use super::telemetry::{Metrics, parse_level, start_log};
+use super::telemetry::{AccessLog, Metrics, parse_level, start_log};
 use super::{Drained, Gateway};
 use crate::settings::Settings;
 
@@ -65,13 +65,19 @@ pub fn run(settings: Settings) -> ExitCode {
     };
     // The log counts what it drops: the recorder comes first.
     drop(Metrics::install());
-    let log = start_log(level, settings.gateway.log_format);
+    let access_log = &settings.gateway.access_log;
+    let Some(access) = AccessLog::parse(access_log) else {
+        return unusable(&format!("gateway.access_log: {access_log:?} names no log"));
+    };
+    let logs = match start_log(level, settings.gateway.log_format, &access) {
+        Ok(logs) => logs,
+        Err(error) => return unusable(&format!("gateway.access_log: {access_log:?} cannot be opened: {error}")),
+    };
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
     let ended = runtime.block_on(started(settings));
     // Nobody waits for a tokenizer's thread.
     runtime.shutdown_background();
-    // What could not be written in time has no reader.
-    let _ = log.flush();
+    logs.flush();
     match ended {
         Ok(Ended::Drained(_)) => ExitCode::SUCCESS,
         Ok(Ended::AtOnce(signal)) => ExitCode::from(signal.exit_code()),
@@ -88,7 +94,8 @@ async fn started(settings: Settings) -> Result<Ended, String> {
         Some(_) = signals.recv() => return Ok(Ended::Drained(Drained { broken: 0 })),
         gateway = Gateway::start(settings) => gateway.map_err(|error| error.to_string())?,
     };
-    tracing::info!(address = %gateway.address(), version = env!("CARGO_PKG_VERSION"), "listening");
+    let admin_address = gateway.admin_address().map(tracing::field::display);
+    tracing::info!(address = %gateway.address(), admin_address, version = env!("CARGO_PKG_VERSION"), "listening");
     Ok(run_until(gateway, signals).await)
 }
 

@@ -2,8 +2,9 @@
 //!
 //! Owns the subscriber of the log, the recorder of metrics, and the page that is made of them. Promises that a log that
 //! nobody reads never holds a request up: lines that find its queue full are dropped and counted. Leaves what is said and
-//! counted to those who know it; nobody says a line for each request at `info`.
+//! counted to those who know it.
 
+mod access;
 mod log;
 mod process;
 
@@ -16,6 +17,8 @@ use metrics::Unit;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::sync::Mutex;
 
+pub use access::AccessLog;
+pub(crate) use access::{AccessRecord, ErrorCode};
 pub(crate) use log::start_log;
 pub use log::{LevelError, parse_level};
 

@@ -90,6 +90,9 @@ pub struct GatewaySettings {
     pub log_level: String,
     /// How.
     pub log_format: LogFormat,
+    /// Where the access log goes, one JSON object a line for each request: `stdout`, `stderr`, `off`, or the absolute
+    /// path of a file.
+    pub access_log: String,
 }
 
 /// How log lines are written.
@@ -129,6 +132,7 @@ impl Default for GatewaySettings {
             warm_up_ms: 30_000,
             log_level: "info".to_owned(),
             log_format: LogFormat::Text,
+            access_log: "stdout".to_owned(),
         }
     }
 }

@@ -102,6 +102,7 @@ fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<Strin
         Kind::Number => "0.375".to_owned(),
         Kind::Choice(names) => (*names.iter().rev().find(|name| default != Some(&Value::from(**name)))?).to_owned(),
         Kind::Text if name == "log_level" => "trace".to_owned(),
+        Kind::Text if name == "access_log" => "off".to_owned(),
         Kind::Text | Kind::File => "other".to_owned(),
         Kind::Address => "127.0.0.1:9".to_owned(),
         Kind::Structured => return None,
@@ -399,6 +400,7 @@ fn rules_between_sections_are_told_at_once() {
         body_bytes_max = 1023
         retry_share_max = 1.5
         log_level = "loud"
+        access_log = "access.jsonl"
         [admin]
         [[models]]
         name = "m"
@@ -427,6 +429,7 @@ fn rules_between_sections_are_told_at_once() {
         "gateway.attempts_max is 11, must be 1 to 10 (file)",
         "gateway.retry_share_max is 1.5, must be between 0 and 1 (file)",
         "gateway.log_level is \"loud\", must be off, error, warn, info, debug or trace, or targets",
+        "gateway.access_log is \"access.jsonl\", must be stdout, stderr, off, or the absolute path of a file (file)",
         "admin.listen is 127.0.0.1:8081, must be an address apart from gateway.listen, 0.0.0.0:8081 (default)",
         "admin.token_file is \"\", must be the path of a file: there is no admin listener without a token (default)",
         "models[0].aliases[1] is \"n\", must be another name than models[0].aliases[0] (file)",

@@ -12,7 +12,7 @@ use std::path::Path;
 use pointsman::DnsNames;
 use pointsman::discovery::{FileFormat, HttpUrl};
 
-use crate::serve::telemetry::parse_level;
+use crate::serve::telemetry::{AccessLog, parse_level};
 
 use super::{ModelSettings, Settings, TokenSourceChoice};
 
@@ -133,6 +133,9 @@ impl Settings {
         rules.check("gateway.retry_share_max", share, (0.0..=1.0).contains(&share), "between 0 and 1");
         let level_rule = "off, error, warn, info, debug or trace, or targets with these, such as info,pointsman=debug";
         rules.text("gateway.log_level", &gateway.log_level, parse_level(&gateway.log_level).is_ok(), level_rule);
+        let access_log = &gateway.access_log;
+        let is_known = AccessLog::parse(access_log).is_some();
+        rules.text("gateway.access_log", access_log, is_known, "stdout, stderr, off, or the absolute path of a file");
     }
 
     fn check_admin(&self, rules: &mut Rules) {

@@ -14,7 +14,6 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use pointsman::answer::AnswerKind;
 use pointsman::health::Outcome;
-use pointsman::protocol::WorkerRank;
 use pointsman::{PlacedBody, Placement};
 use tokio::time::{Instant, Sleep, sleep_until};
 
@@ -81,7 +80,7 @@ pub(super) struct Answer {
     account: Account,
     /// Absent once it was cut off: the booking and the worker's connection have ended then.
     body: Option<PlacedBody<Begun>>,
-    rank: WorkerRank,
+    is_streamed: bool,
     idle_max: Duration,
     /// Since when the worker has been silent; absent while it is not, or while nobody listens.
     silent_since: Option<Instant>,
@@ -100,16 +99,32 @@ impl Answer {
         kind: AnswerKind,
         output_tokens: Option<u32>,
     ) -> Self {
-        let (app, rank) = (Arc::clone(app), placement.rank());
+        let (app, is_streamed) = (Arc::clone(app), kind == AnswerKind::Events);
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
         let body = placement.wrap_body(body, kind);
         let body = Some(match output_tokens {
             Some(tokens) => body.expecting(tokens),
             None => body,
         });
-        let mut answer = Self { app, account, body, rank, idle_max, silent_since: None, alarm: None, untold: None };
+        let mut answer =
+            Self { app, account, body, is_streamed, idle_max, silent_since: None, alarm: None, untold: None };
         answer.look_for_the_end();
         answer
+    }
+
+    /// Records when the first token of a stream came.
+    fn look_for_the_first_token(&mut self) {
+        let has_output = || self.body.as_ref().is_some_and(|body| body.output_tokens() > 0);
+        if self.is_streamed && self.account.access.first_token.is_none() && has_output() {
+            self.account.access.first_token = Some(self.account.started().elapsed());
+        }
+    }
+
+    /// Records what the worker reported until now.
+    fn record_usage(&mut self) {
+        if let Some(body) = &self.body {
+            self.account.access.used(body.usage(), body.output_tokens());
+        }
     }
 
     /// Bodies of a length that is known are not asked for more after their last byte.
@@ -122,10 +137,13 @@ impl Answer {
     /// Ends the booking now, and tells the server at its next look: one that hears of an error drops what it has not yet
     /// written, head and all, and it writes whenever a body has nothing for it.
     fn cut(&mut self, why: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        self.record_usage();
         self.body = None;
         self.account.broke(why);
         if let Some(unsaid) = self.app.broken_streams.may_say(Instant::now()) {
-            tracing::warn!(rank = %self.rank, reason = why.name(), unsaid, "an answer was cut off: {cut}");
+            let request_id = self.account.access.request_id.as_str();
+            let (worker, rank) = self.account.access.worker();
+            tracing::warn!(request_id, worker, rank, reason = why.name(), unsaid, "an answer was cut off: {cut}");
         }
         self.untold = Some(cut);
         context.waker().wake_by_ref();
@@ -148,6 +166,12 @@ impl Answer {
     }
 }
 
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.record_usage();
+    }
+}
+
 impl Body for Answer {
     type Data = Bytes;
     type Error = Cut;
@@ -157,6 +181,7 @@ impl Body for Answer {
         match Pin::new(body).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.silent_since = None;
+                self.look_for_the_first_token();
                 self.look_for_the_end();
                 Poll::Ready(Some(Ok(frame)))
             }

@@ -142,7 +142,8 @@ impl Errand<'_> {
             }
             tracing::debug!(
                 request_id = self.request_id,
-                rank = %placement.rank(),
+                worker = placement.endpoint(),
+                rank = placement.rank().rank,
                 attempt,
                 reason = failure.reason().name(),
                 "a try came to nothing"
@@ -211,7 +212,7 @@ impl Errand<'_> {
         placement: &Placement,
     ) -> Result<(axum::http::response::Parts, Begun), Failure> {
         let request = self.request(placement).map_err(Failure::Silence)?;
-        account.sent();
+        account.sent(placement);
         let settings = &self.app.settings.gateway;
         let within = if self.is_streamed { settings.first_byte_timeout_ms } else { settings.answer_timeout_ms };
         let within = Duration::from_millis(within);

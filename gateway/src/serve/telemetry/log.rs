@@ -1,8 +1,9 @@
-//! The log: lines on stderr.
+//! The log: lines on stderr, and the access log beside it.
 //!
 //! Owns the rules of `log_level`, and the queue between those who log and whoever reads stderr. Promises that logging
 //! never waits for the reader. Leaves what is logged to others.
 
+use std::fs::File;
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
@@ -14,6 +15,7 @@ use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
+use super::access::{ACCESS_TARGET, AccessLog};
 use crate::settings::LogFormat;
 
 /// Lines that wait for stderr.
@@ -70,21 +72,63 @@ fn named_level(name: &str) -> Option<LevelFilter> {
     levels.into_iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, level)| level)
 }
 
-/// Starts the log; a process that has a subscriber already keeps it.
-pub(crate) fn start_log(level: Targets, format: LogFormat) -> Log {
+/// Starts the log and the access log; a process that has a subscriber already keeps it.
+///
+/// # Errors
+/// The access log's file cannot be opened.
+pub(crate) fn start_log(level: Targets, format: LogFormat, access: &AccessLog) -> io::Result<Logs> {
     let (log, writer) = Log::to(io::stderr());
     let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);
+    // Spans are the actor library's own, and name nothing that an operator knows.
     let layer = match format {
         LogFormat::Text => layer.with_ansi(false).boxed(),
-        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).with_current_span(false).with_span_list(false).boxed(),
     };
+    let layer = layer.with_filter(quiet(level).with_target(ACCESS_TARGET, LevelFilter::OFF));
+    let access: Option<(Log, Lines)> = match access {
+        AccessLog::Off => None,
+        AccessLog::Stdout => Some(Log::to(io::stdout())),
+        AccessLog::Stderr => Some(Log::to(io::stderr())),
+        AccessLog::File(path) => Some(Log::to(File::options().append(true).create(true).open(path)?)),
+    };
+    let (access, access_writer) = access.unzip();
+    let access_layer = access_writer.map(|writer| {
+        let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);
+        let layer = layer.json().flatten_event(true).with_current_span(false).with_span_list(false);
+        let layer = layer.with_level(false).with_target(false);
+        layer.with_filter(Targets::new().with_target(ACCESS_TARGET, LevelFilter::INFO))
+    });
     // Whoever came first is heard.
-    drop(tracing_subscriber::registry().with(layer.with_filter(level)).try_init());
-    log
+    drop(tracing_subscriber::registry().with(layer).with(access_layer).try_init());
+    Ok(Logs { log, access })
+}
+
+/// The level for targets that `log_level` does not name: lines below a warning of the library that speaks ZMTP name
+/// peers by random bytes, and the reader of KV events logs the same with the rank.
+fn quiet(level: Targets) -> Targets {
+    const ZMTP: &str = "zeromq";
+    let is_named = level.iter().any(|(target, _)| target.starts_with(ZMTP));
+    let is_loud = level.default_level().is_some_and(|default| default == LevelFilter::INFO);
+    if is_loud && !is_named { level.with_target(ZMTP, LevelFilter::WARN) } else { level }
+}
+
+/// The running logs.
+pub(crate) struct Logs {
+    log: Log,
+    access: Option<Log>,
+}
+
+impl Logs {
+    /// Waits a second at most for each log until all lines so far are written. Blocks: not for async threads.
+    pub(crate) fn flush(&self) {
+        // What could not be written in time has no reader.
+        let _ = self.access.as_ref().map(Log::flush);
+        let _ = self.log.flush();
+    }
 }
 
 /// A running log.
-pub(crate) struct Log {
+struct Log {
     entries: SyncSender<Entry>,
 }
 
@@ -105,7 +149,7 @@ impl Log {
     }
 
     /// Waits a second at most until all lines so far are written. Blocks: not for async threads.
-    pub(crate) fn flush(&self) -> Result<(), RecvTimeoutError> {
+    fn flush(&self) -> Result<(), RecvTimeoutError> {
         let (written, heard) = sync_channel(1);
         self.entries.try_send(Entry::Flush(written)).map_err(|_| RecvTimeoutError::Timeout)?;
         heard.recv_timeout(FLUSH_WAIT)

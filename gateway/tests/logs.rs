@@ -1,0 +1,270 @@
+//! The logs of the real process: one access line for each request, and lines about workers.
+//!
+//! Owns the process and its files: both are gone when the test is. Promises that every wait has a generous end.
+#![cfg(unix)]
+
+mod proxy_support;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+
+use proxy_support::{Act, Answer, PATIENCE, Scripted, answer, request, send, stream, stream_end, until};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
+use tokio::process::{Child, Command};
+use tokio::time::timeout;
+
+const KEY: &str = "acme-key-0123456789";
+
+/// A gateway process with a file of settings.
+struct Process {
+    child: Child,
+    address: SocketAddr,
+    log: Lines,
+    access: Lines,
+    directory: PathBuf,
+}
+
+/// The lines of one output so far.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<Value>>>);
+
+impl Lines {
+    fn of(output: impl AsyncRead + Unpin + Send + 'static) -> Self {
+        let lines = Self::default();
+        let (read, mut output) = (lines.clone(), BufReader::new(output).lines());
+        tokio::spawn(async move {
+            while let Ok(Some(line)) = output.next_line().await {
+                let line = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
+                read.0.lock().expect("whole").push(line);
+            }
+        });
+        lines
+    }
+
+    fn all(&self) -> Vec<Value> {
+        self.0.lock().expect("whole").clone()
+    }
+
+    /// The first line for which this holds.
+    async fn wait_for(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Value {
+        until(what, || self.all().iter().any(&holds)).await;
+        self.all().into_iter().find(holds).expect("it is there")
+    }
+
+    async fn message(&self, message: &str) -> Value {
+        self.wait_for(message, |line| line["message"].as_str().is_some_and(|said| said.contains(message))).await
+    }
+}
+
+impl Process {
+    /// Starts `serve` with these settings; `NAME` in them is the directory of `files`.
+    async fn start(name: &str, settings: &str, files: &[(&str, &str)]) -> Self {
+        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        for (file, content) in files.iter().chain(&[("gateway.toml", settings)]) {
+            std::fs::write(directory.join(file), content).expect("it can be written");
+        }
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
+        command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json", "--config", "gateway.toml"]);
+        command.current_dir(&directory).env_clear().kill_on_drop(true);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("the binary is there");
+        let log = Lines::of(child.stderr.take().expect("it is piped"));
+        let access = Lines::of(child.stdout.take().expect("it is piped"));
+        let listening = log.wait_for("listening", |line| line["message"] == "listening").await;
+        let address = listening["address"].as_str().expect("an address").parse().expect("an address");
+        Self { child, address, log, access, directory }
+    }
+
+    async fn post(&self, id: &str, key: &str, body: &Value) -> Answer {
+        let headers =
+            format!("x-request-id: {id}\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n");
+        request(self.address, "POST", "/v1/chat/completions", &headers, body.to_string().as_bytes()).await
+    }
+
+    /// The access line of this request.
+    async fn line(&self, id: &str) -> Value {
+        self.access.wait_for(&format!("an access line of {id}"), |line| line["request_id"] == id).await
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// The fields of a line that are the same in every run.
+fn steady(line: &Value) -> Value {
+    let mut steady = line.as_object().expect("an object").clone();
+    for (field, is_required) in [("timestamp", true), ("duration_ms", true), ("ttft_ms", false)] {
+        assert!(steady.remove(field).is_some() || !is_required, "{field} is missing: {line}");
+    }
+    steady.remove("request_id");
+    steady.into()
+}
+
+const USAGE: &str = r#"{"prompt_tokens":40,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}"#;
+
+const CHUNK: &str = "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n";
+
+fn json_answer(status: &str, body: &str) -> Vec<Act> {
+    let length = body.len();
+    let head = format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n");
+    vec![Act::Send((head + body).into_bytes())]
+}
+
+fn script(n: usize) -> Vec<Act> {
+    let whole = format!(
+        r#"{{"choices":[{{"message":{{"role":"assistant","content":"hi"}},"finish_reason":"stop"}}],"usage":{USAGE}}}"#
+    );
+    match n {
+        0 => {
+            let end = format!(
+                "data: {{\"choices\":[{{\"delta\":{{\"content\":\"b\"}},\"finish_reason\":\"stop\"}}],\"usage\":{USAGE}}}\n\ndata: [DONE]\n\n"
+            );
+            stream(&[CHUNK, &end]).into_iter().chain([stream_end()]).collect()
+        }
+        1 => json_answer("200 OK", &whole),
+        2 => stream(&[CHUNK]).into_iter().chain([Act::Close]).collect(),
+        3 => json_answer("400 Bad Request", r#"{"error":{"message":"no"}}"#),
+        4 => answer("500 Internal Server Error", ""),
+        5 => json_answer("200 OK", &whole),
+        _ => vec![Act::Hang],
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_request_writes_one_access_line() {
+    let worker = Scripted::start(script).await;
+    let settings = format!(
+        r#"
+        gateway.salt_secret_file = "salt"
+        [router]
+        policy = "round_robin"
+        health_probe_interval_ms = 0
+        [[models]]
+        name = "mock"
+        [[models.workers]]
+        url = "{}"
+        data_parallel_size = 2
+        [models.tokens]
+        source = "none"
+        [[tenants]]
+        name = "acme"
+        keys_file = "keys"
+        "#,
+        worker.url()
+    );
+    let files = [("salt", "0123456789abcdef0123456789abcdef"), ("keys", KEY)];
+    let process = Process::start("access", &settings, &files).await;
+    process.log.message("worker joined").await;
+    let chat = |stream: bool| json!({ "model": "mock", "stream": stream, "messages": [{ "role": "user", "content": "the secret prompt" }] });
+
+    assert_eq!(process.post("streamed", KEY, &chat(true)).await.status, 200);
+    assert_eq!(process.post("whole", KEY, &chat(false)).await.status, 200);
+    process.post("broken", KEY, &chat(true)).await;
+    assert_eq!(process.post("bad", KEY, &chat(false)).await.status, 400);
+    assert_eq!(process.post("retried", KEY, &chat(false)).await.status, 200);
+    assert_eq!(process.post("stranger", "not-a-key-0123456789", &chat(false)).await.status, 401);
+    let unknown = json!({ "model": "the secret prompt", "messages": [] });
+    assert_eq!(process.post("unknown", KEY, &unknown).await.status, 404);
+    let headers = format!("x-request-id: lost\r\nauthorization: Bearer {KEY}\r\n");
+    assert_eq!(request(process.address, "GET", "/v1/nothing?key=the-secret", &headers, b"").await.status, 404);
+    assert_eq!(request(process.address, "GET", "/ready", "x-request-id: probe\r\n", b"").await.status, 200);
+    let headers = format!("x-request-id: gone\r\nauthorization: Bearer {KEY}\r\n");
+    let body = chat(false).to_string();
+    let client = send(process.address, "POST", "/v1/chat/completions", &headers, body.as_bytes()).await;
+    until("the worker has it", || worker.requests().len() == 7).await;
+    drop(client);
+
+    let url = worker.url();
+    let placed = |line: &Value| {
+        assert!(line["rank"].as_u64().is_some_and(|rank| rank < 2), "{line}");
+        let mut line = steady(line);
+        line.as_object_mut().expect("an object").remove("rank");
+        line
+    };
+    let expected = |fields: Value| {
+        let mut line = json!({ "tenant": "acme", "endpoint": "chat", "model": "mock", "worker": url, "attempts": 1, "predicted_cached_tokens": 0 });
+        for (name, value) in fields.as_object().expect("fields") {
+            line[name] = value.clone();
+        }
+        line
+    };
+    let streamed = process.line("streamed").await;
+    assert!(
+        streamed["ttft_ms"].as_f64() <= streamed["duration_ms"].as_f64() && streamed["ttft_ms"].is_f64(),
+        "{streamed}"
+    );
+    let used = json!({ "status": 200, "outcome": "ok", "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 2 });
+    assert_eq!(placed(&streamed), expected(used.clone()));
+    let whole = process.line("whole").await;
+    assert_eq!((placed(&whole), &whole["ttft_ms"]), (expected(used.clone()), &Value::Null));
+    let broken = placed(&process.line("broken").await);
+    assert_eq!(broken, expected(json!({ "status": 200, "outcome": "broken", "output_tokens": 1 })));
+    let bad = placed(&process.line("bad").await);
+    assert_eq!((&bad["status"], &bad["outcome"], &bad["worker"]), (&json!(400), &json!("worker_error"), &json!(url)));
+    let retried = placed(&process.line("retried").await);
+    assert_eq!((&retried["status"], &retried["attempts"], &retried["outcome"]), (&json!(200), &json!(2), &json!("ok")));
+    let stranger = steady(&process.line("stranger").await);
+    let refused =
+        json!({ "endpoint": "chat", "status": 401, "outcome": "refused", "error": "invalid_api_key", "attempts": 0 });
+    assert_eq!(stranger, refused);
+    let unknown = steady(&process.line("unknown").await);
+    let refused = json!({ "tenant": "acme", "endpoint": "chat", "status": 404, "outcome": "refused", "error": "model_not_found", "attempts": 0 });
+    assert_eq!(unknown, refused);
+    let lost = steady(&process.line("lost").await);
+    let refused = json!({ "endpoint": "other", "path": "/v1/nothing", "status": 404, "outcome": "refused", "error": "path_not_found", "attempts": 0 });
+    assert_eq!(lost, refused);
+    let gone = process.line("gone").await;
+    assert_eq!((&gone["status"], &gone["outcome"], &gone["worker"]), (&json!(499), &json!("client_gone"), &json!(url)));
+
+    let lines = process.access.all();
+    assert_eq!(lines.len(), 9, "one line for each request, none for a probe: {lines:?}");
+    // A warning about a request names it and its worker, each quoted once.
+    let cut_off = process.log.message("an answer was cut off").await;
+    assert_eq!((&cut_off["request_id"], &cut_off["worker"]), (&json!("broken"), &json!(url)));
+    let text = serde_json::to_string(&[lines, process.log.all()]).expect("text");
+    for secret in ["the secret prompt", "the-secret", KEY, "not-a-key", "\"spans\"", "pointsman_gateway::access"] {
+        assert!(!text.contains(secret), "{secret}: {text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_access_log_goes_to_a_file_or_nowhere() {
+    let worker = Scripted::start(|_| script(1)).await;
+    let settings = |access_log: &str| {
+        format!(
+            "gateway.access_log = \"{access_log}\"\n[[models]]\nname = \"mock\"\n[[models.workers]]\nurl = \"{}\"\n\
+             [models.tokens]\nsource = \"none\"\n",
+            worker.url()
+        )
+    };
+    let chat = json!({ "messages": [{ "role": "user", "content": "hi" }] });
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("access-{}.jsonl", std::process::id()));
+    let mut process = Process::start("access-file", &settings(file.to_str().expect("text")), &[]).await;
+    assert_eq!(process.post("one", KEY, &chat).await.status, 200);
+    end(&mut process.child).await;
+    let written = std::fs::read_to_string(&file).expect("it is there");
+    let _ = std::fs::remove_file(&file);
+    let line: Value = serde_json::from_str(&written).expect("one line");
+    assert_eq!((&line["request_id"], &line["status"]), (&json!("one"), &json!(200)));
+    assert_eq!(process.access.all(), Vec::<Value>::new());
+
+    let mut process = Process::start("access-off", &settings("off"), &[]).await;
+    assert_eq!(process.post("one", KEY, &chat).await.status, 200);
+    end(&mut process.child).await;
+    assert_eq!(process.access.all(), Vec::<Value>::new());
+}
+
+/// Ends the process in order: its logs are written then.
+async fn end(child: &mut Child) {
+    let id = child.id().expect("it runs").to_string();
+    assert!(std::process::Command::new("kill").args(["-s", "TERM", &id]).status().expect("kill is there").success());
+    let ended = timeout(PATIENCE, child.wait()).await.expect("it ends in time").expect("its end is seen");
+    assert_eq!(ended.code(), Some(0));
+}
