@@ -91,22 +91,30 @@ impl Health {
         }
         self.monitor.step(input, now, &mut changes);
         for change in changes {
-            self.tell_of(change);
+            self.tell_of(shared, change);
         }
         self.publish(shared, after);
         self.arm_wake(shared, now);
     }
 
-    fn tell_of(&self, change: Change) {
+    fn tell_of(&self, shared: &Shared, change: Change) {
+        let pool = shared.config.pool.as_str();
+        let url = |rank: WorkerRank| {
+            let workers = shared.workers.borrow();
+            workers.iter().find(|known| known.worker == rank.worker).map(|known| known.config.endpoint.clone())
+        };
         match change {
             Change::Ejected { rank, cause } => {
                 match cause {
                     Cause::Probe => self.meters.probe.increment(1),
                     Cause::Outcomes => self.meters.outcomes.increment(1),
                 }
-                tracing::warn!(%rank, cause = cause.name(), "a rank is put out of service");
+                let (cause, worker) = (cause.name(), url(rank));
+                tracing::warn!(pool, worker, worker_id = %rank.worker, rank = rank.rank, cause, "rank ejected");
             }
-            Change::Returned { rank } => tracing::info!(%rank, "a rank is back in service"),
+            Change::Returned { rank } => {
+                tracing::info!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank recovered");
+            }
         }
     }
 

@@ -112,6 +112,10 @@ impl State {
                 let count = workers.len();
                 let conflicts = self.sources.desired.set(source, workers);
                 self.tell_conflicts(&conflicts);
+                if let Some(DiscoveryStatus { source: name, last_error: Some(_), .. }) = self.status(source) {
+                    let pool = self.shared.config.pool.as_str();
+                    tracing::info!(pool, source = name, workers = count, "discovery source recovered");
+                }
                 self.change_status(source, |status| (status.workers, status.last_error) = (count, None));
             }
             News::Failed(error) => self.tell_error(source, error.to_string()),
@@ -127,9 +131,10 @@ impl State {
     fn tell_conflicts(&self, conflicts: &[Conflict]) {
         let name = |source: usize| self.status(source).map_or(String::new(), |status| status.source);
         for Conflict { worker, heard, ignored } in conflicts {
+            let url = self.url_of(*worker, *heard);
             self.shared.meters.discovery_conflicts.increment(1);
             let (heard, ignored) = (name(*heard), name(*ignored));
-            tracing::warn!(%worker, heard, ignored, "two sources name one worker; the first given is heard");
+            tracing::warn!(worker = url, worker_id = %worker, heard, ignored, "two sources name one worker; the first given is heard");
         }
     }
 
@@ -139,7 +144,26 @@ impl State {
         }
         let Some(DiscoveryStatus { source: name, last_error, .. }) = self.status(source) else { return };
         if last_error.as_ref() != Some(&error) {
-            tracing::warn!(source = name, error, "a source of workers fails; its last good set stands");
+            let pool = self.shared.config.pool.as_str();
+            match self.sources.desired.of(source).map(BTreeMap::len) {
+                Some(workers) => {
+                    tracing::warn!(
+                        pool,
+                        source = name,
+                        error,
+                        workers,
+                        "discovery source failed; its last good set of workers stays in force"
+                    );
+                }
+                None => {
+                    tracing::warn!(
+                        pool,
+                        source = name,
+                        error,
+                        "discovery source failed; it has not returned any workers yet"
+                    );
+                }
+            }
             self.change_status(source, |status| status.last_error = Some(error));
         }
     }
@@ -208,12 +232,25 @@ impl State {
             let Some(status) = self.status(source) else { continue };
             let refused = refused.remove(&source).unwrap_or_default();
             for (worker, error) in refused.iter().filter(|(worker, error)| status.refused.get(worker) != Some(error)) {
-                tracing::warn!(%worker, error, "discovery names a worker that cannot be used");
+                let url = self.url_of(*worker, source);
+                tracing::warn!(worker = url, worker_id = %worker, error, "discovery names a worker that cannot be used");
             }
             if status.refused != refused {
                 self.change_status(source, |status| status.refused = refused);
             }
         }
+    }
+
+    /// The endpoint that a source names for a worker.
+    fn url_of(&self, worker: WorkerId, source: usize) -> Option<&str> {
+        let named = self.sources.desired.of(source).and_then(|set| set.get(&worker));
+        named.map(|config| config.endpoint.as_str())
+    }
+
+    /// The name of a worker's source in log lines.
+    pub(super) fn source_name(&self, source: Option<usize>) -> String {
+        let named = source.and_then(|source| self.status(source));
+        named.map_or_else(|| "by hand".to_owned(), |status| status.source)
     }
 
     fn status(&self, source: usize) -> Option<DiscoveryStatus> {

@@ -91,6 +91,11 @@ impl State {
             }
         }
         self.drained.remove(&worker);
+        if !self.workers.contains_key(&worker) {
+            let (pool, source) = (self.shared.config.pool.as_str(), self.source_name(source));
+            let (url, ranks) = (config.endpoint.as_str(), slots.len());
+            tracing::info!(pool, worker = url, worker_id = %worker, ranks, source, "worker joined");
+        }
         #[cfg(feature = "zmq")]
         let ranks: Vec<Slot> = slots.values().copied().collect();
         self.workers.insert(worker, Worker { config, traits, draining: false, slots, source });
@@ -221,8 +226,13 @@ impl State {
 
     /// Starts to remove a worker; what must end before it is gone.
     pub(super) fn retire_worker(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
-        for (rank, slot) in self.workers.remove(&worker).map(|known| known.slots).unwrap_or_default() {
-            self.retire(rank, slot);
+        if let Some(Worker { config, slots, source, .. }) = self.workers.remove(&worker) {
+            let (pool, source) = (self.shared.config.pool.as_str(), self.source_name(source));
+            let url = config.endpoint.as_str();
+            tracing::info!(pool, worker = url, worker_id = %worker, ranks = slots.len(), source, "worker left");
+            for (rank, slot) in slots {
+                self.retire(rank, slot);
+            }
         }
         if let Some(position) = self.drains.iter().position(|drain| drain.worker == worker) {
             // Removed while it was drained: the drain is over.
