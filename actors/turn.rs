@@ -63,7 +63,7 @@ impl<A: After> Afters<A> {
 
 /// An actor's state and its address, the same across restarts.
 pub(crate) struct Turn<S: Step> {
-    /// Absent before the first start and after the last stop; poisoned when a step panicked.
+    /// Absent before the first start, after a step that panicked until the restart, and after the last stop.
     state: Mutex<Option<S>>,
     inbox: Mutex<VecDeque<S::Msg>>,
     /// Messages in the inbox, to be seen without its lock.
@@ -95,7 +95,7 @@ impl<S: Step> Turn<S> {
     pub(crate) fn send(&self, msg: S::Msg) -> Afters<S::After> {
         let mut afters = Afters(SmallVec::new());
         if self.waiting.load(Ordering::Relaxed) == 0
-            && let Ok(state) = self.state.try_lock()
+            && let Some(state) = self.try_lock()
         {
             self.handle_one(state, msg, &mut afters);
         } else {
@@ -112,26 +112,34 @@ impl<S: Step> Turn<S> {
 
     /// Handles what waits, for a while, unless somebody has the turn: they will. Where nobody can handle it, because the
     /// actor is dead or closed, it is dropped, and so answered.
+    ///
+    /// Every path that releases the state's lock reads `waiting` and `closed` again afterwards, behind a fence. A message
+    /// or a close that met the lock taken is seen here, because its own thread does not try a second time.
     fn handle_waiting(&self, afters: &mut Afters<S::After>) {
-        let mut favours = 0;
+        let (mut favours, mut emptied) = (0, false);
         loop {
             fence(Ordering::SeqCst); // after the turn was given back, before looking: see the module's head
             let closed = self.closed.load(Ordering::Relaxed);
-            if self.waiting.load(Ordering::Relaxed) == 0 && !closed {
+            if self.waiting.load(Ordering::Relaxed) == 0 && (!closed || emptied) {
                 return;
             }
-            match self.state.try_lock() {
-                Err(TryLockError::WouldBlock) => return,
-                Err(TryLockError::Poisoned(dead)) if closed => return self.empty(dead.into_inner()),
-                Err(TryLockError::Poisoned(dead)) => self.drop_waiting(dead.into_inner()),
-                Ok(state) if closed => return self.empty(state),
-                Ok(state) if state.is_none() => self.drop_waiting(state),
-                Ok(state) if favours < FAVOURS_MAX => match self.pop() {
+            let Some(state) = self.try_lock() else { return };
+            if closed {
+                self.empty(state);
+                emptied = true;
+            } else if state.is_none() {
+                self.drop_waiting(state);
+            } else if favours < FAVOURS_MAX {
+                match self.pop() {
                     Some(msg) => self.handle_one(state, msg, afters),
                     None => drop(state),
-                },
-                Ok(state) => {
-                    drop(state);
+                }
+            } else {
+                #[cfg(test)]
+                tests::linger();
+                drop(state);
+                fence(Ordering::SeqCst);
+                if !self.closed.load(Ordering::Relaxed) {
                     return self.wake();
                 }
             }
@@ -139,15 +147,23 @@ impl<S: Step> Turn<S> {
         }
     }
 
+    /// The state, unless another thread, or an outer call of this one, has it.
+    fn try_lock(&self) -> Option<State<'_, S>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()), // see `die`: nothing depends on the poison
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     /// One step. A panic is the actor's, not the sender's.
-    fn handle_one(&self, state: State<'_, S>, msg: S::Msg, afters: &mut Afters<S::After>) {
-        let step = move || {
-            let mut state = state; // dropped by the panic, which poisons the turn
-            state.as_mut().and_then(|state| state.step(msg))
-        };
-        match catch_unwind(AssertUnwindSafe(step)) {
-            Ok(after) => afters.0.extend(after),
-            Err(panic) => self.die(&panic),
+    fn handle_one(&self, mut state: State<'_, S>, msg: S::Msg, afters: &mut Afters<S::After>) {
+        match catch_unwind(AssertUnwindSafe(|| state.as_mut().and_then(|state| state.step(msg)))) {
+            Ok(after) => {
+                drop(state);
+                afters.0.extend(after);
+            }
+            Err(panic) => self.die(state, &panic),
         }
     }
 
@@ -176,7 +192,10 @@ impl<S: Step> Turn<S> {
         let mut inbox = self.inbox();
         self.waiting.store(0, Ordering::Relaxed);
         let dropped = std::mem::take(&mut *inbox);
-        drop((inbox, turn));
+        drop(inbox);
+        #[cfg(test)]
+        tests::linger();
+        drop(turn);
         drop(dropped);
     }
 
@@ -194,16 +213,19 @@ impl<S: Step> Turn<S> {
         }
     }
 
-    /// A step panicked: the actor follows, so that its supervisor hears of it.
-    fn die(&self, panic: &Box<dyn Any + Send>) {
-        if let Err(TryLockError::Poisoned(dead)) = self.state.try_lock() {
-            self.drop_waiting(dead.into_inner()); // before a successor can be there
-        }
+    /// A step panicked: its state is dropped, for it may be half changed, and the actor stops, so that its supervisor
+    /// restarts it.
+    ///
+    /// The mutex' own poison would not do: a step that a destructor runs while another panic unwinds does not poison.
+    fn die(&self, mut turn: State<'_, S>, panic: &Box<dyn Any + Send>) {
+        let half_changed = turn.take();
+        self.drop_waiting(turn); // before a successor can be there
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         if let Some(actor) = self.actor().as_ref() {
             actor.stop(Some(format!("panicked: {text}")));
         }
+        drop(catch_unwind(AssertUnwindSafe(|| drop(half_changed)))); // nothing is certain of it, not even its drop
     }
 
     /// Opens the turn for `actor` with fresh state. Messages sent while `state` is being built wait. If building it
@@ -215,13 +237,11 @@ impl<S: Step> Turn<S> {
         match catch_unwind(AssertUnwindSafe(state)) {
             Ok(state) => {
                 *turn = Some(state);
-                self.state.clear_poison();
                 drop(turn);
                 self.wake();
             }
             Err(panic) => {
-                drop(turn);
-                self.die(&panic);
+                self.die(turn, &panic);
                 self.handle_waiting(&mut Afters(SmallVec::new()));
             }
         }
@@ -269,3 +289,6 @@ impl<S: Step> Actor for TurnActor<S> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
