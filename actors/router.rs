@@ -272,20 +272,20 @@ impl Router {
             let Shared { meters, clock, .. } = &**self.shared();
             let marks = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, marks.clone());
-            match answer.await {
-                Ok(Answered::Placed(decision)) => {
+            match self.shared().answer_of(answer).await {
+                Some(Answered::Placed(decision)) => {
                     if let Some(marks) = marks {
                         meters.phases.record(&marks, prepared.started(), hold.lease(), span);
                     }
                     return Ok((hold, decision));
                 }
-                Ok(Answered::Rejected(reason)) => {
+                Some(Answered::Rejected(reason)) => {
                     hold.was_refused();
                     return Err(reason.into());
                 }
-                Ok(Answered::Surveyed(_) | Answered::Explained(_)) => {}
-                Err(_lost) if hold.lease().is_freed() => return Err(RouteError::Freed),
-                Err(_lost) => {
+                Some(Answered::Surveyed(_) | Answered::Explained(_)) => {}
+                None if hold.lease().is_freed() => return Err(RouteError::Freed),
+                None => {
                     drop(hold); // the id is free again for the next try
                     self.wait_for_restart(restarts).await?;
                 }
@@ -299,9 +299,10 @@ impl Router {
         for _ in 0..ATTEMPTS_MAX {
             let permit = self.admit()?;
             let restarts = self.shared().status.borrow().restarts;
-            match self.submit(prepared, Target::Any, purpose, None, permit, None).await {
-                Ok(answered) => return Ok(answered),
-                Err(_lost) => self.wait_for_restart(restarts).await?,
+            let answer = self.submit(prepared, Target::Any, purpose, None, permit, None);
+            match self.shared().answer_of(answer).await {
+                Some(answered) => return Ok(answered),
+                None => self.wait_for_restart(restarts).await?,
             }
         }
         Err(RouteError::Lost { attempts: ATTEMPTS_MAX })

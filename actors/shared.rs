@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use super::clock::Clock;
 use super::discovery::DiscoveryStatus;
@@ -195,6 +195,18 @@ impl Shared {
         }
     }
 
+    /// What an actor answers; `None` when the answer was lost with the actor, or the router is down. A router that goes
+    /// down ends every wait, also for an actor that is stuck.
+    ///
+    /// An answer that is there already costs no look at the router's state.
+    pub(crate) async fn answer_of<T>(&self, answer: oneshot::Receiver<T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            answer = answer => answer.ok(),
+            _ = self.down() => None,
+        }
+    }
+
     /// Moves on to a later phase; a router that has failed or stopped stays so.
     pub(crate) fn enter(&self, phase: Phase) {
         self.status.send_if_modified(|status| {
@@ -269,7 +281,11 @@ impl Shared {
         // A batch larger than the gate takes all of it; an event that names no block still takes a place.
         let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.config.event_blocks_max);
         let gate: Arc<Semaphore> = Arc::clone(&self.shards[shard].gate);
-        gate.acquire_many_owned(weight).await.map_err(|_| Down::Stopped)
+        tokio::select! {
+            biased;
+            permit = gate.acquire_many_owned(weight) => permit.map_err(|_| Down::Stopped),
+            down = self.down() => Err(down),
+        }
     }
 
     /// Tells a rank's shard of events of this rank, in this seat and no other. Waits while the shard is behind.

@@ -114,9 +114,9 @@ impl Router {
         }
         let mut answers = Vec::new();
         for answer in asked {
-            match answer.await {
-                Ok(answer) => answers.push(answer),
-                Err(_lost) => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
+            match self.shared().answer_of(answer).await {
+                Some(answer) => answers.push(answer),
+                None => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
             }
         }
         Ok(answers)

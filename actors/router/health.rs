@@ -33,7 +33,7 @@ impl Router {
             let restarts = self.shared().status.borrow().restarts;
             let (sender, answer) = oneshot::channel();
             self.shared().health.tell(HealthMsg::Report(sender));
-            if let Ok(report) = answer.await {
+            if let Some(report) = self.shared().answer_of(answer).await {
                 return Ok(report);
             }
             // Lost with the actor: its successor knows.

@@ -158,9 +158,9 @@ impl Router {
         self.shared().up()?;
         let (sender, answer) = oneshot::channel();
         self.shared().scheduler.tell(SchedulerMsg::Pending(sender));
-        match answer.await {
-            Ok(pending) => Ok(pending),
-            Err(_lost) => Err(self.shared().up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
+        match self.shared().answer_of(answer).await {
+            Some(pending) => Ok(pending),
+            None => Err(self.shared().up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
         }
     }
 
@@ -171,9 +171,9 @@ impl Router {
         let Some(hashes) = prepared.block_hashes() else { return Ok(nothing) };
         let (sender, answer) = oneshot::channel();
         self.ask_overlap(hashes, Ask::Answer(sender), with_shared_cache);
-        match answer.await {
-            Ok(found) => Ok(found),
-            Err(_lost) => Err(self.shared().up().err().unwrap_or(Down::Failed).into()),
+        match self.shared().answer_of(answer).await {
+            Some(found) => Ok(found),
+            None => Err(self.shared().up().err().unwrap_or(Down::Failed).into()),
         }
     }
 

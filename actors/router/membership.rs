@@ -61,7 +61,7 @@ impl Router {
         let (done, held) = oneshot::channel();
         self.shared().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
         // Lost with a dying scheduler, it is what the next one starts with.
-        drop(held.await);
+        let _ = self.shared().answer_of(held).await;
         self.shared().up()
     }
 

@@ -1,0 +1,132 @@
+//! A router that fails or shuts down under load: every call that waits for an answer returns, whatever it waits for.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{config, rank, router, stored, tokens, without_reports_of_drills};
+use pointsman::error::{Down, FlushError, RouteError};
+use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
+
+/// Longer than any answer takes on a loaded machine. Only a call that never returns reaches it.
+const HANG: Duration = Duration::from_secs(20);
+
+/// Eight callers route without pause while the router goes down. Returns how many of them got no answer.
+async fn hung_callers(round: u32) -> usize {
+    let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
+    let call = |router: Router, caller: u32| async move {
+        for n in 0.. {
+            let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 7, 3));
+            let request = RouteRequest::new(&id, Prompt::Tokens(&prompt));
+            match tokio::time::timeout(HANG, router.route(request)).await {
+                Err(_elapsed) => return true,
+                Ok(Err(_down)) => return false,
+                Ok(Ok(_placed)) => {}
+            }
+        }
+        false
+    };
+    let callers: Vec<_> = (0..8).map(|caller| tokio::spawn(call(router.clone(), caller))).collect();
+    // Where in its work the router is hit differs from round to round; every instant will do.
+    tokio::time::sleep(Duration::from_micros(300 + u64::from(round % 50) * 20)).await;
+    if round.is_multiple_of(2) {
+        router.inject(Fault::Supervisor);
+    } else {
+        router.shutdown(Duration::ZERO).await;
+    }
+    let mut hung = 0;
+    for caller in callers {
+        hung += usize::from(caller.await.expect("no panic"));
+    }
+    hung
+}
+
+/// `POINTSMAN_ROUTER_FAILURES` sets the number of rounds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
+async fn no_caller_hangs_when_the_router_goes_down_under_load() {
+    without_reports_of_drills();
+    let rounds = std::env::var("POINTSMAN_ROUTER_FAILURES").ok().and_then(|text| text.parse().ok()).unwrap_or(100);
+    let mut hung = 0;
+    for round in 0..rounds {
+        hung += hung_callers(round).await;
+    }
+    assert_eq!(hung, 0, "callers hung in {rounds} rounds");
+}
+
+/// The actors never answer: the part that would is stuck, and stays so while the router fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
+    without_reports_of_drills();
+    let router = router(config(), 2).await;
+    let wedge = router.wedge(Fault::Scheduler).expect("a scheduler");
+    let prompt = tokens(1, 3);
+    let query = RouteRequest::query(Prompt::Tokens(&prompt));
+    let calls = async {
+        tokio::join!(
+            router.route(RouteRequest::new("stuck", Prompt::Tokens(&prompt))),
+            router.find_best_match(query),
+            router.potential_loads(query),
+            router.explain(query),
+            router.pending(),
+            router.set_conditions(pointsman::select::RankConditions::default()),
+        )
+    };
+    let fail = async { router.inject(Fault::Supervisor) };
+    let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no call hangs");
+    let (placed, best, loads, explanation, pending, conditions) = answers;
+    let failed = RouteError::from(Down::Failed);
+    assert_eq!(placed.expect_err("it is down"), failed);
+    assert_eq!(best.expect_err("it is down"), failed);
+    assert_eq!(loads.expect_err("it is down"), failed);
+    assert_eq!(explanation.expect_err("it is down"), failed);
+    assert_eq!(pending.expect_err("it is down"), failed);
+    assert_eq!(conditions.expect_err("it is down"), Down::Failed);
+    assert_eq!(router.health().leases, 0, "the request's lease has ended");
+    drop(wedge);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
+    without_reports_of_drills();
+    let router = router(RouterConfig { event_blocks_max: 4, index_shards: 1, ..config() }, 2).await;
+    let wedge = router.wedge(Fault::Radix(rank(0))).expect("a shard");
+    let prompt = tokens(1, 3);
+    let query = RouteRequest::query(Prompt::Tokens(&prompt));
+    let fill = || async { router.apply_events(vec![stored(rank(0), &prompt)]).await };
+    let calls = async {
+        tokio::join!(
+            router.route(RouteRequest::new("stuck", Prompt::Tokens(&prompt))),
+            router.overlap_scores(query, false),
+            router.cache_hit_estimate(query),
+            router.flush(),
+            router.dump_events(),
+            async {
+                fill().await.expect("the first fits");
+                fill().await
+            },
+        )
+    };
+    let fail = async { router.inject(Fault::Supervisor) };
+    let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no call hangs");
+    let (placed, scores, hits, flushed, dumped, applied) = answers;
+    let failed = RouteError::from(Down::Failed);
+    assert_eq!(placed.expect_err("it is down"), failed);
+    assert_eq!(scores.expect_err("it is down"), failed);
+    assert_eq!(hits.expect_err("it is down"), failed);
+    assert_eq!(flushed.expect_err("it is down"), FlushError::Down(Down::Failed));
+    assert_eq!(dumped.expect_err("it is down"), FlushError::Down(Down::Failed));
+    assert_eq!(applied.expect_err("the gate is full"), Down::Failed);
+    drop(wedge);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn rank_health_ends_when_the_router_fails_around_a_stuck_health_actor() {
+    without_reports_of_drills();
+    let router = router(config(), 2).await;
+    let wedge = router.wedge(Fault::Health).expect("a health actor");
+    let both = async { tokio::join!(router.rank_health(), async { router.inject(Fault::Supervisor) }) };
+    let (answer, _) = tokio::time::timeout(HANG, both).await.expect("it does not hang");
+    assert_eq!(answer.expect_err("it is down"), Down::Failed);
+    drop(wedge);
+}
