@@ -106,11 +106,15 @@ pub(crate) struct Watch<A, N> {
 }
 
 impl<A, N> Watch<A, N> {
-    /// The answers so far; those that come later go on one by one.
-    pub(crate) fn take(&self) -> Vec<A> {
+    /// The answers so far; those that come later go on one by one. `None` when the gather is complete: all answers are
+    /// on their way to `onward` by themselves, and may already wait in the receiver's inbox.
+    pub(crate) fn take(&self) -> Option<Vec<A>> {
         self.gather.lock(|answers| {
+            if self.gather.left.load(Ordering::Acquire) == 0 {
+                return None;
+            }
             answers.taken = true;
-            std::mem::take(&mut answers.given)
+            Some(std::mem::take(&mut answers.given))
         })
     }
 }
@@ -148,9 +152,21 @@ mod tests {
         let (a, b, watch) = (first.fork(), first.fork(), first.watch());
         assert_eq!(first.finish(), None);
         a.push(1);
-        assert_eq!(watch.take(), vec![1]);
+        assert_eq!(watch.take(), Some(vec![1]));
         b.push(2);
         assert_eq!(*sink.0.lock().expect("no panic"), vec![vec![2]], "without waiting for a");
+    }
+
+    #[test]
+    fn a_complete_gather_is_not_taken_from() {
+        let sink = Sink::default();
+        let first = Leg::first(1, sink.clone());
+        let (a, watch) = (first.fork(), first.watch());
+        assert_eq!(first.finish(), None);
+        a.push(1);
+        drop(a);
+        assert_eq!(watch.take(), None, "the answer has gone on");
+        assert_eq!(*sink.0.lock().expect("no panic"), vec![vec![1]]);
     }
 
     #[test]

@@ -279,8 +279,10 @@ impl Scheduler {
         if since.elapsed() < self.load_query_timeout {
             return self.arm_timer(); // a later batch than the one the timer was set for
         }
-        let answers = answers.take();
-        self.step_schedule(Input::Loads { batch, answers });
+        // A complete gather is not late: its `Loads` is in the inbox behind this message, or about to be.
+        if let Some(answers) = answers.take() {
+            self.step_schedule(Input::Loads { batch, answers });
+        }
     }
 
     fn on_wake(&mut self, at: Option<Timestamp>) {

@@ -275,6 +275,32 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
     assert_at_rest(&router).await;
 }
 
+/// The last answer to a load query waits in the scheduler's inbox, behind the timer that has fired meanwhile.
+#[tokio::test]
+async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive() {
+    // Not in paused time: a wedge's thread, which handles the inbox in the end, is outside the runtime and its clock.
+    let router = router(config(), 4).await; // the idle one need not be queried, and would be left alone in service
+    let prompt = tokens(1, 50);
+    let held = one_on_each(&router, 3, &prompt).await;
+    let sequence = router.wedge(Fault::Sequence(rank(0))).expect("registered");
+    let mut explained = Box::pin(router.explain(RouteRequest::query(Prompt::Tokens(&prompt))));
+    tokio::select! {
+        biased;
+        early = &mut explained => panic!("rank 0 has not answered, and yet: {early:?}"),
+        () = std::future::ready(()) => {}
+    }
+    let scheduler = router.wedge(Fault::Scheduler).expect("there is one");
+    let timeout = router.config().load_query_timeout();
+    tokio::time::sleep(timeout * 2).await; // the timer's message is in the inbox
+    drop(sequence); // returns once the answer is there too
+    drop(scheduler);
+    let explained = explained.await.expect("answered");
+    let refused: Vec<_> = explained.ranks.iter().filter_map(|row| row.refused_by).collect();
+    assert_eq!(refused, [], "every rank has answered in time");
+    drop(held);
+    assert_at_rest(&router).await;
+}
+
 /// A request with this prompt on each rank, so that each must be asked about the next one.
 async fn one_on_each(router: &Router, ranks: usize, prompt: &[u32]) -> Vec<Placement> {
     let mut held = Vec::new();
