@@ -85,6 +85,12 @@ impl BoardSlot {
         self.version.store(writing.wrapping_add(1), Ordering::Release);
     }
 
+    /// Leaves the board as a writer does that is in the middle of [`publish`](Self::publish).
+    #[cfg(test)]
+    pub(crate) fn begin_write(&self) {
+        self.version.fetch_or(1, Ordering::Relaxed);
+    }
+
     /// The latest snapshot, or `None` when a write was under way at every try: keep the last good copy.
     #[must_use]
     pub fn read(&self) -> Option<BoardLoad> {
@@ -165,7 +171,7 @@ mod tests {
     fn a_writer_that_died_mid_publish_hangs_nobody() {
         let slot = BoardSlot::default();
         slot.publish(&BoardLoad { active_blocks: 1, ..BoardLoad::default() });
-        slot.version.fetch_add(1, Ordering::Relaxed); // the writer dies here
+        slot.begin_write(); // the writer dies here
         assert_eq!(slot.read(), None);
         let next = BoardLoad { active_blocks: 2, incarnation: 1, ..BoardLoad::default() };
         slot.publish(&next);

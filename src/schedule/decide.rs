@@ -229,7 +229,11 @@ impl<T> Schedule<T> {
         match self.cheapest_within_bounds(draw, &scratch.bounds) {
             Choice::AskAgain if settle => {
                 self.fill_bounds(candidate, numbered, true, scratch);
-                self.cheapest_within_bounds(draw, &scratch.bounds)
+                match self.cheapest_within_bounds(draw, &scratch.bounds) {
+                    // Every open rank costs infinitely much, or no number: another query would not change that.
+                    Choice::AskAgain => self.drawn(draw, &scratch.verdicts),
+                    choice => choice,
+                }
             }
             choice => choice,
         }
@@ -340,6 +344,12 @@ impl<T> Schedule<T> {
         let ties = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == least && bounds.hi == least);
         let ties = ties.map(|(position, _)| (position, self.ranks.as_slice()[position].rank, least));
         draw.cheapest(ties).map_or(Choice::AskAgain, Choice::Rank)
+    }
+
+    /// One of the open ranks, by lot alone.
+    fn drawn(&self, draw: Draw, verdicts: &Verdicts) -> Choice {
+        let equal = verdicts.open().map(|position| (position, self.ranks.as_slice()[position].rank, 0.0));
+        draw.cheapest(equal).map_or(Choice::None(Rejection::NoRanks), Choice::Rank)
     }
 
     /// The position with the least load; ties go to the highest lot.

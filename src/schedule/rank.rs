@@ -195,7 +195,9 @@ impl Ranks {
                 position
             }
         };
-        self.standings[position] = Standing { draining, ..Standing::GOOD };
+        // Where the board cannot be read, the rank's load is unknown, not 0.
+        let suspect = self.all[position].seen.incarnation == UNREAD;
+        self.standings[position] = Standing { draining, suspect, ..Standing::GOOD };
         self.index();
         self.apply_conditions();
     }
@@ -377,7 +379,8 @@ impl Rank {
             admission;
         let (returned_at, return_factor) = (since, 1.0);
         let mut version = BoardVersion::default();
-        let seen = board.read_since(&mut version).unwrap_or_default();
+        let unread = BoardLoad { incarnation: UNREAD, ..BoardLoad::default() };
+        let seen = board.read_since(&mut version).unwrap_or(unread);
         let view = View::of(&seen, seen.prefill.at());
         Self {
             front: Front { view, version, settled: !seen.prefill.decays() },
@@ -557,6 +560,10 @@ impl Rank {
         BookNumber { incarnation: self.seen.incarnation, number: self.issued }
     }
 }
+
+/// Incarnation of a board that was being written at every read. No sequence actor has it: the first snapshot that is
+/// read counts as a new incarnation, and Books are numbered on from what that snapshot has applied.
+const UNREAD: u32 = u32::MAX;
 
 const NOTHING: PromptBlocks = PromptBlocks::Counted(0);
 

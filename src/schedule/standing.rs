@@ -8,7 +8,8 @@ pub(super) struct Standing {
     /// The embedder cannot reach it, or it is ejected.
     pub(super) unavailable: bool,
     pub(super) draining: bool,
-    /// It let a load query time out and has given no sign since: chosen only when nobody else is left.
+    /// It let a load query time out and has given no sign since, or its board has not been readable yet: chosen only
+    /// when nobody else is left.
     pub(super) suspect: bool,
     /// The embedder finds it overloaded.
     pub(super) overloaded: bool,

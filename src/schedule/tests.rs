@@ -309,6 +309,49 @@ fn a_single_suspect_rank_is_still_better_than_none() {
     assert_eq!(fleet.schedule.batch_in_flight(), None, "nobody waits for a rank that does not answer");
 }
 
+/// Both boards are being written when a restarted scheduler admits their ranks. Rank 0's becomes readable first.
+#[test]
+fn a_rank_whose_board_cannot_be_read_yet_is_not_taken_for_idle() {
+    let mut schedule =
+        Schedule::<u64>::new(config(Policy::LeastLoaded, true, Fanout::Shortlist), 1, Extensions::default());
+    let mut effects = VecDeque::new();
+    let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
+    for (slot, board) in boards.iter().enumerate() {
+        board.publish(&BoardLoad { applied: 500, requests: 9, ..BoardLoad::default() });
+        board.begin_write();
+        let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
+        schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1), Arc::clone(board))), NOW, &mut effects);
+    }
+    let mut book = |schedule: &mut Schedule<u64>| {
+        schedule.step(Input::Request(Request::new(0, PromptBlocks::Counted(1), 4)), NOW, &mut effects);
+        match effects.pop_front() {
+            Some(Effect::Book { decision, number, .. }) => (decision.slot.0, number),
+            other => unreachable!("a Book was due, not {other:?}"),
+        }
+    };
+    boards[0].publish(&BoardLoad { applied: 500, requests: 9, ..BoardLoad::default() });
+    let booked: Vec<_> = (0..3).map(|_| book(&mut schedule)).collect();
+    let expected = [501, 502, 503].map(|number| (0, BookNumber { incarnation: 0, number }));
+    assert_eq!(booked, expected, "nine requests are fewer than an unknown number");
+    boards[1].publish(&BoardLoad { applied: 700, requests: 2, ..BoardLoad::default() });
+    assert_eq!(book(&mut schedule), (1, BookNumber { incarnation: 0, number: 701 }), "numbers go on");
+}
+
+/// No valid configuration leads here. An endless loop would take the scheduler with it all the same.
+#[test]
+fn ranks_that_all_cost_infinitely_much_are_drawn_by_lot() {
+    for prefill_load_scale in [f64::INFINITY, f64::NAN] {
+        let config = RouterConfig { prefill_load_scale, ..config(Policy::Kv, true, Fanout::Shortlist) };
+        let mut fleet = Fleet::new(config.clone(), 4);
+        for ticket in 0..64 {
+            fleet.request(ticket, &Asked { prompt: vec![ticket], overlaps: vec![], frees: None }, &config);
+            fleet.settle();
+        }
+        let chosen: BTreeSet<_> = fleet.placed.iter().map(|(_, rank)| *rank).collect();
+        assert_eq!((fleet.placed.len(), chosen.len()), (64, 4), "a scale of {prefill_load_scale}");
+    }
+}
+
 #[test]
 fn temperature_spreads_and_repeats_with_the_seed() {
     let config = RouterConfig { temperature: 0.7, ..config(Policy::Kv, true, Fanout::Shortlist) };
