@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand};
 use pointsman_gateway::demo::{Demo, DemoConfig, Progress};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve;
-use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, Secrets, Sources};
+use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, LogFormat, Secrets, Sources};
 
 /// Routes each LLM request to the engine rank that will serve it fastest.
 #[derive(Debug, Parser)]
@@ -81,13 +81,21 @@ fn setting_and_value(text: &str) -> Result<(String, String), String> {
 
 impl SettingsArgs {
     /// Reads the file, and takes settings from everywhere.
-    fn load(self) -> Result<Loaded, String> {
-        let file = self.config.as_deref().map(read_config).transpose()?;
+    fn load(&self) -> Result<Loaded, Refused> {
+        let model = self.model.clone().map(|name| (name, self.worker.clone()));
         let flags = self.flags();
-        let model = self.model.map(|name| (name, self.worker));
-        let directory = std::env::current_dir().map_err(|error| format!("no working directory: {error}\n"))?;
-        let sources = Sources { file, variables: environment(), flags, model, directory };
-        sources.load().map_err(|errors| errors.to_string())
+        let mut sources = Sources { variables: environment(), flags, model, ..Sources::default() };
+        let refused = |sources: &Sources, problems| Refused { log_format: sources.log_format(), problems };
+        match std::env::current_dir() {
+            Ok(directory) => sources.directory = directory,
+            Err(error) => return Err(refused(&sources, format!("no working directory: {error}\n"))),
+        }
+        match self.config.as_deref().map(read_config).transpose() {
+            Ok(file) => sources.file = file,
+            Err(problem) => return Err(refused(&sources, problem)),
+        }
+        let log_format = sources.log_format();
+        sources.load().map_err(|errors| Refused { log_format, problems: errors.to_string() })
     }
 
     fn flags(&self) -> Vec<Flag> {
@@ -111,6 +119,13 @@ impl SettingsArgs {
     }
 }
 
+/// Why settings cannot be used: a problem a line.
+struct Refused {
+    /// How the log would have been written.
+    log_format: LogFormat,
+    problems: String,
+}
+
 fn read_config(path: &Path) -> Result<ConfigFile, String> {
     let unreadable = |error| format!("{} cannot be read: {error}\n", path.display());
     let text = fs::read_to_string(path).map_err(unreadable)?;
@@ -129,9 +144,12 @@ fn main() -> ExitCode {
         Command::Version => answered(Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
         Command::Serve(args) => match args.load() {
             Ok(loaded) => serve::run(loaded.settings),
-            Err(problems) => answered(Err(problems)),
+            Err(Refused { log_format, problems }) => serve::refuse(log_format, &problems),
         },
-        Command::CheckConfig(args) => answered(args.load().and_then(|loaded| check_config(&loaded))),
+        Command::CheckConfig(args) => {
+            let loaded = args.load().map_err(|refused| refused.problems);
+            answered(loaded.and_then(|loaded| check_config(&loaded)))
+        }
         Command::MockEngine(config) => answered(mock_engine(*config)),
         Command::Demo(config) => demo(&config),
     }

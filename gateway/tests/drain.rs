@@ -31,8 +31,12 @@ struct Process {
 impl Process {
     /// A gateway of one model, `mock`, before this engine.
     async fn start(engine: &MockEngine) -> Self {
+        Self::start_with(engine, &["--listen", "127.0.0.1:0"]).await
+    }
+
+    async fn start_with(engine: &MockEngine, flags: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-        command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"]);
+        command.args(["serve", "--log-format", "json"]).args(flags);
         command.args(["--model", "mock", "--worker", &engine.url()]);
         // Nobody shall change what is tested.
         command.env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
@@ -95,15 +99,8 @@ async fn ask(address: SocketAddr, what: &str, body: &str) -> String {
 
 /// A streamed answer of which the head and the first bytes have come.
 async fn begun(address: SocketAddr, n: usize, max_tokens: u32) -> (TcpStream, String) {
-    let body = format!(
-        r#"{{"model":"mock","stream":true,"max_tokens":{max_tokens},"messages":[{{"role":"user","content":"client {n}"}}]}}"#
-    );
-    let length = body.len();
-    let head = format!(
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-    );
     let mut stream = TcpStream::connect(address).await.expect("it listens");
-    stream.write_all((head + &body).as_bytes()).await.expect("the connection stands");
+    stream.write_all(request(n, max_tokens).as_bytes()).await.expect("the connection stands");
     let mut heard = Vec::new();
     while !String::from_utf8_lossy(&heard).contains("\r\n\r\n") || !String::from_utf8_lossy(&heard).contains("data: ") {
         let read = timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("a first byte in time");
@@ -154,6 +151,191 @@ async fn a_drain_with_500_open_streams_breaks_none() {
     }
     assert_eq!(process.exit().await.code(), Some(0));
     engine.shutdown().await;
+}
+
+/// A streamed request for so many tokens, on a connection that is kept.
+fn request(n: usize, max_tokens: u32) -> String {
+    let body = format!(
+        r#"{{"model":"mock","stream":true,"max_tokens":{max_tokens},"messages":[{{"role":"user","content":"client {n}"}}]}}"#
+    );
+    let length = body.len();
+    format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+}
+
+/// One whole answer on a kept connection. `Err`: what came before the connection ended.
+async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
+    let mut heard = Vec::new();
+    loop {
+        let text = String::from_utf8_lossy(&heard).into_owned();
+        let head_end = text.find("\r\n\r\n").map(|end| end + 4);
+        let length = text.to_lowercase().split_once("content-length: ").map(|(_, rest)| {
+            let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+            digits.parse::<usize>().expect("a length")
+        });
+        match (head_end, length) {
+            (Some(end), Some(length)) if text.len() >= end + length => return Ok(text),
+            (Some(_), None) if text.ends_with("\r\n0\r\n\r\n") => return Ok(text),
+            _ => {}
+        }
+        match timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time") {
+            Ok(1..) => {}
+            Ok(0) | Err(_) => return Err(text),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
+    const CLIENTS: usize = 200;
+    let engine = engine(1.0).await;
+    let process = Process::start(&engine).await;
+    let (address, (first, mut firsts)) = (process.address, tokio::sync::mpsc::channel(CLIENTS));
+    let mut clients = JoinSet::new();
+    for n in 0..CLIENTS {
+        let first = first.clone();
+        clients.spawn(async move {
+            let mut stream = TcpStream::connect(address).await.expect("it listens");
+            // One request after the other, without a pause, until an answer ends the connection.
+            for count in 1.. {
+                stream
+                    .write_all(request(n, 20).as_bytes())
+                    .await
+                    .map_err(|error| format!("request {count}: {error}"))?;
+                let answer = whole_answer(&mut stream).await.map_err(|got| format!("request {count}: {got:?}"))?;
+                if count == 1 {
+                    first.send(()).await.expect("the test counts");
+                }
+                if answer.contains("connection: close\r\n") {
+                    let end = timeout(PATIENCE, stream.read(&mut [0])).await.expect("an end in time");
+                    return if matches!(end, Ok(0)) { Ok(answer) } else { Err(format!("no end: {end:?}")) };
+                }
+            }
+            unreachable!("requests do not run out")
+        });
+    }
+    let mut idle = TcpStream::connect(address).await.expect("it listens");
+    idle.write_all(request(CLIENTS, 1).as_bytes()).await.expect("the connection stands");
+    whole_answer(&mut idle).await.expect("an answer");
+    for _ in 0..CLIENTS {
+        timeout(PATIENCE, firsts.recv()).await.expect("in time").expect("clients run");
+    }
+    process.signal("TERM");
+    let ended = timeout(PATIENCE, clients.join_all()).await.expect("all end in time");
+    let lost: Vec<&String> = ended.iter().filter_map(|ended| ended.as_ref().err()).collect();
+    assert_eq!(lost.len(), 0, "{lost:?}");
+    let served = ended.iter().flatten().filter(|answer| answer.starts_with("HTTP/1.1 200 ")).count();
+    let refused = ended.iter().flatten().filter(|answer| answer.contains("\"draining\"")).count();
+    assert_eq!(served + refused, CLIENTS);
+    let end = timeout(PATIENCE, idle.read(&mut [0])).await.expect("an end in time");
+    assert_eq!(end.expect("a clean end"), 0, "an idle connection is closed");
+    assert_eq!(process.exit().await.code(), Some(0));
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn during_the_drain_delay_kept_connections_are_served_and_then_closed() {
+    let engine = engine(1.0).await;
+    let flags = ["--listen", "127.0.0.1:0", "--set", "gateway.drain_delay_ms=600000"];
+    let process = Process::start_with(&engine, &flags).await;
+    let mut kept = TcpStream::connect(process.address).await.expect("it listens");
+    kept.write_all(request(0, 1).as_bytes()).await.expect("the connection stands");
+    let before = whole_answer(&mut kept).await.expect("an answer");
+    assert!(before.starts_with("HTTP/1.1 200 ") && !before.contains("connection: close"), "{before}");
+    process.signal("TERM");
+    let says_no = async {
+        while !ask(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 503") {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, says_no).await.expect("in time");
+    kept.write_all(request(0, 1).as_bytes()).await.expect("the connection stands");
+    let during = whole_answer(&mut kept).await.expect("an answer");
+    assert!(during.starts_with("HTTP/1.1 200 ") && during.contains("connection: close\r\n"), "{during}");
+    let end = timeout(PATIENCE, kept.read(&mut [0])).await.expect("an end in time");
+    assert_eq!(end.expect("a clean end"), 0);
+    engine.shutdown().await;
+}
+
+/// A directory of this test's own, for files.
+fn directory(name: &str) -> std::path::PathBuf {
+    let directory = std::env::temp_dir().join(format!("pointsman-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).expect("a directory of the test's own");
+    directory
+}
+
+/// A port that nobody listens at.
+fn free_address() -> String {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
+    taken.local_addr().expect("it is bound").to_string()
+}
+
+#[tokio::test]
+async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains() {
+    let engine = engine(0.01).await;
+    let token = directory("successor").join("token");
+    std::fs::write(&token, "0123456789abcdef").expect("a file");
+    let (listen, admin) = (free_address(), free_address());
+    let flags = ["--listen", &listen, "--admin-listen", &admin, "--admin-token-file", token.to_str().expect("text")];
+    let mut first = Process::start_with(&engine, &flags).await;
+    let (stream, _) = begun(first.address, 0, 1000).await;
+    first.signal("TERM");
+    first.says("no new connections").await;
+    let closed = async {
+        while TcpStream::connect(first.address).await.is_ok() {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, closed).await.expect("nobody listens any more, in time");
+
+    let second = Process::start_with(&engine, &flags).await;
+    assert!(ask(second.address, "GET /v1/models", "").await.starts_with("HTTP/1.1 200 "));
+    assert!(first.child.try_wait().expect("it is a child").is_none(), "the first one still drains");
+    drop(stream);
+    assert_eq!(first.exit().await.code(), Some(0));
+    // Only one is left at the administration's address.
+    assert!(ask(admin.parse().expect("an address"), "GET /live", "").await.starts_with("HTTP/1.1 401 "));
+    drop(second);
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn signals_of_no_meaning_are_ignored_with_a_line_of_the_log() {
+    let engine = engine(1.0).await;
+    let mut process = Process::start(&engine).await;
+    for signal in ["USR1", "USR2"] {
+        process.signal(signal);
+        process.says(&format!("SIG{signal}")).await;
+    }
+    assert!(ask(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200 "));
+    process.signal("TERM");
+    assert_eq!(process.exit().await.code(), Some(0));
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn refusals_are_in_the_format_of_the_log() {
+    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
+    let listen = taken.local_addr().expect("it is bound").to_string();
+    let model = ["--model", "m", "--worker", "http://127.0.0.1:9", "--log-format", "json"];
+    for (flags, expected) in [
+        (vec!["--listen", &listen], "cannot listen at"),
+        (vec!["--set", "gateway.attempts_max=0"], "gateway.attempts_max is 0"),
+        (vec!["--config", "/nowhere/pointsman.toml"], "/nowhere/pointsman.toml cannot be read"),
+        (vec!["--log-level", "off", "--listen", &listen], "cannot listen at"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
+        command.arg("serve").args(&flags).args(model).env_clear().kill_on_drop(true);
+        let output = timeout(PATIENCE, command.output()).await.expect("it ends in time").expect("it ran");
+        assert_eq!(output.status.code(), Some(2), "{flags:?}");
+        let said = String::from_utf8(output.stderr).expect("text");
+        let lines: Vec<serde_json::Value> =
+            said.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("no JSON: {line}"))).collect();
+        let last = lines.last().expect("a line");
+        assert_eq!(last["level"], "ERROR", "{said}");
+        assert!(last["message"].as_str().expect("text").contains(expected), "{said}");
+    }
 }
 
 #[tokio::test]

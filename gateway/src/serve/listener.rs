@@ -4,8 +4,12 @@
 //! more connections than it may have, that a client that is slow to say what it wants, or takes nothing of what it is
 //! told, is cut off without harm to others,
 //! and that a drain accepts nothing new, closes idle connections, lets requests in flight end, and says how many it had
-//! to break. Leaves what is answered to the routes, and how long a body or an answer may take to whoever reads it.
+//! to break. While it drains, each answer carries `Connection: close`, and a connection is closed only once it has been idle
+//! for a while, so that no request on a kept connection is left without an answer. Leaves what is answered to the routes, and
+//! how long a body or an answer may take to whoever reads it.
 
+mod busy;
+mod socket;
 mod takes;
 
 use std::convert::Infallible;
@@ -17,11 +21,12 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::ConnectInfo;
-use axum::response::Response;
-use hyper::Request;
+use axum::http::HeaderValue;
+use axum::http::header::CONNECTION;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
+use hyper::{Request, Response};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use metrics::{Counter, Gauge};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -32,6 +37,8 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
+use busy::{Busy, BusyBody};
+pub(crate) use socket::bind;
 use takes::Takes;
 
 /// Longest head of a request, and most that is kept of a body or an answer that the other side does not take: together
@@ -44,6 +51,10 @@ const ACCEPT_REST: Duration = Duration::from_millis(20);
 
 /// How often trouble of accepting is logged.
 const ACCEPT_TROUBLE_LOGGED_EVERY: Duration = Duration::from_secs(10);
+
+/// How long a connection stays open without a request once the listener has stopped. A client whose answer began before the
+/// drain does not know that the connection is about to close, and may send its next request on it.
+pub(crate) const LINGER: Duration = Duration::from_secs(1);
 
 /// How a drain ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,19 +78,30 @@ pub(crate) struct ListenerOptions {
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
 }
 
+/// Where a listener is between its start and its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Open,
+    /// Everything is still accepted and answered; answers end their connections.
+    Draining,
+    /// Nothing is accepted; a connection that has been idle for this long is closed.
+    Stopped {
+        linger: Duration,
+    },
+}
+
 /// A listening socket. Dropping it closes the socket and breaks its connections.
 pub(crate) struct Listener {
     address: SocketAddr,
-    stop: watch::Sender<bool>,
+    phase: watch::Sender<Phase>,
     task: JoinHandle<JoinSet<()>>,
 }
 
 impl Listener {
-    /// Listens at `address` and answers with `routes`, which find the peer's address in [`ConnectInfo`].
-    pub(crate) async fn start(address: SocketAddr, options: ListenerOptions, routes: Router) -> io::Result<Self> {
-        let listener = TcpListener::bind(address).await?;
+    /// Accepts on `listener` and answers with `routes`, which find the peer's address in [`ConnectInfo`].
+    pub(crate) fn start(listener: TcpListener, options: ListenerOptions, routes: Router) -> io::Result<Self> {
         let address = listener.local_addr()?;
-        let (stop, stopped) = watch::channel(false);
+        let (phase, seen) = watch::channel(Phase::Open);
         let connections_max = options.connections_max.max(1) as usize;
         let acceptor = Acceptor {
             listener,
@@ -88,17 +110,31 @@ impl Listener {
             trouble_logged: None,
             name: options.name,
         };
-        let protocol = Arc::new(Protocol::new(options, routes, &acceptor.meters));
-        Ok(Self { address, stop, task: tokio::spawn(accept(acceptor, protocol, stopped)) })
+        let protocol = Arc::new(Protocol::new(options, routes, acceptor.meters.handshakes_refused.clone()));
+        Ok(Self { address, phase, task: tokio::spawn(accept(acceptor, protocol, seen)) })
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Closes the socket, lets requests in flight end, and breaks what is left at the deadline, after `before_breaking`.
-    pub(crate) async fn drain(self, deadline: Duration, before_breaking: impl FnOnce()) -> Drained {
-        self.stop.send_replace(true);
+    /// Goes on accepting and answering; each answer from now on ends its connection.
+    pub(crate) fn begin_drain(&self) {
+        self.phase.send_if_modified(|phase| {
+            let is_new = *phase == Phase::Open;
+            if is_new {
+                *phase = Phase::Draining;
+            }
+            is_new
+        });
+    }
+
+    /// Closes the socket, closes connections that have been idle for `linger`, lets requests in flight end, and breaks what is
+    /// left at the deadline, after `before_breaking`.
+    pub(crate) async fn drain(self, deadline: Duration, linger: Duration, before_breaking: impl FnOnce()) -> Drained {
+        // An idle connection is closed before the deadline, and never counted as broken.
+        let linger = linger.min(deadline / 2);
+        self.phase.send_replace(Phase::Stopped { linger });
         let Ok(mut connections) = self.task.await else { return Drained { broken: 0 } };
         let all_ended = async { while connections.join_next().await.is_some() {} };
         if timeout(deadline, all_ended).await.is_ok() {
@@ -170,6 +206,21 @@ impl Acceptor {
         }
     }
 
+    /// Connections that the system has accepted and nobody has taken yet: closing the socket would reset them. As many as
+    /// there is room for.
+    fn waiting(self) -> Vec<(TcpStream, SocketAddr, Place)> {
+        let Ok(listener) = self.listener.into_std() else { return Vec::new() };
+        let mut waiting = Vec::new();
+        while let Ok(permit) = Arc::clone(&self.free).try_acquire_owned() {
+            // It does not block: the first that is not there ends the loop.
+            let Ok((stream, peer)) = listener.accept() else { break };
+            let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) else { continue };
+            self.meters.connections.increment(1.0);
+            waiting.push((stream, peer, Place { connections: self.meters.connections.clone(), _permit: permit }));
+        }
+        waiting
+    }
+
     fn log(&mut self, error: &io::Error) {
         if self.trouble_logged.is_none_or(|logged| logged.elapsed() >= ACCEPT_TROUBLE_LOGGED_EVERY) {
             self.trouble_logged = Some(Instant::now());
@@ -178,21 +229,26 @@ impl Acceptor {
     }
 }
 
-async fn accept(mut from: Acceptor, protocol: Arc<Protocol>, mut stopped: watch::Receiver<bool>) -> JoinSet<()> {
+async fn accept(mut from: Acceptor, protocol: Arc<Protocol>, mut phase: watch::Receiver<Phase>) -> JoinSet<()> {
     let mut connections = JoinSet::new();
+    let seen = phase.clone();
+    let converse = |(stream, peer, place): (TcpStream, SocketAddr, Place)| {
+        let (protocol, phase) = (Arc::clone(&protocol), seen.clone());
+        async move {
+            protocol.converse(stream, peer, phase).await;
+            drop(place);
+        }
+    };
     loop {
         tokio::select! {
             biased;
-            () = ended(&mut stopped) => return connections,
+            _ = stopped(&mut phase) => {
+                from.waiting().into_iter().for_each(|accepted| drop(connections.spawn(converse(accepted))));
+                return connections;
+            }
             // Those that have ended are only forgotten: how a client goes is its own affair.
             Some(_) = connections.join_next() => {}
-            (stream, peer, place) = from.next() => {
-                let (protocol, stopped) = (Arc::clone(&protocol), stopped.clone());
-                connections.spawn(async move {
-                    protocol.converse(stream, peer, stopped).await;
-                    drop(place);
-                });
-            }
+            accepted = from.next() => drop(connections.spawn(converse(accepted))),
         }
     }
 }
@@ -208,7 +264,7 @@ struct Protocol {
 }
 
 impl Protocol {
-    fn new(options: ListenerOptions, routes: Router, meters: &Meters) -> Self {
+    fn new(options: ListenerOptions, routes: Router, handshakes_refused: Counter) -> Self {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new()).header_read_timeout(options.head_timeout);
         // A buffer may be overshot by one read, a head may not.
@@ -218,40 +274,45 @@ impl Protocol {
             tls: options.tls.map(TlsAcceptor::from),
             head_timeout: options.head_timeout,
             stall_max: options.stall_max,
-            handshakes_refused: meters.handshakes_refused.clone(),
+            handshakes_refused,
             routes,
         }
     }
 
     /// Speaks until either side has had enough.
-    async fn converse(&self, stream: TcpStream, peer: SocketAddr, mut stopped: watch::Receiver<bool>) {
+    async fn converse(&self, stream: TcpStream, peer: SocketAddr, mut phase: watch::Receiver<Phase>) {
         // Tokens are small and wanted at once; a connection works without it too.
         let _ = stream.set_nodelay(true);
-        let Some(tls) = &self.tls else { return self.speak(stream, peer, stopped).await };
+        let Some(tls) = &self.tls else { return self.speak(stream, peer, phase).await };
         let shaken = tokio::select! {
             biased;
-            () = ended(&mut stopped) => return,
             shaken = timeout(self.head_timeout, tls.accept(stream)) => shaken,
+            () = lingered(&mut phase) => return,
         };
         if let Ok(Ok(stream)) = shaken {
-            self.speak(stream, peer, stopped).await;
+            self.speak(stream, peer, phase).await;
         } else {
             self.handshakes_refused.increment(1);
         }
     }
 
-    async fn speak<S>(&self, stream: S, peer: SocketAddr, mut stopped: watch::Receiver<bool>)
+    async fn speak<S>(&self, stream: S, peer: SocketAddr, mut phase: watch::Receiver<Phase>)
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let service = service_fn(|request| self.answer(request, peer));
+        let (busy, seen) = (Busy::default(), phase.clone());
+        let service = service_fn(|request| self.answer(request, peer, &busy, &seen));
         let conversation = self.http.serve_connection(TokioIo::new(Takes::new(stream, self.stall_max)), service);
         tokio::pin!(conversation);
+        let idle = async {
+            let linger = stopped(&mut phase).await;
+            busy.idle_for(linger).await;
+        };
         tokio::select! {
             biased;
             // How a client goes is its own affair.
             _ = conversation.as_mut() => {}
-            () = ended(&mut stopped) => {
+            () = idle => {
                 conversation.as_mut().graceful_shutdown();
                 let _ = conversation.await;
             }
@@ -262,16 +323,33 @@ impl Protocol {
         &self,
         mut request: Request<Incoming>,
         peer: SocketAddr,
-    ) -> impl Future<Output = Result<Response, Infallible>> + use<> {
+        busy: &Busy,
+        phase: &watch::Receiver<Phase>,
+    ) -> impl Future<Output = Result<Response<BusyBody>, Infallible>> + use<> {
         request.extensions_mut().insert(ConnectInfo(peer));
-        self.routes.clone().call(request)
+        let (request, began, phase) = (self.routes.clone().call(request), busy.begin(), phase.clone());
+        async move {
+            let mut response = request.await?;
+            if *phase.borrow() != Phase::Open {
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok(response.map(|body| BusyBody::new(body, began)))
+        }
     }
 }
 
-/// Comes back when the listener is told to stop, or is gone.
-async fn ended(stopped: &mut watch::Receiver<bool>) {
-    // Either answer means the same.
-    let _ = stopped.wait_for(|stopped| *stopped).await;
+/// Returns once the listener has stopped, or is gone: how long idle connections stay open.
+async fn stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
+    match phase.wait_for(|phase| matches!(phase, Phase::Stopped { .. })).await.as_deref() {
+        Ok(Phase::Stopped { linger }) => *linger,
+        _ => Duration::ZERO,
+    }
+}
+
+/// Returns when a connection that has sent no request is to be closed.
+async fn lingered(phase: &mut watch::Receiver<Phase>) {
+    let linger = stopped(phase).await;
+    sleep(linger).await;
 }
 
 #[cfg(test)]

@@ -30,14 +30,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::http::HeaderValue;
 use pointsman::Router;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use self::metrics::Meters;
 use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
 use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
 use current::Current;
 use ids::Ids;
-use listener::{Listener, ListenerOptions};
+use listener::{LINGER, Listener, ListenerOptions};
 use models::Models;
 use rarely::Rarely;
 use ready::Readiness;
@@ -47,7 +47,7 @@ use telemetry::Metrics;
 pub use admin::TokenError;
 pub use listener::Drained;
 pub use models::ModelError;
-pub use run::{Ended, Signal, run, run_until};
+pub use run::{Ended, Signal, refuse, run, run_until};
 pub use tenants::{Tenant, Tenants};
 pub use tls::TlsError;
 
@@ -161,7 +161,7 @@ impl Gateway {
         let options = client_options(&settings.gateway)?;
         // What cannot be read is found before anything runs.
         let token = match &settings.admin {
-            Some(admin) => Some((admin.listen, admin::Token::read(&admin.token_file).await?)),
+            Some(admin) => Some(admin::Token::read(&admin.token_file).await?),
             None => None,
         };
         let secrets = Secrets::read(&settings)?;
@@ -169,24 +169,25 @@ impl Gateway {
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
             .showing(secrets.worker_api_key.as_ref().and_then(Secret::bearer));
         let models = Models::start(&settings.models, &upstream).await?;
-        let listen = settings.gateway.listen;
+        let (listen, admin_listen) = (settings.gateway.listen, settings.admin.as_ref().map(|admin| admin.listen));
         let mut upkeep = JoinSet::new();
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
         let current = Current::new(App::new(settings, &secrets, models, upstream, metrics));
         upkeep.spawn(models::warn_of_unread(current.clone()));
-        let admin = match token {
-            Some((listen, token)) => {
-                let routes = admin::routes(current.clone(), token);
-                let options = ListenerOptions { name: "admin", tls: None, ..options.clone() };
-                let admin = Listener::start(listen, options, routes).await;
-                Some(admin.map_err(|error| GatewayError::Listen { address: listen, error })?)
+        // Nothing can fail any more once the first of them accepts.
+        let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
+        let (socket, admin_socket) = (bind(listen)?, admin_listen.map(bind).transpose()?);
+        let failed = |error| GatewayError::Listen { address: listen, error };
+        let clients = Listener::start(socket, options.clone(), routes::clients(current.clone())).map_err(failed)?;
+        let admin = match token.zip(admin_socket) {
+            Some((token, socket)) => {
+                let options = ListenerOptions { name: "admin", tls: None, ..options };
+                Some(Listener::start(socket, options, admin::routes(current.clone(), token)).map_err(failed)?)
             }
             None => None,
         };
-        let clients = Listener::start(listen, options, routes::clients(current.clone())).await;
-        let clients = clients.map_err(|error| GatewayError::Listen { address: listen, error })?;
         Ok(Self { current, clients, admin, _upkeep: upkeep })
     }
 
@@ -208,21 +209,30 @@ impl Gateway {
         self.current.get().models.find(model).map(|(model, _)| model.router.clone())
     }
 
-    /// Makes `/ready` say no from now on; everything is still answered.
+    /// Makes `/ready` say no from now on, and each answer end its connection; everything is still answered.
     pub fn begin_drain(&self) {
         self.current.get().readiness.drain();
+        [Some(&self.clients), self.admin.as_ref()].into_iter().flatten().for_each(Listener::begin_drain);
     }
 
-    /// Takes no more connections and requests, waits up to `deadline` for those in flight, and ends.
+    /// Takes no more connections, waits up to `deadline` for requests in flight, and ends. Requests that come on open
+    /// connections are served for a second, and then refused: each is answered.
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
         let app = self.current.get();
-        app.closing.store(true, Ordering::Relaxed);
-        let drained = self.clients.drain(deadline, || app.meters.deadline_passed()).await;
+        let drain = self.clients.drain(deadline, LINGER, || app.meters.deadline_passed());
+        tokio::pin!(drain);
+        let drained = tokio::select! {
+            drained = drain.as_mut() => drained,
+            () = sleep(LINGER) => {
+                app.closing.store(true, Ordering::Relaxed);
+                drain.await
+            }
+        };
         // Operators may look until the end.
         app.models.shutdown().await;
         if let Some(admin) = self.admin {
-            admin.drain(ADMIN_DRAIN, || {}).await;
+            admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
         }
         drained
     }

@@ -2,19 +2,18 @@
 //!
 //! Owns its runtime, its signals and its exit code. Promises that a first SIGTERM or SIGINT ends it in order: `/ready` says
 //! no for `drain_delay_ms` while everything is still answered, then the listener closes, then requests in flight have
-//! `drain_timeout_ms`; and that a second one ends it at once. Leaves settings to their loader and requests to the
+//! `drain_timeout_ms`; that a second one ends it at once; and that no other signal ends it. Leaves settings to their loader and requests to the
 //! [`Gateway`].
 
-use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
-use super::telemetry::{AccessLog, Metrics, parse_level, start_log};
+use super::telemetry::{AccessLog, Metrics, parse_level, start_log, write_problems};
 use super::{Drained, Gateway};
-use crate::settings::Settings;
+use crate::settings::{LogFormat, Settings};
 
 /// What was given cannot be used.
 const UNUSABLE: u8 = 2;
@@ -55,23 +54,26 @@ pub enum Ended {
 /// when a second SIGINT or SIGTERM ended it at once.
 #[must_use]
 pub fn run(settings: Settings) -> ExitCode {
+    let format = settings.gateway.log_format;
     let level = match parse_level(&settings.gateway.log_level) {
         Ok(level) => level,
-        Err(error) => return unusable(&format!("gateway.log_level: {error}")),
+        Err(error) => return unusable(format, &format!("gateway.log_level: {error}")),
     };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return unusable(&format!("no runtime: {error}")),
+        Err(error) => return unusable(format, &format!("no runtime: {error}")),
     };
     // The log counts what it drops: the recorder comes first.
     drop(Metrics::install());
     let access_log = &settings.gateway.access_log;
     let Some(access) = AccessLog::parse(access_log) else {
-        return unusable(&format!("gateway.access_log: {access_log:?} names no log"));
+        return unusable(format, &format!("gateway.access_log: {access_log:?} names no log"));
     };
-    let logs = match start_log(level, settings.gateway.log_format, &access) {
+    let logs = match start_log(level, format, &access) {
         Ok(logs) => logs,
-        Err(error) => return unusable(&format!("gateway.access_log: {access_log:?} cannot be opened: {error}")),
+        Err(error) => {
+            return unusable(format, &format!("gateway.access_log: {access_log:?} cannot be opened: {error}"));
+        }
     };
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
     let ended = runtime.block_on(started(settings));
@@ -81,7 +83,7 @@ pub fn run(settings: Settings) -> ExitCode {
     match ended {
         Ok(Ended::Drained(_)) => ExitCode::SUCCESS,
         Ok(Ended::AtOnce(signal)) => ExitCode::from(signal.exit_code()),
-        Err(error) => unusable(&error),
+        Err(error) => unusable(format, &error),
     }
 }
 
@@ -134,9 +136,18 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
     }
 }
 
-/// Says why on stderr, whether the log works or not; a closed stderr is no reason to panic.
-fn unusable(why: &str) -> ExitCode {
-    let _ = writeln!(std::io::stderr(), "error: {why}");
+/// Reports why a gateway cannot start, whether the log works or not.
+fn unusable(format: LogFormat, why: &str) -> ExitCode {
+    match format {
+        LogFormat::Text => refuse(format, &format!("error: {why}")),
+        LogFormat::Json => refuse(format, why),
+    }
+}
+
+/// Reports on stderr why a gateway is not even started: a problem a line, in the format of the log.
+#[must_use]
+pub fn refuse(format: LogFormat, problems: &str) -> ExitCode {
+    write_problems(format, problems);
     ExitCode::from(UNUSABLE)
 }
 
@@ -146,6 +157,17 @@ fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
     use tokio::signal::unix::{SignalKind, signal};
     let (sender, receiver) = mpsc::channel(2);
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let (mut user1, mut user2) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
+    tokio::spawn(async move {
+        loop {
+            let signal = tokio::select! {
+                Some(()) = user1.recv() => "SIGUSR1",
+                Some(()) = user2.recv() => "SIGUSR2",
+                else => return,
+            };
+            tracing::info!(signal, "signal ignored");
+        }
+    });
     tokio::spawn(async move {
         loop {
             let heard = tokio::select! {

@@ -19,8 +19,8 @@ use tokio::sync::Mutex;
 
 pub use access::AccessLog;
 pub(crate) use access::{AccessRecord, ErrorCode};
-pub(crate) use log::start_log;
 pub use log::{LevelError, parse_level};
+pub(crate) use log::{start_log, write_problems};
 
 /// Bounds of durations, in seconds: from what the gateway itself costs to what a long answer takes.
 const SECONDS: &[f64] = &[

@@ -16,7 +16,9 @@ use toml::{Table, Value};
 use super::error::{LoadError, LoadErrors, nearest};
 use super::fields::{Field, fields_of};
 use super::section::{Origin, Section};
-use super::{AdminSettings, GatewaySettings, ModelSettings, SettingError, Settings, TenantSettings, TokensSettings};
+use super::{
+    AdminSettings, GatewaySettings, LogFormat, ModelSettings, SettingError, Settings, TenantSettings, TokensSettings,
+};
 
 /// The tables at the top of the file.
 const TABLES: [&str; 5] = ["gateway", "admin", "router", "models", "tenants"];
@@ -76,6 +78,21 @@ pub struct Loaded {
 }
 
 impl Sources {
+    /// How log lines are written, also where other settings are wrong: problems are reported in this format. Text where the
+    /// setting itself is wrong.
+    #[must_use]
+    pub fn log_format(&self) -> LogFormat {
+        let flag = self.flags.iter().rev().find(|flag| flag.setting == "gateway.log_format");
+        let variable = || self.variables.iter().find(|(name, _)| name == "POINTSMAN_GATEWAY_LOG_FORMAT");
+        let file = || {
+            let table: Table = self.file.as_ref()?.text.parse().ok()?;
+            Some(table.get("gateway")?.get("log_format")?.as_str()?.to_owned())
+        };
+        let given =
+            flag.map(|flag| flag.value.clone()).or_else(|| variable().map(|(_, value)| value.clone())).or_else(file);
+        if given.as_deref() == Some("json") { LogFormat::Json } else { LogFormat::Text }
+    }
+
     /// Reads everything.
     ///
     /// # Errors

@@ -28,7 +28,8 @@ async fn start(options: ListenerOptions, go: &Arc<Notify>) -> Listener {
     };
     let peer = async |ConnectInfo(peer): ConnectInfo<SocketAddr>| peer.to_string();
     let routes = Router::new().route("/", get(peer)).route("/hang", get(hang));
-    Listener::start(SocketAddr::from(([127, 0, 0, 1], 0)), options, routes).await.expect("loopback has a free port")
+    let socket = bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("loopback has a free port");
+    Listener::start(socket, options, routes).expect("it has an address")
 }
 
 async fn connect(listener: &Listener) -> TcpStream {
@@ -88,7 +89,7 @@ async fn a_client_that_is_slow_to_ask_is_cut_and_others_are_not() {
     assert_eq!(rest(&mut read).await, "");
     let listener = others.await.expect("others are served");
     trickle.abort();
-    assert_eq!(listener.drain(PATIENCE, || {}).await, Drained { broken: 0 });
+    assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
 }
 
 #[tokio::test]
@@ -127,7 +128,7 @@ async fn a_drain_closes_what_is_idle_and_lets_the_rest_end() {
     ask(&mut used, "/").await; // so that `busy` is surely taken: connections are accepted in order
     answer(&mut used, &own).await;
 
-    let draining = tokio::spawn(listener.drain(PATIENCE, || {}));
+    let draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
     assert_eq!(rest(&mut used).await, "");
     assert_eq!(rest(&mut fresh).await, "");
     assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
@@ -149,7 +150,7 @@ async fn what_is_busy_at_the_deadline_is_broken_and_counted() {
     ask(&mut probe, "/").await;
     let own = probe.local_addr().expect("it is connected").to_string();
     answer(&mut probe, &own).await; // those before it have been accepted
-    assert_eq!(listener.drain(Duration::from_millis(50), || {}).await, Drained { broken: 3 });
+    assert_eq!(listener.drain(Duration::from_millis(50), Duration::ZERO, || {}).await, Drained { broken: 3 });
     for stream in &mut busy {
         assert_eq!(rest(stream).await, "");
     }
@@ -241,12 +242,13 @@ async fn a_drain_lets_five_hundred_open_streams_end() {
     let (go, gone) = watch::channel(false);
     let stream = async move || {
         let mut gone = gone.clone();
-        let end = Box::pin(async move { ended(&mut gone).await });
-        Response::new(axum::body::Body::new(Open { has_begun: false, end }))
+        let end = Box::pin(async move { drop(gone.wait_for(|gone| *gone).await) });
+        axum::response::Response::new(axum::body::Body::new(Open { has_begun: false, end }))
     };
     let routes = Router::new().route("/", get(stream));
     let options = ListenerOptions { connections_max: 500, ..options("streams") };
-    let listener = Listener::start(SocketAddr::from(([127, 0, 0, 1], 0)), options, routes).await.expect("a free port");
+    let socket = bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a free port");
+    let listener = Listener::start(socket, options, routes).expect("it has an address");
     let mut streams = Vec::new();
     for _ in 0..500 {
         let mut stream = connect(&listener).await;
@@ -254,7 +256,7 @@ async fn a_drain_lets_five_hundred_open_streams_end() {
         answer(&mut stream, "5\r\nbegun\r\n").await;
         streams.push(stream);
     }
-    let mut draining = tokio::spawn(listener.drain(PATIENCE, || {}));
+    let mut draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
     // Nothing ends for being drained.
     assert!(timeout(Duration::from_millis(50), &mut draining).await.is_err());
     go.send_replace(true);

@@ -127,6 +127,22 @@ impl Logs {
     }
 }
 
+/// Writes problems that keep the process from starting to stderr, a line each, whatever the log's level and whether it runs.
+/// A closed stderr is no reason to panic.
+pub(crate) fn write_problems(format: LogFormat, problems: &str) {
+    match format {
+        LogFormat::Text => drop(writeln!(io::stderr(), "{}", problems.trim_end())),
+        LogFormat::Json => {
+            let layer = tracing_subscriber::fmt::layer().with_writer(io::stderr).log_internal_errors(false);
+            let layer = layer.json().flatten_event(true).with_current_span(false).with_span_list(false);
+            let subscriber = tracing_subscriber::registry().with(layer);
+            tracing::subscriber::with_default(subscriber, || {
+                problems.lines().for_each(|problem| tracing::error!("{problem}"));
+            });
+        }
+    }
+}
+
 /// A running log.
 struct Log {
     entries: SyncSender<Entry>,
