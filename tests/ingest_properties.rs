@@ -231,8 +231,7 @@ impl World {
             Act::Report => self.report(),
             Act::Disconnect => self.disconnect(),
             Act::Connect => self.connect(),
-            // Without replay a new life that has come just as far is taken for the old one.
-            Act::Restart { shared, publishes } if self.config.has_replay && self.lives.len() < 200 => {
+            Act::Restart { shared, publishes } if self.lives.len() < 200 => {
                 self.disconnect();
                 self.lives.push(Life { shared: u64::from(*shared), ..Life::default() });
                 (0..*publishes).for_each(|_| self.publish());

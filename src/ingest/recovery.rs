@@ -93,6 +93,9 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.drop_held(effects);
         if self.config.has_replay {
             self.ask(if self.next.unwrap_or(0) == 0 { Purpose::All } else { Purpose::Verify }, effects);
+        } else if let Some(from) = self.next {
+            // The engine may have restarted and published just as many messages: nothing can verify that it did not.
+            self.lose(None, Doubt::NoReplay { from }, effects);
         }
     }
 
