@@ -1,8 +1,9 @@
 //! The paged prefix cache of a rank: device blocks, host blocks, and what is announced of both.
 //!
 //! Owns which slot holds which block, who uses it, and in which order free ones are taken. Promises that a held
-//! block's parent is held too, in some tier; that each hash is held at most once in a tier; that the events it leaves
-//! behind say exactly what changed, in the order it changed. Leaves to the scheduler what to compute and when.
+//! block's parent is held too, in some tier; that the host holds each hash at most once, and the device too unless
+//! [`Cache::fill`] is given copies; that the events it leaves behind say exactly what changed, in the order it changed.
+//! Leaves to the scheduler what to compute and when.
 
 use std::sync::Arc;
 
@@ -53,11 +54,19 @@ pub(crate) struct Hit {
 
 pub(crate) struct Cache {
     slots: Vec<Slot>,
-    by_hash: AHashMap<EngineHash, u32>,
+    by_hash: AHashMap<EngineHash, Copies>,
+    /// Number of slots that hold a block.
+    filled: usize,
     /// Slots nobody uses, next to be taken first: those that hold nothing, then by how long they have been free.
     free: List,
     host: Option<Host>,
     events: Vec<CacheEvent>,
+}
+
+/// The slots that hold one block, in the order in which they were filled. Requests find the first.
+struct Copies {
+    first: u32,
+    further: Vec<u32>,
 }
 
 #[derive(Default)]
@@ -73,6 +82,7 @@ impl Cache {
         Self {
             slots: (0..device_blocks).map(|_| Slot::default()).collect(),
             by_hash: AHashMap::new(),
+            filled: 0,
             free,
             host: (host_blocks > 0).then(|| Host::new(host_blocks)),
             events: Vec::new(),
@@ -101,9 +111,9 @@ impl Cache {
     pub(crate) fn lookup(&self, hashes: &[EngineHash]) -> Hit {
         let mut hit = Hit::default();
         for hash in hashes {
-            let Some(&slot) = self.by_hash.get(hash) else { break };
+            let Some(copies) = self.by_hash.get(hash) else { break };
             hit.device += 1;
-            hit.device_free += u32::from(self.slots[slot as usize].users == 0);
+            hit.device_free += u32::from(self.slots[copies.first as usize].users == 0);
         }
         if let Some(host) = &self.host {
             hit.host = hashes[hit.device..].iter().take_while(|hash| host.by_hash.contains_key(hash)).count();
@@ -119,7 +129,7 @@ impl Cache {
 
     /// Takes what was found of a chain, for one more user: a slot for each block. Needs room for it.
     pub(crate) fn take(&mut self, hashes: &[EngineHash], hit: &Hit) -> Vec<u32> {
-        let mut slots: Vec<u32> = hashes[..hit.device].iter().map(|hash| self.by_hash[hash]).collect();
+        let mut slots: Vec<u32> = hashes[..hit.device].iter().map(|hash| self.by_hash[hash].first).collect();
         for &slot in &slots {
             self.add_user(slot);
         }
@@ -136,8 +146,7 @@ impl Cache {
         }
         for block in &loaded {
             let slot = self.allocate().expect("the caller has seen that there is room");
-            self.by_hash.insert(block.hash, slot);
-            self.slots[slot as usize].block = Some(Arc::clone(block));
+            self.fill(slot, Arc::clone(block));
             slots.push(slot);
         }
         self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks: loaded });
@@ -149,8 +158,8 @@ impl Cache {
         let slot = self.free.pop_front()?;
         self.slots[slot as usize].users = 1;
         if let Some(block) = self.slots[slot as usize].block.take() {
-            self.by_hash.remove(&block.hash);
             let hash = block.hash;
+            self.unlist(&hash, slot);
             if let Some(host) = &mut self.host {
                 host.keep(block, &mut self.events);
             }
@@ -161,16 +170,38 @@ impl Cache {
 
     /// The slot that already holds this content, for one more user in place of `slot`, which is given back.
     pub(crate) fn swap_for_cached(&mut self, slot: u32, hash: &EngineHash) -> Option<u32> {
-        let cached = *self.by_hash.get(hash)?;
+        let cached = self.by_hash.get(hash)?.first;
         self.add_user(cached);
         self.remove_user(slot);
         Some(cached)
     }
 
-    /// Makes the content of a used slot known. Not held so far; the caller announces it with its neighbours.
+    /// Makes the content of a used slot known, a copy if it is held already. The caller announces it with its neighbours.
     pub(crate) fn fill(&mut self, slot: u32, block: Arc<Block>) {
-        self.by_hash.insert(block.hash, slot);
+        self.by_hash
+            .entry(block.hash)
+            .and_modify(|copies| copies.further.push(slot))
+            .or_insert(Copies { first: slot, further: Vec::new() });
         self.slots[slot as usize].block = Some(block);
+        self.filled += 1;
+    }
+
+    /// Forgets that a slot holds a block.
+    fn unlist(&mut self, hash: &EngineHash, slot: u32) {
+        let copies = self.by_hash.get_mut(hash).expect("a block is listed with its slot");
+        self.filled -= 1;
+        if copies.first != slot {
+            copies.further.retain(|other| *other != slot);
+        } else if copies.further.is_empty() {
+            self.by_hash.remove(hash);
+        } else {
+            copies.first = copies.further.remove(0);
+        }
+    }
+
+    /// Number of copies that the device holds of a block.
+    pub(crate) fn copies(&self, hash: &EngineHash) -> usize {
+        self.by_hash.get(hash).map_or(0, |copies| 1 + copies.further.len())
     }
 
     pub(crate) fn announce(&mut self, blocks: Vec<Arc<Block>>) {
@@ -188,6 +219,7 @@ impl Cache {
             return false;
         }
         self.by_hash.clear();
+        self.filled = 0;
         self.slots.iter_mut().for_each(|slot| slot.block = None);
         if let Some(host) = &mut self.host {
             *host = Host::new(host.capacity);
@@ -195,13 +227,14 @@ impl Cache {
         true
     }
 
-    /// All blocks of a tier, parents before children.
+    /// All blocks of a tier, parents before children, each once however many copies there are.
     pub(crate) fn held(&self, tier: Tier) -> Vec<Arc<Block>> {
         let mut held: Vec<Arc<Block>> = match tier {
             Tier::Device => self.slots.iter().filter_map(|slot| slot.block.clone()).collect(),
             Tier::Host => self.host.iter().flat_map(|host| host.slots.iter().cloned()).collect(),
         };
         held.sort_by_key(|block| (block.depth, block.hash));
+        held.dedup_by_key(|block| block.hash);
         held
     }
 
@@ -233,11 +266,13 @@ impl Cache {
             assert_eq!(slot.users, users[at], "users of slot {at}");
             assert_eq!(slot.users == 0, is_free[at], "slot {at} is free or used");
             if let Some(block) = &slot.block {
-                assert_eq!(self.by_hash.get(&block.hash), Some(&(at as u32)), "slot {at} is found");
+                let copies = &self.by_hash[&block.hash];
+                assert!(copies.first == at as u32 || copies.further.contains(&(at as u32)), "slot {at} is found");
                 filled += 1;
             }
         }
-        assert_eq!(filled, self.by_hash.len());
+        let listed = self.by_hash.values().map(|copies| 1 + copies.further.len());
+        assert_eq!((filled, listed.sum::<usize>()), (self.filled, self.filled));
         let in_host = |hash: &EngineHash| self.host.as_ref().is_some_and(|host| host.by_hash.contains_key(hash));
         for block in self.held(Tier::Device) {
             assert!(block.parent.is_none_or(|parent| self.by_hash.contains_key(&parent)), "{block:?} hangs in the air");

@@ -29,6 +29,9 @@ pub struct EngineConfig {
     pub kv_blocks: u32,
     /// Blocks of host memory for what the device evicts. 0: no host tier.
     pub host_kv_blocks: u32,
+    /// Whether a computed block that the device holds already is swapped for the one held, as in SGLang. Otherwise both
+    /// stay, each announced by a store and a removal of its own, as in vLLM. False.
+    pub deduplicates: bool,
     /// Tokens that a step may compute, decodes and prefills together. 8192.
     pub step_tokens_max: u32,
     /// Sequences that may run at once. 256.
@@ -51,6 +54,7 @@ impl Default for EngineConfig {
             block_size: 64,
             kv_blocks: 7168,
             host_kv_blocks: 0,
+            deduplicates: false,
             step_tokens_max: 8192,
             sequences_max: 256,
             max_model_len: 131_072,

@@ -19,9 +19,10 @@
 //! - Freeing announces nothing; a freed block is found until its memory is needed. Then the one that was free for the
 //!   longest goes, a sequence's last block before its first, and the removal precedes the store that caused it.
 //! - Blocks that hold nothing findable are taken before any that do.
-//! - A block that turns out to be cached already is swapped for the cached one, and nothing is announced. So a
-//!   block's ancestors are held as long as it is (in some tier), and each announced hash is held once a tier. (SGLang
-//!   does this; vLLM keeps both copies and announces twice.)
+//! - A computed block that the device holds already is a further copy of it: announced again, used by its sequence
+//!   alone, and removed by an event of its own. A prompt finds the copy stored first. (vLLM; with
+//!   [`EngineConfig::deduplicates`] the block is swapped for the cached one and nothing is announced, as in SGLang.)
+//! - A block's ancestors are held as long as it is, in some tier. Host memory holds each hash once.
 //! - One block of the device's memory is never handed out, like vLLM's null block.
 //! - Where there is no block for a running sequence's next token, the youngest one is preempted: it loses its blocks,
 //!   waits in front of all others and computes again what the cache has lost meanwhile.

@@ -250,14 +250,20 @@ impl Rank {
         self.cache.holds(name)
     }
 
+    /// Number of copies that the device holds of a block: more than one where blocks are not de-duplicated.
+    #[must_use]
+    pub fn copies(&self, name: &EngineHash) -> usize {
+        self.cache.copies(name)
+    }
+
     /// Forgets all cached blocks, in both tiers, and says what to announce. As in vLLM nothing happens, and nothing
     /// is returned, while any request holds blocks; requests that only wait are no obstacle.
     pub fn reset_cache(&mut self) -> Option<CacheEvent> {
         self.cache.clear().then_some(CacheEvent::Cleared)
     }
 
-    /// The blocks that a tier holds now, used or free, parents before children. Sorts them all: for tests, snapshots
-    /// and checks.
+    /// The blocks that a tier holds now, used or free, parents before children, each once however many copies there
+    /// are. Sorts them all: for tests, snapshots and checks.
     #[must_use]
     pub fn held(&self, tier: Tier) -> Vec<Arc<Block>> {
         self.cache.held(tier)
@@ -347,6 +353,7 @@ impl Rank {
     /// Gives a sequence the blocks for `tokens` more and has them computed, or does nothing for want of blocks.
     fn extend(&mut self, at: usize, tokens: u32) -> bool {
         let (sequence, cache, block_size) = (&mut self.running[at], &mut self.cache, self.config.block_size);
+        let deduplicates = self.config.deduplicates;
         let computed = sequence.computed + tokens;
         let more = computed.div_ceil(block_size) - sequence.slots.len() as u32;
         if more > cache.free_blocks() {
@@ -357,7 +364,8 @@ impl Rank {
         for block_idx in sequence.computed / block_size..computed / block_size {
             let hash = sequence.hash(block_idx, block_size, &mut self.hasher);
             let slot = sequence.slots[block_idx as usize];
-            if let Some(cached) = cache.swap_for_cached(slot, &hash) {
+            let cached = if deduplicates { cache.swap_for_cached(slot, &hash) } else { None };
+            if let Some(cached) = cached {
                 // Never between two new ones: a cached block's ancestors are cached.
                 debug_assert!(stored.is_empty(), "a new block has a cached child");
                 sequence.slots[block_idx as usize] = cached;

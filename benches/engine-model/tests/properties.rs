@@ -10,11 +10,12 @@ use proptest::prelude::*;
 const TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 
 fn configs() -> impl Strategy<Value = EngineConfig> {
-    (1..5_u32, 2..14_u32, prop_oneof![Just(0), 1..12_u32], 1..5_u32, 0..12_u32).prop_map(
-        |(block_size, blocks, host_kv_blocks, sequences_max, spare_tokens)| EngineConfig {
+    (1..5_u32, 2..14_u32, prop_oneof![Just(0), 1..12_u32], 1..5_u32, 0..12_u32, any::<bool>()).prop_map(
+        |(block_size, blocks, host_kv_blocks, sequences_max, spare_tokens, deduplicates)| EngineConfig {
             block_size,
             kv_blocks: blocks + 1,
             host_kv_blocks,
+            deduplicates,
             step_tokens_max: sequences_max + spare_tokens,
             sequences_max,
             max_model_len: (block_size * blocks).max(2),
@@ -61,6 +62,8 @@ type Chain = (Option<Arc<str>>, Option<Arc<str>>, Vec<u32>);
 #[derive(Default)]
 struct Mirror {
     tiers: [BTreeMap<EngineHash, Arc<Block>>; 2],
+    /// Copies of each block on the device.
+    copies: BTreeMap<EngineHash, usize>,
     /// Every chain ever announced, by its name; never forgotten.
     chains: BTreeMap<EngineHash, Chain>,
 }
@@ -71,6 +74,14 @@ impl Mirror {
             match event {
                 CacheEvent::Stored { tier, blocks } => self.store(*tier, blocks),
                 CacheEvent::Removed { tier, hash } => {
+                    if *tier == Tier::Device {
+                        let copies = self.copies.get_mut(hash).expect("what is removed is there");
+                        *copies -= 1;
+                        if *copies > 0 {
+                            continue;
+                        }
+                        self.copies.remove(hash);
+                    }
                     assert!(self.tiers[*tier as usize].remove(hash).is_some(), "{hash:?} is removed from where it is");
                     let is_child = |block: &&Arc<Block>| block.parent == Some(*hash);
                     if !self.is_held(hash) {
@@ -78,7 +89,10 @@ impl Mirror {
                         assert_eq!(child, None, "{hash:?} is gone before its child");
                     }
                 }
-                CacheEvent::Cleared => self.tiers.iter_mut().for_each(BTreeMap::clear),
+                CacheEvent::Cleared => {
+                    self.tiers.iter_mut().for_each(BTreeMap::clear);
+                    self.copies.clear();
+                }
             }
         }
     }
@@ -100,7 +114,11 @@ impl Mirror {
             tokens.extend(&block.tokens);
             let chain = (lora, salt, tokens);
             assert_eq!(self.chains.entry(block.hash).or_insert(chain.clone()), &chain, "a name means one chain");
-            assert!(self.tiers[tier as usize].insert(block.hash, Arc::clone(block)).is_none(), "stored once");
+            let is_new = self.tiers[tier as usize].insert(block.hash, Arc::clone(block)).is_none();
+            assert!(is_new || tier == Tier::Device, "the host stores each block once");
+            if tier == Tier::Device {
+                *self.copies.entry(block.hash).or_default() += 1;
+            }
         }
     }
 
@@ -116,6 +134,11 @@ impl Mirror {
             assert!(held.iter().all(|block| self.tiers[tier as usize][&block.hash] == *block));
             assert!(held.windows(2).all(|pair| pair[0].depth <= pair[1].depth), "parents come first");
         }
+        assert!(self.copies.iter().all(|(hash, copies)| rank.copies(hash) == *copies), "each copy is announced");
+        assert!(
+            !rank.config().deduplicates || self.copies.values().all(|copies| *copies == 1),
+            "no block is held twice"
+        );
     }
 }
 
@@ -193,10 +216,14 @@ fn check_step(config: &EngineConfig, step: &Step, open: &mut Requests, ended: &m
 /// A lone request's rank, literally: lists of chains, searched from the front.
 struct Slow {
     config: EngineConfig,
-    /// Next to be taken first.
-    free: Vec<Option<Chain>>,
+    /// Next to be taken first, each with when it was stored.
+    free: Vec<Option<Stored>>,
     host: Vec<Chain>,
+    /// Blocks stored so far.
+    stored: u64,
 }
+
+type Stored = (u64, Chain);
 
 #[derive(Clone, Debug, PartialEq)]
 enum Told {
@@ -206,7 +233,19 @@ enum Told {
 
 impl Slow {
     fn new(config: EngineConfig) -> Self {
-        Self { config, free: vec![None; config.kv_blocks as usize - 1], host: Vec::new() }
+        Self { config, free: vec![None; config.kv_blocks as usize - 1], host: Vec::new(), stored: 0 }
+    }
+
+    /// Takes the copy of a block out of the free ones that was stored first.
+    fn find(&mut self, chain: &Chain) -> Option<Stored> {
+        let copies = self.free.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?)));
+        let (at, _) = copies.filter(|(_, held)| held.1 == *chain).min_by_key(|(_, held)| held.0)?;
+        self.free.remove(at)
+    }
+
+    fn store(&mut self, chain: Chain) -> Stored {
+        self.stored += 1;
+        (self.stored, chain)
     }
 
     /// Runs one request that generates `outputs`; gives the events of each step, and the tokens that were cached.
@@ -218,8 +257,8 @@ impl Slow {
         let reusable: Vec<Chain> =
             (1..=(tokens.len() - 1) / block_size).map(|blocks| chain(&tokens[..blocks * block_size])).collect();
         for found in &reusable {
-            let Some(at) = self.free.iter().position(|held| held.as_ref() == Some(found)) else { break };
-            mine.push(self.free.remove(at));
+            let Some(held) = self.find(found) else { break };
+            mine.push(Some(held));
         }
         let missing = &reusable[mine.len()..];
         let loaded: Vec<Chain> = missing.iter().take_while(|chain| self.host.contains(chain)).cloned().collect();
@@ -232,7 +271,7 @@ impl Slow {
         if !loaded.is_empty() {
             events.push(Told::Stored(Tier::Device, loaded.clone()));
         }
-        mine.extend(loaded.into_iter().map(Some));
+        mine.extend(loaded.into_iter().map(|chain| Some(self.store(chain))));
         let cached = mine.len() * block_size;
         let mut computed = cached;
         for output in outputs {
@@ -245,13 +284,17 @@ impl Slow {
                 let mut run = Vec::new();
                 for block in computed / block_size..to / block_size {
                     let filled = chain(&tokens[..(block + 1) * block_size]);
-                    if let Some(at) = self.free.iter().position(|held| held.as_ref() == Some(&filled)) {
-                        self.free.remove(at);
-                        self.free.insert(0, None);
-                    } else {
-                        run.push(filled.clone());
-                    }
-                    mine[block] = Some(filled);
+                    let cached = if self.config.deduplicates { self.find(&filled) } else { None };
+                    mine[block] = Some(match cached {
+                        Some(held) => {
+                            self.free.insert(0, None);
+                            held
+                        }
+                        None => {
+                            run.push(filled.clone());
+                            self.store(filled)
+                        }
+                    });
                 }
                 events.extend((!run.is_empty()).then_some(Told::Stored(Tier::Device, run)));
                 steps.push(std::mem::take(&mut events));
@@ -268,7 +311,7 @@ impl Slow {
 
     /// Takes the first free block, and what it held to the host.
     fn take_one(&mut self, events: &mut Vec<Told>) {
-        let Some(evicted) = self.free.remove(0) else { return };
+        let Some((_, evicted)) = self.free.remove(0) else { return };
         if self.config.host_kv_blocks > 0 && !self.touch_host(&evicted) {
             if self.host.len() == self.config.host_kv_blocks as usize {
                 events.push(Told::Removed(Tier::Host, self.host.remove(0)));

@@ -128,13 +128,47 @@ fn generated_tokens_fill_blocks_that_are_announced_and_found() {
 }
 
 #[test]
-fn a_prompt_that_is_cached_whole_computes_its_last_block_again_in_silence() {
+fn a_prompt_that_is_cached_whole_computes_its_last_block_again() {
+    for (deduplicates, expected) in [(true, vec![]), (false, vec!["Device + 5 under 1".to_owned()])] {
+        let mut rank = rank(EngineConfig { deduplicates, ..EngineConfig::default() });
+        let mut names = BTreeMap::new();
+        let prompt = || RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1);
+        events_of(&mut rank, prompt(), &mut names);
+        let steps = run_one(&mut rank, prompt());
+        assert_eq!((steps[0].prefill_tokens, steps[0].outputs[0].cached_tokens), (4, 4));
+        assert_eq!(told(&steps[0].events, &mut names), expected);
+        assert_eq!(rank.held(Tier::Device).len(), 2);
+    }
+}
+
+#[test]
+fn each_copy_of_a_block_is_removed_by_an_event_of_its_own() {
     let mut rank = rank(EngineConfig::default());
-    run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1));
-    let steps = run_one(&mut rank, RequestSpec::new(2, [1, 2, 3, 4, 5, 6, 7, 8], 1));
-    assert_eq!((steps[0].prefill_tokens, steps[0].outputs[0].cached_tokens), (4, 4));
-    assert!(steps[0].events.is_empty());
-    assert_eq!(rank.held(Tier::Device).len(), 2);
+    let mut names = BTreeMap::new();
+    for _ in 0..3 {
+        events_of(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1), &mut names);
+    }
+    // Four blocks are free. The copy stored first is the first to go, and the rest is found all the same.
+    let events = events_of(&mut rank, RequestSpec::new(2, (20..40).collect::<Vec<_>>(), 1), &mut names);
+    assert_eq!(events, ["Device - 5", "Device + 20 24 28 32 36 under -"]);
+    let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], 1));
+    assert_eq!(steps[0].outputs[0].cached_tokens, 8);
+}
+
+#[test]
+fn running_requests_that_generate_alike_keep_a_copy_each() {
+    let mut rank = rank(EngineConfig::default());
+    let prompt = |id| RequestSpec::new(id, [1, 2, 3, 4, 5], 5);
+    rank.submit(prompt(1)).expect("sound");
+    rank.submit(prompt(2)).expect("sound");
+    let steps: Vec<Step> = std::iter::from_fn(|| rank.step()).collect();
+    let stored = steps.iter().flat_map(|step| &step.events).filter(|event| matches!(event, CacheEvent::Stored { .. }));
+    assert_eq!(
+        (stored.count(), rank.held(Tier::Device).len()),
+        (3, 2),
+        "one for the prompt, two for one block of output"
+    );
+    rank.check_invariants();
 }
 
 #[test]

@@ -150,7 +150,7 @@ impl MockConfig {
         if names[0].is_empty() {
             return Err("a model has an empty name".to_owned());
         }
-        self.engine(0).validate().map_err(|error| error.to_string())
+        self.engine(0, self.dialect).validate().map_err(|error| error.to_string())
     }
 
     /// How events are written.
@@ -166,13 +166,14 @@ impl MockConfig {
         self.max_model_len.unwrap_or_else(|| held.min(EngineConfig::default().max_model_len))
     }
 
-    /// The model of one rank. Names of blocks differ from rank to rank, as they do between processes in the field;
-    /// output tokens do not.
-    pub(crate) fn engine(&self, rank: u16) -> EngineConfig {
+    /// The model of one rank that speaks `dialect`: vLLM keeps copies of blocks, SGLang does not. Names of blocks differ
+    /// from rank to rank, as they do between processes in the field; output tokens do not.
+    pub(crate) fn engine(&self, rank: u16, dialect: Dialect) -> EngineConfig {
         EngineConfig {
             block_size: self.block_size,
             kv_blocks: self.kv_blocks,
             host_kv_blocks: self.host_kv_blocks,
+            deduplicates: dialect.is_sglang(),
             step_tokens_max: self.step_tokens_max,
             sequences_max: self.sequences_max,
             max_model_len: self.model_len_max(),

@@ -324,8 +324,8 @@ impl Incarnation {
         for (number, (events, replays)) in (0..config.data_parallel_size).zip(listeners) {
             let encoder =
                 Encoder { format, block_size: config.block_size, rank: number.into(), lora_ids: Arc::clone(lora_ids) };
-            let model =
-                engine_model::Rank::new(config.engine(number)).map_err(|error| MockError::Config(error.to_string()))?;
+            let model = engine_model::Rank::new(config.engine(number, format.dialect))
+                .map_err(|error| MockError::Config(error.to_string()))?;
             let rank = Arc::new(Rank::new(model, encoder, config.replay_messages_max, Arc::clone(faults)));
             let events = EventSocket::open(events).await.map_err(serve)?;
             let replays = ReplaySocket::open(replays, format.dialect.replays_with_topic()).await.map_err(serve)?;

@@ -192,6 +192,8 @@ pub(crate) struct Known {
     pub(crate) lora_name: Option<String>,
     /// As far as this block's own event tells.
     pub(crate) cache_salt: Option<String>,
+    /// Stores that no removal has followed.
+    pub(crate) copies: u32,
 }
 
 /// A rank's cache as its events tell, per medium.
@@ -237,16 +239,23 @@ impl Rebuilt {
                     let salted =
                         keys.into_iter().flatten().filter_map(text).find(|key| lora_name.as_ref() != Some(key));
                     let cache_salt = named_salt.clone().or(salted);
-                    let known = Known { parent, tokens: tokens.to_vec(), lora_name: lora_name.clone(), cache_salt };
-                    assert_eq!(held.insert(hash, known), None, "stored twice: {event}");
+                    let known =
+                        Known { parent, tokens: tokens.to_vec(), lora_name: lora_name.clone(), cache_salt, copies: 1 };
+                    let held = held.entry(hash).or_insert(Known { copies: 0, ..known.clone() });
+                    held.copies += 1;
+                    assert_eq!(Known { copies: 1, ..held.clone() }, known, "a name stands for one block: {event}");
                     parent = Some(hash);
                 }
             }
             "BlockRemoved" => {
                 let medium = text(&at("medium", 2)).expect("a medium");
                 for hash in hashes() {
-                    let held = self.by_medium.get_mut(&medium).and_then(|held| held.remove(&hash));
-                    assert!(held.is_some(), "removed what was not held: {event}");
+                    let medium = self.by_medium.get_mut(&medium).expect("something was stored there");
+                    let held = medium.get_mut(&hash).unwrap_or_else(|| panic!("removed what was not held: {event}"));
+                    held.copies -= 1;
+                    if held.copies == 0 {
+                        medium.remove(&hash);
+                    }
                 }
             }
             "AllBlocksCleared" => self.by_medium.clear(),
