@@ -397,6 +397,7 @@ impl After for RadixAfter {
 struct Counters {
     stored: metrics::Counter,
     duplicates: metrics::Counter,
+    copies: metrics::Counter,
     waiting: metrics::Counter,
     removed: metrics::Counter,
     unknown_removals: metrics::Counter,
@@ -412,6 +413,7 @@ impl Counters {
         Self {
             stored: blocks("stored"),
             duplicates: blocks("duplicate"),
+            copies: blocks("copy"),
             waiting: blocks("waiting"),
             removed: blocks("removed"),
             unknown_removals: blocks("unknown_removal"),
@@ -425,6 +427,7 @@ impl Counters {
         let counts = [
             (&self.stored, applied.stored + applied.adopted),
             (&self.duplicates, applied.duplicates),
+            (&self.copies, applied.copies),
             (&self.waiting, applied.waiting),
             (&self.removed, applied.removed),
             (&self.unknown_removals, applied.unknown_removals),

@@ -353,9 +353,14 @@ proptest! {
                 continue;
             };
             let (mut parent, blocks) = whole.stored(rank_of(*rank), *tier, parent, hashes, names);
-            let known = whole.model.named(rank_of(*rank), *tier).iter().any(|(name, _)| parent == Some(*name));
+            let named = whole.model.named(rank_of(*rank), *tier);
+            let known = named.iter().any(|(name, _)| parent == Some(*name));
             if *tier == StorageTier::Device && parent.is_some() && !known {
                 continue; // a device list is refused whole: in parts, a part might be accepted
+            }
+            let is_again = named.iter().any(|(name, _)| blocks.iter().any(|block| block.engine_hash == *name));
+            if *tier == StorageTier::Device && parent.is_none() && is_again {
+                continue; // what is reported again from a prompt's start is no copy: in parts, the rest would be
             }
             whole.apply(*rank, *tier, KvEvent::Stored { parent, blocks: blocks.clone() });
             for block in blocks {

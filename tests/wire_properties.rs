@@ -9,7 +9,7 @@ mod effort;
 mod msgpack;
 
 use std::alloc::System;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::Mutex;
 
@@ -213,7 +213,8 @@ struct Under {
 /// Where the blocks of an engine belong, literally.
 #[derive(Debug, Default)]
 struct Model {
-    blocks: BTreeMap<u64, (Under, BTreeSet<StorageTier>)>,
+    /// By name: where it belongs, and the tier of each copy.
+    blocks: BTreeMap<u64, (Under, Vec<StorageTier>)>,
 }
 
 impl Model {
@@ -237,7 +238,9 @@ impl Model {
                     } else {
                         let block = self.blocks.entry(*name).or_default();
                         block.0 = under;
-                        block.1.insert(*tier);
+                        if !block.1.contains(tier) || *tier == StorageTier::Device && parent.is_some() {
+                            block.1.push(*tier);
+                        }
                     }
                 }
                 let block =
@@ -247,8 +250,10 @@ impl Model {
             }
             Op::Remove { names, tier } => {
                 for name in names {
-                    if let Some((_, tiers)) = self.blocks.get_mut(name) {
-                        tiers.remove(tier);
+                    if let Some((_, tiers)) = self.blocks.get_mut(name)
+                        && let Some(at) = tiers.iter().position(|other| other == tier)
+                    {
+                        tiers.swap_remove(at);
                     }
                 }
                 self.blocks.retain(|_, (_, tiers)| !tiers.is_empty());

@@ -17,11 +17,13 @@ pub struct Applied {
     pub stored: u64,
     /// Stored again: nothing changed.
     pub duplicates: u64,
+    /// Stored again behind a parent on the device: another copy, as engines have them that do not de-duplicate.
+    pub copies: u64,
     /// Stored in a lower tier behind a parent that nobody named yet: they wait for it.
     pub waiting: u64,
     /// Waited for a parent that this event brought; now held.
     pub adopted: u64,
-    /// Names forgotten, by removal or by a clear.
+    /// Names and copies given up, by removal or by a clear.
     pub removed: u64,
     /// Events for a rank that is not registered here: ignored.
     pub unknown_ranks: u64,
@@ -39,6 +41,7 @@ impl AddAssign for Applied {
     fn add_assign(&mut self, other: Self) {
         self.stored += other.stored;
         self.duplicates += other.duplicates;
+        self.copies += other.copies;
         self.waiting += other.waiting;
         self.adopted += other.adopted;
         self.removed += other.removed;

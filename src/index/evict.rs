@@ -193,7 +193,7 @@ impl Index {
         let names: Vec<_> = blocks.iter().map(|block| block.engine_hash).collect();
         let (tree, residence) = self.parts(slot, StorageTier::Device);
         let held = residence.held_blocks();
-        hold::remove(tree, residence, slot, &names);
+        hold::forget(tree, residence, slot, &names);
         let evicted = (held - residence.held_blocks()) as u64;
         self.note_evicted(slot, evicted);
         evicted
@@ -217,7 +217,7 @@ impl Index {
     /// The rank that has most for itself, among those with anything to give up.
     fn heaviest(&self) -> Option<Slot> {
         let ranks = (0..).map(Slot).zip(&self.ranks).filter_map(|(slot, rank)| Some((slot, rank.as_deref()?)));
-        let heaviest = ranks.filter(|(_, rank)| rank.known_names() > 0).max_by_key(|(_, rank)| rank.counted);
+        let heaviest = ranks.filter(|(_, rank)| rank.removable() > 0).max_by_key(|(_, rank)| rank.counted);
         heaviest.map(|(slot, _)| slot)
     }
 
@@ -246,7 +246,7 @@ impl Index {
         }
         let evicted = (held - self.rank(slot).held_blocks()) as u64;
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
-        if rank.known_names() == 0 {
+        if rank.removable() == 0 {
             let evicted_blocks = rank.evicted_blocks;
             rank.reset(&self.hasher); // room for few names is not kept for none
             rank.evicted_blocks = evicted_blocks;
@@ -269,7 +269,7 @@ impl Index {
         let offsets = leaf.from.max(extent.saturating_sub(u32::try_from(blocks).unwrap_or(u32::MAX)))..extent;
         let names = |offset| residence.names_of(Spot { span: leaf.span, offset });
         let names: Vec<_> = offsets.rev().flat_map(names).collect();
-        hold::remove(tree, residence, slot, &names);
+        hold::forget(tree, residence, slot, &names);
         self.recount(slot);
         true
     }

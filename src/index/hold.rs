@@ -7,27 +7,57 @@ use super::Applied;
 use super::residence::{CHUNK, Named, Residence, Taken};
 use super::table::Spot;
 use super::tree::{Holder, Point, Tree};
-use crate::protocol::{EngineHash, Slot, StoredBlock};
+use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
 
-/// Holds `blocks`, one after the other, behind `at`.
+/// What it means that a block is stored again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Again {
+    /// Nothing: it is announced again.
+    Reported,
+    /// There is another copy of it.
+    Copy,
+}
+
+impl Again {
+    /// What engines mean by a store to `tier` behind `parent`. vLLM computes blocks anew that it holds already: the last
+    /// one of a prompt that is cached whole, and those that running requests generate alike. It keeps each copy, and
+    /// stores and removes each under one name. It also announces blocks again without a copy, if a request asks for that
+    /// (`kv_cache_report_mode`): always a prompt's first blocks, so without a parent. A copy of these looks the same and
+    /// is not counted: then too little is known until the engine removes its last copy or computes the block again,
+    /// while a copy that does not exist would never be removed. Lower tiers keep blocks by name, once each.
+    pub(super) fn of(tier: StorageTier, parent: Option<EngineHash>) -> Self {
+        if tier == StorageTier::Device && parent.is_some() { Self::Copy } else { Self::Reported }
+    }
+}
+
+/// Holds `blocks`, one after the other, behind `at`. Where `again` says so, those that are held there under the same
+/// name count as further copies.
 pub(super) fn store(
     tree: &mut Tree,
     residence: &mut Residence,
     slot: Slot,
     mut at: Point,
     mut blocks: &[StoredBlock],
+    again: Again,
 ) -> Applied {
     let mut applied = Applied::default();
     while !blocks.is_empty() {
         let (start, len) = tree.grow(at, blocks.iter().map(|block| block.block_hash));
-        let done = store_stretch(tree, residence, slot, start, &blocks[..len as usize], &mut applied);
+        let done = store_stretch(tree, residence, slot, start, &blocks[..len as usize], again, &mut applied);
         at = Point { node: start.node, offset: start.offset + done as u32 };
         blocks = &blocks[done..];
     }
     applied
 }
 
-/// Takes names away, and gives up the blocks that have none left. Returns how many names were known.
+/// Gives up the blocks of `names` with all their copies. Returns how many names were known.
+pub(super) fn forget(tree: &mut Tree, residence: &mut Residence, slot: Slot, names: &[EngineHash]) -> usize {
+    names.iter().for_each(|name| residence.drop_copies(*name));
+    remove(tree, residence, slot, names)
+}
+
+/// Takes names away, or one copy each of their blocks, and gives up the blocks that have none left. Returns how many
+/// names were known.
 pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, names: &[EngineHash]) -> usize {
     let mut known = names.len();
     // Neighbours tend to leave together, so the tree hears of a span only when the next block is of another.
@@ -37,7 +67,7 @@ pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, nam
         for (&name, located) in chunk.iter().zip(&located) {
             match residence.take_located(name, located) {
                 Taken::Unknown => known -= 1,
-                Taken::StillNamed => {}
+                Taken::StillHeld => {}
                 Taken::LastName(spot) => {
                     residence.release(spot);
                     if let Some(left) = open.replace(spot.span).filter(|left| *left != spot.span) {
@@ -69,6 +99,7 @@ fn store_stretch(
     slot: Slot,
     at: Point,
     blocks: &[StoredBlock],
+    again: Again,
     applied: &mut Applied,
 ) -> usize {
     let span = tree.span_of(at.node, slot).unwrap_or_else(|| residence.open(at.node, blocks.len()));
@@ -81,6 +112,7 @@ fn store_stretch(
         done += appended;
         let Some(block) = blocks.get(done) else { break };
         match residence.name(Spot { span, offset: offset + appended as u32 }, block.engine_hash) {
+            Named::Already if again == Again::Copy && residence.add_copy(block.engine_hash) => applied.copies += 1,
             Named::Already => applied.duplicates += 1,
             Named::New | Named::Moved => applied.stored += 1,
             Named::MovedFrom(spot) => {

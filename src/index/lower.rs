@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 
+use super::hold::Again;
 use super::tree::Point;
 use super::waiting::Block;
 use super::{Applied, Index, hold};
@@ -44,6 +45,7 @@ impl Index {
         mut parent: Option<EngineHash>,
         blocks: &[StoredBlock],
     ) -> Applied {
+        let again = Again::of(tier, parent);
         let mut applied = Applied::default();
         for block in blocks {
             applied += match (self.point_behind(slot, tier, parent), parent) {
@@ -52,7 +54,7 @@ impl Index {
                     self.waiting_mut(slot).remove((tier, block.engine_hash));
                     let (tree, residence) = self.parts(slot, tier);
                     let at = at.unwrap_or(Point::START);
-                    let mut applied = hold::store(tree, residence, slot, at, std::slice::from_ref(block));
+                    let mut applied = hold::store(tree, residence, slot, at, std::slice::from_ref(block), again);
                     applied.adopted = self.adopt(slot, block.engine_hash);
                     applied
                 }
@@ -105,7 +107,7 @@ impl Index {
                 let at = self.point_behind(slot, tier, Some(parent)).expect("a block that was just stored is known");
                 let stored = StoredBlock { engine_hash: name, block_hash: block.block_hash };
                 let (tree, residence) = self.parts(slot, tier);
-                hold::store(tree, residence, slot, at, &[stored]);
+                hold::store(tree, residence, slot, at, &[stored], Again::Reported);
                 known.push_back(name);
                 adopted += 1;
             }

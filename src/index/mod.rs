@@ -6,8 +6,10 @@
 //!
 //! - A rank holds a prefix in a tier while some engine hash of that rank and tier stands for it. A stored block
 //!   extends the prefix that its parent's engine hash stands for; without a parent it starts a prompt.
-//! - Storing a name again in its place changes nothing. Storing it elsewhere moves it. A block with two names
-//!   is held until both are removed. A removed name is forgotten, also as a parent.
+//! - Storing a name again in its place, on the device and behind a parent, adds a copy: the name is forgotten at the
+//!   removal of its last copy. In a lower tier, or in a list that starts a prompt, it changes nothing (why: `hold.rs`).
+//! - Storing a name elsewhere moves it, with one copy. A block with two names is held until both are removed. A
+//!   removed name is forgotten, also as a parent.
 //! - An overlap is the longest run of leading blocks held. A hole hides what lies behind it; healing it brings
 //!   that back.
 //! - Lower tiers extend a rank's device hit, each from where the one before ended. Their stores may name a
@@ -61,6 +63,7 @@ pub use overlaps::{Extension, Hit, Overlaps};
 use crate::protocol::{BlockHash, WorkerRank};
 use crate::protocol::{EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId};
 use budget::Budget;
+use hold::Again;
 use rank::{Rank, lower_idx};
 use tree::Tree;
 
@@ -266,7 +269,7 @@ impl Index {
             return self.store_each(slot, tier, parent, blocks);
         };
         let (tree, residence) = self.parts(slot, tier);
-        hold::store(tree, residence, slot, at, blocks)
+        hold::store(tree, residence, slot, at, blocks, Again::of(tier, parent))
     }
 
     fn remove(&mut self, slot: Slot, tier: StorageTier, names: &[EngineHash]) -> Applied {
@@ -282,10 +285,10 @@ impl Index {
         Applied { removed: (names.len() - unknown) as u64, unknown_removals: unknown as u64, ..Applied::default() }
     }
 
-    /// Gives up all that a rank holds, in every tier. Returns the number of names forgotten.
+    /// Gives up all that a rank holds, in every tier. Returns the number of names and further copies.
     fn clear(&mut self, slot: Slot) -> usize {
         let rank = self.ranks[slot.index()].as_deref_mut().expect("every registered slot has a rank");
-        let names = rank.known_names();
+        let names = rank.removable();
         for (tier, residence) in rank.residences() {
             match lower_idx(tier) {
                 None => hold::clear(&mut self.device, residence, slot),

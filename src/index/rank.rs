@@ -88,9 +88,9 @@ impl Rank {
         self.residences().map(|(_, residence)| residence.held_blocks()).sum()
     }
 
-    /// Number of names, of held and of waiting blocks.
-    pub(super) fn known_names(&self) -> usize {
-        let held = self.residences().map(|(_, residence)| residence.known_names()).sum::<usize>();
+    /// Number of names and further copies, of held and of waiting blocks.
+    pub(super) fn removable(&self) -> usize {
+        let held = self.residences().map(|(_, residence)| residence.removable()).sum::<usize>();
         held + self.waiting().map_or(0, Waiting::len)
     }
 

@@ -34,6 +34,8 @@ struct Rank {
     generation: Generation,
     /// Names that stand for a prefix, oldest first. No name twice in a tier.
     named: BTreeMap<StorageTier, Vec<(EngineHash, Vec<BlockHash>)>>,
+    /// Copies of a name's block beside the first.
+    copies: BTreeMap<(StorageTier, EngineHash), u64>,
     /// Blocks whose parent no tier names: `(tier, name)` to `(parent, block hash)`.
     waiting: BTreeMap<(StorageTier, EngineHash), (EngineHash, BlockHash)>,
 }
@@ -50,7 +52,10 @@ impl Reference {
             }
             self.ranks.remove(&occupant);
         }
-        self.ranks.insert(rank, Rank { slot, generation, named: BTreeMap::new(), waiting: BTreeMap::new() });
+        self.ranks.insert(
+            rank,
+            Rank { slot, generation, named: BTreeMap::new(), copies: BTreeMap::new(), waiting: BTreeMap::new() },
+        );
         true
     }
 
@@ -113,14 +118,22 @@ impl Rank {
             applied.unknown_parents = 1;
             return applied;
         }
+        // A list that starts a prompt may only report again what is held.
+        let adds_copies = tier == StorageTier::Device && parent.is_some();
         let mut parent = parent;
         for block in blocks {
             match self.resolve(tier, parent) {
                 Some(mut path) => {
                     path.push(block.block_hash);
                     self.waiting.remove(&(tier, block.engine_hash));
-                    let changed = self.name(tier, block.engine_hash, path);
-                    *(if changed { &mut applied.stored } else { &mut applied.duplicates }) += 1;
+                    if self.name(tier, block.engine_hash, path) {
+                        applied.stored += 1;
+                    } else if adds_copies {
+                        *self.copies.entry((tier, block.engine_hash)).or_default() += 1;
+                        applied.copies += 1;
+                    } else {
+                        applied.duplicates += 1;
+                    }
                     applied.adopted += self.adopt(block.engine_hash);
                 }
                 None => {
@@ -139,6 +152,11 @@ impl Rank {
     fn remove(&mut self, tier: StorageTier, names: &[EngineHash]) -> Applied {
         let mut applied = Applied::default();
         for name in names {
+            if let Some(copies) = self.copies.get_mut(&(tier, *name)).filter(|copies| **copies > 0) {
+                *copies -= 1;
+                applied.removed += 1;
+                continue;
+            }
             let named = self.named.entry(tier).or_default();
             if let Some(at) = named.iter().position(|(other, _)| other == name) {
                 named.remove(at);
@@ -153,10 +171,12 @@ impl Rank {
     }
 
     fn clear(&mut self) -> Applied {
-        let removed = self.named.values().map(Vec::len).sum::<usize>() + self.waiting.len();
+        let names = self.named.values().map(Vec::len).sum::<usize>() + self.waiting.len();
+        let removed = names as u64 + self.copies.values().sum::<u64>();
         self.named.clear();
+        self.copies.clear();
         self.waiting.clear();
-        Applied { removed: removed as u64, ..Applied::default() }
+        Applied { removed, ..Applied::default() }
     }
 
     /// The longest run of leading blocks that the device holds, and what each lower tier adds to it.
@@ -196,6 +216,7 @@ impl Rank {
             return false;
         }
         named.retain(|(other, _)| *other != name);
+        self.copies.remove(&(tier, name));
         named.push((name, path));
         true
     }

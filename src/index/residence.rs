@@ -2,8 +2,10 @@
 //!
 //! Owns the rank's spans and the finding of a block by its engine hash. Promises that each name stands for one
 //! block, that a block is held exactly while it has a name, and that the name a block has had longest is the
-//! one it is reported by. Costs about 30 bytes a held block: 8 for its name, the rest for an entry of the table
-//! that names are found through, which keeps no keys of its own. Leaves the tree to [`super::hold`].
+//! one it is reported by. A block of which there are several copies keeps its name until each copy was taken away.
+//! Costs about 30 bytes a held block: 8 for its name, the rest for an entry of the table that names are found
+//! through, which keeps no keys of its own. Further copies are counted in a table of their own, 16 bytes or so for
+//! each block that has any. Leaves the tree to [`super::hold`].
 
 use std::mem::size_of;
 
@@ -19,6 +21,10 @@ use crate::protocol::{EngineHash, StoredBlock};
 /// How many names are looked up before the first is acted upon. A lookup is two or three cache misses in a row;
 /// lookups that do not wait for each other's outcome overlap theirs.
 pub(super) const CHUNK: usize = 16;
+
+/// Further copies that are counted at most, of all blocks together. Bounds what a publisher that stores one block over
+/// and over can cost; a copy that is not counted is an [`Applied::duplicates`](super::Applied::duplicates).
+pub(super) const COPIES_MAX: u32 = 1 << 16;
 
 /// Up to so many blocks, tables double when they grow.
 const SMALL_ROOM: usize = 8_192;
@@ -41,8 +47,8 @@ pub(super) enum Named {
 pub(super) enum Taken {
     /// Nothing: the name is not known.
     Unknown,
-    /// The block keeps other names.
-    StillNamed,
+    /// The block is still held: under another name, or as another copy.
+    StillHeld,
     /// That was the block's only name: it must be released.
     LastName(Spot),
 }
@@ -67,7 +73,17 @@ pub(super) struct Residence {
     names: Table,
     /// Further names. Engines that give a block two names are rare.
     aliases: Option<Box<Aliases>>,
+    /// Present while some block has more than one copy.
+    copies: Option<Box<Copies>>,
     hasher: RandomState,
+}
+
+/// Further copies of blocks: an engine that does not de-duplicate stores each, and removes each, under one name.
+#[derive(Debug)]
+struct Copies {
+    /// Copies beside the first, by name. Every name is known, no number is zero.
+    further: HashMap<EngineHash, u32, RandomState>,
+    total: u32,
 }
 
 #[derive(Debug)]
@@ -81,7 +97,7 @@ struct Aliases {
 
 impl Residence {
     pub(super) fn new(hasher: RandomState) -> Self {
-        Self { spans: Arena::new(), owned: 0, names: Table::default(), aliases: None, hasher }
+        Self { spans: Arena::new(), owned: 0, names: Table::default(), aliases: None, copies: None, hasher }
     }
 
     /// The block of that name.
@@ -140,7 +156,7 @@ impl Residence {
             return Named::Already;
         }
         self.make_room(1);
-        let taken = if before.is_some() { self.take(name) } else { Taken::Unknown };
+        let taken = if before.is_some() { self.take_all(name) } else { Taken::Unknown };
         if self.spans[spot.span].holds(spot.offset) {
             self.add_alias(spot, name);
         } else {
@@ -149,7 +165,7 @@ impl Residence {
         }
         match taken {
             Taken::Unknown => Named::New,
-            Taken::StillNamed => Named::Moved,
+            Taken::StillHeld => Named::Moved,
             Taken::LastName(from) => Named::MovedFrom(from),
         }
     }
@@ -166,12 +182,66 @@ impl Residence {
         located
     }
 
-    /// Takes a name away. The block of its last name counts as held until it is released.
+    /// Counts another copy of the block of that name, which must be known, unless there are too many.
+    pub(super) fn add_copy(&mut self, name: EngineHash) -> bool {
+        debug_assert!(self.find(name).is_some(), "a copy is of a block that is held");
+        let hasher = &self.hasher;
+        let copies = self
+            .copies
+            .get_or_insert_with(|| Box::new(Copies { further: HashMap::with_hasher(hasher.clone()), total: 0 }));
+        if copies.total == COPIES_MAX {
+            return false;
+        }
+        copies.total += 1;
+        *copies.further.entry(name).or_default() += 1;
+        true
+    }
+
+    /// Forgets the further copies of the block of that name: the next removal is of the last one.
+    pub(super) fn drop_copies(&mut self, name: EngineHash) {
+        let Some(copies) = &mut self.copies else { return };
+        copies.total -= copies.further.remove(&name).unwrap_or_default();
+        self.settle_copies();
+    }
+
+    /// Takes one of several copies away, if there are several.
+    fn take_copy(&mut self, name: EngineHash) -> bool {
+        let Some(copies) = &mut self.copies else { return false };
+        let Some(further) = copies.further.get_mut(&name) else { return false };
+        (*further, copies.total) = (*further - 1, copies.total - 1);
+        if *further == 0 {
+            copies.further.remove(&name);
+            self.settle_copies();
+        }
+        true
+    }
+
+    /// Gives back memory that few copies do not need.
+    fn settle_copies(&mut self) {
+        let Some(copies) = &mut self.copies else { return };
+        if copies.total == 0 {
+            self.copies = None;
+        } else if copies.further.len() < copies.further.capacity() / 4 {
+            copies.further.shrink_to(copies.further.len() * 2);
+        }
+    }
+
+    /// Takes a name away, or one copy of its block. The block of its last name counts as held until it is released.
     pub(super) fn take(&mut self, name: EngineHash) -> Taken {
+        if self.take_copy(name) { Taken::StillHeld } else { self.take_last(name) }
+    }
+
+    /// Takes a name away with all copies of its block.
+    fn take_all(&mut self, name: EngineHash) -> Taken {
+        self.drop_copies(name);
+        self.take_last(name)
+    }
+
+    fn take_last(&mut self, name: EngineHash) -> Taken {
         let hash = self.hasher.hash_one(name);
         match self.listing(name, hash).and_then(|listing| Some((listing, self.names.get(listing)?))) {
             Some((listing, spot)) => self.strike(spot, listing, hash),
-            None if self.remove_alias(name) => Taken::StillNamed,
+            None if self.remove_alias(name) => Taken::StillHeld,
             None => Taken::Unknown,
         }
     }
@@ -181,6 +251,9 @@ impl Residence {
         let Located { hash, listing, aliased } = *located;
         if aliased {
             return self.take(name); // an alias may have taken the place of the name before it
+        }
+        if self.take_copy(name) {
+            return Taken::StillHeld;
         }
         match listing.and_then(|listing| Some((listing, self.names.get(listing)?))) {
             Some((listing, spot)) => self.strike(spot, listing, hash),
@@ -195,7 +268,7 @@ impl Residence {
         self.remove_alias(heir);
         self.spans[spot.span].rename(spot.offset, heir);
         self.list(spot);
-        Taken::StillNamed
+        Taken::StillHeld
     }
 
     /// Gives up a block whose last name was taken.
@@ -220,9 +293,19 @@ impl Residence {
         self.names.len()
     }
 
-    /// Number of names, which is more than the blocks held where some have several.
-    pub(super) fn known_names(&self) -> usize {
-        self.names.len() + self.aliases.as_ref().map_or(0, |aliases| aliases.spots.len())
+    /// Number of names and further copies: of removals until nothing is held.
+    pub(super) fn removable(&self) -> usize {
+        let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.spots.len());
+        self.names.len() + aliases + self.copies.as_ref().map_or(0, |copies| copies.total as usize)
+    }
+
+    /// Every name with further copies of its block and how many these are, in the order of blocks.
+    pub(super) fn copied(&self) -> Vec<(Spot, EngineHash, u32)> {
+        let Some(copies) = &self.copies else { return Vec::new() };
+        let spot = |name| self.find(name).expect("a copy is of a block that is held");
+        let mut copied: Vec<_> = copies.further.iter().map(|(name, further)| (spot(*name), *name, *further)).collect();
+        copied.sort_unstable_by_key(|(spot, name, _)| (spot.span, spot.offset, *name));
+        copied
     }
 
     /// Every span with its number.
@@ -241,7 +324,11 @@ impl Residence {
     /// Heap bytes owned, as counted whenever they changed.
     pub(super) fn bytes(&self) -> usize {
         let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.bytes());
-        self.spans.bytes() + self.owned + self.names.bytes() + aliases
+        self.spans.bytes() + self.owned + self.names.bytes() + aliases + self.copies_bytes()
+    }
+
+    fn copies_bytes(&self) -> usize {
+        self.copies.as_ref().map_or(0, |copies| size_of::<Copies>() + copies.further.allocation_size())
     }
 
     /// Heap bytes owned, looked up in every span.
@@ -251,7 +338,7 @@ impl Residence {
             let spilled = aliases.names.values().map(spilled).sum::<usize>();
             aliases.bytes() - aliases.spilled + spilled
         });
-        self.spans.bytes() + spans + self.names.bytes() + aliases
+        self.spans.bytes() + spans + self.names.bytes() + aliases + self.copies_bytes()
     }
 
     /// Heap bytes that `more` blocks on a new span add beside their names: none while there is a place for them.
@@ -400,6 +487,11 @@ impl Residence {
         assert!(self.blocks().all(|(spot, name)| self.find(name) == Some(spot)), "a block is found by its name");
         assert_eq!(self.spans().count(), self.spans.len(), "no span is empty");
         assert_eq!(self.bytes(), self.bytes_visited(), "no byte is missed");
+        if let Some(copies) = &self.copies {
+            assert!(copies.further.iter().all(|(name, further)| *further > 0 && self.find(*name).is_some()));
+            assert_eq!(copies.further.values().sum::<u32>(), copies.total, "no copy is missed");
+            assert!(copies.total > 0 && copies.total <= COPIES_MAX, "no room is kept for copies where there are none");
+        }
         let Some(aliases) = &self.aliases else { return };
         assert!(!aliases.spots.is_empty(), "no room is kept for aliases where there are none");
         let listed = aliases.names.iter().all(|(spot, names)| {

@@ -399,7 +399,7 @@ impl Decoder {
                     .map(|(name, block_hash)| StoredBlock { engine_hash: EngineHash(*name), block_hash }),
             );
             for name in &names[start..end] {
-                self.namespaces.stored(*name, namespace, tier);
+                self.namespaces.stored(*name, namespace, tier, event.parent.is_some());
             }
         }
         report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);

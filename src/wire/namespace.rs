@@ -79,6 +79,8 @@ struct Entry {
     namespace: Namespace,
     /// One bit for each tier that has the block.
     tiers: u8,
+    /// Copies on the device beside the first: each is removed by an event of its own.
+    copies: u32,
 }
 
 /// The blocks outside the default namespace, by their engine hash.
@@ -116,11 +118,14 @@ impl Namespaces {
         if self.entries.len() + new <= entries_max { Ok(()) } else { Err(Finding::NamespacesFull) }
     }
 
-    /// A block was stored. The last store of a name decides where it belongs, in every tier.
-    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, tier: StorageTier) {
+    /// A block was stored. The last store of a name decides where it belongs, in every tier. Behind a parent on the device
+    /// it is another copy if it is there already, by the rule of the index, which must not know a block longer than this.
+    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, tier: StorageTier, has_parent: bool) {
         if !namespace.is_default() {
             self.note(name);
-            let entry = self.entries.entry(name).or_insert(Entry { namespace, tiers: 0 });
+            let entry = self.entries.entry(name).or_insert(Entry { namespace, tiers: 0, copies: 0 });
+            let is_copy = has_parent && tier == StorageTier::Device && entry.tiers & bit(tier) != 0;
+            entry.copies = entry.copies.saturating_add(u32::from(is_copy));
             entry.namespace = namespace;
             entry.tiers |= bit(tier);
         } else if self.entries.contains_key(&name) {
@@ -129,13 +134,17 @@ impl Namespaces {
         }
     }
 
-    /// A block was removed from one tier; forgotten with the last.
+    /// A block, or a copy of it, was removed from one tier; forgotten with the last.
     pub(super) fn removed(&mut self, name: u64, tier: StorageTier) {
         if !self.entries.contains_key(&name) {
             return;
         }
         self.note(name);
         if let Some(entry) = self.entries.get_mut(&name) {
+            if tier == StorageTier::Device && entry.copies > 0 {
+                entry.copies -= 1;
+                return;
+            }
             entry.tiers &= !bit(tier);
             if entry.tiers == 0 {
                 self.entries.remove(&name);
@@ -196,5 +205,34 @@ fn bit(tier: StorageTier) -> u8 {
         StorageTier::HostPinned => 2,
         StorageTier::Disk => 4,
         StorageTier::External => 8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_remembered_until_its_last_copy_is_removed() {
+        let (mut namespaces, namespace) = (Namespaces::default(), Namespace { lora: 0, salt: 7 });
+        let device = StorageTier::Device;
+        namespaces.stored(1, namespace, device, false);
+        namespaces.stored(2, namespace, device, true);
+        namespaces.stored(1, namespace, device, false); // reported again
+        namespaces.stored(2, namespace, device, true); // another copy
+        namespaces.begin();
+        namespaces.removed(2, device);
+        assert_eq!(namespaces.of(2), namespace);
+        namespaces.removed(2, device);
+        namespaces.removed(1, device);
+        assert_eq!(namespaces.len(), 0);
+        namespaces.take_back();
+        namespaces.removed(2, device);
+        assert_eq!(namespaces.of(2), namespace, "the copy is back, too");
+        namespaces.stored(2, namespace, StorageTier::HostPinned, true);
+        namespaces.removed(2, device);
+        namespaces.removed(2, StorageTier::HostPinned);
+        namespaces.removed(1, device);
+        assert_eq!(namespaces.len(), 0);
     }
 }

@@ -1,0 +1,374 @@
+//! Copies of a block: an engine that does not de-duplicate computes a block that it holds, keeps both, and removes each
+//! by an event of its own under the same name.
+//!
+//! The model is the engine's own cache, slot by slot, written as vLLM's block pool behaves. After every batch of events
+//! the index must find of every prompt what the engine would.
+
+#[path = "common/effort.rs"]
+mod effort;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use effort::effort;
+use pointsman::index::{Applied, Index, Overlaps};
+use pointsman::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
+use proptest::prelude::*;
+
+const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
+
+fn event(data: KvEvent) -> RouterEvent {
+    RouterEvent { rank: RANK, tier: StorageTier::Device, data }
+}
+
+fn registered() -> Index {
+    let mut index = Index::new();
+    assert!(index.register(RANK, Slot(0), Generation(1)));
+    index
+}
+
+/// The name of a prompt's last block.
+fn name(prefix: &[u64]) -> EngineHash {
+    EngineHash(
+        prefix.iter().fold(7, |name: u64, block| (name ^ block).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)),
+    )
+}
+
+/// A store of a prompt's blocks from the `from`-th on.
+fn stored(prompt: &[u64], from: usize) -> KvEvent {
+    let block = |at: usize| StoredBlock { engine_hash: name(&prompt[..=at]), block_hash: BlockHash(prompt[at]) };
+    KvEvent::Stored {
+        parent: (from > 0).then(|| name(&prompt[..from])),
+        blocks: (from..prompt.len()).map(block).collect(),
+    }
+}
+
+fn removed(prefix: &[u64]) -> KvEvent {
+    KvEvent::Removed { blocks: vec![name(prefix)] }
+}
+
+fn apply(index: &mut Index, data: KvEvent) -> Applied {
+    let applied = index.apply(&event(data));
+    index.check_invariants();
+    applied
+}
+
+fn held(index: &Index, prompt: &[u64]) -> usize {
+    let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
+    let mut overlaps = Overlaps::default();
+    index.overlaps(&hashes, &mut overlaps);
+    overlaps.hits().first().map_or(0, |hit| hit.device_blocks as usize)
+}
+
+#[test]
+fn a_block_is_held_until_its_last_copy_is_removed() {
+    let mut index = registered();
+    apply(&mut index, stored(&[1, 2, 3], 0));
+    // The whole prompt again, twice: its last block is computed anew.
+    assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)), Applied { copies: 1, ..Applied::default() });
+    assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)).copies, 1);
+    assert_eq!(index.held_blocks(), 3, "copies are not blocks of their own");
+    apply(&mut index, stored(&[1, 2, 3, 4, 5], 3));
+    for _ in 0..2 {
+        assert_eq!(apply(&mut index, removed(&[1, 2, 3])).removed, 1);
+        assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 5);
+        assert_eq!(apply(&mut index, stored(&[1, 2, 3, 9], 3)).unknown_parents, 0);
+    }
+    assert_eq!(apply(&mut index, removed(&[1, 2, 3])).removed, 1);
+    assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 2);
+    let beyond = apply(&mut index, removed(&[1, 2, 3]));
+    assert_eq!((beyond.removed, beyond.unknown_removals), (0, 1), "a removal too many does nothing");
+    apply(&mut index, stored(&[1, 2, 3], 2));
+    assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 5);
+}
+
+/// vLLM's `kv_cache_report_mode: full`: what a request reuses is announced again, from the prompt's start.
+#[test]
+fn a_prefix_that_is_reported_again_is_no_copy() {
+    let mut index = registered();
+    apply(&mut index, stored(&[1, 2, 3], 0));
+    for _ in 0..3 {
+        assert_eq!(apply(&mut index, stored(&[1, 2, 3], 0)), Applied { duplicates: 3, ..Applied::default() });
+    }
+    for left in (0..3).rev() {
+        apply(&mut index, removed(&[1, 2, 3][..=left]));
+        assert_eq!(held(&index, &[1, 2, 3]), left);
+    }
+}
+
+#[test]
+fn copies_end_with_a_clear_with_their_rank_and_in_lower_tiers_there_are_none() {
+    let mut index = registered();
+    let with_copies = |index: &mut Index| {
+        apply(index, stored(&[1, 2], 0));
+        (0..5).for_each(|_| assert_eq!(apply(index, stored(&[1, 2], 1)).copies, 1));
+    };
+    with_copies(&mut index);
+    assert_eq!(apply(&mut index, KvEvent::Cleared).removed, 7);
+    apply(&mut index, stored(&[1, 2], 0));
+    apply(&mut index, removed(&[1, 2]));
+    assert_eq!(held(&index, &[1, 2]), 1, "no copy outlives a clear");
+    with_copies(&mut index);
+    assert!(index.remove_rank(RANK) && index.register(RANK, Slot(0), Generation(2)));
+    apply(&mut index, stored(&[1, 2], 0));
+    apply(&mut index, removed(&[1, 2]));
+    assert_eq!(held(&index, &[1, 2]), 1, "no copy outlives a registration");
+    for _ in 0..2 {
+        index.apply(&RouterEvent { tier: StorageTier::HostPinned, ..event(stored(&[1, 2], 1)) });
+    }
+    let removal = RouterEvent { tier: StorageTier::HostPinned, ..event(removed(&[1, 2])) };
+    assert_eq!((index.apply(&removal).removed, index.apply(&removal).unknown_removals), (1, 1));
+}
+
+#[test]
+fn a_budget_forgets_a_block_with_all_its_copies() {
+    let mut index = registered();
+    apply(&mut index, stored(&[1, 2, 3], 0));
+    (0..4).for_each(|_| assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)).copies, 1));
+    index.set_budget(Some(1));
+    index.check_invariants();
+    assert_eq!((index.held_blocks(), index.evicted_blocks_of(Slot(0))), (0, 3));
+    assert_eq!(apply(&mut index, removed(&[1, 2, 3])).evicted_removals, 1);
+}
+
+#[test]
+fn a_dump_has_every_copy() {
+    let mut index = registered();
+    apply(&mut index, stored(&[1, 2, 3], 0));
+    apply(&mut index, stored(&[1, 2, 3], 2));
+    apply(&mut index, stored(&[1, 2, 3], 1));
+    apply(&mut index, removed(&[1]));
+    let mut rebuilt = registered();
+    index.dump().iter().for_each(|event| _ = rebuilt.apply(event));
+    apply(&mut rebuilt, stored(&[1], 0));
+    for left in [3, 3, 2] {
+        apply(&mut rebuilt, removed(&[1, 2, 3]));
+        assert_eq!(held(&rebuilt, &[1, 2, 3]), left);
+    }
+    apply(&mut rebuilt, removed(&[1, 2]));
+    assert_eq!(held(&rebuilt, &[1, 2]), 2, "one of two copies");
+}
+
+/// A publisher that stores one block over and over costs no memory for it, and removals without end do no harm.
+#[test]
+fn the_number_of_copies_is_bounded() {
+    let mut index = registered();
+    apply(&mut index, stored(&[1, 2], 0));
+    apply(&mut index, stored(&[1, 2], 1));
+    let bytes = index.bytes();
+    let mut applied = Applied::default();
+    (0..70_000).for_each(|_| applied += index.apply(&event(stored(&[1, 2], 1))));
+    assert_eq!((applied.copies, applied.duplicates), (65_535, 4_465));
+    assert_eq!(index.bytes(), bytes);
+    (0..65_536).for_each(|_| _ = index.apply(&event(removed(&[1, 2]))));
+    assert_eq!(held(&index, &[1, 2]), 2);
+    apply(&mut index, removed(&[1, 2]));
+    assert_eq!(held(&index, &[1, 2]), 1);
+    assert_eq!(apply(&mut index, removed(&[1, 2])).unknown_removals, 1);
+}
+
+/// What a request may ask of the engine, beside its prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Plain,
+    /// What it reuses is announced again.
+    ReportsReused,
+    /// It reuses nothing, as one that wants its prompt's log-probabilities.
+    Recomputes,
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// A prompt, and whether more tokens follow its last complete block.
+    Begin {
+        prompt: Vec<u64>,
+        is_partial: bool,
+        mode: Mode,
+    },
+    /// The request generates another block.
+    Generate {
+        which: prop::sample::Index,
+        block: u64,
+    },
+    End {
+        which: prop::sample::Index,
+    },
+    /// All requests end, and the cache is cleared.
+    Reset,
+}
+
+/// An engine's cache: slots that hold the block behind a whole prefix.
+struct Cache {
+    slots: Vec<(Option<Vec<u64>>, usize)>,
+    /// Slots that nobody uses; the first is taken next.
+    free: VecDeque<usize>,
+    /// By prefix: the slots that hold it, in the order in which they were filled.
+    held: BTreeMap<Vec<u64>, Vec<usize>>,
+    running: Vec<(Vec<u64>, Vec<usize>)>,
+    events: Vec<KvEvent>,
+}
+
+impl Cache {
+    fn new(slots: usize) -> Self {
+        let (running, events) = (Vec::new(), Vec::new());
+        Self { slots: vec![(None, 0); slots], free: (0..slots).collect(), held: BTreeMap::new(), running, events }
+    }
+
+    fn hit(&self, prompt: &[u64]) -> usize {
+        (1..=prompt.len()).take_while(|len| self.held.contains_key(&prompt[..*len])).count()
+    }
+
+    fn run(&mut self, op: &Op) {
+        match op {
+            Op::Begin { prompt, is_partial, mode } => self.begin(prompt, *is_partial, *mode),
+            Op::Generate { which, block } if !self.running.is_empty() && !self.free.is_empty() => {
+                let at = which.index(self.running.len());
+                let (mut prompt, mut slots) = self.running.swap_remove(at);
+                prompt.push(*block);
+                self.compute(&prompt, prompt.len() - 1, &mut slots);
+                self.running.push((prompt, slots));
+            }
+            Op::End { which } if !self.running.is_empty() => {
+                let (_, slots) = self.running.swap_remove(which.index(self.running.len()));
+                slots.into_iter().rev().for_each(|slot| self.release(slot));
+            }
+            Op::Reset => {
+                let running = std::mem::take(&mut self.running);
+                running.into_iter().flat_map(|(_, slots)| slots).for_each(|slot| self.release(slot));
+                self.slots.iter_mut().for_each(|(block, _)| *block = None);
+                self.held.clear();
+                self.events.push(KvEvent::Cleared);
+            }
+            Op::Generate { .. } | Op::End { .. } => {}
+        }
+    }
+
+    fn begin(&mut self, prompt: &[u64], is_partial: bool, mode: Mode) {
+        let reusable = if is_partial { prompt.len() } else { prompt.len() - 1 };
+        let hit = if mode == Mode::Recomputes { 0 } else { self.hit(&prompt[..reusable]) };
+        let mut slots: Vec<_> = (1..=hit).map(|len| self.held[&prompt[..len]][0]).collect();
+        let unused = slots.iter().filter(|slot| self.slots[**slot].1 == 0).count();
+        if mode == Mode::ReportsReused && hit > 0 {
+            self.events.push(stored(&prompt[..hit], 0)); // also where it then finds no room
+        }
+        if self.free.len() - unused < prompt.len() - hit {
+            return;
+        }
+        for &slot in &slots {
+            self.free.retain(|free| *free != slot);
+            self.slots[slot].1 += 1;
+        }
+        self.compute(prompt, hit, &mut slots);
+        self.running.push((prompt.to_vec(), slots));
+    }
+
+    fn compute(&mut self, prompt: &[u64], from: usize, slots: &mut Vec<usize>) {
+        for _ in from..prompt.len() {
+            let slot = self.free.pop_front().expect("there is room");
+            if let Some(evicted) = self.slots[slot].0.take() {
+                let copies = self.held.get_mut(&evicted).expect("a block is listed");
+                copies.retain(|other| *other != slot);
+                if copies.is_empty() {
+                    self.held.remove(&evicted);
+                }
+                self.events.push(removed(&evicted));
+            }
+            self.slots[slot].1 = 1;
+            slots.push(slot);
+        }
+        for at in from..prompt.len() {
+            self.slots[slots[at]].0 = Some(prompt[..=at].to_vec());
+            self.held.entry(prompt[..=at].to_vec()).or_default().push(slots[at]);
+        }
+        if from < prompt.len() {
+            self.events.push(stored(prompt, from));
+        }
+    }
+
+    fn release(&mut self, slot: usize) {
+        self.slots[slot].1 -= 1;
+        if self.slots[slot].1 == 0 {
+            self.free.push_back(slot);
+        }
+    }
+}
+
+/// Few different blocks, so that prompts repeat and requests generate alike.
+fn ops(modes: &'static [Mode], blocks_min: usize) -> impl Strategy<Value = Vec<Op>> {
+    let prompt = prop::collection::vec(0..2_u64, blocks_min..5);
+    let begin = (prompt, any::<bool>(), prop::sample::select(modes)).prop_map(|(prompt, is_partial, mode)| Op::Begin {
+        prompt,
+        is_partial,
+        mode,
+    });
+    let which = any::<prop::sample::Index>();
+    let op = prop_oneof![
+        8 => begin,
+        4 => (which, 0..2_u64).prop_map(|(which, block)| Op::Generate { which, block }),
+        8 => any::<prop::sample::Index>().prop_map(|which| Op::End { which }),
+        1 => Just(Op::Reset),
+    ];
+    prop::collection::vec(op, 1..120)
+}
+
+/// All prompts of up to five blocks.
+fn prompts() -> impl Iterator<Item = Vec<u64>> {
+    (1..=5_u32).flat_map(|len| (0..1_u64 << len).map(move |bits| (0..len).map(|at| bits >> at & 1).collect()))
+}
+
+proptest! {
+    #![proptest_config(effort(300, "tests/index_copies.proptest-regressions"))]
+
+    /// Prompts of two blocks and more, reused where they can be: then every copy has a parent.
+    #[test]
+    fn the_index_finds_what_an_engine_with_copies_finds(
+        slots in 5..16_usize,
+        ops in ops(&[Mode::Plain, Mode::Plain, Mode::ReportsReused], 2),
+    ) {
+        let (mut cache, mut index) = (Cache::new(slots), registered());
+        for op in &ops {
+            cache.run(op);
+            for data in cache.events.drain(..) {
+                let applied = index.apply(&event(data));
+                prop_assert_eq!((applied.unknown_parents, applied.unknown_removals), (0, 0));
+            }
+            index.check_invariants();
+            for prompt in prompts() {
+                prop_assert_eq!(held(&index, &prompt), cache.hit(&prompt), "{:?} after {:?}", prompt, op);
+            }
+        }
+    }
+
+    /// A copy of a prompt's first blocks cannot be told from a report of what is reused. The index then knows too little,
+    /// never too much, and all again once the engine has evicted what it had.
+    #[test]
+    fn what_cannot_be_told_is_underestimated_and_heals(
+        slots in 5..16_usize,
+        ops in ops(&[Mode::Plain, Mode::ReportsReused, Mode::Recomputes], 1),
+    ) {
+        let (mut cache, mut index) = (Cache::new(slots), registered());
+        for op in &ops {
+            cache.run(op);
+            cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
+            index.check_invariants();
+            for prompt in prompts() {
+                prop_assert!(held(&index, &prompt) <= cache.hit(&prompt), "{:?} after {:?}", prompt, op);
+            }
+        }
+        while !cache.running.is_empty() {
+            cache.run(&Op::End { which: any_index() });
+        }
+        let others: Vec<u64> = (100..100 + slots as u64).collect();
+        cache.run(&Op::Begin { prompt: others.clone(), is_partial: true, mode: Mode::Plain });
+        cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
+        prop_assert_eq!((index.held_blocks(), held(&index, &others)), (slots, slots));
+    }
+}
+
+/// Picks any running request.
+fn any_index() -> prop::sample::Index {
+    use proptest::strategy::ValueTree;
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    any::<prop::sample::Index>().new_tree(&mut runner).expect("an index").current()
+}
