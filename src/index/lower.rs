@@ -102,8 +102,7 @@ impl Index {
         let mut adopted = 0;
         let mut known = VecDeque::from([name]);
         while let Some(parent) = known.pop_front() {
-            while let Some((tier, name)) = self.waiting_mut(slot).first_child(parent) {
-                let block = self.waiting_mut(slot).remove((tier, name)).expect("a listed child waits");
+            for ((tier, name), block) in self.waiting_mut(slot).take_children(parent) {
                 let at = self.point_behind(slot, tier, Some(parent)).expect("a block that was just stored is known");
                 let stored = StoredBlock { engine_hash: name, block_hash: block.block_hash };
                 let (tree, residence) = self.parts(slot, tier);

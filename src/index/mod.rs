@@ -46,6 +46,7 @@ mod rank;
 pub mod reference;
 mod residence;
 mod span;
+mod steps;
 mod table;
 mod tree;
 mod waiting;

@@ -1,14 +1,19 @@
 //! What one rank holds, in one tier, of one run of the tree.
 //!
 //! Owns the engine's name of each held block of the run and the knowledge which blocks those are: a leading
-//! stretch and, rarely, stretches behind holes. Promises that the list of names ends with the last held block.
-//! Leaves the finding of blocks by name to [`super::residence`] and the publishing of the result to
-//! [`super::hold`].
+//! stretch and, where there are holes, a bit for each block. Promises that the list of names ends with the last held
+//! block. Holding or giving up a block costs the same wherever it lies and however many holes there are, but for a look
+//! at the bits of 64 blocks at a time up to the next hole. Leaves the finding of blocks by name to
+//! [`super::residence`] and the publishing of the result to [`super::hold`].
 
 use std::mem::size_of;
 
 use super::arena::{give_back, make_room};
+use super::steps;
 use crate::protocol::EngineHash;
+
+/// Blocks for each word of [`Span::held`].
+const WORD: u32 = u64::BITS;
 
 /// Consecutive held blocks: offsets `start..end` of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,14 +31,14 @@ pub(super) struct Span {
     cut: u32,
     /// The name of each block by its offset in the run. Entries of blocks that are not held mean nothing.
     names: Vec<EngineHash>,
-    /// Held stretches behind the first hole: ascending, with a hole before each. Nearly always empty.
-    beyond: Vec<Stretch>,
+    /// A bit for each name: whether its block is held. Empty where there is no hole, which is nearly always.
+    held: Vec<u64>,
 }
 
 impl Span {
     /// A span that holds nothing yet, with room for exactly `len` names.
     pub(super) fn on(node: u32, len: usize) -> Self {
-        Self { node, cut: 0, names: Vec::with_capacity(len), beyond: Vec::new() }
+        Self { node, cut: 0, names: Vec::with_capacity(len), held: Vec::new() }
     }
 
     /// Number of leading blocks held.
@@ -43,7 +48,7 @@ impl Span {
 
     /// One past the offset of the last held block; zero when nothing is held.
     pub(super) fn extent(&self) -> u32 {
-        self.beyond.last().map_or(self.cut, |last| last.end)
+        self.names.len() as u32
     }
 
     /// The name of the block at `offset`, which must be held.
@@ -63,7 +68,7 @@ impl Span {
 
     /// Whether [`Span::extend`] may be used at `offset`.
     pub(super) fn ends_at(&self, offset: u32) -> bool {
-        self.cut == offset && self.names.len() == offset as usize
+        self.cut == offset && self.names.len() == offset as usize && self.held.is_empty()
     }
 
     /// Puts names behind the last held block's. Until [`Span::keep`] says how many are held, none is.
@@ -82,65 +87,71 @@ impl Span {
     /// Holds the block at `offset`, which was not held.
     pub(super) fn hold(&mut self, offset: u32, name: EngineHash) {
         debug_assert!(!self.holds(offset), "a block is held once, further names are aliases");
-        let more = (offset as usize + 1).saturating_sub(self.names.len());
-        make_room(&mut self.names, more);
-        self.names.resize(self.names.len() + more, EngineHash::default());
+        let more = (offset + 1).saturating_sub(self.extent());
+        let has_holes = !self.held.is_empty() || offset > self.cut;
+        if has_holes && self.held.is_empty() {
+            self.note_holes(self.extent());
+        }
+        make_room(&mut self.names, more as usize);
+        self.names.resize(self.names.len() + more as usize, EngineHash::default());
         self.names[offset as usize] = name;
-        // `next` is the first stretch that starts behind the block; the one before it may end right here.
-        let next = self.beyond.partition_point(|stretch| stretch.start <= offset);
-        let joins_next = self.beyond.get(next).is_some_and(|stretch| stretch.start == offset + 1);
-        let end = if joins_next { self.beyond.remove(next).end } else { offset + 1 };
+        if !has_holes {
+            self.cut = offset + 1;
+            return;
+        }
+        let words = self.extent().div_ceil(WORD) as usize;
+        let more_words = words - self.held.len();
+        make_room(&mut self.held, more_words);
+        self.held.resize(words, 0);
+        self.held[(offset / WORD) as usize] |= 1 << (offset % WORD);
         if offset == self.cut {
-            self.cut = end;
-        } else if next > 0 && self.beyond[next - 1].end == offset {
-            self.beyond[next - 1].end = end;
-        } else {
-            self.beyond.insert(next, Stretch { start: offset, end });
+            self.cut = self.next_hole(offset);
+        }
+        if self.cut == self.extent() {
+            self.held = Vec::new();
         }
     }
 
-    /// Gives up the block at `offset`, which was held. Returns by how many heap bytes the span grew: a new hole is
-    /// noted, but the last block, which is what nearly always goes, leaves none.
+    /// Gives up the block at `offset`, which was held. Returns by how many heap bytes the span grew: holes are noted from
+    /// the first on, but the last block, which is what nearly always goes, leaves none.
     pub(super) fn release(&mut self, offset: u32) -> usize {
         debug_assert!(self.holds(offset), "only a held block can be given up");
-        if offset + 1 == self.cut && self.beyond.is_empty() {
-            self.cut = offset;
-            self.names.truncate(offset as usize);
-            return 0;
-        }
-        let before = self.beyond.capacity();
-        if offset < self.cut {
-            if offset + 1 < self.cut {
-                self.beyond.insert(0, Stretch { start: offset + 1, end: self.cut });
+        let (extent, before) = (self.extent(), self.held.capacity());
+        if self.held.is_empty() {
+            if offset + 1 == extent {
+                self.cut = offset;
+                self.names.truncate(offset as usize);
+                return 0;
             }
-            self.cut = offset;
-        } else {
-            let at = self.beyond.partition_point(|stretch| stretch.end <= offset);
-            let Stretch { start, end } = self.beyond[at];
-            match (start < offset, offset + 1 < end) {
-                (false, false) => drop(self.beyond.remove(at)),
-                (false, true) => self.beyond[at].start = offset + 1,
-                (true, false) => self.beyond[at].end = offset,
-                (true, true) => {
-                    self.beyond[at].end = offset;
-                    self.beyond.insert(at + 1, Stretch { start: offset + 1, end });
-                }
-            }
+            self.note_holes(extent);
         }
-        self.names.truncate(self.extent() as usize);
-        (self.beyond.capacity() - before) * size_of::<Stretch>()
+        self.held[(offset / WORD) as usize] &= !(1 << (offset % WORD));
+        self.cut = self.cut.min(offset);
+        if offset + 1 == extent {
+            let words = self.held.iter().rposition(|word| *word != 0).map_or(0, |last| last + 1);
+            steps::add(self.held.len() - words);
+            self.held.truncate(words);
+            let last = self.held.last().map_or(0, |word| words as u32 * WORD - word.leading_zeros());
+            self.names.truncate(last as usize);
+        }
+        (self.held.capacity() - before) * size_of::<u64>()
     }
 
     /// Gives back memory that blocks given up do not need any more. Apart from [`Span::release`], for most spans
     /// that shrink are gone a moment later.
     pub(super) fn settle(&mut self) {
         give_back(&mut self.names);
-        give_back(&mut self.beyond);
+        if self.cut == self.extent() {
+            self.held = Vec::new();
+        } else {
+            give_back(&mut self.held);
+        }
     }
 
     /// Whether the block at `offset` is held.
     pub(super) fn holds(&self, offset: u32) -> bool {
-        self.end_from(offset).is_some()
+        offset < self.cut
+            || self.held.get((offset / WORD) as usize).is_some_and(|word| word >> (offset % WORD) & 1 == 1)
     }
 
     /// Where the held stretch with the block at `offset` ends; `None` when the block is not held.
@@ -148,29 +159,74 @@ impl Span {
         if offset < self.cut {
             return Some(self.cut);
         }
-        let stretch = self.beyond.get(self.beyond.partition_point(|stretch| stretch.end <= offset))?;
-        (stretch.start <= offset).then_some(stretch.end)
+        self.holds(offset).then(|| self.next_hole(offset))
     }
 
     /// Every held stretch, ascending.
     pub(super) fn stretches(&self) -> impl Iterator<Item = Stretch> {
-        (self.cut > 0).then_some(Stretch { start: 0, end: self.cut }).into_iter().chain(self.beyond.iter().copied())
+        let mut end = 0;
+        std::iter::from_fn(move || {
+            let start = self.next_held(end)?;
+            end = self.end_from(start)?;
+            Some(Stretch { start, end })
+        })
+    }
+
+    /// Notes by bits what is held, which are the first `extent` blocks.
+    fn note_holes(&mut self, extent: u32) {
+        let words = extent.div_ceil(WORD) as usize;
+        steps::add(words);
+        make_room(&mut self.held, words);
+        self.held.resize(words, u64::MAX);
+        if let Some(last) = self.held.last_mut().filter(|_| !extent.is_multiple_of(WORD)) {
+            *last = (1 << (extent % WORD)) - 1;
+        }
+    }
+
+    /// The first block from `offset` on that is not held, where holes are noted.
+    fn next_hole(&self, offset: u32) -> u32 {
+        let first = (offset / WORD) as usize;
+        // Blocks before `offset` count as held.
+        let mut word = !self.held[first] & (u64::MAX << (offset % WORD));
+        let mut at = first;
+        while word == 0 {
+            steps::add(1);
+            at += 1;
+            word = self.held.get(at).map_or(u64::MAX, |held| !held);
+        }
+        (at as u32 * WORD + word.trailing_zeros()).min(self.extent())
+    }
+
+    /// The first block from `offset` on that is held.
+    fn next_held(&self, offset: u32) -> Option<u32> {
+        if offset < self.cut {
+            return Some(offset);
+        }
+        let first = (offset / WORD) as usize;
+        let rest = self.held.get(first..)?.iter().enumerate();
+        let mut words =
+            rest.map(|(at, word)| if at == 0 { (at, word & (u64::MAX << (offset % WORD))) } else { (at, *word) });
+        let (at, word) = words.find(|(_, word)| *word != 0)?;
+        Some((first + at) as u32 * WORD + word.trailing_zeros())
     }
 
     /// Heap bytes owned.
     pub(super) fn bytes(&self) -> usize {
-        self.names.capacity() * size_of::<EngineHash>() + self.beyond.capacity() * size_of::<Stretch>()
+        self.names.capacity() * size_of::<EngineHash>() + self.held.capacity() * size_of::<u64>()
     }
 
     /// Checks what the type promises.
     pub(super) fn check_invariants(&self) {
-        assert_eq!(self.names.len(), self.extent() as usize, "names end with the last held block");
-        let mut end = self.cut;
-        for stretch in &self.beyond {
-            assert!(end < stretch.start, "a hole stands before each stretch");
-            assert!(stretch.start < stretch.end, "no stretch is empty");
-            end = stretch.end;
+        let extent = self.extent();
+        if self.held.is_empty() {
+            return assert_eq!(self.cut, extent, "where no holes are noted there are none");
         }
+        assert!(self.cut < extent, "holes are noted where there are some");
+        assert_eq!(self.held.len(), extent.div_ceil(WORD) as usize, "a bit for each name");
+        assert_eq!(self.held[0] & 1, u64::from(self.cut > 0));
+        assert_eq!(self.next_hole(0), self.cut, "the first hole is known");
+        assert!(self.holds(extent - 1), "names end with the last held block");
+        assert_eq!(extent.div_ceil(WORD) * WORD - extent, self.held[self.held.len() - 1].leading_zeros());
     }
 }
 
@@ -192,6 +248,7 @@ mod tests {
                 } else {
                     span.hold(toggled, EngineHash(u64::from(toggled)));
                 }
+                span.settle();
                 span.check_invariants();
                 let expected = held ^ (1 << toggled);
                 let actual = (0..6).filter(|&offset| span.holds(offset)).fold(0, |bits, offset| bits | 1 << offset);
@@ -199,6 +256,30 @@ mod tests {
                 assert_eq!(span.cut(), expected.trailing_ones());
                 assert_eq!(span.extent(), 32 - expected.leading_zeros());
             }
+        }
+    }
+
+    /// A few thousand blocks, and every second one, or all, given up and held again in one order or the other.
+    #[test]
+    fn holes_cost_no_more_where_there_are_many() {
+        for (stride, is_forward) in [(1, true), (1, false), (2, true), (2, false)] {
+            let cost = |blocks: u32| {
+                let mut span = Span::on(1, 0);
+                (0..blocks).for_each(|offset| span.hold(offset, EngineHash(u64::from(offset))));
+                let mut order: Vec<u32> = (0..blocks - 1).step_by(stride).collect();
+                if !is_forward {
+                    order.reverse();
+                }
+                let begun = steps::count();
+                order.iter().for_each(|offset| _ = span.release(*offset));
+                span.check_invariants();
+                assert_eq!(span.stretches().count(), if stride == 1 { 1 } else { blocks as usize / 2 });
+                order.iter().for_each(|offset| span.hold(*offset, EngineHash(u64::from(*offset))));
+                span.check_invariants();
+                steps::count() - begun
+            };
+            let (small, large) = (cost(4_096), cost(32_768));
+            assert!(large <= 10 * small + 64, "every {stride}. block: {small} steps, for eight times as many {large}");
         }
     }
 }

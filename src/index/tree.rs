@@ -4,7 +4,8 @@
 //! ranks that hold blocks of it. Promises that every prefix has exactly one place: a child never begins with
 //! the block that its parent's run continues with. A prompt that leaves a run in its middle hangs a child there
 //! and does not split the run, because each holder says for itself how far it reaches; so a popular prefix
-//! stays one run. What nobody holds and nothing hangs behind is given back at once. Leaves the holders' holes
+//! stays one run. What nobody holds and nothing hangs behind is given back at once, but for the
+//! end of a run with many children. Leaves the holders' holes
 //! and the engines' names of blocks to [`super::residence`].
 
 use std::mem::size_of;
@@ -16,6 +17,7 @@ use hashbrown::hash_table::Entry;
 use smallvec::SmallVec;
 
 use super::arena::{Arena, give_back, make_room};
+use super::steps;
 use crate::protocol::{BlockHash, Slot};
 
 /// The node of the empty prefix: no run, no holders, never freed.
@@ -23,6 +25,8 @@ pub(super) const ROOT: u32 = 0;
 /// Most blocks of one run; a longer prompt goes on in a child. A million, so that an offset leaves room for other
 /// bits beside it.
 pub(super) const RUN_BLOCKS_MAX: u32 = 1 << 20;
+/// What part of a node's children may leave before its last child is looked for again: looking for it visits them all.
+const LOOK_SHARE: usize = 8;
 /// No node.
 const NONE: u32 = u32::MAX;
 
@@ -73,6 +77,10 @@ pub(super) struct Node {
     /// Kept under a budget only, in what would be padding; atomic because a question changes nothing else.
     hit_at: AtomicU16,
     end_hit_at: AtomicU16,
+    /// How often the run need not be trimmed to its last child before that is looked for again.
+    trims_left: u16,
+    /// Whether the run may be longer than needed since.
+    is_untrimmed: bool,
 }
 
 impl Default for Node {
@@ -89,6 +97,8 @@ impl Default for Node {
             holders: SmallVec::new(),
             hit_at: AtomicU16::new(0),
             end_hit_at: AtomicU16::new(0),
+            trims_left: 0,
+            is_untrimmed: false,
         }
     }
 }
@@ -329,7 +339,7 @@ impl Tree {
             self.nodes.remove(id);
             let above = &self.nodes[parent];
             let in_use = !above.holders.is_empty() || above.first_child != NONE;
-            if in_use && (attach as usize) < above.run.len() {
+            if in_use && (attach as usize) < above.run.len() && !above.is_untrimmed {
                 return; // the run's end was not this child's doing
             }
             id = parent;
@@ -359,16 +369,25 @@ impl Tree {
         }
     }
 
-    /// Cuts off the end of a run that nobody holds and nothing hangs behind.
+    /// Cuts off the end of a run that nobody holds and nothing hangs behind. Of a node with many children it does so
+    /// once for every few of them that leave, so that a child costs the same however many there are.
     fn trim(&mut self, id: u32) {
         let node = &self.nodes[id];
         let len = node.run.len() as u32;
         let mut keep = node.holders.iter().map(|holder| holder.extent).max().unwrap_or(0);
         if keep < len && keep < node.attach_max {
-            let attach_max = self.attach_max(id);
-            self.nodes[id].attach_max = attach_max;
+            let node = &mut self.nodes[id];
+            if node.trims_left > 0 {
+                (node.trims_left, node.is_untrimmed) = (node.trims_left - 1, true);
+                return;
+            }
+            let (attach_max, children) = self.attach_max(id);
+            let node = &mut self.nodes[id];
+            node.attach_max = attach_max;
+            node.trims_left = u16::try_from(children / LOOK_SHARE).unwrap_or(u16::MAX);
             keep = keep.max(attach_max);
         }
+        self.nodes[id].is_untrimmed = false;
         debug_assert!(keep > 0 || id == ROOT, "a node without holders and children is freed, not trimmed");
         let run = &mut self.nodes[id].run;
         let before = run.capacity();
@@ -377,15 +396,17 @@ impl Tree {
         self.owned -= (before - run.capacity()) * size_of::<BlockHash>();
     }
 
-    /// How far back the last child of `id` hangs.
-    fn attach_max(&self, id: u32) -> u32 {
+    /// How far back the last child of `id` hangs, and how many children were looked at.
+    fn attach_max(&self, id: u32) -> (u32, usize) {
         let len = self.nodes[id].run.len() as u32;
-        let (mut max, mut child) = (0, self.nodes[id].first_child);
+        let (mut max, mut child, mut children) = (0, self.nodes[id].first_child, 0);
         while child != NONE && max < len {
             max = max.max(self.nodes[child].attach);
             child = self.nodes[child].next;
+            children += 1;
         }
-        max
+        steps::add(children);
+        (max, children)
     }
 
     /// Checks what the type promises.
@@ -407,7 +428,8 @@ impl Tree {
             assert!(node.holders.is_sorted_by(|a, b| a.slot < b.slot), "one holder a slot, in order");
             assert!(node.holders.iter().all(|holder| holder.cut <= holder.extent && holder.extent > 0));
             let held = node.holders.iter().map(|holder| holder.extent).max().unwrap_or(0);
-            assert_eq!(node.run.len() as u32, held.max(self.attach_max(id)), "no run is longer than needed");
+            let (needed, len) = (held.max(self.attach_max(id).0), node.run.len() as u32);
+            assert!(len == needed || node.is_untrimmed && len > needed, "no run is longer than needed");
             self.check_children(id);
         }
     }
@@ -470,4 +492,40 @@ pub(crate) fn common_blocks(a: &[BlockHash], b: &[BlockHash]) -> usize {
 
 fn agreeing(run: &[BlockHash], next: impl Iterator<Item = BlockHash>) -> u32 {
     run.iter().zip(next).take_while(|(ours, theirs)| *ours == theirs).count() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps for children that hang at each block of a run, and leave, the last one first.
+    fn cost_of_leaving(children: u32) -> usize {
+        let holder = |extent| Holder { slot: Slot(0), span: 0, cut: extent, extent };
+        let mut tree = Tree::new(RandomState::new());
+        let (start, _) = tree.grow(Point::START, (0..children + 1).map(|n| BlockHash(n.into())));
+        tree.publish(start.node, holder(children + 1));
+        let hang = |attach| {
+            let at = Point { node: start.node, offset: attach };
+            let (child, _) = tree.grow(at, std::iter::once(BlockHash(u64::MAX)));
+            tree.publish(child.node, holder(1));
+            child.node
+        };
+        let tails: Vec<u32> = (1..=children).map(hang).collect();
+        tree.publish(start.node, holder(0));
+        tree.check_invariants();
+        let begun = steps::count();
+        for (left, tail) in tails.iter().enumerate().rev() {
+            tree.publish(*tail, holder(0));
+            let run = if left > 0 { tree.node(start.node).run.len() } else { 0 };
+            assert!(run <= left + 2 * left / LOOK_SHARE + 1, "{run} blocks for {left} children");
+        }
+        assert_eq!(tree.len(), 0, "nothing is left behind");
+        steps::count() - begun
+    }
+
+    #[test]
+    fn a_child_that_leaves_costs_no_more_where_there_are_many() {
+        let (small, large) = (cost_of_leaving(1_000), cost_of_leaving(16_000));
+        assert!(large <= 20 * small, "{small} steps, for sixteen times as many {large}");
+    }
 }
