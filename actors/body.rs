@@ -5,8 +5,10 @@
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf as _, Bytes};
+use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
 
 use super::placement::Placement;
@@ -16,8 +18,8 @@ use crate::health::Outcome;
 impl Placement {
     /// Lets an answer's body do all that is to be done with the placement from here on.
     ///
-    /// The first byte of a stream of events completes the prefill; an answer that comes whole says nothing of when that
-    /// was. As output passes, its blocks are counted, and cached tokens are reported
+    /// The first token of a stream of events completes the prefill, and a chunk with only a role does not; an answer that
+    /// comes whole says nothing of when that was. As output passes, its blocks are counted, and cached tokens are reported
     /// when a usage says them: see [`answer`](crate::answer) for what is counted, and `kind` for how the body is read. At
     /// the body's end the outcome is [`Outcome::Ok`], at an error [`Outcome::Reset`], unless another was reported before;
     /// a body that is dropped early says nothing of the rank, for it is mostly the client that has gone. Then the
@@ -47,19 +49,34 @@ impl Placement {
     /// ```
     pub fn wrap_body<B: Body>(self, body: B, kind: AnswerKind) -> PlacedBody<B> {
         let reader = AnswerReader::new(kind);
-        let mut follow =
-            Follow { placement: Some(self), kind, reader, output_blocks: 0, expected_tokens: None, told_cached: false };
+        let mut follow = Follow {
+            placement: Some(self),
+            kind,
+            reader,
+            output_blocks: 0,
+            expected_tokens: None,
+            told_cached: false,
+            requires_end_mark: false,
+            reports_failures: true,
+        };
         if body.is_end_stream() {
             follow.end(Outcome::Ok);
         }
         PlacedBody { body, follow }
     }
 
-    /// As [`Placement::wrap_body`], for a whole response: its `content-type` says how it is read, and a status of 500 or
-    /// above is [`Outcome::ServerError`].
+    /// As [`Placement::wrap_body`], for a whole response: its `content-type` says how it is read. A status of 429 or 503 is
+    /// [`Outcome::Refused`], with `Retry-After` where that is a number of seconds; another one of 500 or above is
+    /// [`Outcome::ServerError`].
     pub fn wrap_response<B: Body>(self, response: http::Response<B>) -> http::Response<PlacedBody<B>> {
-        if response.status().is_server_error() {
-            self.outcome(Outcome::ServerError);
+        match response.status() {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+                let retry_after = response.headers().get(http::header::RETRY_AFTER);
+                let seconds = retry_after.and_then(|value| value.to_str().ok()?.trim().parse().ok());
+                self.outcome(Outcome::Refused { retry_after: seconds.map(Duration::from_secs) });
+            }
+            status if status.is_server_error() => self.outcome(Outcome::ServerError),
+            _ => {}
         }
         let content_type = response.headers().get(http::header::CONTENT_TYPE);
         let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
@@ -85,6 +102,42 @@ impl<B> PlacedBody<B> {
     pub fn expecting(mut self, output_tokens: u32) -> Self {
         self.follow.expected_tokens = Some(output_tokens);
         self
+    }
+
+    /// Requires the answer's end mark: a body that ends without one is [`Outcome::InvalidAnswer`], and one whose error event
+    /// has a status of 500 or above is [`Outcome::ServerError`]. For successful answers in OpenAI's shapes.
+    #[must_use]
+    pub fn requiring_end_mark(mut self) -> Self {
+        self.follow.requires_end_mark = true;
+        self
+    }
+
+    /// Reports no failure of this body: for a request that already counts against another rank.
+    #[must_use]
+    pub fn without_blame(mut self) -> Self {
+        self.follow.reports_failures = false;
+        self
+    }
+
+    /// Reports how the request went, as [`Placement::outcome`] does, unless failures of this body are not reported.
+    pub fn report(&self, outcome: Outcome) {
+        if let Some(placement) = self.placement()
+            && (self.follow.reports_failures || outcome.is_ok())
+        {
+            placement.outcome(outcome);
+        }
+    }
+
+    /// Whether the answer has come to its end mark: see [`AnswerReader::is_complete`].
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.follow.reader.is_complete()
+    }
+
+    /// Whether the first token has come: see [`AnswerReader::is_generating`].
+    #[must_use]
+    pub fn is_generating(&self) -> bool {
+        self.follow.reader.is_generating()
     }
 
     /// The placement, until the body has ended: for reports of the embedder's own, such as a timeout between two frames.
@@ -152,16 +205,18 @@ struct Follow {
     output_blocks: u64,
     expected_tokens: Option<u32>,
     told_cached: bool,
+    requires_end_mark: bool,
+    reports_failures: bool,
 }
 
 impl Follow {
     fn pass(&mut self, data: &[u8]) {
         let Some(placement) = self.placement.as_ref().filter(|_| !data.is_empty()) else { return };
+        self.reader.read(data);
         // An answer that is not streamed comes when all of it is there: of when its prefill was done it says nothing.
-        if self.kind == AnswerKind::Events {
+        if self.kind == AnswerKind::Events && self.reader.is_generating() {
             placement.prefill_completed();
         }
-        self.reader.read(data);
         let block_size = u64::from(placement.block_size());
         while (self.output_blocks + 1) * block_size <= self.reader.output_tokens() {
             self.output_blocks += 1;
@@ -178,8 +233,23 @@ impl Follow {
         }
         self.reader.end();
         self.tell_cached();
-        if let Some(placement) = self.placement.take() {
+        let outcome = match outcome {
+            Outcome::Ok if self.requires_end_mark => self.outcome_of_content(),
+            outcome => outcome,
+        };
+        if let Some(placement) = self.placement.take()
+            && (self.reports_failures || outcome.is_ok())
+        {
             placement.outcome(outcome);
+        }
+    }
+
+    /// What the content says of a body that came to its end.
+    fn outcome_of_content(&self) -> Outcome {
+        match self.reader.error_status() {
+            Some(500..) => Outcome::ServerError,
+            _ if self.reader.is_complete() => Outcome::Ok,
+            _ => Outcome::InvalidAnswer,
         }
     }
 

@@ -13,6 +13,18 @@
 //! - A JSON answer is read from its end: the last `"usage"` object within the last 16 KiB.
 //! - An event is one line, as all engines write it. Of a line longer than 64 KiB only a usage near its end is read.
 //! - A compressed body says nothing.
+//!
+//! # What is an answer
+//!
+//! - A stream is valid from its first event whose data is a JSON object. Other data before that, `[DONE]` included, makes
+//!   the stream invalid; comments, empty data and unknown fields do not.
+//! - A stream is complete with `[DONE]`, a finish reason, the last event of the Responses API, or an error event.
+//! - A JSON answer is valid if it is one object. Up to 32 KiB its brackets and strings are checked; of a longer one the
+//!   first and the last byte.
+
+mod event;
+
+use event::{Event, Step, is_last_response_event, is_object, last_usage};
 
 /// The longest line that is read as a whole.
 const LINE_BYTES_MAX: usize = 64 * 1024;
@@ -25,6 +37,12 @@ const HELD_BYTES_KEPT: usize = 4 * 1024;
 
 /// How a line begins that carries data.
 const DATA: &[u8] = b"data:";
+
+/// How a line begins that names the event whose data follows.
+const EVENT: &[u8] = b"event:";
+
+/// The data of the last event of a stream.
+const DONE: &[u8] = b"[DONE]";
 
 /// What an answer is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +67,28 @@ impl AnswerKind {
         let media = value.split(|byte| *byte == b';').next().unwrap_or_default();
         if media.trim_ascii().eq_ignore_ascii_case(b"text/event-stream") { Self::Events } else { Self::Json }
     }
+
+    /// Whether a body with this `content-type` is of this kind.
+    ///
+    /// ```
+    /// use pointsman::answer::AnswerKind;
+    ///
+    /// assert!(AnswerKind::Json.accepts(b"application/json; charset=utf-8"));
+    /// assert!(!AnswerKind::Json.accepts(b"text/html"));
+    /// assert!(!AnswerKind::Events.accepts(b"application/json"));
+    /// ```
+    #[must_use]
+    pub fn accepts(self, content_type: &[u8]) -> bool {
+        let media = content_type.split(|byte| *byte == b';').next().unwrap_or_default().trim_ascii();
+        match self {
+            Self::Events => media.eq_ignore_ascii_case(b"text/event-stream"),
+            Self::Json => {
+                let suffix = media.len().checked_sub(b"+json".len()).map(|at| &media[at..]);
+                media.eq_ignore_ascii_case(b"application/json")
+                    || suffix.is_some_and(|suffix| suffix.eq_ignore_ascii_case(b"+json"))
+            }
+        }
+    }
 }
 
 /// What an engine says that a request has cost, in tokens.
@@ -61,6 +101,19 @@ pub struct Usage {
     /// How much of the prompt was found in the engine's cache, where engines are told to say so: `cached_tokens` in the
     /// details.
     pub cached_tokens: Option<u32>,
+}
+
+/// How far an answer has come, and whether it is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AnswerStage {
+    /// No content yet.
+    Empty,
+    /// Valid so far, without output: a role, or the opening events of the Responses API; of JSON, the first byte.
+    Opened,
+    /// Output, or anything else that an engine sends after the prefill; JSON that has ended.
+    Begun,
+    /// No answer of its kind.
+    Invalid,
 }
 
 /// Reads one answer as it passes.
@@ -82,6 +135,13 @@ pub struct AnswerReader {
     bytes_read: u64,
     counted: u64,
     usage: Option<Usage>,
+    stage: AnswerStage,
+    is_generating: bool,
+    is_complete: bool,
+    error_status: Option<u16>,
+    /// The event's name says that it is the last of a stream of the Responses API.
+    is_last_event: bool,
+    has_ended: bool,
     /// The line that is not complete yet, or the end of the value.
     held: Vec<u8>,
     /// Set while the line is too long, of which only its end is held: whether it carries data.
@@ -92,7 +152,20 @@ impl AnswerReader {
     /// Before the first byte.
     #[must_use]
     pub fn new(kind: AnswerKind) -> Self {
-        Self { kind, bytes_read: 0, counted: 0, usage: None, held: Vec::new(), too_long: None }
+        Self {
+            kind,
+            bytes_read: 0,
+            counted: 0,
+            usage: None,
+            stage: AnswerStage::Empty,
+            is_generating: false,
+            is_complete: false,
+            error_status: None,
+            is_last_event: false,
+            has_ended: false,
+            held: Vec::new(),
+            too_long: None,
+        }
     }
 
     /// Reads on. Costs a pass over the bytes; what an event does not carry in one piece is copied once.
@@ -100,17 +173,34 @@ impl AnswerReader {
         self.bytes_read += bytes.len() as u64;
         match self.kind {
             AnswerKind::Events => self.read_lines(bytes),
-            AnswerKind::Json => self.hold_end(bytes),
+            AnswerKind::Json => {
+                if self.stage == AnswerStage::Empty
+                    && let Some(first) = bytes.iter().find(|byte| !byte.is_ascii_whitespace())
+                {
+                    self.stage = if *first == b'{' { AnswerStage::Opened } else { AnswerStage::Invalid };
+                }
+                self.hold_end(bytes);
+            }
         }
     }
 
     /// There is no more. Again is harmless.
     pub fn end(&mut self) {
+        if std::mem::replace(&mut self.has_ended, true) {
+            return;
+        }
         match self.kind {
             AnswerKind::Events => self.end_line(),
             AnswerKind::Json => {
                 let usage = last_usage(tail(&self.held));
                 self.learn(usage);
+                let is_whole = if self.bytes_read == self.held.len() as u64 {
+                    is_object(&self.held)
+                } else {
+                    self.held.trim_ascii_end().ends_with(b"}")
+                };
+                self.is_complete = self.stage == AnswerStage::Opened && is_whole;
+                self.stage = if self.is_complete { AnswerStage::Begun } else { AnswerStage::Invalid };
                 self.held = Vec::new();
             }
         }
@@ -127,6 +217,31 @@ impl AnswerReader {
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
         self.usage
+    }
+
+    /// How far the answer has come.
+    #[must_use]
+    pub fn stage(&self) -> AnswerStage {
+        self.stage
+    }
+
+    /// Whether the prefill of a streamed answer is over: the first content, reasoning, tool call, refusal or log
+    /// probabilities have come, or a finish reason. A chunk with only a role does not count.
+    #[must_use]
+    pub fn is_generating(&self) -> bool {
+        self.is_generating
+    }
+
+    /// Whether the answer has come to its end mark; of JSON, whether it has ended as one object.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.is_complete
+    }
+
+    /// The HTTP status of the last error event in a stream, where the engine states one.
+    #[must_use]
+    pub fn error_status(&self) -> Option<u16> {
+        self.error_status
     }
 
     fn read_lines(&mut self, mut bytes: &[u8]) {
@@ -150,9 +265,21 @@ impl AnswerReader {
                 self.held.extend_from_slice(bytes);
                 return;
             }
-            self.too_long = Some(self.held.iter().chain(bytes).take(DATA.len()).eq(DATA));
+            let (head, rest) = bytes.split_at(LINE_BYTES_MAX - self.held.len());
+            self.held.extend_from_slice(head);
+            self.read_long_head();
+            return self.hold_end(rest);
         }
         self.hold_end(bytes);
+    }
+
+    /// Reads the beginning of a line that is too long to be read as a whole.
+    fn read_long_head(&mut self) {
+        self.too_long = Some(self.held.starts_with(DATA));
+        let Some(data) = self.held.strip_prefix(DATA) else { return };
+        let (event, is_object) = (Event::read(data), data.trim_ascii_start().starts_with(b"{"));
+        self.is_complete |= event.is_end() || self.is_last_event;
+        self.progress(if is_object { Step::Unknown } else { Step::Invalid });
     }
 
     /// Keeps at least the last [`TAIL_BYTES`] of what is held and these bytes.
@@ -181,11 +308,39 @@ impl AnswerReader {
     }
 
     fn read_line(&mut self, line: &[u8]) {
-        // The stream's last word, `[DONE]`, has no key, and so says nothing.
-        let Some(data) = line.strip_prefix(DATA) else { return };
+        if let Some(name) = line.strip_prefix(EVENT) {
+            self.is_last_event = is_last_response_event(name.trim_ascii());
+            return;
+        }
+        let Some(data) = line.strip_prefix(DATA).map(<[u8]>::trim_ascii).filter(|data| !data.is_empty()) else {
+            return;
+        };
+        if data == DONE && self.stage != AnswerStage::Empty {
+            self.is_complete = true;
+            self.stage = self.stage.max(AnswerStage::Begun);
+            return;
+        }
         let event = Event::read(data);
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
+        self.progress(event.step());
+    }
+
+    /// Follows one event. Invalid data after a valid event changes nothing: clients skip it or report it themselves, and
+    /// the missing end mark shows a stream that does not recover.
+    fn progress(&mut self, step: Step) {
+        let reached = match step {
+            Step::Invalid if self.stage == AnswerStage::Empty => AnswerStage::Invalid,
+            Step::Invalid => return,
+            Step::Opening => AnswerStage::Opened,
+            Step::Empty | Step::Token | Step::End | Step::Error(_) | Step::Unknown => AnswerStage::Begun,
+        };
+        self.stage = self.stage.max(reached);
+        self.is_generating |= matches!(step, Step::Token | Step::End | Step::Unknown);
+        self.is_complete |= matches!(step, Step::End | Step::Error(_));
+        if let Step::Error(status) = step {
+            self.error_status = status;
+        }
     }
 
     /// What is said later holds; what is not said again stays.
@@ -204,148 +359,6 @@ impl AnswerReader {
 /// The last [`TAIL_BYTES`].
 fn tail(bytes: &[u8]) -> &[u8] {
     &bytes[bytes.len().saturating_sub(TAIL_BYTES)..]
-}
-
-/// What one event says.
-#[derive(Default)]
-struct Event {
-    has_choices: bool,
-    has_content: bool,
-    /// Of the responses API: a piece of output.
-    is_delta: bool,
-    usage: Option<Usage>,
-}
-
-impl Event {
-    fn read(data: &[u8]) -> Self {
-        let mut event = Self::default();
-        for Key { name, depth, value } in Keys::of(data) {
-            match name {
-                b"choices" if depth == 1 => event.has_choices = true,
-                b"type" if depth == 1 => {
-                    let kind = value.strip_prefix(b"\"").and_then(|rest| rest.split(|byte| *byte == b'"').next());
-                    event.is_delta =
-                        kind.is_some_and(|kind| kind.starts_with(b"response.") && kind.ends_with(b".delta"));
-                }
-                // Of the event itself, or of the response in it. Deeper ones are not looked into: each look is a pass.
-                b"usage" if depth <= 2 && value.starts_with(b"{") => event.usage = usage_of(value).or(event.usage),
-                b"content" | b"reasoning_content" | b"reasoning" | b"refusal" | b"text" if depth >= 3 => {
-                    event.has_content |= value.starts_with(b"\"") && !value.starts_with(b"\"\"");
-                }
-                b"tool_calls" if depth >= 3 => {
-                    let calls = value.strip_prefix(b"[").map(<[u8]>::trim_ascii_start);
-                    event.has_content |= calls.is_some_and(|calls| calls.starts_with(b"{"));
-                }
-                _ => {}
-            }
-        }
-        event
-    }
-
-    fn has_output(&self) -> bool {
-        self.has_choices && self.has_content || self.is_delta
-    }
-}
-
-/// The last usage in the end of a JSON text. Where that end begins in the middle of a string nothing is lost: within one
-/// every quote has a backslash before it, so that no key can be found there.
-fn last_usage(json: &[u8]) -> Option<Usage> {
-    const KEY: &[u8] = b"\"usage\"";
-    let is_key = |at: &usize| json[*at..].starts_with(KEY) && (*at == 0 || json[*at - 1] != b'\\');
-    let value = |at: usize| {
-        let rest = json[at + KEY.len()..].trim_ascii_start().strip_prefix(b":")?;
-        Some(rest.trim_ascii_start()).filter(|value| value.starts_with(b"{"))
-    };
-    (0..json.len()).rev().filter(is_key).find_map(value).and_then(usage_of)
-}
-
-/// What an object says, if it is complete and says anything.
-fn usage_of(object: &[u8]) -> Option<Usage> {
-    let (mut keys, mut usage) = (Keys::of(object), Usage::default());
-    for Key { name, depth, value } in &mut keys {
-        match (name, depth) {
-            (b"prompt_tokens" | b"input_tokens", 1) => usage.prompt_tokens = number(value),
-            (b"completion_tokens" | b"output_tokens", 1) => usage.output_tokens = number(value),
-            (b"cached_tokens", 1 | 2) => usage.cached_tokens = number(value),
-            _ => {}
-        }
-    }
-    Some(usage).filter(|usage| keys.is_closed && *usage != Usage::default())
-}
-
-/// The count that a value begins with, if it is one.
-fn number(value: &[u8]) -> Option<u32> {
-    let digits = value.iter().take_while(|byte| byte.is_ascii_digit());
-    let add = |sum: u32, digit: &u8| sum.saturating_mul(10).saturating_add(u32::from(digit - b'0'));
-    value.first().filter(|first| first.is_ascii_digit()).map(|_| digits.fold(0, add))
-}
-
-/// A key of some object.
-struct Key<'a> {
-    /// As it is written.
-    name: &'a [u8],
-    /// How many objects and lists it stands in.
-    depth: usize,
-    /// From where its value begins.
-    value: &'a [u8],
-}
-
-/// The keys of a JSON text, at every depth, in order. Of what is no JSON, something.
-struct Keys<'a> {
-    rest: &'a [u8],
-    depth: usize,
-    /// Whether what was opened first has ended; nothing is read behind it.
-    is_closed: bool,
-}
-
-impl<'a> Keys<'a> {
-    fn of(json: &'a [u8]) -> Self {
-        Self { rest: json, depth: 0, is_closed: false }
-    }
-
-    /// Steps behind the next byte that is a bracket or a quote.
-    fn mark(&mut self) -> Option<u8> {
-        let at = self.rest.iter().position(|byte| matches!(byte, b'{' | b'[' | b'}' | b']' | b'"'))?;
-        let mark = self.rest[at];
-        self.rest = &self.rest[at + 1..];
-        Some(mark)
-    }
-
-    /// Steps behind the end of a string whose quote has been read.
-    fn string(&mut self) -> Option<&'a [u8]> {
-        let (text, mut at) = (self.rest, 0);
-        loop {
-            at += text.get(at..)?.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
-            if text[at] == b'"' {
-                self.rest = &text[at + 1..];
-                return Some(&text[..at]);
-            }
-            at += 2; // whatever is escaped
-        }
-    }
-}
-
-impl<'a> Iterator for Keys<'a> {
-    type Item = Key<'a>;
-
-    fn next(&mut self) -> Option<Key<'a>> {
-        while !self.is_closed {
-            match self.mark()? {
-                b'{' | b'[' => self.depth += 1,
-                b'}' | b']' => {
-                    self.depth = self.depth.saturating_sub(1);
-                    self.is_closed = self.depth == 0;
-                }
-                _ => {
-                    let name = self.string()?;
-                    if let Some(value) = self.rest.trim_ascii_start().strip_prefix(b":") {
-                        return Some(Key { name, depth: self.depth, value: value.trim_ascii_start() });
-                    }
-                }
-            }
-        }
-        None
-    }
 }
 
 #[cfg(test)]

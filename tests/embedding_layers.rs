@@ -202,6 +202,47 @@ async fn what_a_body_says_of_its_rank_is_what_happened() {
     assert_eq!(left_after(|| answer(StatusCode::BAD_GATEWAY, vec![]), true).await, 1);
 }
 
+#[tokio::test]
+async fn a_chunk_with_only_a_role_does_not_complete_the_prefill() {
+    let router = router(config(), 1).await;
+    let role = "data: {\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
+    let steps = [Ok(Frame::data(role.into())), token(1), token(2)];
+    let mut body = pin!(place(&router, "a").await.wrap_body(Scripted::new(steps, false), AnswerKind::Events));
+    let prefill = async || loads(&router).await[0].2;
+    let before = prefill().await;
+    assert!(before > 0);
+    read(body.as_mut(), 1).await;
+    assert_eq!((prefill().await, body.is_generating()), (before, false), "after the role");
+    read(body.as_mut(), 1).await;
+    assert_eq!((prefill().await, body.is_generating()), (0, true), "after the first token");
+}
+
+/// What is held against a rank after bodies that end without an error, each with these frames.
+async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool) -> usize {
+    let router = router(config(), 2).await;
+    for n in 0..2 * router.config().outcome_failures_max {
+        let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
+        let (id, prompt) = (n.to_string(), Prompt::Tokens(&[1]));
+        let request = RouteRequest { constraints: Some(&elsewhere), ..RouteRequest::new(&id, prompt) };
+        let Ok(placement) = router.route(request).await else { break };
+        let body = placement.wrap_body(Scripted::new(steps(), true), AnswerKind::Events).requiring_end_mark();
+        let mut body = Box::pin(if blames { body } else { body.without_blame() });
+        read(body.as_mut(), usize::MAX).await;
+    }
+    router.rank_health().await.expect("up"); // behind the reports
+    router.eligible_ranks()
+}
+
+#[tokio::test]
+async fn a_stream_without_its_end_mark_counts_where_one_is_required() {
+    let done = || Ok(Frame::data("data: [DONE]\n\n".into()));
+    let error = || Ok(Frame::data("data: {\"error\":{\"code\":500}}\n\n".into()));
+    assert_eq!(left_after_requiring_an_end(|| vec![token(1), done()], true).await, 2);
+    assert_eq!(left_after_requiring_an_end(|| vec![token(1), token(2)], true).await, 1);
+    assert_eq!(left_after_requiring_an_end(|| vec![token(1), token(2)], false).await, 2);
+    assert_eq!(left_after_requiring_an_end(|| vec![token(1), error(), done()], true).await, 1);
+}
+
 #[test]
 fn cached_tokens_are_reported_once_and_as_the_answer_says_them() {
     let (recorder, runtime) = (DebuggingRecorder::new(), tokio::runtime::Builder::new_current_thread());

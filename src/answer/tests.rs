@@ -129,3 +129,111 @@ fn numbers_are_counts_or_nothing() {
         assert_eq!(said(none), Some(Usage { prompt_tokens: Some(1), ..Usage::default() }), "{none}");
     }
 }
+
+fn chunk(delta: &str) -> String {
+    format!("data: {{\"choices\":[{{\"index\":0,\"delta\":{delta},\"logprobs\":null,\"finish_reason\":null}}]}}\n\n")
+}
+
+const ROLE: &str = r#"{"role":"assistant","content":""}"#;
+
+/// A chunk with only a role opens a stream, and completes no prefill.
+#[test]
+fn the_first_token_is_output_and_not_a_role() {
+    let opening = [
+        chunk(ROLE),
+        chunk(r#"{"role":"assistant","content":null}"#),
+        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":0}}\n\n".to_owned(),
+        "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"error\":null}}\n\n".to_owned(),
+        "data: {\"response\":{\"output\":[]},\"type\":\"response.in_progress\"}\n\n".to_owned(),
+    ];
+    for text in opening {
+        let reader = events(&text);
+        assert_eq!((reader.stage(), reader.is_generating()), (AnswerStage::Opened, false), "{text}");
+        assert!(!reader.is_complete(), "{text}");
+    }
+    let empty = events(&chunk(r#"{"content":""}"#));
+    assert_eq!((empty.stage(), empty.is_generating()), (AnswerStage::Begun, false), "a delta without output");
+    let tokens = [
+        chunk(r#"{"content":"a"}"#),
+        chunk(r#"{"role":"assistant","content":"a"}"#),
+        chunk(r#"{"reasoning_content":"a"}"#),
+        chunk(r#"{"reasoning":"a"}"#),
+        chunk(r#"{"refusal":"no"}"#),
+        chunk(r#"{"tool_calls":[{"index":0}]}"#),
+        chunk(r#"{"function_call":{"name":"f"}}"#),
+        chunk(r#"{"content":""}"#).replace("\"logprobs\":null", "\"logprobs\":{\"content\":[]}"),
+        chunk(ROLE).replace("\"finish_reason\":null", "\"finish_reason\":\"stop\""),
+        "data: {\"choices\":[{\"text\":\" a\"}]}\n\n".to_owned(),
+        "data: {\"type\":\"response.reasoning_text.delta\",\"delta\":\"a\"}\n\n".to_owned(),
+        "data: {\"type\":\"response.output_item.added\",\"item\":{}}\n\n".to_owned(),
+        "data: {\"object\":\"of another API\"}\n\n".to_owned(),
+    ];
+    for text in tokens {
+        let reader = events(&(chunk(ROLE) + &text));
+        assert_eq!((reader.stage(), reader.is_generating()), (AnswerStage::Begun, true), "{text}");
+    }
+}
+
+#[test]
+fn a_stream_is_complete_with_its_end_mark_or_a_finish_reason() {
+    let token = chunk(r#"{"content":"a"}"#);
+    let completed = r#"{"response":{"status":"completed"},"type":"response.completed"}"#;
+    let long =
+        format!("{{\"response\":{{\"text\":\"{}\"}},\"type\":\"response.completed\"}}", "a".repeat(LINE_BYTES_MAX));
+    let ends = [
+        "data: [DONE]\n\n".to_owned(),
+        "data:[DONE]\r\n".to_owned(),
+        chunk("{}").replace("\"finish_reason\":null", "\"finish_reason\":\"length\""),
+        format!("data: {completed}\n\n"),
+        format!("event: response.completed\ndata: {long}\n\n"),
+        "data: {\"type\":\"response.incomplete\"}\n\n".to_owned(),
+        "data: {\"error\":{\"message\":\"dead\",\"code\":500}}\n\n".to_owned(),
+    ];
+    for end in ends {
+        assert!(!events(&token).is_complete());
+        assert!(events(&format!("{token}{end}")).is_complete(), "{end:.60}");
+    }
+    assert!(!events(&format!("{token}event: response.output_text.delta\ndata: {long}\n\n")).is_complete());
+    assert!(!events(&format!("{token}data: [DONE")).is_complete());
+}
+
+#[test]
+fn garbage_before_the_first_event_is_no_stream() {
+    for garbage in [
+        "data: garbage\n\n",
+        "data: <html>\n\n",
+        "data: [DONE]\n\n",
+        "data: {\"choices\":[\n\n",
+        "data: {} {}\n\n",
+        "data: 7\n\ndata: {\"choices\":[]}\n\n",
+        &format!("data: {}", "x".repeat(LINE_BYTES_MAX + 1)),
+    ] {
+        assert_eq!(events(garbage).stage(), AnswerStage::Invalid, "{garbage:.40}");
+    }
+    for nothing in ["", ": comment\n\n", "data:\n\n", "retry: 10\n\n", "<html></html>\n"] {
+        assert_eq!(events(nothing).stage(), AnswerStage::Empty, "{nothing}");
+    }
+    let later = events(&format!("{}data: garbage\n\ndata: [DONE]\n\n", chunk(ROLE)));
+    assert_eq!((later.stage(), later.is_complete()), (AnswerStage::Begun, true));
+}
+
+#[test]
+fn an_error_event_states_its_status() {
+    let error = |body: &str| events(&format!("data: {body}\n\n")).error_status();
+    assert_eq!(error(r#"{"error":{"message":"EngineCore died","type":"InternalServerError","code":500}}"#), Some(500));
+    assert_eq!(error(r#"{"error":{"code":"none"}}"#), None);
+    assert_eq!(error(r#"{"error":null,"choices":[{"text":"a"}]}"#), None);
+}
+
+#[test]
+fn json_is_complete_as_one_object() {
+    let long = |end: &str| format!("{{\"text\":\"{}\"{end}", "a".repeat(3 * TAIL_BYTES));
+    for text in ["{}", " {\"a\":[1,{\"b\":\"}\"}]}\n", &long("}")] {
+        let reader = read(AnswerKind::Json, text);
+        assert_eq!((reader.stage(), reader.is_complete()), (AnswerStage::Begun, true), "{text:.40}");
+    }
+    for text in ["", "<html>", "[]", "\"text\"", "{", "{\"a\":\"}", "{}}", "{} <html>", "{\"a\":{}", &long("")] {
+        let reader = read(AnswerKind::Json, text);
+        assert_eq!((reader.stage(), reader.is_complete()), (AnswerStage::Invalid, false), "{text:.40}");
+    }
+}
