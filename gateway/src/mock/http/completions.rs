@@ -206,12 +206,12 @@ struct Stream {
     has_usage_chunk: bool,
     /// Written, and not taken yet.
     chunks: VecDeque<Bytes>,
+    has_opened: bool,
 }
 
 impl Stream {
     fn new(head: Head, run: Run, has_usage_chunk: bool) -> Self {
-        let chunks = head.opening().into_iter().collect();
-        Self { head, run: Some(run), has_usage_chunk, chunks }
+        Self { head, run: Some(run), has_usage_chunk, chunks: VecDeque::new(), has_opened: false }
     }
 }
 
@@ -236,12 +236,16 @@ impl http_body::Body for Stream {
         };
         run.count(&output);
         let usage = run.usage;
+        // As vLLM does: the chunk with the role is sent with the first output of the engine, immediately before it.
+        if !std::mem::replace(&mut this.has_opened, true) {
+            this.chunks.extend(this.head.opening());
+        }
+        this.chunks.push_back(this.head.piece(&detokenize(&[output.token]), output.finished));
         if output.finished.is_some() {
             this.run = None;
             this.chunks.extend(this.has_usage_chunk.then(|| this.head.usage(usage)));
             this.chunks.push_back(DONE);
         }
-        let piece = this.head.piece(&detokenize(&[output.token]), output.finished);
-        Poll::Ready(Some(Ok(Frame::data(piece))))
+        Poll::Ready(this.chunks.pop_front().map(|chunk| Ok(Frame::data(chunk))))
     }
 }
