@@ -4,8 +4,8 @@ mod proxy_support;
 
 use pointsman_gateway::mock::{MockConfig, MockEngine};
 use proxy_support::{
-    Act, Answer, Scripted, answer, at_rest, gateway, get, post, receive, request, send, settings, stream, stream_end,
-    until, worker,
+    Act, Answer, EVENT, FINE, FINE_JSON, Scripted, answer, at_rest, gateway, get, post, receive, request, send,
+    settings, stream, stream_end, until, worker,
 };
 use serde_json::json;
 
@@ -137,11 +137,12 @@ async fn bodies_pass_byte_for_byte_both_ways() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_are_passed_on_as_they_come() {
     // The worker never says more: only a gateway that does not wait for more gets this to the client.
-    let scripted = Scripted::start(|_| [stream(&["data: 1\n\n"]), vec![Act::Hang]].concat()).await;
+    let scripted = Scripted::start(|_| [stream(&[EVENT]), vec![Act::Hang]].concat()).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
-    let mut client = send(gateway.address(), "POST", CHAT, "", br#"{"model":"mock","messages":[]}"#).await;
+    let mut client =
+        send(gateway.address(), "POST", CHAT, "", br#"{"model":"mock","messages":[],"stream":true}"#).await;
     let mut seen = Vec::new();
-    while !seen.windows(9).any(|bytes| bytes == b"data: 1\n\n") {
+    while !seen.windows(EVENT.len()).any(|bytes| bytes == EVENT.as_bytes()) {
         let read = tokio::io::AsyncReadExt::read_buf(&mut client, &mut seen).await.expect("the gateway writes");
         assert!(read > 0, "{}", String::from_utf8_lossy(&seen));
     }
@@ -171,13 +172,13 @@ async fn retried(acts: Vec<Act>) {
 }
 
 async fn retried_from(url: &str, asked: impl Fn() -> bool) {
-    let good = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let good = Scripted::start(|_| answer("200 OK", FINE)).await;
     let mut settings = settings(vec![worker(1, url, 1), worker(2, &good.url(), 1)]);
     settings.gateway.first_byte_timeout_ms = 300;
     let gateway = gateway(settings).await;
     for _ in 0..8 {
         let answer = post(&gateway, CHAT, &chat("mock", true)).await;
-        assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+        assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
         if asked() {
             break;
         }
@@ -188,7 +189,8 @@ async fn retried_from(url: &str, asked: impl Fn() -> bool) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_fails_before_the_first_byte_is_tried_elsewhere() {
-    let head = Act::Send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n".to_vec());
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 4\r\n\r\n";
+    let head = Act::Send(head.as_bytes().to_vec());
     retried(vec![Act::Reset]).await;
     retried(vec![Act::Close]).await;
     retried(vec![Act::Hang]).await;
@@ -243,7 +245,7 @@ async fn when_nobody_answers_the_client_is_told_the_best_that_is_known() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_late_answer_that_is_not_streamed_is_not_begun_anew() {
+async fn a_late_answer_that_is_not_streamed_is_not_begun_anew_and_counts() {
     let workers = [Scripted::start(|_| vec![Act::Hang]).await, Scripted::start(|_| vec![Act::Hang]).await];
     let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
     settings.gateway.answer_timeout_ms = 300;
@@ -253,17 +255,18 @@ async fn a_late_answer_that_is_not_streamed_is_not_begun_anew() {
     assert_eq!((answer.status, answer.code().as_str()), (504, "worker_timeout"));
     assert_eq!(workers.iter().map(|worker| worker.requests().len()).sum::<usize>(), 1);
     let health = gateway.router("mock").expect("it is served").rank_health().await.expect("it runs");
-    assert!(health.iter().all(|rank| rank.state == pointsman::health::HealthState::Healthy), "{health:?}");
+    let suspects = health.iter().filter(|rank| rank.why.contains("timed out")).count();
+    assert_eq!(suspects, 1, "the rank has sent nothing to anybody meanwhile: {health:?}");
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_without_others_is_asked_again_when_it_closes_unheard() {
-    let script = |n| if n == 0 { vec![Act::Close] } else { answer("200 OK", "fine") };
+    let script = |n| if n == 0 { vec![Act::Close] } else { answer("200 OK", FINE) };
     let only = Scripted::start(script).await;
     let gateway = gateway(settings(vec![worker(1, &only.url(), 1)])).await;
     let answer = post(&gateway, CHAT, &chat("mock", true)).await;
-    assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+    assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
     assert_eq!(only.requests().len(), 2);
     at_rest(&gateway).await;
 }
@@ -271,22 +274,23 @@ async fn a_worker_without_others_is_asked_again_when_it_closes_unheard() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_of_many_ranks_that_is_not_there_costs_one_try() {
     let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
-    let good = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let good = Scripted::start(|_| answer("200 OK", FINE)).await;
     let gone = format!("http://{closed}");
     let mut settings = settings(vec![worker(1, &gone, 8), worker(2, &good.url(), 1)]);
     settings.gateway.attempts_max = 2;
     let gateway = gateway(settings).await;
     for _ in 0..9 {
         let answer = post(&gateway, CHAT, &chat("mock", true)).await;
-        assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+        assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
     }
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_tried_again_after_the_first_byte_and_a_cut_answer_looks_cut() {
-    let begun = stream(&["data: 1\n\n"]);
-    let whole_head = Act::Send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab".to_vec());
+    let begun = stream(&[EVENT]);
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n";
+    let whole_head = Act::Send([head, EVENT].concat().into_bytes());
     for acts in
         [[begun.clone(), vec![Act::Reset]].concat(), [begun, vec![Act::Close]].concat(), vec![whole_head, Act::Close]]
     {
@@ -303,19 +307,19 @@ async fn nothing_is_tried_again_after_the_first_byte_and_a_cut_answer_looks_cut(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_that_falls_silent_is_cut() {
-    let scripted = Scripted::start(|_| [stream(&["data: 1\n\n"]), vec![Act::Hang]].concat()).await;
+    let scripted = Scripted::start(|_| [stream(&[EVENT]), vec![Act::Hang]].concat()).await;
     let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
     settings.gateway.idle_timeout_ms = 100;
     let gateway = gateway(settings).await;
     let answer = post(&gateway, CHAT, &chat("mock", true)).await;
-    assert!(answer.status == 200 && !answer.is_whole && answer.text() == "data: 1\n\n", "{answer:?}");
+    assert!(answer.status == 200 && !answer.is_whole && answer.text() == EVENT, "{answer:?}");
     until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_are_named_where_there_are_several() {
-    let scripted = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let scripted = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 2)])).await;
     for _ in 0..2 {
         assert_eq!(post(&gateway, CHAT, &chat("mock", false)).await.status, 200);
@@ -328,7 +332,7 @@ async fn ranks_are_named_where_there_are_several() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn names_are_the_worker_s_own_when_they_get_there() {
-    let scripted = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let scripted = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
     let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
     settings.models[0].aliases = vec!["alias".to_owned()];
     settings.models[0].upstream_name = Some("org/base".to_owned());
@@ -357,7 +361,7 @@ async fn names_are_the_worker_s_own_when_they_get_there() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_show_a_key_and_get_a_salt_of_their_own() {
-    let scripted = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let scripted = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
     let directory = std::env::temp_dir().join(format!("pointsman-proxy-tenants-{}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory for the test's files");
     let file = |name: &str, content: &str| {

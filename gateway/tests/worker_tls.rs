@@ -4,7 +4,7 @@ mod proxy_support;
 
 use std::path::{Path, PathBuf};
 
-use proxy_support::{Scripted, answer, at_rest, gateway, post, settings, worker};
+use proxy_support::{FINE, Scripted, answer, at_rest, gateway, post, settings, worker};
 use serde_json::json;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -15,7 +15,7 @@ fn tls(name: &str) -> PathBuf {
 
 #[tokio::test]
 async fn workers_behind_tls_are_believed_by_their_authority_only() {
-    let engine = Scripted::start(|_| answer("200 OK", "fine")).await;
+    let engine = Scripted::start(|_| answer("200 OK", FINE)).await;
     let mut behind = settings(vec![worker(1, &engine.url(), 1)]);
     behind.gateway.tls_certificate_file = Some(tls("test-only.crt"));
     behind.gateway.tls_key_file = Some(tls("test-only.key"));
@@ -27,7 +27,7 @@ async fn workers_behind_tls_are_believed_by_their_authority_only() {
     before.gateway.worker_ca_file = Some(tls("test-only.crt"));
     let before = gateway(before).await;
     let told = post(&before, CHAT, &chat).await;
-    assert_eq!((told.status, told.text()), (200, "fine"), "{told:?}");
+    assert_eq!((told.status, told.text()), (200, FINE), "{told:?}");
     assert_eq!(engine.requests().len(), 1);
     at_rest(&before).await;
     at_rest(&behind).await;

@@ -83,7 +83,8 @@ const IN_FLIGHT: Metric =
 const FIRST_BYTE: Metric = Metric::histogram(
     "pointsman_gateway_time_to_first_byte_seconds",
     &["model"],
-    "From a request's head to the first byte of a worker's answer, queue and retries included.",
+    "From a request's head to the first token of a streamed answer, or to the first byte of another one, queue and retries \
+     included.",
 );
 const WHOLE: Metric = Metric::histogram(
     "pointsman_gateway_request_seconds",
@@ -110,11 +111,47 @@ const CLIENT_GONE: Metric =
 const BROKEN: Metric = Metric::counter(
     "pointsman_gateway_streams_broken_total",
     &["reason"],
-    "Answers cut off after their first byte, because the worker broke off or fell silent, or the gateway ended.",
+    "Answers cut off after their begin, because the worker broke off, fell silent or left out the end mark, or the gateway \
+     ended.",
+);
+/// Of [`workers`](super::workers), which writes its part of the page itself; the three below, too.
+pub(super) const WORKER_REQUESTS: Metric = Metric::counter(
+    "pointsman_gateway_worker_requests_total",
+    &["model", "worker", "worker_endpoint", "status", "outcome"],
+    "Attempts at a worker, by its status (`none` without one) and by what became of them.",
+);
+pub(super) const WORKER_RETRIES: Metric = Metric::counter(
+    "pointsman_gateway_worker_retries_total",
+    &["model", "worker", "worker_endpoint", "reason"],
+    "Requests sent to another rank after an attempt at this worker failed, by what went wrong.",
+);
+pub(super) const WORKER_FIRST_TOKEN: Metric = Metric::histogram(
+    "pointsman_gateway_worker_time_to_first_token_seconds",
+    &["model", "worker", "worker_endpoint"],
+    "From sending an attempt to the first token of its streamed answer.",
+);
+pub(super) const WORKER_SECONDS: Metric = Metric::histogram(
+    "pointsman_gateway_worker_request_seconds",
+    &["model", "worker", "worker_endpoint"],
+    "From sending an attempt to the end of its answer, of answers that came to their end.",
 );
 
 /// Every metric of the gateway, for descriptions and for the page that lists them.
-pub const ALL: &[Metric] = &[REQUESTS, IN_FLIGHT, FIRST_BYTE, WHOLE, OVERHEAD, RETRIES, DENIED, CLIENT_GONE, BROKEN];
+pub const ALL: &[Metric] = &[
+    REQUESTS,
+    IN_FLIGHT,
+    FIRST_BYTE,
+    WHOLE,
+    OVERHEAD,
+    RETRIES,
+    DENIED,
+    CLIENT_GONE,
+    BROKEN,
+    WORKER_REQUESTS,
+    WORKER_RETRIES,
+    WORKER_FIRST_TOKEN,
+    WORKER_SECONDS,
+];
 
 /// Tells the recorder what each metric means.
 pub(crate) fn describe() {
@@ -141,10 +178,22 @@ pub(crate) enum RetryReason {
     Busy,
     /// Another status of 500 or above.
     ServerError,
+    /// A status of 401, 403 or 404.
+    Misconfigured,
+    /// A success status without a valid answer.
+    InvalidAnswer,
 }
 
 impl RetryReason {
-    const ALL: [Self; 5] = [Self::Connect, Self::Timeout, Self::Broken, Self::Busy, Self::ServerError];
+    pub(super) const ALL: [Self; 7] = [
+        Self::Connect,
+        Self::Timeout,
+        Self::Broken,
+        Self::Busy,
+        Self::ServerError,
+        Self::Misconfigured,
+        Self::InvalidAnswer,
+    ];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -153,6 +202,8 @@ impl RetryReason {
             Self::Broken => "broken",
             Self::Busy => "busy",
             Self::ServerError => "server_error",
+            Self::Misconfigured => "misconfigured",
+            Self::InvalidAnswer => "invalid_answer",
         }
     }
 }
@@ -166,16 +217,19 @@ pub(crate) enum StreamBreak {
     Idle,
     /// The gateway's end did not wait for it any longer.
     Drain,
+    /// It ended in order, and without its end mark.
+    Incomplete,
 }
 
 impl StreamBreak {
-    const ALL: [Self; 3] = [Self::Broken, Self::Idle, Self::Drain];
+    const ALL: [Self; 4] = [Self::Broken, Self::Idle, Self::Drain, Self::Incomplete];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Broken => "broken",
             Self::Idle => "idle",
             Self::Drain => "drain",
+            Self::Incomplete => "incomplete",
         }
     }
 }
@@ -274,6 +328,7 @@ pub(crate) struct Account {
     /// Time until now that others are to blame for.
     elsewhere: Duration,
     is_sent: bool,
+    has_first_token: bool,
     is_answered: bool,
     is_over: bool,
     /// What the access line says.
@@ -292,6 +347,7 @@ impl Account {
             started: Instant::now(),
             elsewhere: Duration::ZERO,
             is_sent: false,
+            has_first_token: false,
             is_answered: false,
             is_over: false,
             access: AccessRecord::default(),
@@ -322,9 +378,11 @@ impl Account {
         }
     }
 
-    /// The first byte of a worker's answer is there.
-    pub(crate) fn first_byte(&self) {
-        self.model.first_byte.record(self.started.elapsed());
+    /// The first token of a streamed answer is there, or the first byte of another one; only the first time counts.
+    pub(crate) fn first_token(&mut self) {
+        if !std::mem::replace(&mut self.has_first_token, true) {
+            self.model.first_byte.record(self.started.elapsed());
+        }
     }
 
     /// The client is told a status.

@@ -21,6 +21,7 @@ mod sources;
 pub mod telemetry;
 mod tenants;
 mod tls;
+mod workers;
 
 use std::net::SocketAddr;
 use std::sync::Arc;

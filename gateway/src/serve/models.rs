@@ -18,6 +18,7 @@ use tokio::time::sleep;
 use super::current::Current;
 use super::metrics::ModelMeters;
 use super::sources;
+use super::workers::WorkerTable;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
 use crate::settings::ModelSettings;
 use crate::upstream::Upstream;
@@ -60,6 +61,7 @@ pub(crate) struct Model {
     pub(crate) router: Router,
     pub(crate) tokens: Tokens,
     pub(crate) meters: Arc<ModelMeters>,
+    pub(crate) workers: Arc<WorkerTable>,
     /// Whether the caches of all its ranks were known at some time.
     pub(crate) was_warm: AtomicBool,
 }
@@ -177,7 +179,8 @@ impl Model {
         let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
-        Ok(Self { settings: settings.clone(), router, tokens, meters, was_warm: AtomicBool::new(false) })
+        let workers = WorkerTable::new(&settings.name, router.clone());
+        Ok(Self { settings: settings.clone(), router, tokens, meters, workers, was_warm: AtomicBool::new(false) })
     }
 }
 

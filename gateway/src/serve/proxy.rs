@@ -7,6 +7,8 @@
 
 mod answer;
 mod attempts;
+mod begin;
+mod failure;
 mod intake;
 
 use std::sync::Arc;
@@ -100,25 +102,29 @@ async fn pass(
         expected_output_tokens: ask.output_tokens_max,
         ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
     };
-    let (body, is_streamed) = (ask.body(edits), ask.stream);
-    let errand = Errand { app, model, endpoint, headers, request_id, body, is_streamed };
+    // Embeddings are never streamed, whatever a request says.
+    let kind = if ask.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
+    let body = ask.body(edits);
+    let errand = Errand { app, model, endpoint, headers, request_id, body, kind };
     errand.run(account, request).await
 }
 
 /// The answer of a worker that has begun to give one.
 fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -> Response<Body> {
-    let Begin { placement, head, body, output_tokens } = begin;
-    account.first_byte();
-    account.answered(head.status);
+    let (status, headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
+    // The first token of a stream is recorded when it passes.
+    if begin.checked != Some(AnswerKind::Events) {
+        account.first_token();
+    }
+    account.answered(status);
     account.access.is_answered_by_worker = true;
-    let (worker, rank) = (placement.endpoint(), placement.rank().rank);
-    tracing::debug!(request_id, worker, rank, status = head.status.as_u16(), "answered");
-    let headers = to_client(&head.headers, request_id);
-    let content_type = head.headers.get(CONTENT_TYPE);
+    let (worker, rank) = (begin.placement.endpoint(), begin.placement.rank().rank);
+    tracing::debug!(request_id, worker, rank, status = status.as_u16(), "answered");
+    let content_type = begin.head.headers.get(CONTENT_TYPE);
     let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
-    let answer = Answer::new(app, account, placement, body, kind, output_tokens);
+    let answer = Answer::new(app, account, begin, kind);
     let mut response = Response::new(Body::new(answer));
-    (*response.status_mut(), *response.headers_mut()) = (head.status, headers);
+    (*response.status_mut(), *response.headers_mut()) = (status, headers);
     response
 }
 

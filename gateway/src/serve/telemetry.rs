@@ -23,7 +23,7 @@ pub use log::{LevelError, parse_level};
 pub(crate) use log::{start_log, write_problems};
 
 /// Bounds of durations, in seconds: from what the gateway itself costs to what a long answer takes.
-const SECONDS: &[f64] = &[
+pub(super) const SECONDS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
     600.0,
 ];
@@ -113,7 +113,8 @@ impl Metrics {
         let _turn = self.turn.lock().await;
         let recorder = self.recorder.clone();
         // Thousands of series take milliseconds, and /proc is a file system.
-        let page = tokio::task::spawn_blocking(move || recorder.render() + &process::page()).await;
+        let page =
+            tokio::task::spawn_blocking(move || recorder.render() + &super::workers::page() + &process::page()).await;
         match page {
             Ok(page) => ([(header::CONTENT_TYPE, PAGE_TYPE)], page).into_response(),
             Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),

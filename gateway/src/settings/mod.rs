@@ -68,7 +68,7 @@ pub struct GatewaySettings {
     pub body_timeout_ms: u64,
     /// How long a connection to a worker may take.
     pub connect_timeout_ms: u64,
-    /// How long a worker may take until the first byte of a streamed answer's body.
+    /// How long a worker may take until the first token of a streamed answer.
     pub first_byte_timeout_ms: u64,
     /// How long a worker may take for an answer that is not streamed, whose first byte comes when all of it is there.
     pub answer_timeout_ms: u64,
@@ -76,7 +76,7 @@ pub struct GatewaySettings {
     pub queue_timeout_ms: u64,
     /// How long an answer may be silent once it has begun, and how long a client may take nothing of it.
     pub idle_timeout_ms: u64,
-    /// Tries of one request, the first included; only before the first byte.
+    /// Attempts of one request, the first included; only until a valid answer has begun.
     pub attempts_max: u32,
     /// Retries for each request, on average over the last ten seconds; ten retries are always allowed in them.
     pub retry_share_max: f64,

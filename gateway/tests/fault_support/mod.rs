@@ -68,7 +68,8 @@ pub(crate) fn say(text: impl AsRef<[u8]>) -> Step {
 
 /// An answer with its length.
 pub(crate) fn whole(status: &str, body: &str) -> Step {
-    say(format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\n\r\n{body}", body.len()))
+    let (length, content_type) = (body.len(), proxy_support::content_type(body));
+    say(format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n{body}"))
 }
 
 /// The head of an answer in chunks.

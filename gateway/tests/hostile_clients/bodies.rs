@@ -2,6 +2,7 @@
 
 use crate::fault_support::{Client, turn};
 use crate::live_bytes;
+use crate::proxy_support::FINE_JSON;
 use crate::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, Scene, head, repeated};
 
 /// Bodies, and the codes of the errors they get.
@@ -130,7 +131,7 @@ async fn bodies_that_are_only_large_pass_within_bounds() {
     for (name, body) in cases {
         let (before, _) = (live_bytes(), scene.peak.most());
         let answer = scene.posted(&body).await;
-        assert_eq!((answer.status, answer.text()), (200, "fine"), "{name}");
+        assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{name}");
         let most = scene.peak.most().saturating_sub(before);
         assert!(most <= CASE_BYTES_MAX, "{name}: {most} bytes");
         let reached = scene.reached();

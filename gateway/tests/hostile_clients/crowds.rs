@@ -44,7 +44,8 @@ async fn clients_that_take_nothing_cost_little() {
     let _turn = turn().await;
     let scene = Scene::set().await;
     let chunk = [b"10000\r\n".as_slice(), &[b'x'; 0x10000], b"\r\n"].concat();
-    let endless = vec![fault_support::chunked_head(), Step::Flood(chunk)];
+    let event = fault_support::chunk(crate::proxy_support::EVENT);
+    let endless = vec![fault_support::chunked_head(), event, Step::Flood(chunk)];
     let worker = Faulty::answering(endless).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let (before, _) = (live_bytes(), scene.peak.most());

@@ -2,7 +2,7 @@
 
 use crate::fault_support::{PATH, turn};
 use crate::live_bytes;
-use crate::proxy_support::request;
+use crate::proxy_support::{FINE_JSON, request};
 use crate::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, MIB, Scene, head, repeated};
 
 /// A request that somebody tries to slip by.
@@ -195,7 +195,7 @@ async fn odd_http_that_is_read_passes_as_one_request() {
     ];
     for (name, bytes) in cases {
         let answer = scene.told(&bytes).await.unwrap_or_else(|| panic!("{name}: no answer"));
-        assert!((answer.status, answer.text()) == (200, "fine"), "{name}: {answer:?}");
+        assert!((answer.status, answer.text()) == (200, FINE_JSON), "{name}: {answer:?}");
         let reached = scene.reached();
         assert_eq!(reached.len(), 1, "{name}");
         let got = &reached[0];
@@ -243,7 +243,7 @@ async fn no_header_chooses_a_worker_or_a_name_in_logs() {
     let headers: String = choosing.iter().map(|name| format!("{name}: 1\r\n")).collect();
     let body = r#"{"model":"mock","prompt":[7],"data_parallel_rank":1,"kv_transfer_params":{"remote_host":"evil"}}"#;
     let answer = request(address, "POST", PATH, &headers, body.as_bytes()).await;
-    assert_eq!((answer.status, answer.text()), (200, "fine"));
+    assert_eq!((answer.status, answer.text()), (200, FINE_JSON));
     let reached = scene.reached();
     let got = &reached[0];
     let ranks: Vec<_> = got.head.lines().filter(|line| line.to_ascii_lowercase().contains("rank")).collect();

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle as Task;
 
 use crate::fault_support::{Client, Faulty, PATH, metric, quiet, settings, whole};
 use crate::live_bytes;
-use crate::proxy_support::{self, Answer, gateway, request};
+use crate::proxy_support::{self, Answer, FINE_JSON, gateway, request};
 
 pub(crate) const MIB: usize = 1 << 20;
 
@@ -74,7 +74,7 @@ pub(crate) const GOOD: &str = r#"{"model":"mock","prompt":[1,2,3],"user":"good"}
 
 impl Scene {
     pub(crate) async fn set() -> Self {
-        let worker = Faulty::start(Vec::new(), |_, _| vec![whole("200 OK", "fine")]).await;
+        let worker = Faulty::start(Vec::new(), |_, _| vec![whole("200 OK", FINE_JSON)]).await;
         let mut settings = settings(&[worker.url()]);
         settings.models[0].workers = vec![proxy_support::worker(1, &worker.url(), 2)];
         settings.gateway.body_bytes_max = BODY_BYTES_MAX as u64;
@@ -87,7 +87,7 @@ impl Scene {
             let mut served = 0;
             while !over.load(Ordering::Relaxed) {
                 let answer = request(address, "POST", PATH, "", GOOD.as_bytes()).await;
-                assert_eq!((answer.status, answer.text()), (200, "fine"), "the good client suffers");
+                assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "the good client suffers");
                 served += 1;
             }
             served

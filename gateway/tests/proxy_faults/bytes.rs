@@ -3,7 +3,7 @@
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::fault_support::{Client, Faulty, PATH, Step, chunk, chunked_head, chunks_end, quiet, say, settings, turn};
-use crate::proxy_support::{gateway, request};
+use crate::proxy_support::{DONE, EVENT, gateway, request};
 
 /// Writes JSON by what a tape of choices says: the end of the tape ends everything.
 struct Writer<'a> {
@@ -128,7 +128,10 @@ fn odd_bodies_pass_unchanged_both_ways() {
         let turn = turn().await;
         let echo = |_: usize, got: &crate::proxy_support::Got| {
             vec![
-                say(format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", got.body.len())),
+                say(format!(
+                    "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+                    got.body.len()
+                )),
                 Step::Send(got.body.clone()),
             ]
         };
@@ -153,12 +156,13 @@ fn odd_bodies_pass_unchanged_both_ways() {
 /// Pieces of an answer that look like framing, are cut within a letter, or are large.
 fn pieces() -> Vec<Vec<u8>> {
     let mut pieces: Vec<Vec<u8>> =
-        ["data: 1\n\n", ":\n\n", "\r\n", "0\r\n\r\n", "HTTP/1.1 200 OK\r\n\r\n", "\0", "data: [DO", "NE]\n\n"]
+        [EVENT, ":\n\n", "\r\n", "0\r\n\r\n", "HTTP/1.1 200 OK\r\n\r\n", "\0", "data: [DO", "NE]\n\n"]
             .map(|piece| piece.as_bytes().to_vec())
             .to_vec();
     pieces.extend(["\u{1f600}".as_bytes()[..2].to_vec(), "\u{1f600}".as_bytes()[2..].to_vec(), vec![0xff, 0xfe]]);
     pieces.push((0..200_000_u32).map(|n| (n % 251) as u8).collect());
     pieces.push(b"end".to_vec());
+    pieces.push(format!("\n{DONE}").into_bytes());
     pieces
 }
 
@@ -170,7 +174,7 @@ async fn each_piece_arrives_before_the_next_is_sent() {
     let length = pieces.iter().map(Vec::len).sum::<usize>();
     let chunks = pieces.iter().map(chunk).collect::<Vec<_>>();
     let bare = pieces.iter().map(say).collect::<Vec<_>>();
-    let known = say(format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n"));
+    let known = say(format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n"));
     let unknown = say("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n");
     for (head, steps, end) in [
         (chunked_head(), chunks, vec![chunks_end()]),

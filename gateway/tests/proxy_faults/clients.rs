@@ -6,13 +6,14 @@ use tokio::io::AsyncWriteExt as _;
 use crate::fault_support::{
     Client, Faulty, PATH, Step, body, chunk, chunked_head, chunks_end, metric, quiet, say, settings, turn, whole,
 };
-use crate::proxy_support::{gateway, request, send, until};
+use crate::proxy_support::{EVENT, FINE, gateway, request, send, until};
 
 /// Frames of a streamed answer.
 const FRAMES: usize = 5;
 
 fn frame(n: usize) -> String {
-    format!("data: {{\"n\":{n}}}\n\n")
+    let finish_reason = if n + 1 == FRAMES { "\"stop\"" } else { "null" };
+    format!("data: {{\"choices\":[{{\"text\":\"{n}\",\"finish_reason\":{finish_reason}}}]}}\n\n")
 }
 
 fn frames(n: usize) -> String {
@@ -64,17 +65,19 @@ async fn a_client_may_leave_at_every_frame() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_may_leave_within_an_answer_of_known_length() {
     let _turn = turn().await;
-    let head = say("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n");
-    let parts = ["a", "b", "c", "d"].map(|part| [Step::Wait, say(part)]).concat();
+    const PARTS: [&str; 4] = [EVENT, "dat", "a: [DON", "E]\n\n"];
+    let length = PARTS.concat().len();
+    let head = format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n");
+    let (head, parts) = (say(head), PARTS.map(|part| [Step::Wait, say(part)]).concat());
     let worker = Faulty::answering([vec![head], parts].concat()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
-    for bytes in 0..4 {
+    for parts in 0..PARTS.len() {
         let mut client = Client::ask(&gateway).await;
-        until("the worker is asked", || worker.asked() == bytes + 1).await;
-        worker.release(bytes);
+        until("the worker is asked", || worker.asked() == parts + 1).await;
+        worker.release(parts);
         worker.went_on().await;
-        if bytes > 0 {
-            client.has(&b"abcd"[..bytes]).await;
+        if parts > 0 {
+            client.has(PARTS[..parts].concat().as_bytes()).await;
         }
         drop(client);
         worker.left_alone().await;
@@ -106,7 +109,7 @@ async fn a_client_that_ends_its_side_has_left() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_nothing_holds_a_stream_up_until_it_leaves() {
     let _turn = turn().await;
-    let worker = Faulty::answering(vec![chunked_head(), endless()]).await;
+    let worker = Faulty::answering(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let client = Client::ask(&gateway).await;
     until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
@@ -118,7 +121,7 @@ async fn a_client_that_reads_nothing_holds_a_stream_up_until_it_leaves() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_takes_nothing_is_given_up() {
     let _turn = turn().await;
-    let worker = Faulty::answering(vec![chunked_head(), endless()]).await;
+    let worker = Faulty::answering(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.idle_timeout_ms = 300;
     let gateway = gateway(settings).await;
@@ -132,7 +135,7 @@ async fn a_client_that_takes_nothing_is_given_up() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_may_leave_the_queue() {
     let _turn = turn().await;
-    let worker = Faulty::answering(vec![Step::Wait, whole("200 OK", "fine")]).await;
+    let worker = Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await;
     let mut settings = settings(&[worker.url()]);
     settings.models[0].router.queue_threshold = Some(0.0);
     settings.models[0].workers[0].config.max_num_batched_tokens = Some(64);
@@ -147,7 +150,7 @@ async fn a_client_may_leave_the_queue() {
     until("it has left the queue", || router.health().leases == 2).await;
     worker.release(2);
     for client in [first, third] {
-        assert_eq!(client.answer().await.expect("an answer").text(), "fine");
+        assert_eq!(client.answer().await.expect("an answer").text(), FINE);
     }
     assert_eq!(worker.asked(), 2, "the one that left was never sent");
     quiet(&gateway).await;
@@ -157,7 +160,7 @@ async fn a_client_may_leave_the_queue() {
 async fn a_client_may_leave_while_its_prompt_is_tokenised() {
     let _turn = turn().await;
     let worker = Faulty::start(Vec::new(), |_, got| {
-        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![whole("200 OK", "fine")] }
+        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![whole("200 OK", FINE)] }
     })
     .await;
     let mut settings = settings(&[worker.url()]);
@@ -172,7 +175,7 @@ async fn a_client_may_leave_while_its_prompt_is_tokenised() {
     quiet(&gateway).await;
     // Who brings tokens is served at once, and nobody has asked for the one that left.
     let next = request(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
-    assert_eq!((next.status, next.text()), (200, "fine"));
+    assert_eq!((next.status, next.text()), (200, FINE));
     let completions = worker.see(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
     assert_eq!(completions, 1);
 }
@@ -180,7 +183,7 @@ async fn a_client_may_leave_while_its_prompt_is_tokenised() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_may_leave_within_its_own_request() {
     let _turn = turn().await;
-    let worker = Faulty::answering(vec![whole("200 OK", "fine")]).await;
+    let worker = Faulty::answering(vec![whole("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let whole = format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());
     for bytes in (0..whole.len()).step_by(7) {
@@ -189,5 +192,5 @@ async fn a_client_may_leave_within_its_own_request() {
     }
     quiet(&gateway).await;
     assert_eq!(worker.asked(), 0);
-    assert_eq!(Client::ask(&gateway).await.answer().await.expect("an answer").text(), "fine");
+    assert_eq!(Client::ask(&gateway).await.answer().await.expect("an answer").text(), FINE);
 }

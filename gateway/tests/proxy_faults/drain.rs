@@ -9,7 +9,7 @@ use tokio::task::JoinHandle;
 use crate::fault_support::{
     Client, Faulty, Step, chunk, chunked_head, chunks_end, eventually, metric, router, settings, turn,
 };
-use crate::proxy_support::{PATIENCE, gateway, until};
+use crate::proxy_support::{DONE, EVENT, PATIENCE, gateway, until};
 
 const STREAMS: usize = 500;
 
@@ -20,13 +20,13 @@ async fn streams(gateway: &Gateway, count: usize) -> Vec<Client> {
         clients.push(Client::ask(gateway).await);
     }
     for client in &mut clients {
-        client.has(b"data: 1\n\n").await;
+        client.has(EVENT.as_bytes()).await;
     }
     clients
 }
 
 fn steps() -> Vec<Step> {
-    vec![chunked_head(), chunk("data: 1\n\n"), Step::Wait, chunk("data: [DONE]\n\n"), chunks_end()]
+    vec![chunked_head(), chunk(EVENT), Step::Wait, chunk(DONE), chunks_end()]
 }
 
 /// The gateway on its way out: nobody new gets in.
@@ -51,7 +51,7 @@ async fn open_streams_end_unbroken() {
     worker.release(STREAMS);
     for client in clients {
         let answer = client.answer().await.expect("an answer");
-        assert!(answer.is_whole && answer.text() == "data: 1\n\ndata: [DONE]\n\n", "{answer:?}");
+        assert!(answer.is_whole && answer.text() == [EVENT, DONE].concat(), "{answer:?}");
     }
     assert_eq!(ending.await.expect("it ends"), Drained { broken: 0 });
     assert_eq!(router.health().leases, 0);
@@ -71,7 +71,7 @@ async fn what_is_open_at_the_deadline_is_cut_and_counted() {
     assert_eq!(drained, Drained { broken: 20 });
     for client in clients {
         let answer = client.answer().await.expect("it has begun");
-        assert!(!answer.is_whole && answer.text() == "data: 1\n\n", "{answer:?}");
+        assert!(!answer.is_whole && answer.text() == EVENT, "{answer:?}");
     }
     worker.left_alone().await;
     until("every booking has ended", || router.health().leases == 0).await;

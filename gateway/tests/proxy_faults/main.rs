@@ -8,6 +8,7 @@ mod fault_support;
 #[path = "../proxy_support/mod.rs"]
 mod proxy_support;
 
+mod blame;
 mod bytes;
 mod clients;
 mod drain;

@@ -6,7 +6,7 @@ use pointsman_gateway::serve::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 
 use crate::fault_support::{Faulty, PATH, quiet, settings, turn, whole};
-use crate::proxy_support::{Answer, gateway, request};
+use crate::proxy_support::{Answer, FINE_JSON, gateway, request};
 
 const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
 
@@ -51,7 +51,7 @@ async fn ask(gateway: &Gateway, headers: &str, body: &str) -> Answer {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_a_key_nothing_reaches_a_worker() {
     let _turn = turn().await;
-    let (worker, files) = (Faulty::answering(vec![whole("200 OK", "fine")]).await, Files::new());
+    let (worker, files) = (Faulty::answering(vec![whole("200 OK", FINE_JSON)]).await, Files::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let (first, second) = (KEYS[0], KEYS[1]);
     let refused = [
@@ -84,11 +84,11 @@ async fn without_a_key_nothing_reaches_a_worker() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
     let _turn = turn().await;
-    let (worker, files) = (Faulty::answering(vec![whole("200 OK", "fine")]).await, Files::new());
+    let (worker, files) = (Faulty::answering(vec![whole("200 OK", FINE_JSON)]).await, Files::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let salt_of = async |key: &str, body: &str| {
         let answer = ask(&gateway, &format!("authorization: Bearer {key}\r\n"), body).await;
-        assert_eq!((answer.status, answer.text()), (200, "fine"), "{answer:?}");
+        assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{answer:?}");
         let got = worker.see(|seen| seen.requests.pop().expect("it was asked"));
         assert_eq!(got.header("authorization"), None, "a key for the gateway is not for workers");
         assert!(!got.text().contains(key));

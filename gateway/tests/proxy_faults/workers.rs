@@ -9,7 +9,7 @@ use crate::fault_support::{
     Client, Faulty, Step, blamed, blameless, chunk, chunked_head, counting_outcomes, metric, quiet, say, settings,
     turn, whole,
 };
-use crate::proxy_support::{Answer, PATIENCE, gateway};
+use crate::proxy_support::{Answer, EVENT, FINE, PATIENCE, gateway};
 
 /// What becomes of a request that only workers like this are asked.
 #[derive(Clone, Copy, Debug)]
@@ -44,13 +44,12 @@ fn greeting(name: &'static str, greets: Vec<Step>) -> Fault {
 
 fn status(name: &'static str, status: &str, body: &'static str, reason: &'static str) -> Fault {
     let told = Told::Theirs(name[..3].parse().expect("a status"), body);
-    // Who is busy is well.
-    let outcome = if reason == "server_error" { Outcome::ServerError } else { Outcome::Ok };
-    let outcome = Some(outcome);
+    let refused = Outcome::Refused { retry_after: None };
+    let outcome = Some(if reason == "server_error" { Outcome::ServerError } else { refused });
     Fault { told, reason, outcome, ..fault(name, vec![whole(status, body)]) }
 }
 
-const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n";
+const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\n";
 
 /// Those that end by themselves.
 fn broken() -> Vec<Fault> {
@@ -160,7 +159,7 @@ const RETRIES: &str = "pointsman_gateway_retries_total";
 
 /// With a worker that is well beside it, the client never knows.
 async fn elsewhere(fault: Fault, first_byte_timeout_ms: u64) {
-    let (bad, good) = (start(&fault).await, Faulty::answering(vec![whole("200 OK", "fine")]).await);
+    let (bad, good) = (start(&fault).await, Faulty::answering(vec![whole("200 OK", FINE)]).await);
     let mut settings = counting_outcomes(settings(&[bad.url(), good.url()]));
     settings.gateway.first_byte_timeout_ms = first_byte_timeout_ms;
     let gateway = gateway(settings).await;
@@ -168,7 +167,7 @@ async fn elsewhere(fault: Fault, first_byte_timeout_ms: u64) {
     // In turn: the second begins at the bad one at the latest.
     while bad.see(|seen| seen.accepted) == 0 {
         let answer = Client::ask(&gateway).await.answer().await.expect("an answer");
-        assert_eq!((answer.status, answer.text()), (200, "fine"), "{}: {answer:?}", fault.name);
+        assert_eq!((answer.status, answer.text()), (200, FINE), "{}: {answer:?}", fault.name);
         asked += 1;
     }
     assert_eq!((bad.see(|seen| seen.accepted), good.asked()), (1, asked), "{}", fault.name);
@@ -239,10 +238,10 @@ async fn workers_that_are_not_there_are_passed_over() {
         format!("http://{}", socket.local_addr().expect("bound"))
     };
     let absent_urls = absent.each_ref().map(url);
-    let good = Faulty::answering(vec![whole("200 OK", "fine")]).await;
+    let good = Faulty::answering(vec![whole("200 OK", FINE)]).await;
     let beside = gateway(counting_outcomes(settings(&[absent_urls[0].clone(), good.url()]))).await;
     for _ in 0..2 {
-        assert_eq!(Client::ask(&beside).await.answer().await.expect("an answer").text(), "fine");
+        assert_eq!(Client::ask(&beside).await.answer().await.expect("an answer").text(), FINE);
     }
     blamed(&beside, "absent", Outcome::ConnectFailed).await;
     quiet(&beside).await;
@@ -258,8 +257,11 @@ async fn workers_that_are_not_there_are_passed_over() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_answers_pass_and_spoil_nothing() {
     let _turn = turn().await;
-    let fine = "HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nfine";
-    let evil = "HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil";
+    let head = "content-type: text/event-stream\r\n";
+    let evil_body = FINE.replace("fine", "evil");
+    let (length, chunk) = (FINE.len(), format!("{:x}", FINE.len()));
+    let of = |body: &str| format!("HTTP/1.1 200 OK\r\n{head}content-length: {length}\r\n\r\n{body}");
+    let (fine, evil) = (of(FINE), of(&evil_body));
     let bare = |text: String| vec![say(text)];
     let cases = [
         (vec![whole("400 Bad", "{\"no\":1}")], 400, "{\"no\":1}"),
@@ -267,36 +269,36 @@ async fn other_answers_pass_and_spoil_nothing() {
         (vec![whole("404 None", "none")], 404, "none"),
         (vec![whole("422 Odd", "odd")], 422, "odd"),
         (vec![whole("422 Odd", "")], 422, ""),
-        (vec![whole("200 OK", "")], 200, ""),
-        (bare("HTTP/1.1 204 None\r\n\r\n".into()), 204, ""),
-        (bare(format!("HTTP/1.1 204 None\r\ncontent-length: 4\r\n\r\nevil{evil}")), 204, ""),
-        (bare(format!("{fine}{evil}")), 200, "fine"),
-        (vec![say(fine), Step::Flood(b"evil".repeat(1024))], 200, "fine"),
-        (bare(format!("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Hints\r\nx: y\r\n\r\n{fine}")), 200, "fine"),
-        (vec![say("HTTP/1.0 200 OK\r\n\r\nfine"), Step::Close], 200, "fine"),
-        (vec![say("HTTP/1.1 200 OK\r\n\r\nfine"), Step::Close], 200, "fine"),
+        (bare(format!("{fine}{evil}")), 200, FINE),
+        (vec![say(&fine), Step::Flood(b"evil".repeat(1024))], 200, FINE),
+        (bare(format!("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Hints\r\nx: y\r\n\r\n{fine}")), 200, FINE),
+        (vec![say(format!("HTTP/1.0 200 OK\r\n{head}\r\n{FINE}")), Step::Close], 200, FINE),
+        (vec![say(format!("HTTP/1.1 200 OK\r\n{head}\r\n{FINE}")), Step::Close], 200, FINE),
         (
             vec![
-                say("HTTP/1.1 200 OK\r\ncontent-length: 9\r\ntransfer-encoding: chunked\r\n\r\n4\r\nfine\r\n0\r\n\r\n"),
-                say(evil),
+                say(format!(
+                    "HTTP/1.1 200 OK\r\n{head}content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n{chunk}\r\n{FINE}\r\n0\r\n\r\n"
+                )),
+                say(&evil),
             ],
             200,
-            "fine",
+            FINE,
         ),
-        (vec![say("HTTP/1.1 200 OK\r\ncontent-length: 4\r\ncontent-length: 4\r\n\r\nfine")], 200, "fine"),
+        (bare(fine.replace(head, &format!("{head}content-length: {length}\r\n"))), 200, FINE),
         (
-            vec![say(
-                "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4;x=y\r\nfine\r\n0\r\nx-trailer: 1\r\n\r\n",
-            )],
+            bare(format!(
+                "HTTP/1.1 200 OK\r\n{head}transfer-encoding: chunked\r\n\r\n{chunk};x=y\r\n{FINE}\r\n0\r\nx-trailer: 1\r\n\r\n"
+            )),
             200,
-            "fine",
+            FINE,
         ),
     ];
     for (steps, status, text) in cases {
         let shown = shown(&steps[0]);
-        let worker =
-            Faulty::start(Vec::new(), move |n, _| if n == 0 { steps.clone() } else { vec![whole("200 OK", "next")] })
-                .await;
+        let worker = Faulty::start(Vec::new(), move |n, _| {
+            if n == 0 { steps.clone() } else { vec![whole("200 OK", &FINE.replace("fine", "next"))] }
+        })
+        .await;
         // Were it tried elsewhere, this one would be asked first or second.
         let gateway = gateway(counting_outcomes(settings(&[worker.url()]))).await;
         let answer = Client::ask(&gateway).await.answer().await.expect("an answer");
@@ -305,7 +307,8 @@ async fn other_answers_pass_and_spoil_nothing() {
         assert_eq!((worker.asked(), lengths <= 1), (1, true), "{shown}: {}", answer.head);
         for _ in 0..3 {
             let next = Client::ask(&gateway).await.answer().await.expect("an answer");
-            assert_eq!((next.status, next.text()), (200, "next"), "{shown}");
+            let next_text = FINE.replace("fine", "next");
+            assert_eq!((next.status, next.text()), (200, next_text.as_str()), "{shown}");
         }
         blameless(&gateway).await;
         quiet(&gateway).await;
@@ -344,7 +347,7 @@ async fn cut(begins: Vec<Step>, ends: Step, told: &str, outcome: Outcome) {
 async fn a_stream_that_fails_after_any_chunk_is_cut_there() {
     let _turn = turn().await;
     for chunks in 1..=4 {
-        let frames: Vec<_> = (0..chunks).map(|n| format!("data: {n}\n\n")).collect();
+        let frames: Vec<_> = (0..chunks).map(|n| format!("data: {{\"n\":{n}}}\n\n")).collect();
         let begins = || std::iter::once(chunked_head()).chain(frames.iter().map(chunk)).collect::<Vec<_>>();
         let told = frames.concat();
         cut(begins(), Step::Reset, &told, Outcome::Reset).await;
@@ -357,7 +360,8 @@ async fn a_stream_that_fails_after_any_chunk_is_cut_there() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_of_known_length_that_fails_after_any_byte_is_cut_there() {
     let _turn = turn().await;
-    for told in ["a", "ab", "abc"] {
+    for more in ["", "d", "data: [DONE"] {
+        let told = &*[EVENT, more].concat();
         for (ends, outcome) in
             [(Step::Reset, Outcome::Reset), (Step::Close, Outcome::Reset), (Step::Hang, Outcome::Timeout)]
         {

@@ -179,10 +179,28 @@ pub(crate) enum Act {
     Hang,
 }
 
+/// An event of a stream, which is not its last.
+pub(crate) const EVENT: &str = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
+
+/// The end mark of a stream.
+pub(crate) const DONE: &str = "data: [DONE]\n\n";
+
+/// A whole stream.
+pub(crate) const FINE: &str = "data: {\"choices\":[{\"text\":\"fine\"}]}\n\ndata: [DONE]\n\n";
+
+/// A whole answer that is not streamed.
+pub(crate) const FINE_JSON: &str = "{\"choices\":[{\"text\":\"fine\"}]}";
+
+/// The content type of a body: events where it looks like them.
+pub(crate) fn content_type(body: &str) -> &'static str {
+    if body.starts_with("data:") { "text/event-stream" } else { "application/json" }
+}
+
 /// An answer with its length, as an engine gives it.
 pub(crate) fn answer(status: &str, body: &str) -> Vec<Act> {
-    let length = body.len();
-    vec![Act::Send(format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}").into_bytes())]
+    let (length, content_type) = (body.len(), content_type(body));
+    let head = format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n");
+    vec![Act::Send((head + body).into_bytes())]
 }
 
 /// The head of a stream and these chunks of it; the end is [`stream_end`].

@@ -11,14 +11,16 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
+use pointsman::PlacedBody;
 use pointsman::answer::AnswerKind;
 use pointsman::health::Outcome;
-use pointsman::{PlacedBody, Placement};
 use tokio::time::{Instant, Sleep, sleep_until};
 
+use super::attempts::Begin;
+use super::begin::Begun;
 use crate::serve::App;
 use crate::serve::metrics::{Account, StreamBreak};
+use crate::serve::workers::WorkerRequest;
 
 /// Why an answer was cut off. Only the server of connections hears of it.
 #[derive(Debug, thiserror::Error)]
@@ -29,49 +31,9 @@ pub(super) enum Cut {
     /// The worker was silent.
     #[error("the worker was silent for {} ms", .0.as_millis())]
     Idle(Duration),
-}
-
-/// A worker's body with its first frame, which was waited for, back in front.
-#[derive(Debug)]
-pub(super) struct Begun {
-    first: Option<Frame<Bytes>>,
-    rest: Incoming,
-}
-
-impl Begun {
-    pub(super) fn new(first: Option<Frame<Bytes>>, rest: Incoming) -> Self {
-        Self { first, rest }
-    }
-}
-
-impl Body for Begun {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.first.take() {
-            Some(first) => Poll::Ready(Some(Ok(first))),
-            None => Pin::new(&mut self.rest).poll_frame(context),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.first.is_none() && self.rest.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        let first = self.first.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
-        let rest = self.rest.size_hint();
-        let mut hint = SizeHint::new();
-        hint.set_lower(rest.lower() + first);
-        if let Some(upper) = rest.upper() {
-            hint.set_upper(upper + first);
-        }
-        hint
-    }
+    /// The body ended and the answer did not.
+    #[error("the answer ended without its end mark")]
+    Incomplete,
 }
 
 /// What the client's connection reads.
@@ -80,7 +42,10 @@ pub(super) struct Answer {
     account: Account,
     /// Absent once it was cut off: the booking and the worker's connection have ended then.
     body: Option<PlacedBody<Begun>>,
-    is_streamed: bool,
+    /// The answer at its worker.
+    sent: WorkerRequest,
+    /// How it is checked, if it is.
+    checked: Option<AnswerKind>,
     idle_max: Duration,
     /// Since when the worker has been silent; absent while it is not, or while nobody listens.
     silent_since: Option<Instant>,
@@ -90,33 +55,48 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// `output_tokens` are expected of it.
-    pub(super) fn new(
-        app: &Arc<App>,
-        account: Account,
-        placement: Placement,
-        body: Begun,
-        kind: AnswerKind,
-        output_tokens: Option<u32>,
-    ) -> Self {
-        let (app, is_streamed) = (Arc::clone(app), kind == AnswerKind::Events);
+    pub(super) fn new(app: &Arc<App>, account: Account, begin: Begin, kind: AnswerKind) -> Self {
+        let Begin { placement, sent, head: _, body, checked, output_tokens, has_blamed } = begin;
+        let app = Arc::clone(app);
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
-        let body = placement.wrap_body(body, kind);
-        let body = Some(match output_tokens {
-            Some(tokens) => body.expecting(tokens),
-            None => body,
-        });
-        let mut answer =
-            Self { app, account, body, is_streamed, idle_max, silent_since: None, alarm: None, untold: None };
-        answer.look_for_the_end();
+        let mut body = placement.wrap_body(body, kind);
+        if let Some(tokens) = output_tokens {
+            body = body.expecting(tokens);
+        }
+        if checked.is_some() {
+            body = body.requiring_end_mark();
+        }
+        if has_blamed {
+            body = body.without_blame();
+        }
+        let (body, silent_since, alarm, untold) = (Some(body), None, None, None);
+        let mut answer = Self { app, account, body, sent, checked, idle_max, silent_since, alarm, untold };
+        if answer.is_end_stream() {
+            answer.complete();
+        }
         answer
     }
 
-    /// Records when the first token of a stream came.
-    fn look_for_the_first_token(&mut self) {
-        let has_output = || self.body.as_ref().is_some_and(|body| body.output_tokens() > 0);
-        if self.is_streamed && self.account.access.first_token.is_none() && has_output() {
-            self.account.access.first_token = Some(self.account.started().elapsed());
+    fn complete(&mut self) {
+        self.account.complete();
+        self.sent.completed();
+    }
+
+    /// Whether the body has no end mark, and must have one.
+    fn is_incomplete(&self) -> bool {
+        self.checked.is_some() && self.body.as_ref().is_some_and(|body| !body.is_complete())
+    }
+
+    /// Follows a frame that is passed on.
+    fn received(&mut self) {
+        self.silent_since = None;
+        self.sent.received();
+        let is_stream = self.checked == Some(AnswerKind::Events);
+        if is_stream && self.body.as_ref().is_some_and(PlacedBody::is_generating) {
+            self.sent.first_token();
+            self.account.first_token();
+            let elapsed = self.account.started().elapsed();
+            self.account.access.first_token.get_or_insert(elapsed);
         }
     }
 
@@ -127,19 +107,18 @@ impl Answer {
         }
     }
 
-    /// Bodies of a length that is known are not asked for more after their last byte.
-    fn look_for_the_end(&mut self) {
-        if self.body.as_ref().is_some_and(Body::is_end_stream) {
-            self.account.complete();
-        }
-    }
-
     /// Ends the booking now, and tells the server at its next look: one that hears of an error drops what it has not yet
     /// written, head and all, and it writes whenever a body has nothing for it.
     fn cut(&mut self, why: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         self.record_usage();
         self.body = None;
         self.account.broke(why);
+        let outcome = match cut {
+            Cut::Broken(_) => Outcome::Reset,
+            Cut::Idle(_) => Outcome::Timeout,
+            Cut::Incomplete => Outcome::InvalidAnswer,
+        };
+        self.sent.ended(outcome.label());
         if let Some(unsaid) = self.app.broken_streams.may_say(Instant::now()) {
             let request_id = self.account.access.request_id.as_str();
             let (worker, rank) = self.account.access.worker();
@@ -180,21 +159,27 @@ impl Body for Answer {
         let Some(body) = &mut self.body else { return Poll::Ready(self.untold.take().map(Err)) };
         match Pin::new(body).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
-                self.silent_since = None;
-                self.look_for_the_first_token();
-                self.look_for_the_end();
+                self.received();
+                // Bodies of a length that is known are not polled after their last byte.
+                if self.is_end_stream() {
+                    if self.is_incomplete() {
+                        return self.cut(StreamBreak::Incomplete, Cut::Incomplete, context);
+                    }
+                    self.complete();
+                }
                 Poll::Ready(Some(Ok(frame)))
             }
             Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error), context),
+            Poll::Ready(None) if self.is_incomplete() => self.cut(StreamBreak::Incomplete, Cut::Incomplete, context),
             Poll::Ready(None) => {
-                self.account.complete();
+                self.complete();
                 Poll::Ready(None)
             }
             Poll::Pending => {
                 ready!(self.poll_silence(context));
                 // The body would say that the connection broke.
-                if let Some(placement) = self.body.as_ref().and_then(PlacedBody::placement) {
-                    placement.outcome(Outcome::Timeout);
+                if let Some(body) = &self.body {
+                    body.report(Outcome::Timeout);
                 }
                 let cut = Cut::Idle(self.idle_max);
                 self.cut(StreamBreak::Idle, cut, context)

@@ -1,7 +1,7 @@
 //! The tries of one request, until a worker has begun to answer.
 //!
 //! Owns where it is tried next, and what is said when nobody answers. Promises at most `attempts_max` tries, retries within
-//! the gateway's budget, and none once a byte of an answer is there: until then the client has been told nothing. A retry
+//! the gateway's budget, and none once a valid answer has begun: until then the client has been told nothing. A retry
 //! goes to another worker, or where there is none to another rank; to the same one only where that is the only one and
 //! nothing was heard of it, as when it closed a connection that was just taken up again. Leaves the rest of the answer to [`Answer`](super::answer::Answer).
 
@@ -10,22 +10,24 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, Request, Response, StatusCode, Uri};
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use axum::http::{HeaderMap, HeaderValue, Request, Response, Uri};
 use axum::response::IntoResponse as _;
-use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, Limited};
-use hyper::body::Incoming;
+use pointsman::answer::AnswerKind;
 use pointsman::health::Outcome;
 use pointsman::protocol::WorkerRank;
 use pointsman::select::Constraints;
 use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
-use super::answer::Begun;
-use crate::openai::{ApiError, Authorization, Endpoint, ToWorker, to_client, to_worker};
+use super::begin::Begun;
+use super::failure::{Ending, Failure, Failures, Suspect, culprit, is_retried};
+use crate::openai::{ApiError, Authorization, Endpoint, ToWorker, to_worker};
 use crate::serve::App;
 use crate::serve::metrics::{Account, RetryReason};
 use crate::serve::models::Model;
+use crate::serve::workers::{WorkerMeters, WorkerRequest};
 use crate::upstream::UpstreamError;
 
 /// The longest error of a worker that is kept, in case nobody else answers.
@@ -40,64 +42,26 @@ pub(super) struct Errand<'a> {
     pub(super) headers: &'a HeaderMap,
     pub(super) request_id: &'a str,
     pub(super) body: Bytes,
-    /// Whether the answer is streamed. If not its first byte comes when all of it is there, and lateness says nothing of the
-    /// rank.
-    pub(super) is_streamed: bool,
+    /// What a valid answer is: events where a stream was requested.
+    pub(super) kind: AnswerKind,
 }
 
 /// A worker has begun to answer.
 pub(super) struct Begin {
     pub(super) placement: Placement,
+    pub(super) sent: WorkerRequest,
     pub(super) head: axum::http::response::Parts,
     pub(super) body: Begun,
+    /// How a successful answer was checked; absent for other answers, which pass as they are.
+    pub(super) checked: Option<AnswerKind>,
     /// As much as the client allows.
     pub(super) output_tokens: Option<u32>,
+    /// Whether the request already counts against a worker that failed before.
+    pub(super) has_blamed: bool,
 }
 
-/// Why a try came to nothing.
-enum Failure {
-    /// There was no answer.
-    Silence(UpstreamError),
-    /// There was one, and another rank might give a better one.
-    Refusal {
-        status: StatusCode,
-        headers: HeaderMap,
-        /// Absent where it was too long or broke off.
-        body: Option<Bytes>,
-    },
-}
-
-impl Failure {
-    fn reason(&self) -> RetryReason {
-        match self {
-            Self::Silence(UpstreamError::Connect(_) | UpstreamError::Address(_)) => RetryReason::Connect,
-            Self::Silence(UpstreamError::Timeout(_)) => RetryReason::Timeout,
-            Self::Silence(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
-                RetryReason::Broken
-            }
-            Self::Refusal { status, .. } if is_busy(*status) => RetryReason::Busy,
-            Self::Refusal { .. } => RetryReason::ServerError,
-        }
-    }
-
-    /// What it says of the rank's health. Who is busy (429, and 503 as engines say it whose queue is full) is well.
-    fn outcome(&self) -> Outcome {
-        match self {
-            Self::Silence(error) => error.outcome(),
-            Self::Refusal { status, .. } if status.is_server_error() && !is_busy(*status) => Outcome::ServerError,
-            Self::Refusal { .. } => Outcome::Ok,
-        }
-    }
-
-    /// Whether nothing at all was heard of the worker.
-    fn is_unheard(&self) -> bool {
-        matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
-    }
-}
-
-fn is_busy(status: StatusCode) -> bool {
-    status == StatusCode::TOO_MANY_REQUESTS || status == StatusCode::SERVICE_UNAVAILABLE
-}
+/// The head of an answer, its body from the first frame on, and how it was checked.
+type Checked = (axum::http::response::Parts, Begun, Option<AnswerKind>);
 
 impl Errand<'_> {
     /// Goes from rank to rank until one has begun to answer.
@@ -107,7 +71,9 @@ impl Errand<'_> {
     pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
         let (asked, deadline) = (account.started(), request.deadline);
         let (mut elsewhere, mut failures) = (Elsewhere::default(), Failures::default());
+        let mut reports = Reports { errand: self, suspects: Vec::new() };
         let attempts_max = self.app.settings.gateway.attempts_max;
+        let mut last_worker: Option<Arc<WorkerMeters>> = None;
         for attempt in 1.. {
             let booking_id = self.app.ids.next();
             let request = RouteRequest {
@@ -126,33 +92,36 @@ impl Errand<'_> {
                 }
             };
             account.waited_since(routed);
-            if let Some(reason) = failures.last {
-                self.model.meters.retried(reason);
+            if let Some((reason, worker)) = failures.reasons.last().zip(last_worker.take()) {
+                self.model.meters.retried(*reason);
+                worker.retried(*reason);
             }
-            let failure = match self.attempt(account, &placement).await {
-                Ok((head, body)) => {
+            let mut sent = self.model.workers.sent(&placement);
+            let failure = match self.attempt(account, &placement, &mut sent).await {
+                Ok((head, body, checked)) => {
+                    let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
+                    let has_blamed = reports.settle(ending);
                     let output_tokens = request.expected_output_tokens;
-                    return Ok(Begin { placement, head, body, output_tokens });
+                    return Ok(Begin { placement, sent, head, body, checked, output_tokens, has_blamed });
                 }
                 Err(failure) => failure,
             };
-            let is_late = failure.reason() == RetryReason::Timeout && !self.is_streamed;
-            if !is_late {
-                self.blame(&placement, failure.outcome());
-            }
             tracing::debug!(
                 request_id = self.request_id,
                 worker = placement.endpoint(),
                 rank = placement.rank().rank,
                 attempt,
                 reason = failure.reason().name(),
-                "a try came to nothing"
+                cause = failure.cause(),
+                "upstream attempt failed"
             );
+            last_worker = Some(Arc::clone(sent.worker()));
+            let may_retry = self.is_worth_a_retry(failure.reason(), &failures.reasons);
             elsewhere.than(&placement, &failure, self);
+            reports.add(&placement, &failure, sent);
             drop(placement);
             failures.add(failure);
-            // The same work would only begin anew.
-            if is_late || attempt >= attempts_max {
+            if !may_retry || attempt >= attempts_max {
                 break;
             }
             if !self.app.retry_budget.take(Instant::now()) {
@@ -160,7 +129,24 @@ impl Errand<'_> {
                 break;
             }
         }
+        reports.settle(Ending::Failed);
         Err(failures.answer(self.request_id))
+    }
+
+    /// Whether another attempt may end better than this one and those before.
+    fn is_worth_a_retry(&self, reason: RetryReason, before: &[RetryReason]) -> bool {
+        match reason {
+            // The same work would only begin anew: once where a stream's first token is late, never where all of the
+            // answer had the time to come.
+            RetryReason::Timeout => self.kind == AnswerKind::Events && !before.contains(&reason),
+            // Two workers that agree are right.
+            RetryReason::Misconfigured => !before.contains(&reason),
+            RetryReason::Connect
+            | RetryReason::Broken
+            | RetryReason::Busy
+            | RetryReason::ServerError
+            | RetryReason::InvalidAnswer => true,
+        }
     }
 
     /// A rank for the next try: another worker's, else another rank, else perhaps the same.
@@ -170,10 +156,12 @@ impl Errand<'_> {
             let routed = timeout(within, self.model.router.route(RouteRequest { constraints, ..request })).await;
             routed.map_err(|_| ApiError::queue_timeout())?.map_err(ApiError::from)
         };
-        if elsewhere.ranks.is_empty() {
+        let failing = self.model.workers.failing();
+        if elsewhere.ranks.is_empty() && failing.is_empty() {
             return route(None).await;
         }
-        let other_workers = Constraints { excluded_ranks: elsewhere.workers.clone(), ..Constraints::default() };
+        let excluded_ranks = elsewhere.workers.union(&failing).copied().collect();
+        let other_workers = Constraints { excluded_ranks, ..Constraints::default() };
         let other_ranks = Constraints { excluded_ranks: elsewhere.ranks.clone(), ..Constraints::default() };
         // Whoever has waited in vain has waited long enough.
         let is_refused =
@@ -182,20 +170,10 @@ impl Errand<'_> {
         if is_refused(&placed) && other_workers != other_ranks {
             placed = route(Some(&other_ranks)).await;
         }
-        if is_refused(&placed) && std::mem::take(&mut elsewhere.same_again) {
+        if is_refused(&placed) && (elsewhere.ranks.is_empty() || std::mem::take(&mut elsewhere.same_again)) {
             placed = route(None).await;
         }
         placed
-    }
-
-    /// Reports how a try went. That nobody could be connected to is true of all ranks behind the endpoint.
-    fn blame(&self, placement: &Placement, outcome: Outcome) {
-        placement.outcome(outcome);
-        if outcome == Outcome::ConnectFailed {
-            for rank in self.siblings(placement.rank()).filter(|rank| *rank != placement.rank()) {
-                self.model.router.report_outcome(rank, outcome);
-            }
-        }
     }
 
     /// All ranks of a rank's worker.
@@ -205,32 +183,59 @@ impl Errand<'_> {
         entry.into_iter().flat_map(|entry| entry.ranks)
     }
 
-    /// One try: the head of the answer and its body, of which the first byte is there.
+    /// One attempt: the head of an answer and its body, which is known to be a valid one if the status says success.
     async fn attempt(
         &self,
         account: &mut Account,
         placement: &Placement,
-    ) -> Result<(axum::http::response::Parts, Begun), Failure> {
+        sent: &mut WorkerRequest,
+    ) -> Result<Checked, Failure> {
         let request = self.request(placement).map_err(Failure::Silence)?;
         account.sent(placement);
         let settings = &self.app.settings.gateway;
-        let within = if self.is_streamed { settings.first_byte_timeout_ms } else { settings.answer_timeout_ms };
+        let within = match self.kind {
+            AnswerKind::Events => settings.first_byte_timeout_ms,
+            AnswerKind::Json => settings.answer_timeout_ms,
+        };
         let within = Duration::from_millis(within);
         let begun = async {
-            let (head, mut body) = self.app.upstream.send(request).await.map_err(Failure::Silence)?.into_parts();
-            if head.status.is_server_error() || head.status == StatusCode::TOO_MANY_REQUESTS {
+            let (head, body) = self.app.upstream.send(request).await.map_err(Failure::Silence)?.into_parts();
+            sent.answered(head.status);
+            if head.status.is_success() {
+                let checked = self.check(&head.headers).map_err(Failure::Invalid)?;
+                let begun = match checked {
+                    Some(kind) => Begun::valid(body, kind).await?,
+                    None => Begun::any(body).await?,
+                };
+                return Ok((head, begun, checked));
+            }
+            if is_retried(head.status) {
                 let body = Limited::new(body, ERROR_BYTES_MAX).collect().await.ok();
                 let body = body.map(http_body_util::Collected::to_bytes);
-                return Err(Failure::Refusal { status: head.status, headers: head.headers, body });
+                return Err(Failure::Status { status: head.status, headers: head.headers, body });
             }
-            if !head.status.is_success() && !head.status.is_client_error() {
+            if !head.status.is_client_error() {
                 // Nothing that clients of models are told: they would be sent elsewhere, or into another protocol.
                 return Err(Failure::Silence(UpstreamError::Status(head.status)));
             }
-            let first = first_frame(&mut body).await.map_err(Failure::Silence)?;
-            Ok((head, Begun::new(first, body)))
+            Ok((head, Begun::any(body).await?, None))
         };
         timeout(within, begun).await.unwrap_or(Err(Failure::Silence(UpstreamError::Timeout(within))))
+    }
+
+    /// How the body of a successful answer is checked, by its headers; `None` where its content cannot be read.
+    fn check(&self, headers: &HeaderMap) -> Result<Option<AnswerKind>, String> {
+        let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+        // vLLM sends embeddings in this form if a client asks for `encoding_format: bytes`.
+        let is_binary = self.endpoint == Endpoint::Embeddings && content_type.starts_with(b"application/octet-stream");
+        let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
+        if is_binary || is_encoded {
+            return Ok(None);
+        }
+        if self.kind.accepts(content_type) {
+            return Ok(Some(self.kind));
+        }
+        Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))
     }
 
     fn request(&self, placement: &Placement) -> Result<Request<Full<Bytes>>, UpstreamError> {
@@ -275,51 +280,74 @@ impl Elsewhere {
         self.same_again = failure.is_unheard() && self.ranks.is_empty();
         self.ranks.insert(rank);
         self.workers.insert(rank);
-        if matches!(failure, Failure::Silence(_)) {
-            self.workers.extend(errand.siblings(rank));
-        }
-    }
-}
-
-/// The first frame that says anything; `None` where the body is empty.
-async fn first_frame(body: &mut Incoming) -> Result<Option<Frame<Bytes>>, UpstreamError> {
-    while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|error| UpstreamError::Broken(error.to_string()))?;
-        if !frame.data_ref().is_some_and(Bytes::is_empty) {
-            return Ok(Some(frame));
-        }
-    }
-    Ok(None)
-}
-
-/// What has gone wrong so far.
-#[derive(Default)]
-struct Failures {
-    last: Option<RetryReason>,
-    /// The last error that a worker gave itself.
-    told: Option<(StatusCode, HeaderMap, Bytes)>,
-}
-
-impl Failures {
-    fn add(&mut self, failure: Failure) {
-        self.last = Some(failure.reason());
-        if let Failure::Refusal { status, headers, body: Some(body) } = failure {
-            self.told = Some((status, headers, body));
-        }
-    }
-
-    fn answer(self, request_id: &str) -> Response<Body> {
-        if let Some((status, headers, body)) = self.told {
-            let mut response = Response::new(Body::from(body));
-            *response.status_mut() = status;
-            *response.headers_mut() = to_client(&headers, request_id);
-            return response;
-        }
-        match self.last {
-            Some(RetryReason::Timeout) => ApiError::worker_timeout().into_response(),
-            Some(RetryReason::Connect | RetryReason::Broken | RetryReason::Busy | RetryReason::ServerError) | None => {
-                ApiError::worker_failed().into_response()
+        match failure.reason() {
+            RetryReason::Busy | RetryReason::ServerError => {}
+            RetryReason::Connect | RetryReason::Timeout | RetryReason::Broken | RetryReason::InvalidAnswer => {
+                self.workers.extend(errand.siblings(rank));
+            }
+            // No rank of this engine answers differently.
+            RetryReason::Misconfigured => {
+                self.workers.extend(errand.siblings(rank));
+                self.ranks.extend(errand.siblings(rank));
             }
         }
+    }
+}
+
+/// Outcomes of failed attempts that wait for the end of their request. Dropped before, the client has left: they count as
+/// if no worker had answered.
+struct Reports<'a> {
+    errand: &'a Errand<'a>,
+    suspects: Vec<Suspect>,
+}
+
+impl Reports<'_> {
+    fn add(&mut self, placement: &Placement, failure: &Failure, mut sent: WorkerRequest) {
+        let (rank, outcome) = (placement.rank(), failure.outcome());
+        // The whole answer of a long generation may be late at a rank that serves others meanwhile.
+        let is_long_answer =
+            outcome == Outcome::Timeout && self.errand.kind == AnswerKind::Json && sent.has_rank_sent();
+        let sent = if outcome == Outcome::Misconfigured {
+            Some(sent)
+        } else {
+            sent.ended(outcome.label());
+            None
+        };
+        if outcome == Outcome::ConnectFailed {
+            // A fact about the endpoint, and so about all ranks behind it.
+            placement.outcome(outcome);
+            self.report_siblings(rank, outcome);
+        } else if !is_long_answer {
+            let unsettled = Some(self.errand.model.workers.failed(rank));
+            self.suspects.push(Suspect { rank, outcome, sent, unsettled });
+        }
+    }
+
+    /// Reports what counts. Returns whether anything does.
+    fn settle(&mut self, ending: Ending) -> bool {
+        let culprit = culprit(&self.suspects, ending);
+        let outcome = if ending == Ending::Served { Outcome::Misconfigured.label() } else { "client_error" };
+        for sent in self.suspects.drain(..).filter_map(|suspect| suspect.sent) {
+            { sent }.ended(outcome);
+        }
+        let Some((rank, outcome)) = culprit else { return false };
+        self.errand.model.router.report_outcome(rank, outcome);
+        if outcome == Outcome::Misconfigured {
+            // Key and model are the engine's, and so the same for all ranks behind its endpoint.
+            self.report_siblings(rank, outcome);
+        }
+        true
+    }
+
+    fn report_siblings(&self, rank: WorkerRank, outcome: Outcome) {
+        for sibling in self.errand.siblings(rank).filter(|sibling| *sibling != rank) {
+            self.errand.model.router.report_outcome(sibling, outcome);
+        }
+    }
+}
+
+impl Drop for Reports<'_> {
+    fn drop(&mut self) {
+        self.settle(Ending::Failed);
     }
 }

@@ -1,0 +1,124 @@
+//! The begin of a worker's answer: read until it is known to be one.
+//!
+//! Owns the frames that are held back meanwhile. Promises that at most [`BEGIN_BYTES_MAX`] and one frame are held, without a
+//! copy, and that they are passed on unchanged. A stream is held until its first event with output, so that a worker that
+//! fails after the chunk with the role can still be replaced. A JSON answer is held until its end or the limit: clients can do
+//! nothing with the first part of one. Leaves the rest to [`Answer`](super::answer::Answer).
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::body::Bytes;
+use axum::http::{HeaderMap, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use pointsman::answer::{AnswerKind, AnswerReader, AnswerStage};
+
+use super::failure::Failure;
+use crate::upstream::UpstreamError;
+
+/// Bytes of an answer that are held back at most, but for the frame that exceeds them.
+const BEGIN_BYTES_MAX: usize = 64 << 10;
+
+/// A worker's body with the frames that were waited for back in front.
+#[derive(Debug)]
+pub(super) struct Begun {
+    held: VecDeque<Frame<Bytes>>,
+    rest: Incoming,
+}
+
+impl Begun {
+    /// Waits for the first frame with content, whatever it is.
+    pub(super) async fn any(mut rest: Incoming) -> Result<Self, Failure> {
+        let mut held = VecDeque::new();
+        while let Some(frame) = rest.frame().await {
+            let frame = frame.map_err(broken)?;
+            if !frame.data_ref().is_some_and(Bytes::is_empty) {
+                held.push_back(frame);
+                break;
+            }
+        }
+        Ok(Self { held, rest })
+    }
+
+    /// Waits until the answer is known to be a valid one.
+    pub(super) async fn valid(mut rest: Incoming, kind: AnswerKind) -> Result<Self, Failure> {
+        let (mut held, mut reader, mut bytes_held) = (VecDeque::new(), AnswerReader::new(kind), 0);
+        let mut has_ended = false;
+        while !has_ended && reader.stage() < AnswerStage::Begun && bytes_held < BEGIN_BYTES_MAX {
+            match rest.frame().await {
+                Some(frame) => {
+                    let frame = frame.map_err(broken)?;
+                    if let Some(data) = frame.data_ref() {
+                        bytes_held += data.len();
+                        reader.read(data);
+                    }
+                    held.push_back(frame);
+                    has_ended = rest.is_end_stream();
+                }
+                None => has_ended = true,
+            }
+        }
+        if has_ended {
+            reader.end();
+        }
+        if let Some(status @ (429 | 500..)) = reader.error_status() {
+            let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+            return Err(Failure::Status { status, headers: HeaderMap::new(), body: None });
+        }
+        let is_valid = match reader.stage() {
+            AnswerStage::Begun => !has_ended || reader.is_complete(),
+            AnswerStage::Opened => !has_ended,
+            AnswerStage::Empty | AnswerStage::Invalid => false,
+        };
+        if is_valid { Ok(Self { held, rest }) } else { Err(Failure::Invalid(defect(&reader, kind, has_ended))) }
+    }
+}
+
+fn broken(error: hyper::Error) -> Failure {
+    Failure::Silence(UpstreamError::Broken(error.to_string()))
+}
+
+fn defect(reader: &AnswerReader, kind: AnswerKind, has_ended: bool) -> String {
+    let shape = match kind {
+        AnswerKind::Events => "stream of events with JSON objects",
+        AnswerKind::Json => "JSON object",
+    };
+    if has_ended && reader.stage() != AnswerStage::Invalid {
+        format!("the body is no complete {shape}")
+    } else {
+        format!("the body is no {shape}")
+    }
+}
+
+impl Body for Begun {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match self.held.pop_front() {
+            Some(frame) => Poll::Ready(Some(Ok(frame))),
+            None => Pin::new(&mut self.rest).poll_frame(context),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.held.is_empty() && self.rest.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let held = self.held.iter().filter_map(Frame::data_ref).map(|data| data.len() as u64).sum::<u64>();
+        let rest = self.rest.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + held);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + held);
+        }
+        hint
+    }
+}

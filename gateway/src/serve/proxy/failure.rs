@@ -1,0 +1,230 @@
+//! Failed attempts of one request: their kinds, which rank they count against, and what the client gets in the end.
+//!
+//! Owns these rules. Promises that a request counts against at most one worker, and against none if attempts at two or more
+//! workers failed alike: then the request is the likelier cause. A refused connection is a fact about the endpoint, and is
+//! reported elsewhere, whatever follows. Leaves where a request is sent next to the attempts.
+
+use std::time::{Duration, SystemTime};
+
+use axum::body::{Body, Bytes};
+use axum::http::header::RETRY_AFTER;
+use axum::http::{HeaderMap, Response, StatusCode};
+use axum::response::IntoResponse as _;
+use pointsman::health::Outcome;
+use pointsman::protocol::WorkerRank;
+
+use crate::openai::{ApiError, to_client};
+use crate::serve::metrics::RetryReason;
+use crate::serve::workers::{UnsettledFailure, WorkerRequest};
+use crate::upstream::UpstreamError;
+
+/// Why an attempt failed.
+pub(super) enum Failure {
+    /// There was no answer.
+    Silence(UpstreamError),
+    /// A success status without a valid answer; what is wrong with it.
+    Invalid(String),
+    /// A status that another rank might not give.
+    Status {
+        status: StatusCode,
+        headers: HeaderMap,
+        /// Absent where it was too long or broke off, and where the status stood in an error event.
+        body: Option<Bytes>,
+    },
+}
+
+impl Failure {
+    pub(super) fn reason(&self) -> RetryReason {
+        match self {
+            Self::Silence(UpstreamError::Connect(_) | UpstreamError::Address(_)) => RetryReason::Connect,
+            Self::Silence(UpstreamError::Timeout(_)) => RetryReason::Timeout,
+            Self::Silence(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
+                RetryReason::Broken
+            }
+            Self::Invalid(_) => RetryReason::InvalidAnswer,
+            Self::Status { status, .. } if is_refusal(*status) => RetryReason::Busy,
+            Self::Status { status, .. } if is_misconfiguration(*status) => RetryReason::Misconfigured,
+            Self::Status { .. } => RetryReason::ServerError,
+        }
+    }
+
+    /// What it says about the rank's health, if it counts against the rank.
+    pub(super) fn outcome(&self) -> Outcome {
+        match self {
+            Self::Silence(error) => error.outcome(),
+            Self::Invalid(_) => Outcome::InvalidAnswer,
+            Self::Status { status, headers, .. } if is_refusal(*status) => {
+                Outcome::Refused { retry_after: retry_after(headers) }
+            }
+            Self::Status { status, .. } if is_misconfiguration(*status) => Outcome::Misconfigured,
+            Self::Status { .. } => Outcome::ServerError,
+        }
+    }
+
+    /// What went wrong, in words.
+    pub(super) fn cause(&self) -> String {
+        match self {
+            Self::Silence(error) => error.to_string(),
+            Self::Invalid(defect) => defect.clone(),
+            Self::Status { status, .. } => format!("status {}", status.as_u16()),
+        }
+    }
+
+    /// Whether nothing at all was heard of the worker.
+    pub(super) fn is_unheard(&self) -> bool {
+        matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
+    }
+}
+
+/// Whether a status may be retried at another rank.
+pub(super) fn is_retried(status: StatusCode) -> bool {
+    status.is_server_error() || is_refusal(status) || is_misconfiguration(status)
+}
+
+/// A worker without capacity.
+fn is_refusal(status: StatusCode) -> bool {
+    status == StatusCode::TOO_MANY_REQUESTS || status == StatusCode::SERVICE_UNAVAILABLE
+}
+
+/// A worker with another key or without the model, unless the request itself is the cause.
+fn is_misconfiguration(status: StatusCode) -> bool {
+    matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND)
+}
+
+/// The delay that a worker asks for: a number of seconds or a date.
+#[expect(clippy::disallowed_methods, reason = "a date in an answer is compared with the time of day")]
+fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    delay(headers.get(RETRY_AFTER)?.to_str().ok()?, SystemTime::now())
+}
+
+fn delay(value: &str, now: SystemTime) -> Option<Duration> {
+    let value = value.trim();
+    if let Ok(seconds) = value.parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let date = httpdate::parse_http_date(value).ok()?;
+    Some(date.duration_since(now).unwrap_or_default())
+}
+
+/// A failed attempt whose report waits for the end of the request.
+pub(super) struct Suspect {
+    pub(super) rank: WorkerRank,
+    pub(super) outcome: Outcome,
+    /// Counted at the end of the request, where its outcome depends on that.
+    pub(super) sent: Option<WorkerRequest>,
+    /// Keeps the rank among those that fail now; absent in tests of the rules.
+    #[expect(dead_code, reason = "held for its drop")]
+    pub(super) unsettled: Option<UnsettledFailure>,
+}
+
+/// How the attempts of a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// A worker has begun a valid answer.
+    Served,
+    /// A worker has answered with an error of the request's own.
+    ClientError,
+    /// No worker has answered.
+    Failed,
+}
+
+/// The failed attempt that counts.
+pub(super) fn culprit(suspects: &[Suspect], ending: Ending) -> Option<(WorkerRank, Outcome)> {
+    // That a worker lacks a key or the model is shown only by another one that serves the request.
+    let counts = |suspect: &&Suspect| ending == Ending::Served || suspect.outcome != Outcome::Misconfigured;
+    let first = suspects.iter().find(counts)?;
+    let kind = |outcome: Outcome| std::mem::discriminant(&outcome);
+    let mut counted = suspects.iter().filter(counts);
+    let is_alike = counted.clone().all(|suspect| kind(suspect.outcome) == kind(first.outcome))
+        && counted.any(|suspect| suspect.rank.worker != first.rank.worker);
+    (ending != Ending::Failed || !is_alike).then_some((first.rank, first.outcome))
+}
+
+/// What workers have answered so far, for the client.
+#[derive(Default)]
+pub(super) struct Failures {
+    pub(super) reasons: Vec<RetryReason>,
+    /// The last refusal or server error that a worker stated itself.
+    stated: Option<(StatusCode, HeaderMap, Bytes)>,
+    /// The first answer with 401, 403 or 404.
+    original: Option<(StatusCode, HeaderMap, Bytes)>,
+}
+
+impl Failures {
+    pub(super) fn add(&mut self, failure: Failure) {
+        let reason = failure.reason();
+        self.reasons.push(reason);
+        if let Failure::Status { status, headers, body: Some(body) } = failure {
+            let answer = Some((status, headers, body));
+            if reason == RetryReason::Misconfigured {
+                self.original = self.original.take().or(answer);
+            } else {
+                self.stated = answer;
+            }
+        }
+    }
+
+    pub(super) fn answer(self, request_id: &str) -> Response<Body> {
+        if let Some((status, headers, body)) = self.stated.or(self.original) {
+            let mut response = Response::new(Body::from(body));
+            *response.status_mut() = status;
+            *response.headers_mut() = to_client(&headers, request_id);
+            return response;
+        }
+        match self.reasons.last() {
+            Some(RetryReason::Timeout) => ApiError::worker_timeout().into_response(),
+            _ => ApiError::worker_failed().into_response(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman::protocol::WorkerId;
+
+    use super::*;
+
+    fn suspects(of: &[(u64, Outcome)]) -> Vec<Suspect> {
+        let suspect = |&(worker, outcome)| Suspect {
+            rank: WorkerRank::new(WorkerId(worker), 0),
+            outcome,
+            sent: None,
+            unsettled: None,
+        };
+        of.iter().map(suspect).collect()
+    }
+
+    fn blamed(of: &[(u64, Outcome)], ending: Ending) -> Option<u64> {
+        culprit(&suspects(of), ending).map(|(rank, _)| rank.worker.0)
+    }
+
+    #[test]
+    fn a_request_counts_against_one_worker_at_most_and_none_where_all_failed_alike() {
+        use Outcome::{InvalidAnswer, Misconfigured, Reset, ServerError};
+        let refused = |seconds| Outcome::Refused { retry_after: Some(Duration::from_secs(seconds)) };
+        for ending in [Ending::Served, Ending::ClientError, Ending::Failed] {
+            assert_eq!(blamed(&[], ending), None);
+            assert_eq!(blamed(&[(1, ServerError)], ending), Some(1), "{ending:?}");
+            assert_eq!(blamed(&[(1, ServerError), (2, Reset)], ending), Some(1), "{ending:?}");
+        }
+        assert_eq!(blamed(&[(1, ServerError), (2, ServerError)], Ending::Served), Some(1));
+        assert_eq!(blamed(&[(1, ServerError), (2, ServerError)], Ending::Failed), None, "a poison request");
+        assert_eq!(blamed(&[(1, refused(1)), (2, refused(9))], Ending::Failed), None);
+        assert_eq!(blamed(&[(1, Reset), (1, Reset)], Ending::Failed), Some(1), "one worker twice");
+        assert_eq!(blamed(&[(1, Misconfigured)], Ending::Served), Some(1));
+        assert_eq!(blamed(&[(1, Misconfigured)], Ending::ClientError), None);
+        assert_eq!(blamed(&[(1, Misconfigured), (2, Misconfigured)], Ending::Failed), None);
+        assert_eq!(blamed(&[(1, Misconfigured), (2, InvalidAnswer)], Ending::Failed), Some(2));
+    }
+
+    #[test]
+    fn a_delay_is_seconds_or_a_date() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(784_111_777);
+        assert_eq!(delay(" 7 ", now), Some(Duration::from_secs(7)));
+        assert_eq!(delay("Sun, 06 Nov 1994 08:50:07 GMT", now), Some(Duration::from_secs(30)));
+        assert_eq!(delay("Sun, 06 Nov 1994 08:49:07 GMT", now), Some(Duration::ZERO), "it has passed");
+        for none in ["", "-1", "soon", "1.5"] {
+            assert_eq!(delay(none, now), None, "{none}");
+        }
+    }
+}
