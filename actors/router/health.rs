@@ -43,7 +43,7 @@ impl Router {
         }
     }
 
-    /// Ranks that can serve now: registered, neither draining nor unavailable (see [`Router::set_conditions`]) nor
+    /// Ranks that can serve now: registered, neither draining, cordoned nor unavailable (see [`Router::set_conditions`]) nor
     /// ejected, though where only ejected ranks are left it is these; 0 when the router is down. However busy they are counts for nothing. Visits every rank, waits for nobody.
     ///
     /// ```
@@ -68,7 +68,7 @@ impl Router {
         }
         let (conditions, ejected) = (shared.conditions(), shared.ejected());
         let workers = self.workers();
-        let members = workers.iter().filter(|worker| !worker.draining).flat_map(|worker| &worker.ranks);
+        let members = workers.iter().filter(|worker| worker.takes_requests()).flat_map(|worker| &worker.ranks);
         let reachable = members.filter(|rank| !conditions.unavailable.contains(rank));
         let well = reachable.clone().filter(|rank| !ejected.contains(rank)).count();
         if well > 0 { well } else { reachable.count() }
