@@ -144,7 +144,10 @@ async fn a_worker_joins_serves_drains_and_goes() {
     drop(placed);
     let drained = read(drain).await;
     assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
-    assert_eq!(asked.ask("GET", "/admin/models/mock/workers", "").await.json(), json!({ "workers": [], "removed": [] }));
+    assert_eq!(
+        asked.ask("GET", "/admin/models/mock/workers", "").await.json(),
+        json!({ "workers": [], "removed": [] })
+    );
     assert_eq!(asked.ask("DELETE", &worker, "").await.status, 404);
     engine.shutdown().await;
 }
