@@ -32,7 +32,7 @@ pub(crate) enum HealthMsg {
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody probes"))]
     Probed { worker: WorkerId, prober: u64, answer: Result<(), String> },
     /// A request has ended.
-    Outcome { seat: Arc<Seat>, outcome: Outcome, permit: OwnedSemaphorePermit },
+    Outcome { seat: Arc<Seat>, outcome: Outcome, began: Option<Timestamp>, permit: OwnedSemaphorePermit },
     /// It is `at`.
     Wake { at: Timestamp },
     /// How is everybody?
@@ -85,7 +85,8 @@ impl Health {
     /// Tells the monitor, bringing it up to date on who there is before, where it matters.
     fn step_monitor(&mut self, shared: &Shared, input: Input, after: &mut HealthAfter) {
         let (now, mut changes) = (shared.clock.now(), Vec::new());
-        let matters = input != Input::Wake || self.monitor.next_wake().is_some() || !self.monitor.ejected().is_empty();
+        let matters =
+            input != Input::Wake || self.monitor.next_wake().is_some() || !self.monitor.exclusions().is_empty();
         if matters && std::mem::take(&mut self.behind) {
             self.monitor.step(Input::Members(members(shared)), now, &mut changes);
         }
@@ -118,14 +119,18 @@ impl Health {
         }
     }
 
-    /// Shows who is ejected, if that has changed.
+    /// Publishes the exclusions, if they have changed.
     fn publish(&self, shared: &Shared, after: &mut HealthAfter) {
-        if *shared.ejected() == *self.monitor.ejected() {
+        if *shared.exclusions() == *self.monitor.exclusions() {
             return;
         }
-        let ejected = Arc::new(self.monitor.ejected().clone());
-        *shared.ejected.lock().unwrap_or_else(PoisonError::into_inner) = ejected;
-        shared.scheduler.send(SchedulerMsg::Ejected).keep_in(&mut after.scheduler);
+        // Answers of excluded ranks matter now.
+        for seat in shared.seats() {
+            seat.failing.store(self.monitor.counts_failures_of(seat.rank), Ordering::Relaxed);
+        }
+        let exclusions = Arc::new(self.monitor.exclusions().clone());
+        *shared.exclusions.lock().unwrap_or_else(PoisonError::into_inner) = exclusions;
+        shared.scheduler.send(SchedulerMsg::Exclusions).keep_in(&mut after.scheduler);
     }
 
     fn arm_wake(&mut self, shared: &Shared, now: Timestamp) {
@@ -155,9 +160,16 @@ impl Health {
         self.step_monitor(shared, Input::Wake, after);
     }
 
-    fn on_outcome(&mut self, shared: &Shared, seat: &Seat, outcome: Outcome, after: &mut HealthAfter) {
+    fn on_outcome(
+        &mut self,
+        shared: &Shared,
+        seat: &Seat,
+        outcome: Outcome,
+        began: Option<Timestamp>,
+        after: &mut HealthAfter,
+    ) {
         let (rank, incarnation) = (seat.rank, seat.incarnation());
-        self.step_monitor(shared, Input::Outcome { rank, incarnation, outcome }, after);
+        self.step_monitor(shared, Input::Outcome { rank, incarnation, outcome, began }, after);
         seat.failing.store(self.monitor.counts_failures_of(rank), Ordering::Relaxed);
     }
 
@@ -175,9 +187,9 @@ fn members(shared: &Shared) -> BTreeMap<WorkerRank, Member> {
     seats.sort_by_key(|seat| seat.since); // where a rank has two, one is on its way out
     let incarnations: BTreeMap<WorkerRank, u64> = seats.iter().map(|seat| (seat.rank, seat.incarnation())).collect();
     let workers = shared.workers.borrow();
-    let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, !worker.takes_requests())));
-    let member = |(rank, is_closed): (WorkerRank, bool)| {
-        let available = !is_closed && !conditions.unavailable.contains(&rank);
+    let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, worker.draining)));
+    let member = |(rank, draining): (WorkerRank, bool)| {
+        let available = !draining && !conditions.unavailable.contains(&rank);
         Some((rank, Member { incarnation: *incarnations.get(&rank)?, available }))
     };
     ranks.filter_map(member).collect()
@@ -195,8 +207,8 @@ impl Step for Health {
             HealthMsg::Probed { worker, prober, answer } => {
                 self.step_monitor(&shared, Input::Probed { worker, prober, answer }, &mut after);
             }
-            HealthMsg::Outcome { seat, outcome, permit } => {
-                self.on_outcome(&shared, &seat, outcome, &mut after);
+            HealthMsg::Outcome { seat, outcome, began, permit } => {
+                self.on_outcome(&shared, &seat, outcome, began, &mut after);
                 drop(permit);
             }
             HealthMsg::Wake { at } => self.on_wake(&shared, at, &mut after),

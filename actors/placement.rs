@@ -141,7 +141,7 @@ impl Placement {
     /// kind of request never come true.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
-            self.hold.shared().meters.delivered(&self.prediction, self.cached_tokens(), tokens);
+            self.hold.shared().meters.delivered(self.prediction.kind(), self.cached_tokens(), tokens);
         }
     }
 
@@ -150,7 +150,8 @@ impl Placement {
     /// next to nothing.
     pub fn outcome(&self, outcome: Outcome) {
         if !self.told_outcome.swap(true, Ordering::Relaxed) {
-            self.hold.shared().report_outcome(&self.seat, outcome);
+            let began = self.hold.lease().booked_at();
+            self.hold.shared().report_outcome(&self.seat, outcome, Some(began));
         }
     }
 

@@ -58,18 +58,8 @@ pub struct WorkerEntry {
     pub config: WorkerConfig,
     /// Its ranks.
     pub ranks: Vec<WorkerRank>,
-    /// Whether it gets no new work and leaves when its last booking has ended.
+    /// Whether it gets no new work.
     pub draining: bool,
-    /// Whether it gets no new work until [`Router::uncordon_worker`].
-    pub cordoned: bool,
-}
-
-impl WorkerEntry {
-    /// Whether it may get new work: neither draining nor cordoned.
-    #[must_use]
-    pub fn takes_requests(&self) -> bool {
-        !self.draining && !self.cordoned
-    }
 }
 
 /// How a router is.
@@ -149,9 +139,7 @@ impl Router {
                 let Shared { config, meters, .. } = &**self.shared();
                 let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
                 let best = BestMatch::new(&decision, config, hashes);
-                // A prediction above 0 is held to account whatever else the index lacks.
-                let is_index_complete = best.cached_tokens() > 0 || self.shared().is_index_complete_for(&seat);
-                let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
+                let prediction = Prediction::new(prepared.predicted_kind());
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(best.rank()));
                 }

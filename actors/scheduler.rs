@@ -5,7 +5,7 @@
 //! decided to the state machine. Restarted, it starts with the ranks and their boards; what was waiting is answered
 //! as lost, and its callers try again.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -24,9 +24,10 @@ use super::telemetry::{Marks, QueueMeters};
 use super::turn::{After, Afters, Step, Turn};
 use crate::config::RouterConfig;
 use crate::directory::{Lease, LeaseState};
+use crate::health::Exclusions;
 use crate::load::PromptBlocks;
 use crate::predict::Guess;
-use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
 use crate::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Rejection,
@@ -58,14 +59,12 @@ pub(crate) enum SchedulerMsg {
     Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
     /// A rank gets no new work, and its sequence actor hears so behind the last Book.
     Drain { slot: Slot, generation: Generation, ack: DrainAck },
-    /// A rank gets new work, or none. Its bookings stay.
-    Cordon { slot: Slot, generation: Generation, cordoned: bool },
     /// A rank leaves: nothing is booked on it from here on, and its sequence actor hears so behind the last Book.
     Retire { slot: Slot, generation: Generation, ack: RetireAck },
     /// What the embedder knows of the ranks has changed. The answer says that it holds from here on.
     Conditions { done: Option<oneshot::Sender<()>> },
-    /// Who is out of service for their health has changed.
-    Ejected,
+    /// The ranks excluded for their health have changed.
+    Exclusions,
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
     Fault(super::faults::Trip),
@@ -139,8 +138,8 @@ pub(crate) struct Surroundings {
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks: looked at when told to, so that what was said last holds.
     pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
-    /// Who is out of service for their health: likewise.
-    pub(crate) ejected: Arc<Mutex<Arc<BTreeSet<WorkerRank>>>>,
+    /// The ranks excluded for their health: likewise.
+    pub(crate) exclusions: Arc<Mutex<Arc<Exclusions>>>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -241,10 +240,10 @@ impl Scheduler {
         self.step_schedule(Input::Conditions(conditions));
     }
 
-    /// Takes over who is out of service for their health. Also used to fill a fresh scheduler before it opens.
-    pub(crate) fn look_at_ejected(&mut self) {
-        let ejected = Arc::clone(&self.around.ejected.lock().unwrap_or_else(PoisonError::into_inner));
-        self.step_schedule(Input::Ejected(ejected));
+    /// Takes over which ranks are excluded for their health. Also used to fill a fresh scheduler before it opens.
+    pub(crate) fn look_at_exclusions(&mut self) {
+        let exclusions = Arc::clone(&self.around.exclusions.lock().unwrap_or_else(PoisonError::into_inner));
+        self.step_schedule(Input::Exclusions(exclusions));
     }
 
     /// A request whose caller went while the index was asked must not wait: its cancellation has come and gone.
@@ -262,18 +261,6 @@ impl Scheduler {
             && *seated == generation
         {
             turn.send(SequenceMsg::Drain(ack)).keep_in(&mut self.after.sequences);
-        }
-    }
-
-    fn on_cordon(&mut self, slot: Slot, generation: Generation, cordoned: bool) {
-        if cordoned {
-            return self.step_schedule(Input::Drain { slot, generation });
-        }
-        self.step_schedule(Input::Undrain { slot, generation });
-        if let Some(Some((seated, turn))) = self.peers.get(slot.index())
-            && *seated == generation
-        {
-            turn.send(SequenceMsg::Undrain).keep_in(&mut self.after.sequences);
         }
     }
 
@@ -473,13 +460,12 @@ impl Step for Scheduler {
                 self.step_schedule(Input::Describe { slot, generation, traits });
             }
             SchedulerMsg::Drain { slot, generation, ack } => self.on_drain(slot, generation, ack),
-            SchedulerMsg::Cordon { slot, generation, cordoned } => self.on_cordon(slot, generation, cordoned),
             SchedulerMsg::Retire { slot, generation, ack } => self.on_retire(slot, generation, ack),
             SchedulerMsg::Conditions { done } => {
                 self.look_at_conditions();
                 self.after.conditions.extend(done);
             }
-            SchedulerMsg::Ejected => self.look_at_ejected(),
+            SchedulerMsg::Exclusions => self.look_at_exclusions(),
             #[cfg(feature = "faults")]
             SchedulerMsg::Fault(trip) => trip.happen(),
         }

@@ -27,7 +27,7 @@ use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
 use crate::engine_load::EngineLoadCell;
 use crate::error::Down;
-use crate::health::Outcome;
+use crate::health::{Exclusions, Outcome};
 use crate::index::Holdings;
 use crate::load::{BoardSlot, SpeedCell};
 use crate::predict::Kind;
@@ -67,8 +67,8 @@ pub(crate) struct Shared {
     pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
     /// Ranks whose sources are not trusted in full.
     pub(crate) doubted: Doubted,
-    /// The ranks that are out of service for their health. Written by the health actor.
-    pub(crate) ejected: Arc<Mutex<Arc<BTreeSet<WorkerRank>>>>,
+    /// The ranks that requests keep away from for their health. Written by the health actor.
+    pub(crate) exclusions: Arc<Mutex<Arc<Exclusions>>>,
     outcomes_gate: Arc<Semaphore>,
     /// By slot. Written by the supervisor.
     seats: RwLock<Vec<Option<Arc<Seat>>>>,
@@ -164,7 +164,7 @@ impl Shared {
             wake: Arc::default(),
             conditions: Arc::default(),
             doubted: Doubted::default(),
-            ejected: Arc::default(),
+            exclusions: Arc::default(),
             outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)),
             seats: RwLock::default(),
             status: watch::Sender::default(),
@@ -230,30 +230,40 @@ impl Shared {
         Arc::clone(&self.conditions.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Who is out of service for their health.
-    pub(crate) fn ejected(&self) -> Arc<BTreeSet<WorkerRank>> {
-        Arc::clone(&self.ejected.lock().unwrap_or_else(PoisonError::into_inner))
+    /// The ranks that requests keep away from for their health.
+    pub(crate) fn exclusions(&self) -> Arc<Exclusions> {
+        Arc::clone(&self.exclusions.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A request on the rank has ended so. What changes nothing costs nothing.
-    pub(crate) fn report_outcome(&self, seat: &Arc<Seat>, outcome: Outcome) {
-        let counts = self.config.outcome_failures_max > 0;
-        if !counts || outcome.is_ok() && !seat.failing.load(Ordering::Relaxed) {
+    /// Ranks that can serve: registered, not draining, reachable and in service; 0 when the router is down.
+    pub(crate) fn eligible_ranks(&self) -> usize {
+        if self.up().is_err() {
+            return 0;
+        }
+        let (conditions, exclusions, workers) = (self.conditions(), self.exclusions(), self.workers.borrow());
+        let members = workers.iter().filter(|worker| !worker.draining).flat_map(|worker| &worker.ranks);
+        let reachable =
+            members.filter(|rank| !conditions.unavailable.contains(rank) && !exclusions.down.contains(rank));
+        let well = reachable.clone().filter(|rank| !exclusions.ejected.contains(rank)).count();
+        // Where only ranks ejected on suspicion are left it is these that serve.
+        if well > 0 { well } else { reachable.count() }
+    }
+
+    /// A request on the rank that was sent at `began` has ended so. What changes nothing costs nothing.
+    pub(crate) fn report_outcome(&self, seat: &Arc<Seat>, outcome: Outcome, began: Option<Timestamp>) {
+        let matters =
+            if outcome.is_ok() { seat.failing.load(Ordering::Relaxed) } else { self.config.outcome_failures_max > 0 };
+        if !matters {
             return;
         }
         if let Ok(permit) = Arc::clone(&self.outcomes_gate).try_acquire_owned() {
-            self.health.tell(HealthMsg::Outcome { seat: Arc::clone(seat), outcome, permit });
+            self.health.tell(HealthMsg::Outcome { seat: Arc::clone(seat), outcome, began, permit });
         }
     }
 
     pub(crate) fn seat(&self, slot: Slot, generation: Generation) -> Option<Arc<Seat>> {
         let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
         seats.get(slot.index())?.as_ref().filter(|seat| seat.generation == generation).cloned()
-    }
-
-    /// Whether the index is known to have every block of the rank, and has any: only then is a prediction of 0 evidence.
-    pub(crate) fn is_index_complete_for(&self, seat: &Seat) -> bool {
-        seat.holdings.held_blocks() > 0 && seat.source.is_complete() && !self.cold.borrow().contains(&seat.rank)
     }
 
     /// The seat a rank has now. Visits every seat.

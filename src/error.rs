@@ -141,9 +141,12 @@ impl Rejection {
                 Filter::Allowed | Filter::Pin | Filter::RequiredTaints => ErrorKind::InvalidArgument,
                 Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
                 // Whoever excluded the rank did so because it failed: another try, later, is not hopeless.
-                Filter::Excluded | Filter::Unavailable | Filter::Draining | Filter::Unresponsive | Filter::Lora => {
-                    ErrorKind::Unavailable
-                }
+                Filter::Excluded
+                | Filter::Unavailable
+                | Filter::Draining
+                | Filter::Unresponsive
+                | Filter::Refusing
+                | Filter::Lora => ErrorKind::Unavailable,
             },
             Self::DeadlineExceeded { .. } => ErrorKind::DeadlineExceeded,
             Self::UnknownClass(_) => ErrorKind::InvalidArgument,
@@ -205,12 +208,6 @@ pub enum MembershipError {
     /// It is on its way out.
     #[error("worker {0} is being drained")]
     Draining(WorkerId),
-    /// It is registered and not being drained, so there is no drain to undo.
-    #[error("worker {0} is not being drained")]
-    NotDraining(WorkerId),
-    /// Its drain was undone before it ended.
-    #[error("the drain of worker {0} was undone")]
-    Undrained(WorkerId),
     /// The router is down.
     #[error(transparent)]
     Down(#[from] Down),

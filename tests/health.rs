@@ -2,16 +2,18 @@
 //!
 //! Owns nothing. Time is paused but where engines are asked over loopback, and there nothing depends on how long it takes.
 
+#![allow(clippy::print_stdout, reason = "shares are there to be read")]
+
 mod common;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use common::{config, rank, router, tokens};
 use pointsman::health::{HealthState, Outcome};
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::select::{Filter, RankConditions};
-use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::select::{Filter, Policy, RankConditions};
+use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 fn unavailable(workers: &[u64]) -> RankConditions {
     RankConditions { unavailable: workers.iter().copied().map(rank).collect(), ..RankConditions::default() }
@@ -131,6 +133,80 @@ async fn whoever_is_drained_does_not_count_as_one_who_can_serve() {
     assert_eq!(open(&router).await, [other]);
     drop(held);
     assert_eq!(drain.await.expect("drained"), Ok(0));
+}
+
+/// The time that a request takes where it is accepted, in steps of 50 ms.
+const STEPS: usize = 64;
+
+/// Sends a request every 50 ms to four ranks of which `refusers` refuse theirs at once. Returns how many each rank drew,
+/// and how many it had drawn when it was first ejected.
+async fn draws(policy: Policy, refusers: &[u64], requests: usize) -> ([usize; 4], [Option<usize>; 4]) {
+    let router = router(RouterConfig { policy, ..config() }, 4).await;
+    let (mut running, mut drawn, mut ejected) = (VecDeque::new(), [0; 4], [None; 4]);
+    for n in 0..requests {
+        pass(Duration::from_millis(50)).await;
+        if running.len() > STEPS {
+            let over: Option<Placement> = running.pop_front().flatten();
+            over.iter().for_each(|placement| placement.outcome(Outcome::Ok));
+        }
+        let (request, prompt) = (format!("r{n}"), tokens(1_000 + n as u32, 8));
+        let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&prompt))).await.expect("placed");
+        let worker = placement.rank().worker.0;
+        drawn[worker as usize] += 1;
+        if refusers.contains(&worker) {
+            placement.outcome(Outcome::Refused { retry_after: None });
+            running.push_back(None);
+        } else {
+            placement.prefill_completed();
+            running.push_back(Some(placement));
+        }
+        for (rank, state) in states(&router).await.into_iter().enumerate() {
+            if matches!(state, HealthState::Ejected { .. }) {
+                ejected[rank].get_or_insert(drawn[rank]);
+            }
+        }
+    }
+    (drawn, ejected)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_refuses_draws_less_than_its_share_under_every_policy() {
+    println!("| policy | requests | drawn by each of four, the last refuses | ejected after |");
+    for policy in Policy::ALL {
+        let (drawn, ejected) = draws(policy, &[3], 600).await;
+        println!("| {} | 600 | {drawn:?} | {:?} |", policy.name(), ejected[3]);
+        assert!(drawn[3] <= 10, "{policy:?}: a fair share is 150: {drawn:?}");
+        assert_eq!(ejected, [None, None, None, Some(5)], "{policy:?}: {drawn:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fleet_that_refuses_as_a_whole_is_spread_over_and_stays_in_service() {
+    for policy in Policy::ALL {
+        let (drawn, ejected) = draws(policy, &[0, 1, 2, 3], 400).await;
+        println!("| {} | 400 | {drawn:?} | {ejected:?} |", policy.name());
+        assert!(drawn.iter().all(|&share| share >= 50), "{policy:?}: nobody is starved: {drawn:?}");
+        assert_eq!(ejected, [None; 4], "{policy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unreachable_ranks_are_passed_over_whatever_the_share_and_return_with_an_answer() {
+    let router = router(RouterConfig { slow_start_return_ms: 0, ..config() }, 4).await;
+    let refuse = |worker| (0..5).for_each(|_| router.report_outcome(rank(worker), Outcome::ConnectFailed));
+    let long = router.route(RouteRequest::new("long", Prompt::Tokens(&[1]))).await.expect("placed");
+    pass(Duration::from_millis(1)).await;
+    let others: Vec<u64> = (0..4).filter(|worker| *worker != long.rank().worker.0).collect();
+    others.iter().copied().for_each(refuse);
+    assert_eq!((open(&router).await, router.eligible_ranks()), (vec![long.rank().worker.0], 1));
+    refuse(long.rank().worker.0);
+    assert_eq!((open(&router).await, router.eligible_ranks()), (vec![0, 1, 2, 3], 0), "nobody serves, all are tried");
+    long.outcome(Outcome::Ok);
+    assert_eq!(router.eligible_ranks(), 0, "that request was sent before");
+    pass(Duration::from_millis(1)).await;
+    let tried = router.route(RouteRequest::new("tried", Prompt::Tokens(&[1]))).await.expect("placed");
+    tried.outcome(Outcome::Ok);
+    assert_eq!((open(&router).await, router.eligible_ranks()), (vec![tried.rank().worker.0], 1));
 }
 
 #[tokio::test(start_paused = true)]

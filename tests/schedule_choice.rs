@@ -15,8 +15,9 @@ use effort::effort;
 use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 use pointsman::RouterConfig;
 use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
+use pointsman::health::Exclusions;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::schedule::{Explanation, Extensions, Purpose, Rejection, Target, Terms};
+use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, Target, Terms};
 use pointsman::select::{
     Candidate, Constraints, Filter, Pin, PinMode, Policy, RankTraits, Selection, SelectorError, SharedHits,
     WorkerSelector,
@@ -326,7 +327,7 @@ fn some_terms(noise: u64, workers: u64) -> Terms {
     }
 }
 
-/// One request after the other on a fleet that is drained, overloaded and described as `seeds` say. With a `burst` so
+/// One request after the other on a fleet that is drained, overloaded, ejected and described as `seeds` say. With a `burst` so
 /// many come before answers do, and nothing else happens.
 fn placed(
     config: &RouterConfig,
@@ -350,6 +351,12 @@ fn placed(
                 0 => fleet.drain((seed % workers) as usize),
                 1 => fleet.set_conditions(&[seed % workers], &[(seed >> 8) % workers]),
                 2 => fleet.set_conditions(&[], &[]),
+                3..6 => {
+                    let some = |at: u32| (0..workers).filter(|n| seed >> at >> n & 1 == 1).map(rank).collect();
+                    let (ejected, down, refusing) = ([rank((seed >> 32) % workers)].into(), some(24), some(40));
+                    fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, down, refusing })));
+                }
+                6 => fleet.step(Input::Exclusions(Arc::default())),
                 _ => {}
             }
             fleet.now = fleet.now + Duration::from_millis(seed % 50);
@@ -395,6 +402,7 @@ proptest! {
     #[test]
     fn the_shortlist_places_like_asking_everyone_whatever_is_asked(
         workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..80), slow: bool, hard: bool, overload: bool,
+        policy in prop::sample::select(vec![Policy::Kv, Policy::Latency, Policy::PowerOfTwo]),
     ) {
         let config = RouterConfig {
             slow_start_fill: if slow { 0.6 } else { 0.0 },
@@ -402,6 +410,7 @@ proptest! {
             session_affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft },
             overload_prefill_tokens: overload.then_some(300),
             overload_blocks_frac: overload.then_some(0.5),
+            policy,
             ..config()
         };
         let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();

@@ -11,9 +11,10 @@ use fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, SessionAffinity};
 use pointsman::error::ErrorKind;
+use pointsman::health::Exclusions;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
 use pointsman::schedule::{Input, Purpose, Rejection, Target, Terms};
-use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, preference_factor};
 use pointsman::session::SessionId;
 use std::time::Duration;
 
@@ -373,7 +374,7 @@ fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
     let mut fleet = Fleet::new(RouterConfig { slow_start_return_ms: 1_000, ..config() }, 3);
     let eject = |fleet: &mut Fleet, workers: &[u64]| {
         let ejected = workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
-        fleet.step(Input::Ejected(Arc::new(ejected)));
+        fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, ..Exclusions::default() })));
     };
     let open = |fleet: &mut Fleet, ticket: u64| {
         fleet.ask(ticket, &Ask { purpose: Purpose::Explain, ..Ask::default() });
@@ -396,6 +397,50 @@ fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
     assert_eq!(new_ranks_cost(&mut fleet, 6), 2.0);
     fleet.now = fleet.now + Duration::from_millis(500);
     assert_eq!(new_ranks_cost(&mut fleet, 7), 1.0);
+}
+
+#[test]
+fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy() {
+    for policy in Policy::ALL {
+        let mut fleet = Fleet::new(RouterConfig { policy, slow_start_return_ms: 0, ..config() }, 4);
+        fleet.prompt_answers = true;
+        let mut ticket = 0;
+        let mut draws = |fleet: &mut Fleet, [down, refusing]: [&[u64]; 2], only: Option<u64>| {
+            let set = |workers: &[u64]| workers.iter().copied().map(rank).collect();
+            let exclusions = Exclusions { down: set(down), refusing: set(refusing), ..Exclusions::default() };
+            fleet.step(Input::Exclusions(Arc::new(exclusions)));
+            let allowed_workers = only.map(|worker| [WorkerId(worker)].into());
+            let terms =
+                Terms { constraints: Constraints { allowed_workers, ..Constraints::default() }, ..Terms::default() };
+            let mut drawn = BTreeSet::new();
+            for _ in 0..40 {
+                // Few excluded ranks have all of it cached, and are passed over; else nobody has, and the load is spread.
+                let cached = if down.len() + refusing.len() < 3 { vec![(0, 4), (1, 4)] } else { Vec::new() };
+                fleet.ask(ticket, &Ask { blocks: 4, prompt: ticket, cached, ..asks(terms.clone()) });
+                drawn.insert(fleet.worker(ticket));
+                fleet.free(ticket);
+                ticket += 1;
+            }
+            drawn.into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(draws(&mut fleet, [&[0], &[1]], None), [2, 3], "{policy:?}");
+        assert_eq!(draws(&mut fleet, [&[0], &[1, 2, 3]], None), [1, 2, 3], "{policy:?}: when all refuse");
+        assert_eq!(draws(&mut fleet, [&[0, 2, 3], &[1]], None), [1], "{policy:?}: better refused than not there");
+        assert_eq!(draws(&mut fleet, [&[0], &[]], Some(0)), [0], "{policy:?}: nobody else may serve it");
+        assert_eq!(draws(&mut fleet, [&[0, 1, 2, 3], &[]], None), [0, 1, 2, 3], "{policy:?}: when nobody is left");
+    }
+}
+
+#[test]
+fn a_session_stays_with_a_rank_that_refuses_and_leaves_one_that_is_down() {
+    let mut fleet = Fleet::new(RouterConfig { session_affinity: SessionAffinity::Hard, ..config() }, 2);
+    fleet.ask(0, &Ask { cached: vec![(0, 1)], ..asks(of_session("chat")) });
+    let only = || BTreeSet::from([rank(0)]);
+    fleet.step(Input::Exclusions(Arc::new(Exclusions { refusing: only(), ..Exclusions::default() })));
+    fleet.ask(1, &asks(of_session("chat")));
+    fleet.step(Input::Exclusions(Arc::new(Exclusions { down: only(), ..Exclusions::default() })));
+    fleet.ask(2, &asks(of_session("chat")));
+    assert_eq!([fleet.worker(0), fleet.worker(1), fleet.worker(2)], [0, 0, 1]);
 }
 
 fn new_ranks_cost(fleet: &mut Fleet, ticket: u64) -> f64 {

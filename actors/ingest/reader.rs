@@ -142,8 +142,7 @@ impl Reader {
                     return Input::Tick; // it tries again and again
                 }
                 self.seat.source.set_connected(false);
-                let (worker, rank) = (&*self.seat.endpoint, self.seat.rank.rank);
-                tracing::info!(worker, rank, reason = %error, "KV event connection lost, reconnecting");
+                tracing::info!(rank = %self.seat.rank, reason = %error, "the connection to a rank's KV events is gone; reconnecting");
                 Input::Disconnected
             }
             News::Refused(error) => {
@@ -210,11 +209,12 @@ impl Reader {
     }
 
     fn on_trust(&mut self, trust: Trust) {
-        let (now, doubt) = (self.shared.clock.now(), self.source.doubt());
-        let (worker, rank, state) = (&*self.seat.endpoint, self.seat.rank.rank, trust.name());
+        let (now, rank, doubt) = (self.shared.clock.now(), self.seat.rank, self.source.doubt());
         match &doubt {
-            Some(doubt) => tracing::warn!(worker, rank, state, reason = %doubt, "KV event stream degraded"),
-            None => tracing::debug!(worker, rank, state, "KV event stream live"),
+            Some(doubt) => {
+                tracing::warn!(%rank, trust = trust.name(), %doubt, "what a rank's KV events say is in doubt")
+            }
+            None => tracing::debug!(%rank, trust = trust.name(), "what a rank's KV events say is trusted"),
         }
         self.show(doubt);
         match trust {

@@ -19,7 +19,7 @@ impl Router {
     /// with [`Placement::outcome`](crate::Placement::outcome). A rank that is not there is ignored. Visits every rank.
     pub fn report_outcome(&self, rank: WorkerRank, outcome: Outcome) {
         if let Some(seat) = self.shared().seat_of(rank) {
-            self.shared().report_outcome(&seat, outcome);
+            self.shared().report_outcome(&seat, outcome, None);
         }
     }
 
@@ -43,8 +43,9 @@ impl Router {
         }
     }
 
-    /// Ranks that can serve now: registered, neither draining, cordoned nor unavailable (see [`Router::set_conditions`]) nor
-    /// ejected, though where only ejected ranks are left it is these; 0 when the router is down. However busy they are counts for nothing. Visits every rank, waits for nobody.
+    /// Ranks that can serve now: registered, neither draining nor unavailable (see [`Router::set_conditions`]) nor down
+    /// nor ejected, though where only ranks ejected on suspicion are left it is these; 0 when the router is down. How busy
+    /// they are does not count. Visits every rank and does not block.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")]
@@ -62,16 +63,7 @@ impl Router {
     /// ```
     #[must_use]
     pub fn eligible_ranks(&self) -> usize {
-        let shared = self.shared();
-        if shared.up().is_err() {
-            return 0;
-        }
-        let (conditions, ejected) = (shared.conditions(), shared.ejected());
-        let workers = self.workers();
-        let members = workers.iter().filter(|worker| worker.takes_requests()).flat_map(|worker| &worker.ranks);
-        let reachable = members.filter(|rank| !conditions.unavailable.contains(rank));
-        let well = reachable.clone().filter(|rank| !ejected.contains(rank)).count();
-        if well > 0 { well } else { reachable.count() }
+        self.shared().eligible_ranks()
     }
 
     /// What each rank's engine last said of its load, in rank order; `None` where it never has.

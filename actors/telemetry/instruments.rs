@@ -134,6 +134,13 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
          that is none, a `message` that is none.",
     ),
     gauge("pointsman_ejected_ranks", Unit::Count, &[], "Ranks that are out of service for their health."),
+    gauge(
+        "pointsman_eligible_ranks",
+        Unit::Count,
+        &[],
+        "Ranks that can serve: neither draining, unavailable nor ejected.",
+    ),
+    gauge("pointsman_refusing_ranks", Unit::Count, &[], "Ranks in a back-off after refused requests."),
     counter(
         "pointsman_ejections_total",
         &["cause"],

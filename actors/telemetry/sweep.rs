@@ -40,6 +40,8 @@ struct Gauges {
     ranks: ZeroedGauge,
     cold_ranks: ZeroedGauge,
     ejected_ranks: ZeroedGauge,
+    eligible_ranks: ZeroedGauge,
+    refusing_ranks: ZeroedGauge,
     leases: ZeroedGauge,
     requests_gate: ZeroedGauge,
     events_gate: ZeroedGauge,
@@ -99,6 +101,8 @@ impl Gauges {
             ranks: gauge("pointsman_ranks"),
             cold_ranks: gauge("pointsman_cold_ranks"),
             ejected_ranks: gauge("pointsman_ejected_ranks"),
+            eligible_ranks: gauge("pointsman_eligible_ranks"),
+            refusing_ranks: gauge("pointsman_refusing_ranks"),
             leases: gauge("pointsman_leases"),
             requests_gate: gate("requests"),
             events_gate: gate("events"),
@@ -115,7 +119,10 @@ impl Gauges {
         }
         self.publish_ranks(&shared.seats(), shared.clock.now());
         self.cold_ranks.0.set(as_f64(shared.cold.borrow().len() as u64));
-        self.ejected_ranks.0.set(as_f64(shared.ejected().len() as u64));
+        let exclusions = shared.exclusions();
+        self.ejected_ranks.0.set(as_f64((exclusions.ejected.len() + exclusions.down.len()) as u64));
+        self.eligible_ranks.0.set(as_f64(shared.eligible_ranks() as u64));
+        self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
         self.leases.0.set(as_f64(shared.directory.len() as u64));
         let config = &shared.config;
         let waiting = u64::from(config.requests_max) - shared.waiting_room.available_permits() as u64;

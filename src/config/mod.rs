@@ -174,13 +174,15 @@ pub struct RouterConfig {
     pub health_failures_max: u32,
     /// Good probes in a row that bring them back. Default 2, at least 1.
     pub health_successes_min: u32,
-    /// Failed requests in a row, as the embedder reports them, that eject a rank; 0 for never. Default 5.
+    /// Failed requests in a row, as the embedder reports them, that eject a rank; at 0 failed and refused requests are
+    /// ignored. Default 5.
     pub outcome_failures_max: u32,
     /// How long they eject it for the first time, in milliseconds; the n-th time n times as long, up to 300,000.
     /// Default 30,000, 1 to 300,000.
     pub ejection_ms: u64,
-    /// Share of the ranks that may be ejected at once: at least one where there are two or more, and never the last that
-    /// can serve. 0 ejects nobody. Default 0.5, in [0, 1].
+    /// Share of the ranks that may be ejected on suspicion at once: at least one where there are two or more, and never the
+    /// last that can serve; 0 ejects none. Ranks that are down (failed probes, failed connections) do not count. Default
+    /// 0.5, in [0, 1].
     pub ejected_share_max: f64,
     /// How long a rank that returns costs more, ten times as much at first, in milliseconds; 0 not at all. Default
     /// 10,000.

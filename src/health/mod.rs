@@ -1,16 +1,23 @@
 //! Health: who is well enough to be sent requests.
 //!
-//! Owns, for each rank, what probes of its engine and requests on it have shown, and whether that puts it out of service
-//! for a while: *ejected*. Promises that the last rank that can serve is never ejected, nor more than a set share of
-//! all; that whoever would be beyond that stays in and is *suspected*; that an ejection ends, by time, by good probes, or
-//! because nobody probes any more; and nothing at all while nothing fails. Pure: `now` is an argument. Leaves to
-//! embedders to say how requests went, to `actors/health.rs` to probe, and to `schedule` to keep requests away from the
-//! ejected and to let those that return start slowly.
+//! Owns, for each rank, what probes of its engine and requests on it have shown, and the [`Exclusions`] that follow:
+//!
+//! - *down*: probes fail, or connections cannot be made. Chosen after all other ranks, however many are down.
+//! - *ejected on suspicion*: requests on it fail in another way. Not chosen. The last rank that can serve is never ejected
+//!   on suspicion, nor more than a set share of all ranks; a rank beyond that limit stays in service, *suspected*.
+//! - *refusing*: it has just refused a request. Chosen after the ranks that do not, until a back-off ends.
+//!
+//! Promises that each of them ends: by time, by good probes, by an answered request, or because nobody probes any more;
+//! and that nothing is computed while nothing fails. Pure: `now` is an argument. Leaves to embedders to report how
+//! requests went, to `actors/health.rs` to probe, and to `schedule` to keep requests away from those excluded and to let
+//! those that return start slowly.
 
 mod monitor;
+mod record;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
@@ -24,6 +31,15 @@ use crate::protocol::{Timestamp, WorkerRank};
 /// The longest that failed requests put a rank out of service, however often they do.
 /// (reference: Envoy's outlier detection, max_ejection_time)
 pub const EJECTION_MAX: Duration = Duration::from_millis(RouterConfig::EJECTION_MS_MAX);
+
+/// Back-off after a first refused request; each further one in a row doubles it.
+const REFUSAL_BACKOFF: Duration = Duration::from_secs(1);
+
+/// The longest back-off, unless the engine requests a longer one.
+const REFUSAL_BACKOFF_MAX: Duration = Duration::from_secs(16);
+
+/// The longest back-off that an engine can request with `Retry-After`.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 
 /// How a request that was sent to a rank went, as far as it tells of the rank's health.
 ///
@@ -126,7 +142,8 @@ pub struct Rules {
     pub outcome_failures_max: u32,
     /// For how long, the first time; the n-th time n times as long, up to [`EJECTION_MAX`].
     pub ejection: Duration,
-    /// Share of all ranks that may be ejected at once, in [0, 1]; above 0 it lets at least one of two go.
+    /// Share of all ranks that may be ejected on suspicion at once, in [0, 1]; above 0 it lets at least one of two go.
+    /// Ranks that are down do not count.
     pub ejected_share_max: f64,
 }
 
@@ -146,6 +163,47 @@ impl Rules {
     }
 }
 
+/// The ranks that requests keep away from because of their health.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Exclusions {
+    /// Ejected on suspicion: not chosen while any other rank serves.
+    pub ejected: BTreeSet<WorkerRank>,
+    /// Down: not reachable, or failing their probes. A request for which no other rank is left may be sent to them.
+    pub down: BTreeSet<WorkerRank>,
+    /// Refusing: in a back-off after refused requests. Chosen after the ranks that are not.
+    pub refusing: BTreeSet<WorkerRank>,
+}
+
+impl Exclusions {
+    /// Whether nobody is excluded.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ejected.is_empty() && self.down.is_empty() && self.refusing.is_empty()
+    }
+
+    /// Whether the rank is out of service: ejected on suspicion, or down.
+    #[must_use]
+    pub fn has_ejected(&self, rank: WorkerRank) -> bool {
+        self.ejected.contains(&rank) || self.down.contains(&rank)
+    }
+
+    /// The ranks that are out of service: ejected on suspicion, or down.
+    #[must_use]
+    pub fn out_of_service(&self) -> BTreeSet<WorkerRank> {
+        self.ejected.union(&self.down).copied().collect()
+    }
+
+    fn forget(&mut self, rank: WorkerRank) {
+        self.retain(|known| known != rank);
+    }
+
+    fn retain(&mut self, keep: impl Fn(WorkerRank) -> bool) {
+        for ranks in [&mut self.ejected, &mut self.down, &mut self.refusing] {
+            ranks.retain(|rank| keep(*rank));
+        }
+    }
+}
+
 /// Whether a rank is sent requests, as far as its health goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -154,7 +212,12 @@ pub enum HealthState {
     Healthy,
     /// It should be out of service, but too many are, or nobody else is left.
     Suspected,
-    /// It is out of service.
+    /// It has just refused requests, and is chosen after the ranks that have not.
+    Refusing {
+        /// The end of its back-off.
+        until: Timestamp,
+    },
+    /// It is out of service: ejected on suspicion, or down.
     Ejected {
         /// When it comes back by itself; absent while that depends on probes.
         until: Option<Timestamp>,
@@ -178,6 +241,10 @@ impl fmt::Display for RankHealth {
         match state {
             HealthState::Healthy => write!(f, "{rank} is healthy"),
             HealthState::Suspected => write!(f, "{rank} is suspected, and kept for want of others: {why}"),
+            HealthState::Refusing { until } => {
+                let seconds = until.since(Timestamp::default()).as_secs_f64();
+                write!(f, "{rank} is refusing requests until {seconds:.1} s after the router's start: {why}")
+            }
             HealthState::Ejected { until: None } => write!(f, "{rank} is ejected until probes succeed: {why}"),
             HealthState::Ejected { until: Some(until) } => {
                 let seconds = until.since(Timestamp::default()).as_secs_f64();

@@ -1,9 +1,9 @@
 //! The state machine: what was seen in, who is ejected out.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
-use super::{Cause, EJECTION_MAX, HealthState, Outcome, RankHealth, Rules};
+use super::record::{ProbeRecord, RankRecord};
+use super::{Cause, Exclusions, HealthState, Outcome, RankHealth, Rules};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
 /// What the monitor is told.
@@ -28,6 +28,8 @@ pub enum Input {
         incarnation: u64,
         /// How it went.
         outcome: Outcome,
+        /// When it was sent to the rank, where that is known.
+        began: Option<Timestamp>,
     },
     /// Time has passed.
     Wake,
@@ -71,83 +73,30 @@ pub enum Change {
 /// let member = Member { incarnation: 0, available: true };
 /// monitor.step(Input::Members(ranks.map(|rank| (rank, member)).into()), Timestamp(0), &mut Vec::new());
 /// for _ in 0..5 {
-///     let failed = Input::Outcome { rank: ranks[0], incarnation: 0, outcome: Outcome::Timeout };
+///     let failed = Input::Outcome { rank: ranks[0], incarnation: 0, outcome: Outcome::Timeout, began: None };
 ///     monitor.step(failed, Timestamp(1), &mut Vec::new());
 /// }
-/// assert!(monitor.ejected().contains(&ranks[0]));
+/// assert!(monitor.exclusions().ejected.contains(&ranks[0]));
 /// monitor.step(Input::Wake, Timestamp(30_000_000_001), &mut Vec::new());
-/// assert!(monitor.ejected().is_empty());
+/// assert!(monitor.exclusions().is_empty());
 /// ```
 #[derive(Debug)]
 pub struct Monitor {
     rules: Rules,
-    ranks: BTreeMap<WorkerRank, Rank>,
+    ranks: BTreeMap<WorkerRank, RankRecord>,
     /// Workers that have been probed, and not too long ago.
-    probes: BTreeMap<WorkerId, Probe>,
-    ejected: BTreeSet<WorkerRank>,
+    probes: BTreeMap<WorkerId, ProbeRecord>,
+    exclusions: Exclusions,
     /// When something ends by itself.
     next_wake: Option<Timestamp>,
-}
-
-#[derive(Debug)]
-struct Rank {
-    member: Member,
-    /// Failed requests in a row.
-    failures: u32,
-    last_failure: Outcome,
-    /// Its failed requests want it out until then. Whether it is, is for the floor to say.
-    sentence: Option<Timestamp>,
-    /// Sentences so far; one fewer for each time that it could have served one more and was not sentenced.
-    sentences: u32,
-    /// When the last one was over.
-    free_since: Timestamp,
-    /// Since when it should be out.
-    wanted_since: Option<Timestamp>,
-}
-
-#[derive(Debug)]
-struct Probe {
-    prober: u64,
-    heard_at: Timestamp,
-    failures: u32,
-    successes: u32,
-    /// Enough probes in a row have failed, and not enough have succeeded since.
-    down: bool,
-    why: String,
-}
-
-impl Probe {
-    fn new(prober: u64, now: Timestamp) -> Self {
-        Self { prober, heard_at: now, failures: 0, successes: 0, down: false, why: String::new() }
-    }
-}
-
-impl Rank {
-    fn new(member: Member, now: Timestamp) -> Self {
-        Self {
-            member,
-            failures: 0,
-            last_failure: Outcome::Ok,
-            sentence: None,
-            sentences: 0,
-            free_since: now,
-            wanted_since: None,
-        }
-    }
-
-    fn sentence(&mut self, ejection: Duration, now: Timestamp) {
-        let forgiven = now.since(self.free_since).as_nanos() / ejection.as_nanos().max(1);
-        self.sentences = self.sentences.saturating_sub(u32::try_from(forgiven).unwrap_or(u32::MAX)).saturating_add(1);
-        self.sentence = Some(now + ejection.saturating_mul(self.sentences).min(EJECTION_MAX));
-    }
 }
 
 impl Monitor {
     /// A monitor that knows of nobody yet.
     #[must_use]
     pub fn new(rules: Rules) -> Self {
-        let (ranks, probes, ejected) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        Self { rules, ranks, probes, ejected, next_wake: None }
+        let (ranks, probes, exclusions) = (BTreeMap::new(), BTreeMap::new(), Exclusions::default());
+        Self { rules, ranks, probes, exclusions, next_wake: None }
     }
 
     /// Takes one input and appends what follows from it. Visits every rank where something may follow, and one where
@@ -156,7 +105,9 @@ impl Monitor {
         let matters = match input {
             Input::Members(members) => self.on_members(members, now),
             Input::Probed { worker, prober, answer } => self.on_probed(worker, prober, answer, now),
-            Input::Outcome { rank, incarnation, outcome } => self.on_outcome(rank, incarnation, outcome, now),
+            Input::Outcome { rank, incarnation, outcome, began } => {
+                self.on_outcome(rank, incarnation, outcome, began, now)
+            }
             Input::Wake => false,
         };
         if matters || self.next_wake.is_some_and(|at| at <= now) {
@@ -165,10 +116,10 @@ impl Monitor {
         debug_assert_eq!(self.check_invariants(), Ok(()));
     }
 
-    /// The ranks that are out of service.
+    /// The ranks that requests keep away from.
     #[must_use]
-    pub fn ejected(&self) -> &BTreeSet<WorkerRank> {
-        &self.ejected
+    pub fn exclusions(&self) -> &Exclusions {
+        &self.exclusions
     }
 
     /// When [`Input::Wake`] will change something, if nothing comes before.
@@ -177,29 +128,35 @@ impl Monitor {
         self.next_wake
     }
 
-    /// Whether a request that went well would change anything: failures are counted against the rank.
+    /// Whether a request that went well would change anything: something is counted against the rank.
     #[must_use]
     pub fn counts_failures_of(&self, rank: WorkerRank) -> bool {
-        self.ranks.get(&rank).is_some_and(|known| known.failures > 0)
+        self.ranks.get(&rank).is_some_and(RankRecord::has_failures)
     }
 
     /// How each rank is, in rank order.
     #[must_use]
     pub fn report(&self) -> Vec<RankHealth> {
-        let state = |rank: WorkerRank, known: &Rank| match (self.ejected.contains(&rank), known.wanted_since) {
-            (true, _) => HealthState::Ejected { until: known.sentence.filter(|_| !self.is_down(rank.worker)) },
-            (false, Some(_)) => HealthState::Suspected,
-            (false, None) => HealthState::Healthy,
-        };
-        let row = |(&rank, known): (&WorkerRank, &Rank)| {
-            let state = state(rank, known);
+        let row = |(&rank, known): (&WorkerRank, &RankRecord)| {
+            let state = self.state_of(rank, known);
             let why = if state == HealthState::Healthy { String::new() } else { self.reasons(rank, known) };
             RankHealth { rank, state, why }
         };
         self.ranks.iter().map(row).collect()
     }
 
-    fn reasons(&self, rank: WorkerRank, known: &Rank) -> String {
+    fn state_of(&self, rank: WorkerRank, known: &RankRecord) -> HealthState {
+        if self.exclusions.has_ejected(rank) {
+            return HealthState::Ejected { until: known.sentence.filter(|_| !self.is_probed_down(rank.worker)) };
+        }
+        match (known.wanted_since, known.refusals.until) {
+            (Some(_), _) => HealthState::Suspected,
+            (None, Some(until)) => HealthState::Refusing { until },
+            (None, None) => HealthState::Healthy,
+        }
+    }
+
+    fn reasons(&self, rank: WorkerRank, known: &RankRecord) -> String {
         let probe = self.probes.get(&rank.worker).filter(|probe| probe.down);
         let probe = probe.map(|probe| match probe.failures {
             0 => format!("probes have only just begun to succeed, after {}", probe.why),
@@ -208,11 +165,14 @@ impl Monitor {
         let outcomes = known
             .sentence
             .map(|_| format!("{} requests in a row failed, the last: {}", known.failures, known.last_failure.name()));
-        [probe, outcomes].into_iter().flatten().collect::<Vec<_>>().join("; ")
+        let refusals = known.refusals.until.filter(|_| known.sentence.is_none());
+        let refusals =
+            refusals.map(|_| format!("back-off {} in a row after refused requests", known.refusals.in_a_row));
+        [probe, outcomes, refusals].into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
     fn on_members(&mut self, members: BTreeMap<WorkerRank, Member>, now: Timestamp) -> bool {
-        let reborn = |(rank, known): (&WorkerRank, &Rank)| {
+        let reborn = |(rank, known): (&WorkerRank, &RankRecord)| {
             members.get(rank).is_none_or(|member| member.incarnation != known.member.incarnation).then_some(rank.worker)
         };
         // Another engine, or none: what the old one's prober found is not its own.
@@ -223,35 +183,40 @@ impl Monitor {
         for (rank, member) in members {
             let known = earlier.remove(&rank).filter(|known| known.member.incarnation == member.incarnation);
             if known.is_none() {
-                self.ejected.remove(&rank); // whoever it was
+                self.exclusions.forget(rank); // whoever it was
             }
-            let known = known.map_or_else(|| Rank::new(member, now), |known| Rank { member, ..known });
+            let known = known.map_or_else(|| RankRecord::new(member, now), |known| RankRecord { member, ..known });
             self.ranks.insert(rank, known);
         }
-        self.ejected.retain(|rank| self.ranks.contains_key(rank));
+        let ranks = &self.ranks;
+        self.exclusions.retain(|rank| ranks.contains_key(&rank));
         true
     }
 
     fn on_probed(&mut self, worker: WorkerId, prober: u64, answer: Result<(), String>, now: Timestamp) -> bool {
-        let ranks = WorkerRank::new(worker, 0)..=WorkerRank::new(worker, u32::MAX);
-        if self.ranks.range(ranks).next().is_none() {
+        if self.ranks.range(ranks_of(worker)).next().is_none() {
             return false;
         }
-        let known = self.probes.entry(worker).or_insert_with(|| Probe::new(prober, now));
+        let nobody_serves = self.serving() == 0;
+        let known = self.probes.entry(worker).or_insert_with(|| ProbeRecord::new(prober, now));
         if prober < known.prober {
             return false;
         }
         if prober > known.prober {
-            *known = Probe::new(prober, now);
+            *known = ProbeRecord::new(prober, now);
         }
         let was_down = known.down;
         known.heard_at = now;
         match answer {
             Ok(()) => {
-                known.failures = 0;
+                (known.failures, known.contradicted) = (0, false);
                 known.successes = known.successes.saturating_add(1);
-                known.down &= known.successes < self.rules.probe_successes_min;
+                // Where nobody serves, the first sign of life will do.
+                let is_back = known.successes >= self.rules.probe_successes_min || nobody_serves;
+                known.down &= !is_back;
+                return was_down || is_back && self.lift_unreachable(worker, now);
             }
+            Err(why) if known.contradicted => known.why = why,
             Err(why) => {
                 known.successes = 0;
                 known.failures = known.failures.saturating_add(1);
@@ -262,84 +227,140 @@ impl Monitor {
         known.down || was_down
     }
 
-    fn on_outcome(&mut self, rank: WorkerRank, incarnation: u64, outcome: Outcome, now: Timestamp) -> bool {
+    /// Connections can be made again: ends the sentences that were for nothing else.
+    fn lift_unreachable(&mut self, worker: WorkerId, now: Timestamp) -> bool {
+        let mut any = false;
+        for (_, known) in self.ranks.range_mut(ranks_of(worker)).filter(|(_, known)| known.is_unreachable()) {
+            any |= known.lift_sentence(now);
+        }
+        any
+    }
+
+    fn on_outcome(
+        &mut self,
+        rank: WorkerRank,
+        incarnation: u64,
+        outcome: Outcome,
+        began: Option<Timestamp>,
+        now: Timestamp,
+    ) -> bool {
+        if outcome.is_ok() {
+            return self.on_answered(rank, incarnation, began, now);
+        }
+        let others_accept = matches!(outcome, Outcome::Refused { .. }) && self.others_accept(rank);
         let Some(known) = self.ranks.get_mut(&rank).filter(|known| known.member.incarnation == incarnation) else {
             return false;
         };
-        if outcome.is_ok() {
-            if self.ejected.contains(&rank) {
-                return false; // sent there before: what began before the ejection does not end it
-            }
-            known.failures = 0;
-            if known.sentence.take().is_some() {
-                known.sentences = known.sentences.saturating_sub(1);
-                known.free_since = now;
-                return true;
-            }
-            return false;
-        }
-        known.failures = known.failures.saturating_add(1);
-        known.last_failure = outcome;
+        let was_unreachable = known.is_unreachable();
+        let backs_off = known.failed(outcome, began, others_accept, now);
         let max = self.rules.outcome_failures_max;
-        if max == 0 || known.failures < max || known.sentence.is_some() {
-            return false;
+        let is_sentenced = max > 0 && known.failures >= max && known.sentence.is_none();
+        if is_sentenced {
+            known.pass_sentence(self.rules.ejection, now);
         }
-        known.sentence(self.rules.ejection, now);
-        true
+        let is_unreachable = known.is_unreachable();
+        if let Some(probe) = self.probes.get_mut(&rank.worker) {
+            probe.contradicted = false;
+            if is_unreachable && !was_unreachable {
+                probe.successes = 0; // what was before is not a sign of life
+            }
+        }
+        backs_off || is_sentenced || is_unreachable != was_unreachable
     }
 
-    fn is_down(&self, worker: WorkerId) -> bool {
+    fn on_answered(&mut self, rank: WorkerRank, incarnation: u64, began: Option<Timestamp>, now: Timestamp) -> bool {
+        let Some(known) = self.ranks.get_mut(&rank).filter(|known| known.member.incarnation == incarnation) else {
+            return false;
+        };
+        if let Some(down_since) = known.down_since {
+            // What began before it went down is no sign of life; what was sent since, for want of others, is.
+            if began.is_none_or(|began| began < down_since) {
+                return false;
+            }
+            known.succeeded(began, now);
+            if let Some(probe) = self.probes.get_mut(&rank.worker).filter(|probe| probe.down) {
+                probe.contradict();
+            }
+            self.lift_unreachable(rank.worker, now);
+            return true;
+        }
+        if self.exclusions.ejected.contains(&rank) {
+            return false; // sent there before: what began before the ejection does not end it
+        }
+        known.succeeded(began, now)
+    }
+
+    /// Whether some other rank serves and has refused nothing since it last accepted a request.
+    fn others_accept(&self, rank: WorkerRank) -> bool {
+        let mut others = self.ranks.iter().filter(|(other, _)| **other != rank);
+        others.any(|(other, known)| self.serves(*other, known) && known.refusals.in_a_row == 0)
+    }
+
+    fn is_probed_down(&self, worker: WorkerId) -> bool {
         self.probes.get(&worker).is_some_and(|probe| probe.down)
     }
 
     /// Ends what is over, lets back in who must come back, and ejects who should go while the floor lets it.
     fn settle(&mut self, now: Timestamp, changes: &mut Vec<Change>) {
+        let before = self.exclusions.out_of_service();
         let stale = self.rules.probe_stale;
         self.probes.retain(|_, probe| !probe.down || now.since(probe.heard_at) < stale);
+        self.exclusions.down.clear();
+        self.exclusions.refusing.clear();
         for (rank, known) in &mut self.ranks {
-            if known.sentence.is_some_and(|until| until <= now) {
-                (known.sentence, known.failures, known.free_since) = (None, 0, now);
+            known.expire(now);
+            let is_probed_down = self.probes.get(&rank.worker).is_some_and(|probe| probe.down);
+            let is_down = is_probed_down || known.is_unreachable();
+            known.down_since = is_down.then(|| known.down_since.unwrap_or(now));
+            let is_wanted = known.sentence.is_some() && !is_down;
+            known.wanted_since = is_wanted.then(|| known.wanted_since.unwrap_or(now));
+            if is_down {
+                self.exclusions.down.insert(*rank);
             }
-            let is_down = self.probes.get(&rank.worker).is_some_and(|probe| probe.down);
-            known.wanted_since = (known.sentence.is_some() || is_down).then(|| known.wanted_since.unwrap_or(now));
+            if known.refusals.until.is_some() {
+                self.exclusions.refusing.insert(*rank);
+            }
         }
-        let over = self.ejected.iter().filter(|rank| self.wanted_since(**rank).is_none());
-        for rank in over.copied().collect::<Vec<_>>() {
-            self.readmit(rank, changes);
-        }
+        let ranks = &self.ranks;
+        let is_wanted = |rank: &WorkerRank| ranks.get(rank).is_some_and(|known| known.wanted_since.is_some());
+        self.exclusions.ejected.retain(is_wanted);
         while let Some(rank) = self.one_too_many() {
-            self.readmit(rank, changes);
+            self.exclusions.ejected.remove(&rank);
         }
-        let candidates = self.ranks.iter().filter(|(rank, _)| !self.ejected.contains(rank));
+        self.eject_while_allowed();
+        let after = self.exclusions.out_of_service();
+        changes.extend(before.difference(&after).map(|rank| Change::Returned { rank: *rank }));
+        changes.extend(after.difference(&before).map(|rank| {
+            let cause = if self.is_probed_down(rank.worker) { Cause::Probe } else { Cause::Outcomes };
+            Change::Ejected { rank: *rank, cause }
+        }));
+        let of_ranks = self.ranks.values().flat_map(|known| [known.sentence, known.refusals.until]).flatten();
+        let silences = self.probes.values().filter(|probe| probe.down).map(|probe| probe.heard_at + stale);
+        self.next_wake = of_ranks.chain(silences).min();
+    }
+
+    /// Ejects those suspected, whoever has waited longest first. Those beyond the floor stay in.
+    fn eject_while_allowed(&mut self) {
+        let candidates = self.ranks.iter().filter(|(rank, _)| !self.exclusions.ejected.contains(rank));
         let mut candidates: Vec<(Timestamp, WorkerRank)> =
             candidates.filter_map(|(rank, known)| Some((known.wanted_since?, *rank))).collect();
         candidates.sort_unstable();
         let (mut serving, ejected_max) = (self.serving(), self.ejected_max());
         for (_, rank) in candidates {
             let serves = self.is_available(rank);
-            if self.ejected.len() >= ejected_max || serves && serving == 1 {
-                continue; // beyond the floor: it stays in, suspected
+            if self.exclusions.ejected.len() >= ejected_max || serves && serving == 1 {
+                continue;
             }
             serving -= usize::from(serves);
-            self.ejected.insert(rank);
-            let cause = if self.is_down(rank.worker) { Cause::Probe } else { Cause::Outcomes };
-            changes.push(Change::Ejected { rank, cause });
+            self.exclusions.ejected.insert(rank);
         }
-        let sentences = self.ranks.values().filter_map(|known| known.sentence);
-        let silences = self.probes.values().filter(|probe| probe.down).map(|probe| probe.heard_at + stale);
-        self.next_wake = sentences.chain(silences).min();
-    }
-
-    fn readmit(&mut self, rank: WorkerRank, changes: &mut Vec<Change>) {
-        self.ejected.remove(&rank);
-        changes.push(Change::Returned { rank });
     }
 
     fn wanted_since(&self, rank: WorkerRank) -> Option<Timestamp> {
         self.ranks.get(&rank).and_then(|known| known.wanted_since)
     }
 
-    /// How many may be ejected at once.
+    /// How many may be ejected on suspicion at once.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -356,21 +377,25 @@ impl Monitor {
 
     /// Ranks that can serve.
     fn serving(&self) -> usize {
-        self.ranks.iter().filter(|(rank, known)| known.member.available && !self.ejected.contains(rank)).count()
+        self.ranks.iter().filter(|(rank, known)| self.serves(**rank, known)).count()
+    }
+
+    fn serves(&self, rank: WorkerRank, known: &RankRecord) -> bool {
+        known.member.available && !self.exclusions.has_ejected(rank)
     }
 
     fn is_available(&self, rank: WorkerRank) -> bool {
         self.ranks.get(&rank).is_some_and(|known| known.member.available)
     }
 
-    /// Somebody ejected whom the floor, as it is now, wants back: whose engine answers probes first, then whoever has
-    /// been out longest.
+    /// Somebody ejected whom the floor, as it is now, wants back: whoever has been out longest.
     fn one_too_many(&self) -> Option<WorkerRank> {
-        let rank_of = |rank: &&WorkerRank| (self.is_down(rank.worker), self.wanted_since(**rank), **rank);
+        let ejected = &self.exclusions.ejected;
+        let since = |rank: &&WorkerRank| (self.wanted_since(**rank), **rank);
         let serves = |rank: &&WorkerRank| self.is_available(**rank);
-        let spare = (self.serving() == 0).then(|| self.ejected.iter().filter(serves).min_by_key(rank_of)).flatten();
-        let too_many = self.ejected.len() > self.ejected_max();
-        spare.or_else(|| too_many.then(|| self.ejected.iter().min_by_key(rank_of)).flatten()).copied()
+        let spare = (self.serving() == 0).then(|| ejected.iter().filter(serves).min_by_key(since)).flatten();
+        let too_many = ejected.len() > self.ejected_max();
+        spare.or_else(|| too_many.then(|| ejected.iter().min_by_key(since)).flatten()).copied()
     }
 
     /// Whether the promises of the module's head hold.
@@ -378,15 +403,25 @@ impl Monitor {
     /// # Errors
     /// The promise that does not, in words.
     pub fn check_invariants(&self) -> Result<(), String> {
-        if self.ejected.len() > self.ejected_max() {
-            return Err(format!("{} are ejected, at most {} may be", self.ejected.len(), self.ejected_max()));
+        let Exclusions { ejected, down, refusing } = &self.exclusions;
+        if ejected.len() > self.ejected_max() {
+            return Err(format!("{} are ejected on suspicion, at most {} may be", ejected.len(), self.ejected_max()));
         }
-        if self.serving() == 0 && self.ranks.values().any(|known| known.member.available) {
+        let could = |(rank, known): (&WorkerRank, &RankRecord)| known.member.available && !down.contains(rank);
+        if self.serving() == 0 && self.ranks.iter().any(could) {
             return Err("nobody serves though somebody could".to_owned());
         }
-        match self.ejected.iter().find(|rank| self.wanted_since(**rank).is_none()) {
-            Some(rank) => Err(format!("{rank} is ejected and nothing is held against it")),
+        if let Some(rank) = ejected.intersection(down).next() {
+            return Err(format!("{rank} is down, and counted as ejected on suspicion"));
+        }
+        let unfounded = |rank: &&WorkerRank| self.ranks.get(*rank).is_none_or(|known| !known.has_failures());
+        match ejected.iter().chain(refusing).find(unfounded) {
+            Some(rank) => Err(format!("{rank} is kept from requests and nothing is held against it")),
             None => Ok(()),
         }
     }
+}
+
+fn ranks_of(worker: WorkerId) -> std::ops::RangeInclusive<WorkerRank> {
+    WorkerRank::new(worker, 0)..=WorkerRank::new(worker, u32::MAX)
 }

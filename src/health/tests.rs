@@ -58,7 +58,14 @@ impl Pool {
 
     fn outcome(&mut self, worker: u64, outcome: Outcome, now: Timestamp) {
         let incarnation = self.members.get(&rank(worker)).map_or(0, |member| member.incarnation);
-        self.step(Input::Outcome { rank: rank(worker), incarnation, outcome }, now);
+        self.step(Input::Outcome { rank: rank(worker), incarnation, outcome, began: None }, now);
+    }
+
+    /// A request that was sent at `began` is answered at `now`.
+    fn answered(&mut self, worker: u64, began: Timestamp, now: Timestamp) {
+        let incarnation = self.members[&rank(worker)].incarnation;
+        let input = Input::Outcome { rank: rank(worker), incarnation, outcome: Outcome::Ok, began: Some(began) };
+        self.step(input, now);
     }
 
     fn fail(&mut self, worker: u64, times: u32, now: Timestamp) {
@@ -71,7 +78,7 @@ impl Pool {
     }
 
     fn ejected(&self) -> Vec<u64> {
-        self.monitor.ejected().iter().map(|rank| rank.worker.0).collect()
+        self.monitor.exclusions().out_of_service().iter().map(|rank| rank.worker.0).collect()
     }
 
     fn of(&self, worker: u64) -> RankHealth {
@@ -101,12 +108,11 @@ fn five_failures_in_a_row_eject_and_a_success_between_resets() {
 
 #[test]
 fn refusals_misconfiguration_and_invalid_answers_count_as_failures() {
-    let refused = Outcome::Refused { retry_after: Some(Duration::from_secs(1)) };
-    for outcome in [refused, Outcome::Misconfigured, Outcome::InvalidAnswer] {
+    for (outcome, apart) in [(refused(Some(1)), 60), (Outcome::Misconfigured, 0), (Outcome::InvalidAnswer, 0)] {
         let mut pool = Pool::new(RULES, 4);
-        (0..4).for_each(|_| pool.outcome(0, outcome, at(1)));
+        (0..4).for_each(|n| pool.outcome(0, outcome, at(1 + n * apart)));
         assert_eq!(pool.ejected(), NOBODY, "{outcome:?}");
-        pool.outcome(0, outcome, at(1));
+        pool.outcome(0, outcome, at(1 + 4 * apart));
         assert_eq!(pool.ejected(), [0], "{outcome:?}");
         assert!(pool.of(0).why.ends_with(outcome.name()), "{}", pool.of(0).why);
     }
@@ -218,7 +224,7 @@ fn another_engine_under_the_same_name_starts_well() {
     (0..3).for_each(|n| pool.probe(0, false, at(n)));
     pool.set(0, Member { incarnation: 1, available: true }, at(2));
     assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Healthy));
-    let late = Input::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::Timeout };
+    let late = Input::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::Timeout, began: None };
     (0..9).for_each(|_| pool.step(late.clone(), at(3)));
     assert!(!pool.monitor.counts_failures_of(rank(0)));
     pool.step(Input::Probed { worker: WorkerId(0), prober: 2, answer: Ok(()) }, at(4));
@@ -226,10 +232,170 @@ fn another_engine_under_the_same_name_starts_well() {
     assert_eq!(pool.ejected(), NOBODY, "an earlier prober's word is of another engine");
 }
 
+/// Four ranks of which connections to all but the last fail, one after the other.
+fn three_of_four_unreachable() -> Pool {
+    let mut pool = Pool::new(RULES, 4);
+    for worker in 0..3 {
+        (0..5).for_each(|_| pool.outcome(worker, Outcome::ConnectFailed, at(1 + worker)));
+    }
+    pool
+}
+
+#[test]
+fn unreachable_ranks_are_down_whatever_the_share() {
+    let mut pool = three_of_four_unreachable();
+    assert_eq!(pool.ejected(), [0, 1, 2], "half of 4 are 2");
+    assert!(pool.monitor.exclusions().ejected.is_empty(), "the share is left for suspicions");
+    assert_eq!(
+        pool.of(0).to_string(),
+        "0/0 is ejected until 31.0 s after the router's start: 5 requests in a row failed, the last: could not connect"
+    );
+    // The last rank that serves is suspected, never ejected: what is down does not serve.
+    pool.fail(3, 5, at(4));
+    assert_eq!((pool.ejected(), pool.of(3).state), (vec![0, 1, 2], HealthState::Suspected));
+    (0..5).for_each(|_| pool.outcome(3, Outcome::ConnectFailed, at(5)));
+    assert_eq!(pool.ejected(), [0, 1, 2, 3], "nobody serves, and it says so");
+}
+
+#[test]
+fn a_connection_that_breaks_after_refused_ones_does_not_make_a_rank_reachable() {
+    let mut pool = three_of_four_unreachable();
+    pool.outcome(0, Outcome::Reset, at(4));
+    assert_eq!(pool.ejected(), [0, 1, 2], "it was made before");
+    let later = Input::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::ServerError, began: Some(at(5)) };
+    pool.step(later, at(5));
+    assert_eq!(pool.monitor.exclusions().ejected, [rank(0)].into(), "it can be reached, and is suspected");
+}
+
+#[test]
+fn an_answer_to_a_request_that_was_sent_since_ends_it_and_an_earlier_one_does_not() {
+    let mut pool = three_of_four_unreachable();
+    pool.answered(0, at(0), at(4));
+    assert_eq!(pool.ejected(), [0, 1, 2]);
+    pool.answered(0, at(4), at(5));
+    assert_eq!(pool.ejected(), [1, 2]);
+    assert_eq!(pool.of(0).state, HealthState::Healthy);
+    // Two good probes do the same, however many there were before.
+    pool.probe(1, true, at(6));
+    assert_eq!(pool.ejected(), [1, 2]);
+    pool.probe(1, true, at(7));
+    assert_eq!(pool.ejected(), [2]);
+}
+
+#[test]
+fn where_nobody_serves_one_good_probe_is_enough() {
+    let mut pool = Pool::new(RULES, 3);
+    for worker in 0..3 {
+        (0..3).for_each(|n| pool.probe(worker, false, at(1 + n)));
+    }
+    assert_eq!(pool.ejected(), [0, 1, 2], "all of them: what is down is known");
+    pool.probe(1, true, at(5));
+    assert_eq!(pool.ejected(), [0, 2]);
+    pool.probe(2, true, at(6));
+    assert_eq!(pool.ejected(), [0, 2], "others serve: as many as the settings say");
+}
+
+#[test]
+fn requests_that_are_answered_contradict_failing_probes() {
+    let mut pool = Pool::new(RULES, 2);
+    for worker in 0..2 {
+        (0..3).for_each(|n| pool.probe(worker, false, at(1 + n)));
+    }
+    assert_eq!(pool.ejected(), [0, 1]);
+    pool.answered(0, at(4), at(5));
+    (0..9).for_each(|n| pool.probe(0, false, at(6 + n)));
+    assert_eq!(pool.ejected(), [1], "its health path is wrong, not the engine");
+    pool.outcome(0, Outcome::Reset, at(16));
+    (0..3).for_each(|n| pool.probe(0, false, at(17 + n)));
+    assert_eq!(pool.ejected(), [0, 1]);
+}
+
+fn refused(seconds: Option<u64>) -> Outcome {
+    Outcome::Refused { retry_after: seconds.map(Duration::from_secs) }
+}
+
+impl Pool {
+    fn refusing(&self) -> Vec<u64> {
+        self.monitor.exclusions().refusing.iter().map(|rank| rank.worker.0).collect()
+    }
+}
+
+#[test]
+fn a_refusal_backs_off_and_each_in_a_row_for_twice_as_long() {
+    let mut pool = Pool::new(RULES, 4);
+    let mut now = 1;
+    for (n, expected) in [1, 2, 4, 8].into_iter().enumerate() {
+        pool.outcome(0, refused(None), at(now));
+        // What was sent before the first refusal came counts once.
+        (0..20).for_each(|_| pool.outcome(0, refused(None), at(now)));
+        assert_eq!((pool.refusing(), pool.ejected()), (vec![0], vec![]), "{n}");
+        assert_eq!(pool.monitor.next_wake(), Some(at(now + expected)), "{n}");
+        assert_eq!(pool.of(0).state, HealthState::Refusing { until: at(now + expected) });
+        pool.step(Input::Wake, at(now + expected));
+        assert_eq!(pool.refusing(), NOBODY);
+        now += expected;
+    }
+    pool.outcome(0, refused(None), at(now));
+    assert_eq!(pool.ejected(), [0], "the fifth back-off in a row");
+    assert!(pool.of(0).why.contains("refused for lack of capacity"), "{}", pool.of(0));
+}
+
+#[test]
+fn an_engine_says_itself_when_to_come_back_up_to_a_minute() {
+    let mut pool = Pool::new(RULES, 4);
+    pool.outcome(0, refused(Some(7)), at(1));
+    assert_eq!(pool.monitor.next_wake(), Some(at(8)));
+    pool.answered(0, at(2), at(3));
+    assert_eq!(pool.refusing(), [0], "as it has asked");
+    pool.outcome(1, refused(Some(3_600)), at(1));
+    pool.step(Input::Wake, at(8));
+    assert_eq!((pool.refusing(), pool.monitor.next_wake()), (vec![1], Some(at(61))));
+}
+
+#[test]
+fn an_accepted_request_ends_a_back_off() {
+    let mut pool = Pool::new(RULES, 4);
+    pool.outcome(0, refused(None), at(1));
+    pool.step(Input::Wake, at(2));
+    pool.outcome(0, refused(None), at(2));
+    pool.answered(0, at(0), at(3));
+    assert_eq!(pool.refusing(), [0], "sent before it was full");
+    pool.answered(0, at(2), at(3));
+    assert_eq!((pool.refusing(), pool.monitor.counts_failures_of(rank(0))), (vec![], false));
+    pool.outcome(0, refused(None), at(4));
+    assert_eq!(pool.monitor.next_wake(), Some(at(5)), "counted anew");
+}
+
+#[test]
+fn a_fleet_that_refuses_as_a_whole_is_full_and_not_broken() {
+    let mut pool = Pool::new(RULES, 4);
+    let mut now = 1;
+    for _ in 0..40 {
+        (0..4).for_each(|worker| pool.outcome(worker, refused(None), at(now)));
+        assert_eq!(pool.refusing(), [0, 1, 2, 3]);
+        now = pool.monitor.next_wake().expect("back-offs end").0 / 1_000_000_000;
+        pool.step(Input::Wake, at(now));
+        assert_eq!(pool.ejected(), NOBODY);
+    }
+}
+
+#[test]
+fn whoever_should_be_ejected_and_may_not_is_held_back() {
+    let mut pool = Pool::new(Rules { ejected_share_max: 0.0, ..RULES }, 4);
+    (0..5).for_each(|_| pool.outcome(0, Outcome::ServerError, at(1)));
+    assert_eq!((pool.of(0).state, pool.refusing()), (HealthState::Suspected, vec![]));
+    pool.outcome(0, Outcome::ServerError, at(2));
+    assert_eq!((pool.of(0).state, pool.refusing()), (HealthState::Suspected, vec![0]));
+    pool.fail(1, 9, at(2));
+    assert_eq!(pool.refusing(), [0], "slow ranks are not: others would drown");
+}
+
 #[derive(Clone, Debug)]
 enum Act {
     Outcome(u64, Outcome),
+    Answered(u64),
     Failures(u64),
+    Unreachable(u64),
     Probe(u64, bool),
     Available(u64, bool),
     Join(u64),
@@ -251,7 +417,9 @@ fn acts() -> impl Strategy<Value = Act> {
     ];
     prop_oneof![
         4 => (0..9u64, outcome).prop_map(|(worker, outcome)| Act::Outcome(worker, outcome)),
+        2 => (0..9u64).prop_map(Act::Answered),
         4 => (0..9u64).prop_map(Act::Failures),
+        4 => (0..9u64).prop_map(Act::Unreachable),
         6 => (0..9u64, prop::bool::weighted(0.3)).prop_map(|(worker, well)| Act::Probe(worker, well)),
         2 => (0..9u64, any::<bool>()).prop_map(|(worker, available)| Act::Available(worker, available)),
         1 => (0..9u64).prop_map(Act::Join),
@@ -274,7 +442,17 @@ proptest! {
         for act in history {
             match act {
                 Act::Outcome(worker, outcome) => pool.outcome(worker, outcome, at(now)),
+                Act::Answered(worker) => if pool.members.contains_key(&rank(worker)) {
+                    pool.answered(worker, at(now), at(now));
+                    let down = &pool.monitor.exclusions().down;
+                    prop_assert!(!down.contains(&rank(worker)), "{} was answered by", worker);
+                },
                 Act::Failures(worker) => pool.fail(worker, 5, at(now)),
+                Act::Unreachable(worker) => {
+                    (0..5).for_each(|_| pool.outcome(worker, Outcome::ConnectFailed, at(now)));
+                    let down = &pool.monitor.exclusions().down;
+                    prop_assert_eq!(down.contains(&rank(worker)), pool.members.contains_key(&rank(worker)));
+                }
                 Act::Probe(worker, well) => pool.probe(worker, well, at(now)),
                 Act::Available(worker, available) => if let Some(&known) = pool.members.get(&rank(worker)) {
                     pool.set(worker, Member { available, ..known }, at(now));
@@ -292,7 +470,7 @@ proptest! {
                     pool.step(Input::Wake, at(now));
                 }
             }
-            let (ejected, ranks) = (pool.ejected().len(), pool.members.len());
+            let (ejected, ranks) = (pool.monitor.exclusions().ejected.len(), pool.members.len());
             let allowed = if share > 0.0 && ranks > 1 { ((ranks as f64 * share) as usize).clamp(1, ranks - 1) } else { 0 };
             prop_assert!(ejected <= allowed, "{ejected} of {ranks} at {share}");
             for row in pool.monitor.report() {
@@ -304,9 +482,9 @@ proptest! {
         while let Some(at) = pool.monitor.next_wake() {
             pool.step(Input::Wake, at);
             steps += 1;
-            prop_assert!(steps <= 20, "each rank and prober ends once");
+            prop_assert!(steps <= 40, "each rank, back-off and prober ends once");
         }
-        prop_assert!(pool.ejected().is_empty());
+        prop_assert!(pool.monitor.exclusions().is_empty());
         prop_assert!(pool.monitor.report().iter().all(|row| row.state == HealthState::Healthy));
     }
 }

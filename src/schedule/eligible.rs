@@ -196,6 +196,8 @@ impl Rules {
         if !good {
             verdicts.refuse(Filter::Unavailable, |position| standings[position].unavailable);
             verdicts.refuse(Filter::Draining, |position| standings[position].draining);
+            // Before the session: a rank that is down keeps none.
+            verdicts.narrow(Filter::Unavailable, |position| !standings[position].down);
         }
         if let Some(bound) = asked.session.filter(|_| self.session_affinity == SessionAffinity::Hard) {
             verdicts.narrow(Filter::Pin, |position| all[position].rank == bound);
@@ -203,6 +205,8 @@ impl Rules {
         if !good {
             // When nobody answers, the board must do.
             verdicts.narrow(Filter::Unresponsive, |position| !standings[position].suspect);
+            // When every rank refuses, the load is spread over all of them.
+            verdicts.narrow(Filter::Refusing, |position| !standings[position].refusing);
         }
         if let Some(adapter) = asked.terms.and_then(|terms| terms.lora_name.as_deref()) {
             verdicts.narrow(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));

@@ -199,10 +199,9 @@ impl<T> Schedule<T> {
             Input::Admit(_)
             | Input::Describe { .. }
             | Input::Drain { .. }
-            | Input::Undrain { .. }
             | Input::Retire { .. }
             | Input::Conditions(_)
-            | Input::Ejected(_) => self.on_membership(input, effects),
+            | Input::Exclusions(_) => self.on_membership(input, effects),
         }
         if self.queueing {
             self.expire(effects);
@@ -237,11 +236,10 @@ impl<T> Schedule<T> {
         match input {
             Input::Admit(admission) => self.ranks.admit(admission, self.rules.slow_start_factor()),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
-            Input::Drain { slot, generation } => self.ranks.set_draining(slot, generation, true),
-            Input::Undrain { slot, generation } => self.ranks.set_draining(slot, generation, false),
+            Input::Drain { slot, generation } => self.ranks.drain(slot, generation),
             Input::Conditions(conditions) => self.ranks.set_conditions(conditions),
-            Input::Ejected(ejected) => {
-                self.ranks.set_ejected(ejected, self.rules.slow_return_factor(), self.now);
+            Input::Exclusions(exclusions) => {
+                self.ranks.set_exclusions(exclusions, self.rules.slow_return_factor(), self.now);
             }
             Input::Retire { slot, generation } => {
                 if let Some(rank) = self.ranks.retire(slot, generation) {

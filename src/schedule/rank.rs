@@ -1,7 +1,7 @@
 //! What the scheduler keeps of each rank: its board, the overlay of Books not seen there yet, and, while a
 //! batch is in flight, its exact answer and what the batch has booked on it.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use super::standing::Standing;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadAnswer};
 use crate::engine_load::{EngineLimits, EngineLoadCell};
+use crate::health::Exclusions;
 use crate::index::Holdings;
 use crate::load::{BoardLoad, BoardSlot, BoardVersion, PrefillLoadHint, PromptBlocks, PromptMark, RankLoad, SpeedCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
@@ -30,8 +31,8 @@ pub(super) struct Ranks {
     /// Slot to position in `all`, and who sits there.
     positions: Vec<Option<(u32, Generation)>>,
     conditions: Arc<RankConditions>,
-    /// Out of service for their health.
-    ejected: Arc<BTreeSet<WorkerRank>>,
+    /// Kept from requests for their health.
+    exclusions: Arc<Exclusions>,
 }
 
 #[derive(Debug)]
@@ -209,10 +210,9 @@ impl Ranks {
         }
     }
 
-    pub(super) fn set_draining(&mut self, slot: Slot, generation: Generation, draining: bool) {
+    pub(super) fn drain(&mut self, slot: Slot, generation: Generation) {
         if let Some(position) = self.position_of(slot, generation) {
-            self.standings[position].draining = draining;
-            self.eased |= !draining;
+            self.standings[position].draining = true;
             self.apply_conditions(); // what only it could narrow is open to others
         }
     }
@@ -231,11 +231,12 @@ impl Ranks {
         self.apply_conditions();
     }
 
-    /// Takes over who is ejected. The cost of those who return is multiplied by `return_factor` from `now` on.
-    pub(super) fn set_ejected(&mut self, ejected: Arc<BTreeSet<WorkerRank>>, return_factor: f64, now: Timestamp) {
-        let before = std::mem::replace(&mut self.ejected, ejected);
+    /// Takes over who is excluded for their health. The cost of those who return to service is multiplied by
+    /// `return_factor` from `now` on.
+    pub(super) fn set_exclusions(&mut self, exclusions: Arc<Exclusions>, return_factor: f64, now: Timestamp) {
+        let before = std::mem::replace(&mut self.exclusions, exclusions);
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
-            if before.contains(&rank.rank) && !self.ejected.contains(&rank.rank) {
+            if before.has_ejected(rank.rank) && !self.exclusions.has_ejected(rank.rank) {
                 (rank.about.returned_at, rank.about.return_factor) = (now, return_factor);
                 standing.returning = return_factor != 1.0;
             }
@@ -245,14 +246,17 @@ impl Ranks {
 
     fn apply_conditions(&mut self) {
         let reachable = |rank: &Rank| !self.conditions.unavailable.contains(&rank.rank);
+        let Exclusions { ejected, down, refusing } = &*self.exclusions;
         let serves = |(rank, standing): (&Rank, &Standing)| {
-            reachable(rank) && !standing.draining && !self.ejected.contains(&rank.rank)
+            reachable(rank) && !standing.draining && !self.exclusions.has_ejected(rank.rank)
         };
         // Where only ejected ranks are left they serve, until whoever ejected them has seen it.
-        let others_serve = !self.ejected.is_empty() && self.all.iter().zip(&self.standings).any(serves);
+        let others_serve = !ejected.is_empty() && self.all.iter().zip(&self.standings).any(serves);
         for (rank, standing) in self.all.iter().zip(&mut self.standings) {
             standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
-            standing.unavailable = !reachable(rank) || others_serve && self.ejected.contains(&rank.rank);
+            standing.unavailable = !reachable(rank) || others_serve && ejected.contains(&rank.rank);
+            standing.down = down.contains(&rank.rank);
+            standing.refusing = refusing.contains(&rank.rank);
         }
         self.look_for_trouble();
     }

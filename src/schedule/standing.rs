@@ -5,8 +5,12 @@
 /// What stands against a rank, whoever asks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Standing {
-    /// The embedder cannot reach it, or it is ejected.
+    /// The embedder cannot reach it, or it is ejected on suspicion.
     pub(super) unavailable: bool,
+    /// Its probes fail, or connections to it: chosen only when no other rank is left.
+    pub(super) down: bool,
+    /// It is in a back-off after refused requests: chosen only when every other rank is, too.
+    pub(super) refusing: bool,
     pub(super) draining: bool,
     /// It let a load query time out and has given no sign since, or its board has not been readable yet: chosen only
     /// when nobody else is left.
@@ -23,6 +27,8 @@ impl Standing {
     /// Nothing stands against it.
     pub(super) const GOOD: Self = Self {
         unavailable: false,
+        down: false,
+        refusing: false,
         draining: false,
         suspect: false,
         overloaded: false,

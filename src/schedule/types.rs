@@ -1,6 +1,5 @@
 //! What the scheduler is told and what it wants done.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::{Explanation, Terms};
 use crate::engine_load::EngineLoadCell;
+use crate::health::Exclusions;
 use crate::index::Holdings;
 use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad, SpeedCell};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
@@ -138,13 +138,6 @@ pub enum Input<T> {
         /// Its incarnation.
         generation: Generation,
     },
-    /// A rank gets new work again.
-    Undrain {
-        /// Its slot.
-        slot: Slot,
-        /// Its incarnation.
-        generation: Generation,
-    },
     /// A rank may not be chosen any more. Nothing is booked on it after this input.
     Retire {
         /// Its slot.
@@ -154,9 +147,9 @@ pub enum Input<T> {
     },
     /// What the embedder knows of the ranks, in place of what it said before.
     Conditions(Arc<RankConditions>),
-    /// The ranks whose health keeps them out of service, in place of those before. Whoever is no longer among them returns,
-    /// and starts slowly.
-    Ejected(Arc<BTreeSet<WorkerRank>>),
+    /// The ranks that are excluded for their health, in place of those before. A rank that returns to service starts
+    /// slowly.
+    Exclusions(Arc<Exclusions>),
 }
 
 /// A rank as it joins.

@@ -243,12 +243,15 @@ pub enum Filter {
     Pin,
     /// It lacks a required taint.
     RequiredTaints,
-    /// The embedder says that it cannot be reached, or it is ejected for its health.
+    /// The embedder says that it cannot be reached, or it is ejected for its health. A rank that is down is refused only
+    /// while another one is left.
     Unavailable,
     /// It is being drained.
     Draining,
     /// Its sequence actor let a question time out, and others did not.
     Unresponsive,
+    /// It has just refused requests, and others have not.
+    Refusing,
     /// Others have the LoRA adapter loaded, and it does not.
     Lora,
     /// It has too much to do, as the embedder or its load says.
@@ -259,7 +262,7 @@ pub enum Filter {
 
 impl Filter {
     /// All of them, in the order in which they are tried.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Allowed,
         Self::Excluded,
         Self::Pin,
@@ -267,6 +270,7 @@ impl Filter {
         Self::Unavailable,
         Self::Draining,
         Self::Unresponsive,
+        Self::Refusing,
         Self::Lora,
         Self::Overloaded,
         Self::Busy,
@@ -283,6 +287,7 @@ impl Filter {
             Self::Unavailable => "unavailable",
             Self::Draining => "draining",
             Self::Unresponsive => "unresponsive",
+            Self::Refusing => "refusing requests",
             Self::Lora => "without the LoRA adapter",
             Self::Overloaded => "overloaded",
             Self::Busy => "busy",
@@ -293,7 +298,7 @@ impl Filter {
     #[must_use]
     pub fn passes(self) -> bool {
         match self {
-            Self::Unresponsive | Self::Lora | Self::Overloaded | Self::Busy => true,
+            Self::Unresponsive | Self::Refusing | Self::Lora | Self::Overloaded | Self::Busy => true,
             Self::Allowed | Self::Excluded | Self::Pin | Self::RequiredTaints | Self::Unavailable | Self::Draining => {
                 false
             }

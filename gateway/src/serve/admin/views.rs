@@ -41,7 +41,6 @@ impl Facts {
             "id": entry.worker.to_string(),
             "config": entry.config,
             "draining": entry.draining,
-            "cordoned": entry.cordoned,
             "ranks": ranks,
         })
     }
@@ -90,6 +89,7 @@ pub(super) fn health(health: &RankHealth) -> Value {
     let (state, until) = match health.state {
         HealthState::Healthy => ("healthy", None),
         HealthState::Suspected => ("suspected", None),
+        HealthState::Refusing { until } => ("refusing", Some(until)),
         HealthState::Ejected { until } => ("ejected", until),
     };
     let until_s = until.map(|until| until.since(Timestamp::default()).as_secs_f64());
@@ -123,10 +123,9 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
 }
 
 pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
-    let DiscoveryStatus { source, workers, last_error, closed, refused, leaving, removed } = source;
+    let DiscoveryStatus { source, workers, last_error, closed, refused, leaving } = source;
     let refused: BTreeMap<String, &String> = refused.iter().map(|(id, why)| (id.to_string(), why)).collect();
     let leaving: Vec<String> = leaving.iter().map(ToString::to_string).collect();
-    let removed: BTreeMap<String, &String> = removed.iter().map(|(id, url)| (id.to_string(), url)).collect();
     json!({
         "source": source,
         "workers": workers,
@@ -134,7 +133,6 @@ pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
         "closed": closed,
         "refused": refused,
         "leaving": leaving,
-        "removed": removed,
     })
 }
 
