@@ -4,9 +4,11 @@
 //! and that a body dropped early closes its connection. Leaves retries, and what an error means for a worker's health, to
 //! callers.
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use std::{fmt, io};
 
 use axum::body::Bytes;
 use http_body_util::{BodyExt as _, Full, Limited};
@@ -35,7 +37,7 @@ const IDLE_KEPT: Duration = Duration::from_secs(4);
 pub enum UpstreamError {
     /// No connection.
     #[error("cannot connect: {0}")]
-    Connect(String),
+    Connect(ConnectError),
     /// No answer in time.
     #[error("not answered within {} ms", .0.as_millis())]
     Timeout(Duration),
@@ -51,6 +53,44 @@ pub enum UpstreamError {
     /// The address is none.
     #[error("{0:?} is not an address")]
     Address(String),
+}
+
+/// Why no connection was made.
+#[derive(Debug)]
+pub struct ConnectError {
+    causes: String,
+    is_unreachable: bool,
+}
+
+impl ConnectError {
+    fn of(error: &(dyn Error + 'static)) -> Self {
+        let (mut next, mut is_unreachable) = (Some(error), false);
+        while let Some(cause) = next {
+            is_unreachable |= cause.downcast_ref::<io::Error>().is_some_and(|cause| {
+                matches!(
+                    cause.kind(),
+                    io::ErrorKind::ConnectionRefused
+                        | io::ErrorKind::HostUnreachable
+                        | io::ErrorKind::NetworkUnreachable
+                        | io::ErrorKind::TimedOut
+                )
+            });
+            next = cause.source();
+        }
+        Self { causes: causes(error), is_unreachable }
+    }
+
+    /// Whether nothing listens at the address, or nothing is there at all: no engine has seen the attempt.
+    #[must_use]
+    pub fn is_unreachable(&self) -> bool {
+        self.is_unreachable
+    }
+}
+
+impl fmt::Display for ConnectError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.causes)
+    }
 }
 
 impl UpstreamError {
@@ -151,8 +191,11 @@ impl Upstream {
     /// No connection, or one that broke off.
     pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
         self.client.request(request).await.map_err(|error| {
-            let shown = causes(&error);
-            if error.is_connect() { UpstreamError::Connect(shown) } else { UpstreamError::Broken(shown) }
+            if error.is_connect() {
+                UpstreamError::Connect(ConnectError::of(&error))
+            } else {
+                UpstreamError::Broken(causes(&error))
+            }
         })
     }
 

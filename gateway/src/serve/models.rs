@@ -208,7 +208,7 @@ pub(super) async fn warn_of_unread(current: Current) {
 /// the same would always be the first.
 fn next_worker(workers: &[WorkerEntry], turn: &AtomicUsize, but: Option<&str>) -> Option<String> {
     let endpoints = || {
-        let taking = workers.iter().filter(|entry| entry.takes_requests()).map(|entry| entry.config.endpoint.as_str());
+        let taking = workers.iter().filter(|entry| !entry.draining).map(|entry| entry.config.endpoint.as_str());
         taking.filter(|endpoint| Some(*endpoint) != but)
     };
     let n = if but.is_some() { turn.load(Ordering::Relaxed) } else { turn.fetch_add(1, Ordering::Relaxed) };
@@ -225,7 +225,7 @@ mod tests {
     fn workers(given: &[(&str, bool)]) -> Vec<WorkerEntry> {
         let entry = |(id, (name, draining)): (u64, &(&str, bool))| {
             let config = WorkerConfig::at(*name);
-            WorkerEntry { worker: WorkerId(id), config, ranks: Vec::new(), draining: *draining, cordoned: false }
+            WorkerEntry { worker: WorkerId(id), config, ranks: Vec::new(), draining: *draining }
         };
         (0..).zip(given).map(entry).collect()
     }

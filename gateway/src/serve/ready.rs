@@ -1,6 +1,7 @@
 //! Probes: whether the process lives, and whether it should be sent requests.
 //!
-//! Owns what "ready" means: not on its way out, and some model has a rank that may serve and is warm, which is that the
+//! Owns what "live" means: no router has failed for good, which only a restart of the process can mend. Owns what "ready"
+//! means: not on its way out, and some model has a rank that may serve and is warm, which is that the
 //! caches of all its ranks were known once and none was lost since, or the time to get to know them is over. Promises
 //! that the answer names no worker, and that an engine that falls silent makes nobody unready. Leaves the facts to the
 //! routers.
@@ -18,6 +19,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use pointsman::KvSourceStatus;
+use pointsman::error::Down;
 use pointsman::health::HealthState;
 use pointsman::ingest::Trust;
 use pointsman::protocol::WorkerRank;
@@ -64,8 +66,12 @@ impl Readiness {
 struct Ranks {
     /// Whether the router takes requests.
     router_up: bool,
+    /// Those that are registered.
+    registered: usize,
     /// Those that can serve.
     eligible: usize,
+    /// Those that are ejected: counted only where none can serve.
+    ejected: usize,
     /// Those whose cache contents were lost with a part of the index.
     cold: usize,
     /// Those whose cache contents are not known, yet or any more, the cold ones included.
@@ -106,13 +112,17 @@ fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verd
 }
 
 fn why_not(ranks: Ranks, warm_up_over: bool) -> Option<String> {
-    let Ranks { router_up, eligible, cold, unknown, was_warm } = ranks;
+    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm } = ranks;
     // Ranks that join later, or break off, are no reason to stop what goes well.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("its router is down".to_owned())
     } else if eligible == 0 {
-        Some("no rank can serve".to_owned())
+        Some(if ejected > 0 {
+            format!("no rank can serve: {ejected} of {registered} are ejected")
+        } else {
+            "no rank can serve".to_owned()
+        })
     } else if unknown > 0 && !warm_up_over {
         Some(format!("the caches of {unknown} ranks are not known yet"))
     } else {
@@ -126,15 +136,17 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let sources = model.router.kv_sources().into_iter();
     let mut unknown: BTreeSet<_> = sources.filter(|source| !is_known(source)).map(|source| source.rank).collect();
     let was_warm = model.was_warm.load(Ordering::Relaxed);
+    let eligible = model.router.eligible_ranks();
     // The router is asked only where it matters.
-    if !unknown.is_empty() && !was_warm && !warm_up_over {
-        let ejected = ejected(model).await;
-        unknown.retain(|rank| !ejected.contains(rank));
-    }
+    let matters = eligible == 0 || !unknown.is_empty() && !was_warm && !warm_up_over;
+    let ejected = if matters { ejected(model).await } else { BTreeSet::new() };
+    unknown.retain(|rank| !ejected.contains(rank));
     unknown.extend(&health.cold);
     let ranks = Ranks {
         router_up: health.state.is_ok(),
-        eligible: model.router.eligible_ranks(),
+        registered: health.ranks,
+        eligible,
+        ejected: ejected.len(),
         cold: health.cold.len(),
         unknown: unknown.len(),
         was_warm,
@@ -157,7 +169,23 @@ async fn ejected(model: &Model) -> BTreeSet<WorkerRank> {
 
 /// `/live` and `/ready`, for clients and operators.
 pub(crate) fn routes() -> Router<Current> {
-    Router::new().route("/live", get(|| async { "live\n" })).route("/ready", get(ready))
+    Router::new().route("/live", get(live)).route("/ready", get(ready))
+}
+
+/// A router that has spent its restarts stays failed: whoever supervises the process should restart it.
+async fn live(State(app): State<Arc<App>>) -> Response {
+    let failed: Vec<&str> = app
+        .models
+        .all()
+        .iter()
+        .filter(|model| model.router.health().state == Err(Down::Failed))
+        .map(|model| model.settings.name.as_str())
+        .collect();
+    if failed.is_empty() {
+        return "live\n".into_response();
+    }
+    let said = format!("the router of model {} has failed for good: restart the process\n", failed.join(", "));
+    (StatusCode::SERVICE_UNAVAILABLE, said).into_response()
 }
 
 /// What `/ready` is asked.
@@ -227,6 +255,12 @@ mod tests {
             (false, false, &[("a", lost)], &["model \"a\": the caches of 1 ranks are not known yet"]),
             (false, false, &[("a", Ranks { eligible: 0, ..joined })], &["model \"a\": no rank can serve"]),
             (false, false, &[("a", cold)], &["model \"a\": the caches of 1 ranks are not known yet"]),
+            (
+                false,
+                false,
+                &[("a", Ranks { registered: 4, ejected: 3, ..none })],
+                &["model \"a\": no rank can serve: 3 of 4 are ejected"],
+            ),
             (
                 false,
                 true,

@@ -52,11 +52,6 @@ pub(crate) fn file(bytes: &[u8]) -> PathBuf {
     let n = NEXT.fetch_add(1, Ordering::Relaxed);
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("admin-{}-{n}", std::process::id()));
     std::fs::write(&path, bytes).expect("the file is written");
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt as _;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).expect("it is ours");
-    }
     path
 }
 
@@ -87,11 +82,7 @@ pub(crate) struct Asked {
 
 impl Asked {
     pub(crate) async fn start() -> Self {
-        Self::with(settings()).await
-    }
-
-    pub(crate) async fn with(settings: Settings) -> Self {
-        Self { gateway: Gateway::start(settings).await.expect("the gateway starts") }
+        Self { gateway: Gateway::start(settings()).await.expect("the gateway starts") }
     }
 
     pub(crate) fn router(&self) -> Router {

@@ -26,7 +26,6 @@ use axum::routing::{get, post, put};
 use tokio::sync::{Mutex, Semaphore};
 
 use super::current::Current;
-use super::routes::refused_head;
 use super::{App, ready};
 use crate::openai::{ApiError, ErrorType};
 pub(crate) use auth::Token;
@@ -77,9 +76,6 @@ pub(super) fn routes(current: Current, token: Token) -> Router {
         .route("/admin/models/{model}/workers", get(workers::list).post(workers::add))
         .route("/admin/models/{model}/workers/{id}", put(workers::put).patch(workers::patch).delete(workers::remove))
         .route("/admin/models/{model}/workers/{id}/drain", post(workers::drain))
-        .route("/admin/models/{model}/workers/{id}/undrain", post(workers::undrain))
-        .route("/admin/models/{model}/workers/{id}/cordon", post(workers::cordon))
-        .route("/admin/models/{model}/workers/{id}/uncordon", post(workers::uncordon))
         .with_state(Arc::clone(&admin))
         .merge(common)
         .fallback(async || no_route())
@@ -93,7 +89,7 @@ async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) ->
     let mut answer = if !admin.token.is_shown_in(request.headers()) {
         admin.denials.count(peer_of(request.extensions()));
         auth::denied()
-    } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {
+    } else if let Some(error) = refused_address(request.uri()) {
         error.into_response()
     } else {
         next.run(request).await

@@ -1,7 +1,8 @@
 //! The tries of one request, until a worker has begun to answer.
 //!
 //! Owns where it is tried next, and what is said when nobody answers. Promises at most `attempts_max` tries, retries within
-//! the gateway's budget, and none once a valid answer has begun: until then the client has been told nothing. A retry
+//! the gateway's budget, and none once a valid answer has begun: until then the client has been told nothing. Workers that
+//! cannot be reached count neither as tries nor against the budget, and have a bound of their own. A retry
 //! goes to another worker, or where there is none to another rank; to the same one only where that is the only one and
 //! nothing was heard of it, as when it closed a connection that was just taken up again. Leaves the rest of the answer to [`Answer`](super::answer::Answer).
 
@@ -32,6 +33,10 @@ use crate::upstream::UpstreamError;
 
 /// The longest error of a worker that is kept, in case nobody else answers.
 const ERROR_BYTES_MAX: usize = 64 << 10;
+
+/// The most workers that may be found unreachable by one request. They count neither as attempts nor against the retry
+/// budget: no engine did any work.
+const UNREACHABLE_MAX: u32 = 16;
 
 /// What every try of a request sends.
 pub(super) struct Errand<'a> {
@@ -73,9 +78,10 @@ impl Errand<'_> {
         let (mut elsewhere, mut failures) = (Elsewhere::default(), Failures::default());
         let mut reports = Reports { errand: self, suspects: Vec::new() };
         let attempts_max = self.app.settings.gateway.attempts_max;
+        let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
         for attempt in 1.. {
-            let booking_id = self.app.ids.booking(self.request_id);
+            let booking_id = self.app.ids.next();
             let request = RouteRequest {
                 request_id: Some(&booking_id),
                 deadline: deadline.map(|deadline| deadline.saturating_sub(asked.elapsed())),
@@ -87,7 +93,9 @@ impl Errand<'_> {
                 Err(error) if attempt == 1 => return Err(error.into_response()),
                 // Nobody else can serve it, so what is known stands.
                 Err(_) => {
-                    self.app.retry_budget.give_back(Instant::now());
+                    if holds_retry {
+                        self.app.retry_budget.give_back(Instant::now());
+                    }
                     break;
                 }
             };
@@ -117,17 +125,28 @@ impl Errand<'_> {
             );
             last_worker = Some(Arc::clone(sent.worker()));
             let may_retry = self.is_worth_a_retry(failure.reason(), &failures.reasons);
+            let is_unreachable = failure.is_unreachable();
             elsewhere.than(&placement, &failure, self);
             reports.add(&placement, &failure, sent);
             drop(placement);
             failures.add(failure);
-            if !may_retry || attempt >= attempts_max {
+            holds_retry = false;
+            if is_unreachable {
+                unreachable += 1;
+                if unreachable >= UNREACHABLE_MAX {
+                    break;
+                }
+                continue;
+            }
+            counted += 1;
+            if !may_retry || counted >= attempts_max {
                 break;
             }
             if !self.app.retry_budget.take(Instant::now()) {
                 self.app.meters.retry_denied();
                 break;
             }
+            holds_retry = true;
         }
         reports.settle(Ending::Failed);
         Err(failures.answer(self.request_id))

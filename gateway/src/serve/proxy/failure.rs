@@ -70,6 +70,11 @@ impl Failure {
         }
     }
 
+    /// Whether no connection was made, so that no engine did anything for the request.
+    pub(super) fn is_unreachable(&self) -> bool {
+        matches!(self, Self::Silence(UpstreamError::Connect(error)) if error.is_unreachable())
+    }
+
     /// Whether nothing at all was heard of the worker.
     pub(super) fn is_unheard(&self) -> bool {
         matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
