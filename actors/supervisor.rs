@@ -125,6 +125,8 @@ pub(crate) struct State {
     sources: Sources,
     /// Workers that were drained away or removed by hand, and that discovery has not stopped naming since.
     drained: BTreeSet<WorkerId>,
+    /// Whether the log says that some worker states no `max_num_batched_tokens`.
+    unstated_capacity_reported: bool,
     #[cfg(feature = "zmq")]
     ingests: ingests::Ingests,
     /// Restarts of the scheduler.
@@ -232,6 +234,7 @@ impl Actor for Supervisor {
             drains_started: 0,
             sources: Sources::default(),
             drained: BTreeSet::new(),
+            unstated_capacity_reported: false,
             #[cfg(feature = "zmq")]
             ingests: ingests::Ingests::new(),
             scheduler_incarnation: 0,

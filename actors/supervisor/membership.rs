@@ -95,6 +95,7 @@ impl State {
             let (pool, source) = (self.shared.config.pool.as_str(), self.source_name(source));
             let (url, ranks) = (config.endpoint.as_str(), slots.len());
             tracing::info!(pool, worker = url, worker_id = %worker, ranks, source, "worker joined");
+            self.report_unstated_capacity(&config);
         }
         #[cfg(feature = "zmq")]
         let ranks: Vec<Slot> = slots.values().copied().collect();
@@ -104,6 +105,17 @@ impl State {
             self.read_events(slot).await?;
         }
         Ok(Ok(()))
+    }
+
+    /// Logs, once a router, that limits which are a share of `max_num_batched_tokens` rest on an assumption.
+    fn report_unstated_capacity(&mut self, worker: &WorkerConfig) {
+        let config = &self.shared.config;
+        let assumes = worker.max_num_batched_tokens.is_none() && config.depends_on_batched_tokens();
+        if assumes && !std::mem::replace(&mut self.unstated_capacity_reported, true) {
+            let (pool, url) = (config.pool.as_str(), worker.endpoint.as_str());
+            let assumed = config.batched_tokens_where_unstated();
+            tracing::info!(pool, worker = url, assumed, "worker states no max_num_batched_tokens");
+        }
     }
 
     fn check(&self, config: &WorkerConfig) -> Result<(), WorkerConfigError> {

@@ -77,6 +77,15 @@ fn a_broken_file_is_refused_with_every_problem() {
 }
 
 #[test]
+fn a_queue_that_rests_on_an_assumed_capacity_is_warned_of() {
+    let args = ["--model", "m", "--worker", "http://e:8000", "--set", "router.queue_threshold=2"];
+    let output = run(&args.map(OsStr::new), &[]);
+    let (code, warnings) = (output.status.code(), text(&output.stderr));
+    assert_eq!((code, warnings.lines().count()), (Some(0), 1), "{warnings}");
+    assert!(warnings.starts_with("warning: model \"m\" limits prefill by a share of max_num_batched_tokens: 8192"));
+}
+
+#[test]
 fn flags_are_enough_and_win() {
     let args = ["--model", "m", "--worker", "http://e:8000", "--worker", "http://f:8000", "--listen", "127.0.0.1:0"];
     let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9"];

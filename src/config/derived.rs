@@ -44,6 +44,22 @@ impl RouterConfig {
         self.queue_threshold.is_some() || self.queue_classes.iter().any(QueueClass::has_threshold)
     }
 
+    /// `max_num_batched_tokens` of a rank whose worker does not state it, where nothing is configured: the default of
+    /// `vllm serve` on GPUs with 70 GiB or more (2,048 on smaller ones), and of SGLang's `chunked_prefill_size` on many.
+    pub const UNSTATED_BATCHED_TOKENS: u32 = 8_192;
+
+    /// `max_num_batched_tokens` of a rank whose worker does not state it.
+    #[must_use]
+    pub fn batched_tokens_where_unstated(&self) -> u32 {
+        self.unstated_batched_tokens.unwrap_or(Self::UNSTATED_BATCHED_TOKENS)
+    }
+
+    /// Whether a limit on a rank's load is a share of its `max_num_batched_tokens`.
+    #[must_use]
+    pub fn depends_on_batched_tokens(&self) -> bool {
+        self.overload_prefill_frac.is_some() || self.classes().iter().any(|class| class.busy_prefill_frac.is_some())
+    }
+
     /// The block size as hashing wants it. A zero, which validation refuses, counts as 1.
     #[must_use]
     pub fn block_size_nonzero(&self) -> NonZeroU32 {

@@ -135,8 +135,11 @@ pub struct RouterConfig {
     /// Blocks named by KV events that one shard may have waiting; senders wait beyond. Default 1,048,576, at least 1.
     pub event_blocks_max: u32,
     /// Share of a rank's `max_num_batched_tokens` in prefill tokens beyond which it is busy, so that requests wait.
-    /// Unknown capacities count as 10,000,000. Default none: nothing ever waits. Not negative.
+    /// Default none: nothing ever waits. Not negative.
     pub queue_threshold: Option<f64>,
+    /// `max_num_batched_tokens` of ranks whose worker does not state it. Default none:
+    /// [`RouterConfig::UNSTATED_BATCHED_TOKENS`]. At least 1.
+    pub unstated_batched_tokens: Option<u32>,
     /// Order of the queue where there are no classes. Default `fcfs`.
     pub queue_policy: QueueOrder,
     /// Classes of waiting requests. Default none: one class, `default`. Nothing waits while neither a class nor
@@ -264,6 +267,7 @@ impl Default for RouterConfig {
             requests_max: 65_536,
             event_blocks_max: 1 << 20,
             queue_threshold: None,
+            unstated_batched_tokens: None,
             queue_policy: QueueOrder::default(),
             queue_classes: Vec::new(),
             queue_default_family: None,
@@ -366,6 +370,7 @@ impl RouterConfig {
         let positive = [
             ("block_size", Some(u64::from(self.block_size))),
             ("load_query_timeout_ms", Some(self.load_query_timeout_ms)),
+            ("unstated_batched_tokens", self.unstated_batched_tokens.map(u64::from)),
             ("requests_max", Some(u64::from(self.requests_max))),
             ("event_blocks_max", Some(u64::from(self.event_blocks_max))),
             ("slow_start_max_ms", Some(self.slow_start_max_ms)),

@@ -14,10 +14,6 @@ use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::{Filter, Removed, preference_factor};
 
-/// Tokens that an engine step is taken to hold where the worker does not say.
-/// (reference: NVIDIA Dynamo 1.6.1, unknown max_num_batched_tokens)
-const MAX_NUM_BATCHED_TOKENS_UNKNOWN: u32 = 10_000_000;
-
 /// The least progress that a slow start counts as, so that the first requests of a new rank cost ten times as much.
 const PROGRESS_MIN: f64 = 0.1;
 
@@ -50,6 +46,8 @@ struct SlowStart {
 struct Limits {
     prefill_tokens: Option<u64>,
     prefill_frac: Option<f64>,
+    /// What the share is of where the rank's worker states no `max_num_batched_tokens`.
+    unstated_batched_tokens: u32,
 }
 
 impl Limits {
@@ -60,7 +58,7 @@ impl Limits {
     #[expect(clippy::cast_precision_loss, reason = "token counts stay far below 2^53")]
     fn exceeded_by(&self, rank: &Rank) -> bool {
         let tokens = rank.prefill_tokens_max();
-        let step = rank.about.traits.max_num_batched_tokens.unwrap_or(MAX_NUM_BATCHED_TOKENS_UNKNOWN);
+        let step = rank.about.traits.max_num_batched_tokens.unwrap_or(self.unstated_batched_tokens);
         self.prefill_tokens.is_some_and(|limit| tokens > limit)
             || self.prefill_frac.is_some_and(|frac| tokens as f64 > frac * f64::from(step))
     }
@@ -150,14 +148,12 @@ impl Verdicts {
 
 impl Rules {
     pub(super) fn new(config: &RouterConfig, classes: &[QueueClass]) -> Self {
-        let busy = |class: &QueueClass| Limits {
-            prefill_tokens: class.busy_prefill_tokens,
-            prefill_frac: class.busy_prefill_frac,
-        };
+        let unstated_batched_tokens = config.batched_tokens_where_unstated();
+        let limits = |prefill_tokens, prefill_frac| Limits { prefill_tokens, prefill_frac, unstated_batched_tokens };
+        let busy = |class: &QueueClass| limits(class.busy_prefill_tokens, class.busy_prefill_frac);
         let longest = Duration::from_millis(config.slow_start_max_ms);
         let slow_start = SlowStart { fill: config.slow_start_fill, longest };
-        let overload =
-            Limits { prefill_tokens: config.overload_prefill_tokens, prefill_frac: config.overload_prefill_frac };
+        let overload = limits(config.overload_prefill_tokens, config.overload_prefill_frac);
         let overloads = overload.any() || config.overload_blocks_frac.is_some();
         Self {
             lenient: !overloads && config.slow_start_fill == 0.0,

@@ -426,7 +426,10 @@ impl World {
         let Some(class) = self.class(ask).and_then(|class| self.fleet.config.queue_classes.get(class)) else {
             return false;
         };
-        let step = self.fleet.nodes[node].traits.max_num_batched_tokens.unwrap_or(10_000_000);
+        let step = self.fleet.nodes[node]
+            .traits
+            .max_num_batched_tokens
+            .unwrap_or(self.fleet.config.batched_tokens_where_unstated());
         class.busy_prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
             || class.busy_prefill_frac.is_some_and(|frac| prefill_tokens as f64 > frac * f64::from(step))
     }

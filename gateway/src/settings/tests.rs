@@ -486,6 +486,26 @@ fn strangers_who_may_read_metrics_are_warned_of() {
 }
 
 #[test]
+fn an_assumed_capacity_is_warned_of_where_a_limit_rests_on_it() {
+    let warned = |router: &str, worker: &str| {
+        let text = format!("[router]\n{router}\n[[models]]\nname = \"m\"\n{worker}\n");
+        let warnings = sources(&text, &[], &[]).load().expect("accepted").settings.warnings();
+        warnings.iter().filter(|warning| warning.contains("8192 is assumed for workers")).count()
+    };
+    let probed = "worker_urls = [\"http://a:1\"]";
+    let (stated, unstated) = ("{ url = \"http://a:1\", max_num_batched_tokens = 2048 }", "{ url = \"http://b:1\" }");
+    let class = "[[router.queue_classes]]\nname = \"c\"\n";
+    for router in ["queue_threshold = 2.0", "overload_prefill_frac = 9.0", &format!("{class}busy_prefill_frac = 1.0")] {
+        assert_eq!(warned(router, probed), 1, "{router}");
+        assert_eq!(warned(router, &format!("workers = [{stated}, {unstated}]")), 1, "{router}");
+        assert_eq!(warned(router, &format!("workers = [{stated}]")), 0, "{router}");
+        assert_eq!(warned(&format!("unstated_batched_tokens = 2048\n{router}"), probed), 0, "{router}");
+    }
+    assert_eq!(warned("", probed), 0, "nothing waits");
+    assert_eq!(warned(&format!("{class}busy_prefill_tokens = 9000"), probed), 0, "a limit in tokens");
+}
+
+#[test]
 fn log_levels_are_levels_for_targets() {
     for level in ["info", "off", "warn,pointsman=debug", "pointsman::serve=trace,error"] {
         loaded("", &[("POINTSMAN_GATEWAY_LOG_LEVEL", level)]);

@@ -209,6 +209,13 @@ impl Settings {
             if !model.has_sources() {
                 warnings.push(format!("model {name:?} has no workers until an operator adds some"));
             }
+            if model.assumes_batched_tokens() {
+                let assumed = model.router.batched_tokens_where_unstated();
+                warnings.push(format!(
+                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for \
+                     workers that do not state it (set router.unstated_batched_tokens; vLLM does not state it)"
+                ));
+            }
         }
         warnings
     }
@@ -234,6 +241,22 @@ impl ModelSettings {
     fn has_sources(&self) -> bool {
         let has_lists = [&self.worker_urls, &self.worker_names].into_iter().any(|list| !list.is_empty());
         has_lists || !self.workers.is_empty() || self.workers_file.is_some()
+    }
+
+    /// Whether a limit may rest on the built-in assumption about a worker's `max_num_batched_tokens`.
+    fn assumes_batched_tokens(&self) -> bool {
+        let by_hand = |worker: &pointsman::discovery::NamedWorker| worker.config.max_num_batched_tokens.is_some();
+        let all_stated = self.has_fixed_workers_only() && self.workers.iter().all(by_hand);
+        let is_built_in = self.router.unstated_batched_tokens.is_none();
+        is_built_in && !all_stated && self.router.depends_on_batched_tokens()
+    }
+
+    /// Whether every worker is written down in the settings, with what it is.
+    fn has_fixed_workers_only(&self) -> bool {
+        !self.workers.is_empty()
+            && self.workers_file.is_none()
+            && self.worker_urls.is_empty()
+            && self.worker_names.is_empty()
     }
 
     fn check(&self, path: &str, has_admin: bool, rules: &mut Rules) {

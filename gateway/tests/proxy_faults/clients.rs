@@ -4,9 +4,10 @@ use pointsman_gateway::settings::TokenSourceChoice;
 use tokio::io::AsyncWriteExt as _;
 
 use crate::fault_support::{
-    Client, Faulty, PATH, Step, body, chunk, chunked_head, chunks_end, metric, quiet, say, settings, turn, whole,
+    Client, Faulty, PATH, Step, body, chunk, chunked_head, chunks_end, eventually, metric, quiet, say, settings, turn,
+    whole,
 };
-use crate::proxy_support::{EVENT, FINE, gateway, request, send, until};
+use crate::proxy_support::{EVENT, FINE, FINE_JSON, gateway, request, send, until};
 
 /// Frames of a streamed answer.
 const FRAMES: usize = 5;
@@ -153,6 +154,41 @@ async fn a_client_may_leave_the_queue() {
         assert_eq!(client.answer().await.expect("an answer").text(), FINE);
     }
     assert_eq!(worker.asked(), 2, "the one that left was never sent");
+    quiet(&gateway).await;
+}
+
+/// Prompts of 10,000 tokens before engines that state no capacity: at `queue_threshold` 2 a rank is busy with two of
+/// them, beyond 2 * 8,192 tokens. Two engines get four of twelve; the others wait until a rank has room.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_queue_before_engines_that_state_no_capacity() {
+    const CLIENTS: usize = 12;
+    let _turn = turn().await;
+    let answer = || Faulty::answering(vec![Step::Wait, whole("200 OK", FINE_JSON)]);
+    let workers = [answer().await, answer().await];
+    let mut settings = settings(&workers.each_ref().map(Faulty::url));
+    settings.models[0].router.queue_threshold = Some(2.0);
+    assert!(settings.models[0].workers.iter().all(|worker| worker.config.max_num_batched_tokens.is_none()));
+    let gateway = gateway(settings).await;
+    let router = crate::fault_support::router(&gateway);
+    let prompt = |n: u32| (0..10_000).map(|token| token * 16 + n).collect::<Vec<u32>>();
+    let bodies: Vec<_> = (0..CLIENTS as u32)
+        .map(|n| serde_json::json!({ "model": "mock", "prompt": prompt(n), "max_tokens": 8 }).to_string())
+        .collect();
+    let address = gateway.address();
+    let clients: Vec<_> = bodies
+        .into_iter()
+        .map(|body| tokio::spawn(async move { request(address, "POST", PATH, "", body.as_bytes()).await }))
+        .collect();
+    let asked = || workers.iter().map(Faulty::asked).sum::<usize>();
+    until("every request is placed or waits", || router.health().leases == CLIENTS).await;
+    let waiting = async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
+    eventually("two on each rank, eight wait", async || (asked(), waiting().await) == (4, 8)).await;
+    workers.iter().for_each(|worker| worker.release(CLIENTS));
+    for client in clients {
+        let answer = client.await.expect("no panic");
+        assert_eq!((answer.status, answer.text()), (200, FINE_JSON));
+    }
+    assert_eq!(asked(), CLIENTS);
     quiet(&gateway).await;
 }
 
