@@ -53,9 +53,11 @@ pub struct PlacementInput {
     pub cache_salt: Option<String>,
     /// Images and the like in the prompt.
     pub mm_spans: Vec<MmSpan>,
+    /// The customer it belongs to: the customers of a class take turns in the queue.
+    pub tenant: Option<String>,
     /// Higher leaves the queue first, whatever else.
     pub strict_priority: u32,
-    /// Seconds by which it goes ahead of its turn in the queue.
+    /// Seconds by which it goes ahead of its tenant's other requests in the queue.
     pub priority_jump: f64,
     /// How long it may take to be placed.
     pub deadline: Option<Duration>,
@@ -83,6 +85,7 @@ impl PlacementInput {
             lora_name: None,
             cache_salt: None,
             mm_spans: Vec::new(),
+            tenant: None,
             strict_priority: 0,
             priority_jump: 0.0,
             deadline: None,
@@ -106,6 +109,7 @@ impl PlacementInput {
             lora_name: self.lora_name.as_deref(),
             cache_salt: self.cache_salt.as_deref(),
             mm_spans: &self.mm_spans,
+            tenant: self.tenant.as_deref(),
             strict_priority: self.strict_priority,
             priority_jump: self.priority_jump,
             deadline: self.deadline,

@@ -5,14 +5,15 @@
 #[path = "common/effort.rs"]
 mod effort;
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
 use pointsman::protocol::Timestamp;
-use pointsman::queue::{ClassId, Depth, LaneKey, Queue, Terms};
+use pointsman::queue::{ClassId, Depth, LaneKey, Queue, TenantKey, Terms};
 use proptest::prelude::*;
 
 fn secs(secs: u64) -> Timestamp {
@@ -36,7 +37,14 @@ struct Model {
     deficits: Vec<u64>,
     last: usize,
     pushed: u64,
+    /// Of each class: the latest finish of a request that was sent.
+    clocks: Vec<u64>,
+    /// The class's clock when a tenant last sent, or began to wait; kept while it waits.
+    starts: BTreeMap<(usize, TenantKey), u64>,
 }
+
+/// Strict priority, finish, sequence: the tenant with the least sends next.
+type Place = (Reverse<u32>, u64, u64);
 
 #[derive(Clone, Debug)]
 struct Row {
@@ -79,7 +87,34 @@ impl Model {
     fn new(config: &RouterConfig) -> Self {
         let classes = config.classes();
         let (deficits, last) = (vec![0; classes.len()], classes.len() - 1);
-        Self { classes, rows: Vec::new(), deficits, last, pushed: 0 }
+        let (clocks, starts) = (vec![0; classes.len()], BTreeMap::new());
+        Self { classes, rows: Vec::new(), deficits, last, pushed: 0, clocks, starts }
+    }
+
+    fn push(&mut self, row: Row) {
+        self.starts.entry((row.class, row.terms.tenant)).or_insert(self.clocks[row.class]);
+        self.rows.push(row);
+        self.pushed += 1;
+    }
+
+    fn finish(&self, row: &Row) -> u64 {
+        self.starts[&(row.class, row.terms.tenant)] + row.cost()
+    }
+
+    fn place(&self, row: &Row) -> Place {
+        (Reverse(row.terms.strict_priority), self.finish(row), row.sequence)
+    }
+
+    /// The row that a class sends next of those in free lanes. A tenant ranks by its first row, or by its first free one
+    /// where that ranks later.
+    fn next(&self, class: usize, free: impl Fn(&Row) -> bool) -> Option<&Row> {
+        let tenants = self.starts.keys().filter(|(of, _)| *of == class).map(|(_, tenant)| *tenant);
+        let of = tenants.filter_map(|tenant| {
+            let first = self.first(class, |row| row.terms.tenant == tenant)?;
+            let first_free = self.first(class, |row| row.terms.tenant == tenant && free(row))?;
+            Some((self.place(first).max(self.place(first_free)), first_free))
+        });
+        of.min_by_key(|(place, _)| *place).map(|(_, row)| row)
     }
 
     /// The first of the rows of a class that pass.
@@ -104,12 +139,16 @@ impl Model {
         if self.rows.iter().all(|other| other.class != row.class) {
             self.deficits[row.class] = 0;
         }
+        let of_tenant = |other: &Row| (other.class, other.terms.tenant) == (row.class, row.terms.tenant);
+        if !self.rows.iter().any(of_tenant) {
+            self.starts.remove(&(row.class, row.terms.tenant));
+        }
         Some(row)
     }
 
     fn pop(&mut self, free: impl Fn(usize, LaneKey) -> bool) -> Option<u64> {
         let heads: Vec<Option<Row>> =
-            (0..self.classes.len()).map(|class| self.first(class, |row| free(class, row.lane)).cloned()).collect();
+            (0..self.classes.len()).map(|class| self.next(class, |row| free(class, row.lane)).cloned()).collect();
         if heads.iter().all(Option::is_none) {
             return None;
         }
@@ -125,6 +164,8 @@ impl Model {
         let row = heads[class].as_ref().expect("it pays for it");
         self.deficits[class] -= row.cost();
         self.last = class;
+        self.clocks[class] = self.clocks[class].max(self.finish(row));
+        self.starts.insert((class, row.terms.tenant), self.clocks[class]);
         self.remove(row.id).map(|row| row.id)
     }
 
@@ -184,8 +225,10 @@ fn terms() -> impl Strategy<Value = Terms> {
     // Few values each, so that most comparisons are ties but for one thing.
     let jump = prop_oneof![5 => Just(0.0), 1 => -1.0..0.0f64, 2 => 0.0..9.0f64, 1 => Just(1e300)];
     let tokens = prop_oneof![3 => 0u32..400, 1 => 0u32..20_000, 2 => Just(128)];
-    (prop_oneof![4 => Just(0u32), 1 => 0..3u32, 1 => Just(u32::MAX)], jump, tokens, 0u32..=4).prop_map(
-        |(strict_priority, priority_jump, isl_tokens, quarters)| Terms {
+    let tenant = prop_oneof![3 => Just(0u64), 3 => 1u64..4, 1 => Just(u64::MAX)];
+    (prop_oneof![4 => Just(0u32), 1 => 0..3u32, 1 => Just(u32::MAX)], jump, tokens, 0u32..=4, tenant).prop_map(
+        |(strict_priority, priority_jump, isl_tokens, quarters, tenant)| Terms {
+            tenant: TenantKey(tenant),
             strict_priority,
             priority_jump,
             isl_tokens,
@@ -246,8 +289,7 @@ impl Pair {
                 let (class, terms) = (class % classes, Terms { due, arrival, ..terms });
                 let id = self.model.pushed;
                 self.queue.push(id, ClassId(class as u32), lane, terms, id * 10);
-                self.model.rows.push(Row { id, class, lane, terms, sequence: id });
-                self.model.pushed += 1;
+                self.model.push(Row { id, class, lane, terms, sequence: id });
             }
             Step::Remove { back } => {
                 let id = recent(self.model.pushed, back);

@@ -1,4 +1,4 @@
-//! Holds the waiting queue to what it says about classes: their shares, and how long one can be kept waiting.
+//! Holds the waiting queue to what it says about classes and tenants: their shares, and how long one can be kept waiting.
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
@@ -9,7 +9,7 @@ use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::QueueClass;
 use pointsman::protocol::Timestamp;
-use pointsman::queue::{ClassId, LaneKey, Queue, Terms};
+use pointsman::queue::{ClassId, LaneKey, Queue, TenantKey, Terms};
 use proptest::prelude::*;
 
 fn config_of(quanta: &[u32]) -> RouterConfig {
@@ -30,6 +30,46 @@ fn scattered(n: u64, between: (u32, u32)) -> u32 {
     let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let spread = u64::from(between.1 - between.0) + 1;
     between.0 + u32::try_from((mixed ^ (mixed >> 31)) % spread).expect("less than the spread")
+}
+
+/// Tenants of one class that are never empty: each has as many requests waiting as it likes, in a lane of its own.
+struct Tenants {
+    queue: Queue<(usize, u64)>,
+    costs: Vec<(u32, u32)>,
+    pushed: u64,
+}
+
+impl Tenants {
+    fn new(costs: Vec<(u32, u32)>, waiting: &[usize]) -> Self {
+        let mut tenants = Self { queue: Queue::new(&config_of(&[100])), costs, pushed: 0 };
+        for (tenant, waiting) in waiting.iter().enumerate() {
+            (0..*waiting).for_each(|_| tenants.push(tenant));
+        }
+        tenants
+    }
+
+    fn push(&mut self, tenant: usize) {
+        let cost = scattered(self.pushed, self.costs[tenant]);
+        let (tenant_key, lane) = (TenantKey(tenant as u64), LaneKey(tenant as u64));
+        // What goes before a tenant's own requests does not go before those of others.
+        let due = self.pushed.is_multiple_of(3).then_some(Timestamp(self.pushed));
+        let priority_jump = self.pushed as f64;
+        let terms = Terms { tenant: tenant_key, isl_tokens: cost, due, priority_jump, ..Terms::default() };
+        self.queue.push(self.pushed, ClassId(0), lane, terms, (tenant, u64::from(cost)));
+        self.pushed += 1;
+    }
+
+    /// Sends a request of a tenant that may, and lets another of it wait: which tenant, and what it cost.
+    fn send(&mut self, may: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
+        let (_, sent) = self.queue.pop(Timestamp::default(), |_, lane, _| may(lane.0 as usize))?;
+        self.push(sent.0);
+        Some(sent)
+    }
+}
+
+/// Tenants' costs, and how many requests each has waiting.
+fn tenants() -> impl Strategy<Value = (Vec<(u32, u32)>, Vec<usize>)> {
+    prop::collection::vec((costs(), 1usize..40), 2..6).prop_map(|tenants| tenants.into_iter().unzip())
 }
 
 /// Classes that are never empty: whoever leaves is replaced.
@@ -114,6 +154,74 @@ proptest! {
             }
         }
     }
+}
+
+proptest! {
+    #![proptest_config(effort(100, "tests/queue_shares.proptest-regressions"))]
+
+    /// However many requests each has waiting, and whatever deadlines they have.
+    #[test]
+    fn backlogged_tenants_share_a_class_equally((costs, waiting) in tenants()) {
+        let count = costs.len();
+        let mut tenants = Tenants::new(costs, &waiting);
+        let mut sent = vec![0; count];
+        for _ in 0..1_500 {
+            let (tenant, cost) = tenants.send(|_| true).unwrap();
+            sent[tenant] += cost;
+            let (least, most) = (sent.iter().min().unwrap(), sent.iter().max().unwrap());
+            prop_assert!(most - least <= 2 * 1_500, "{sent:?}: no two differ by more than a request of each");
+        }
+        tenants.queue.check_invariants();
+    }
+
+    /// Whatever others saved while they could not send.
+    #[test]
+    fn no_tenant_waits_longer_than_promised(
+        (costs, waiting) in tenants(),
+        blocked in prop::collection::vec(any::<u8>(), 1..100),
+    ) {
+        let count = costs.len();
+        let mut tenants = Tenants::new(costs.clone(), &waiting);
+        let promised = |tenant: usize| -> u64 {
+            let others = (0..count).filter(|other| *other != tenant);
+            others.map(|other| u64::from(costs[other].1 + costs[tenant].1)).sum()
+        };
+        let mut passed = vec![0; count];
+        for mask in blocked.iter().cycle().take(400) {
+            let free = |tenant: usize| mask & (1 << tenant) == 0;
+            (0..count).filter(|tenant| !free(*tenant)).for_each(|tenant| passed[tenant] = 0);
+            let Some((sent, cost)) = tenants.send(free) else { continue };
+            for tenant in (0..count).filter(|tenant| free(*tenant)) {
+                passed[tenant] = if tenant == sent { 0 } else { passed[tenant] + cost };
+                let most = promised(tenant);
+                prop_assert!(passed[tenant] <= most, "{} before tenant {tenant}, {most} promised", passed[tenant]);
+            }
+        }
+    }
+}
+
+/// A hundred and twenty requests of one tenant wait when another tenant brings four, one after the other.
+#[test]
+fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
+    let mut queue = Queue::new(&RouterConfig::default());
+    let push = |queue: &mut Queue<&'static str>, id: u64, tenant: &'static str| {
+        let terms = Terms { tenant: TenantKey::of(tenant), isl_tokens: 500, ..Terms::default() };
+        queue.push(id, ClassId(0), LaneKey(0), terms, tenant);
+    };
+    (0..120).for_each(|id| push(&mut queue, id, "many"));
+    let pop = |queue: &mut Queue<&'static str>| queue.pop(Timestamp::default(), |_, _, _| true).expect("some wait").1;
+    for id in 120..124 {
+        push(&mut queue, id, "few");
+        assert_eq!([pop(&mut queue), pop(&mut queue)], ["many", "few"], "turn by turn, though it comes back empty");
+    }
+    // Strangers who come one by one do not keep the many waiting either.
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    let order = (124..).zip(names).map(|(id, name)| {
+        push(&mut queue, id, name);
+        pop(&mut queue)
+    });
+    assert!(order.filter(|tenant| *tenant == "many").count() >= 3);
+    queue.check_invariants();
 }
 
 #[test]

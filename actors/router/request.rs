@@ -11,7 +11,7 @@ use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
 use crate::load::{PrefillLoadHint, PromptBlocks};
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
-use crate::queue::UnknownClass;
+use crate::queue::{TenantKey, UnknownClass};
 use crate::schedule::{Decision, Rejection, Terms};
 use crate::select::{Constraints, TierOverlap};
 use crate::session::SessionId;
@@ -48,9 +48,11 @@ pub struct RouteRequest<'a> {
     pub mm_spans: &'a [MmSpan],
     /// Whether the answer should carry the prompt's hashes.
     pub routing_hashes: bool,
+    /// The customer it belongs to: the customers of a class take turns in the queue. Any text; none is a customer too.
+    pub tenant: Option<&'a str>,
     /// Higher leaves the queue first, whatever else.
     pub strict_priority: u32,
-    /// Seconds by which it goes ahead of its turn in the queue. Finite; below 0 counts as 0.
+    /// Seconds by which it goes ahead of its tenant's other requests in the queue. Finite; below 0 counts as 0.
     pub priority_jump: f64,
     /// How long it may take to be placed: it is answered as expired when that has passed.
     pub deadline: Option<Duration>,
@@ -86,7 +88,9 @@ impl<'a> RouteRequest<'a> {
     /// What it asks for beyond its prompt; nothing for most.
     fn terms(&self, config: &RouterConfig, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
-        let asks = self.strict_priority != 0
+        let tenant = self.tenant.filter(|_| config.queueing()).map(TenantKey::of); // elsewhere nobody waits
+        let asks = tenant.is_some()
+            || self.strict_priority != 0
             || self.priority_jump != 0.0
             || self.deadline.is_some()
             || self.policy_class.is_some()
@@ -110,6 +114,7 @@ impl<'a> RouteRequest<'a> {
         let overrides = self.overrides.copied().unwrap_or_default();
         overrides.validate()?;
         Ok(Some(Box::new(Terms {
+            tenant: tenant.unwrap_or_default(),
             strict_priority: self.strict_priority,
             priority_jump: self.priority_jump.max(0.0),
             due: self.deadline.map(|deadline| now + deadline),
@@ -139,6 +144,7 @@ impl<'a> RouteRequest<'a> {
             cache_salt: None,
             mm_spans: &[],
             routing_hashes: false,
+            tenant: None,
             strict_priority: 0,
             priority_jump: 0.0,
             deadline: None,

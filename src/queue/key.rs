@@ -9,6 +9,8 @@ use std::cmp::{Ordering, Reverse};
 use crate::config::QueueOrder;
 use crate::protocol::Timestamp;
 
+use super::TenantKey;
+
 /// What a waiting request weighs: what puts it before others, and what it counts and costs.
 ///
 /// ```
@@ -20,11 +22,14 @@ use crate::protocol::Timestamp;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Terms {
+    /// Whose it is: the tenants of a class share it.
+    pub tenant: TenantKey,
     /// Higher goes first, before anything else is looked at.
     pub strict_priority: u32,
-    /// Seconds by which it moves ahead; a factor of 1 + this under `wspt`. Not a number or negative is taken for 0.
+    /// Seconds by which it moves ahead of its tenant's other requests; a factor of 1 + this under `wspt`. Not a number or
+    /// negative is taken for 0.
     pub priority_jump: f64,
-    /// When it is too late. Of equal strict priority the earlier goes first, none last.
+    /// When it is too late. Of its tenant's requests with equal strict priority the earlier goes first, none last.
     pub due: Option<Timestamp>,
     /// When it came.
     pub arrival: Timestamp,
@@ -59,10 +64,10 @@ impl Terms {
     }
 }
 
-/// A request's place among those of its class: the smaller goes first. Knows whose it is.
+/// A request's place among its tenant's in a class: the smaller goes first. Knows which request it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Key {
-    strict_priority: Reverse<u32>,
+    pub(super) strict_priority: Reverse<u32>,
     /// The end of time stands for none.
     due: Timestamp,
     score: Score,
@@ -70,12 +75,20 @@ pub(super) struct Key {
     pub(super) sequence: u64,
     /// The request's id.
     pub(super) id: u64,
+    /// What sending it costs its tenant and its class.
+    pub(super) cost_tokens: u32,
 }
 
 impl Key {
     /// Before all others.
-    pub(super) const FIRST: Self =
-        Self { strict_priority: Reverse(u32::MAX), due: Timestamp(0), score: Score(f64::INFINITY), sequence: 0, id: 0 };
+    pub(super) const FIRST: Self = Self {
+        strict_priority: Reverse(u32::MAX),
+        due: Timestamp(0),
+        score: Score(f64::INFINITY),
+        sequence: 0,
+        id: 0,
+        cost_tokens: 0,
+    };
 
     pub(super) fn new(order: QueueOrder, terms: &Terms, sequence: u64, id: u64) -> Self {
         Self {
@@ -84,6 +97,7 @@ impl Key {
             score: Score(terms.score(order)),
             sequence,
             id,
+            cost_tokens: terms.cost_tokens(),
         }
     }
 }

@@ -1,12 +1,14 @@
 //! The waiting queue: requests that every eligible rank is too busy for, and which of them goes next.
 //!
 //! Owns the waiting requests, their order and classes, the limits on how many may wait, and what the metrics say of
-//! them. Classes share the fleet by deficit round robin ([`Queue`] says how and how long one can be kept waiting). Within
-//! a class requests with the same set of eligible ranks share a *lane*, and lanes neither block nor are blocked. Within a
-//! lane the order is: higher strict priority, earlier deadline, higher score of the class's order, earlier in the queue.
+//! them. Classes share the fleet by deficit round robin, the tenants of a class share it alike ([`Queue`] says how and how
+//! long one can be kept waiting). Within a class requests with the same set of eligible ranks share a *lane*, and lanes
+//! neither block nor are blocked. Within a lane the order of a tenant's requests is: higher strict priority, earlier
+//! deadline, higher score of the class's order, earlier in the queue.
 //!
 //! Promises that a request leaves once, that it stops counting when it leaves in whatever way, and the same order for
-//! the same calls. No call costs more than O(log n) for each request it moves; [`Queue::pop`] asks besides about lanes.
+//! the same calls. No call costs more than O(log n) for each request it moves; [`Queue::pop`] visits besides lanes, and
+//! tenants all of whose lanes are blocked. What is kept of a tenant goes with its last request.
 //!
 //! Leaves to its caller which ranks are eligible or busy, when to look again, and what becomes of whoever leaves.
 //!
@@ -19,12 +21,14 @@ mod classify;
 mod key;
 mod limits;
 mod rounds;
+mod share;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeSet;
 
 use ahash::AHashMap;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::{QueueClass, RouterConfig};
 use crate::protocol::Timestamp;
@@ -55,6 +59,26 @@ impl ClassId {
 /// Names a set of eligible ranks: requests of a class with the same one share a lane. 0 stands for all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LaneKey(pub u64);
+
+/// Names a customer: requests of a class with the same one take turns with those of others. 0 stands for requests that
+/// name none. Customers whose keys collide share one turn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TenantKey(pub u64);
+
+impl TenantKey {
+    /// The key of a tenant's name.
+    ///
+    /// ```
+    /// use pointsman::queue::TenantKey;
+    ///
+    /// assert_eq!(TenantKey::of("acme"), TenantKey::of("acme"));
+    /// assert_ne!(TenantKey::of("acme"), TenantKey::default());
+    /// ```
+    #[must_use]
+    pub fn of(name: &str) -> Self {
+        Self(xxh3_64(name.as_bytes()))
+    }
+}
 
 /// How much of a class waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,7 +128,15 @@ struct Head {
 /// ```
 ///
 /// where mᵢ is the most that a request of class i costs: what i had saved, and one quantum for each that the waiting
-/// class needs. Within a class nothing bounds it: a strict priority is strict, and `lcfs` and `wspt` let some wait.
+/// class needs.
+///
+/// # Tenants
+///
+/// Within a class tenants ([`Terms::tenant`]) send in turn, equal in tokens. A strict priority goes before any turn;
+/// deadlines, jumps and the class's order only sort a tenant's own requests. A tenant whose next request costs c tokens,
+/// can be sent, and has the highest strict priority there is, is served before the other tenants of the class together
+/// have sent more than Σ (mᵢ + c) tokens, where mᵢ is the most that a request of tenant i costs. Among one tenant's
+/// requests nothing bounds the wait: `lcfs` and `wspt` let some wait.
 ///
 /// ```
 /// use std::time::Duration;
@@ -146,6 +178,8 @@ pub struct Queue<E> {
     sequence: u64,
     /// Each class's head during a pop, kept for its allocation only.
     heads: Box<[Option<Option<Head>>]>,
+    /// What a pop was told of each lane of a class, kept for its allocation only.
+    answers: AHashMap<LaneKey, bool>,
 }
 
 impl<E> Queue<E> {
@@ -161,6 +195,7 @@ impl<E> Queue<E> {
             dues: BTreeSet::new(),
             sequence: 0,
             heads: vec![None; settings.len()].into(),
+            answers: AHashMap::new(),
             settings,
         }
     }
@@ -244,36 +279,37 @@ impl<E> Queue<E> {
             return;
         }
         let key = Key::new(self.settings[position].order, &terms, waiting.key.sequence, id);
-        self.classes[position].remove(waiting.lane, waiting.key, &waiting.terms);
-        self.classes[position].insert(waiting.lane, key, &terms);
+        self.classes[position].replace(waiting.lane, (waiting.key, key), (&waiting.terms, &terms));
         (waiting.key, waiting.terms) = (key, terms);
     }
 
-    /// Takes out the request that goes next: of the class whose turn it is, the first over all lanes that can be sent.
+    /// Takes out the request that goes next: of the class whose turn it is and the tenant whose turn it is there, the first
+    /// over all lanes that can be sent.
     ///
-    /// `dispatchable` says whether a lane can be sent, by its head. It is asked at most once for each lane of each
-    /// class, in order, and not about lanes behind one that can: once or so if ranks are free, O(lanes) if all are
-    /// busy. The rest is O(classes + log n). Nothing changes if no lane can be sent.
+    /// `dispatchable` says whether a lane can be sent, by one of its heads. It is asked at most once for each lane of each
+    /// class: once or so if ranks are free, O(lanes) if all are busy. Tenants are passed over only while none of their
+    /// lanes can be sent. The rest is O(classes + log n). Nothing changes if no lane can be sent.
     pub fn pop(
         &mut self,
         now: Timestamp,
         mut dispatchable: impl FnMut(ClassId, LaneKey, &E) -> bool,
     ) -> Option<(u64, E)> {
-        let Self { classes, waiting, rounds, heads, .. } = self;
+        let Self { classes, waiting, rounds, heads, answers, .. } = self;
         heads.fill(None);
         let next = rounds.next(|position| {
             let head = heads[position].get_or_insert_with(|| {
-                classes[position].heads().find_map(|(lane, Key { id, .. })| {
+                let next = classes[position].next(answers, |lane, Key { id, .. }| {
                     let head = waiting.get(&id).expect("every key is that of a waiting request");
-                    let cost_tokens = u64::from(head.terms.cost_tokens());
-                    dispatchable(head.class, lane, &head.entry).then_some(Head { id, cost_tokens })
-                })
+                    dispatchable(head.class, lane, &head.entry)
+                });
+                next.map(|Key { id, cost_tokens, .. }| Head { id, cost_tokens: u64::from(cost_tokens) })
             });
             head.map(|head| head.cost_tokens)
         })?;
         let Head { id, .. } = heads[next].flatten().expect("only a class with a head has a turn");
-        let terms = waiting.get(&id).expect("it has just been seen").terms;
-        classes[next].drain.sent(now, &terms);
+        let Waiting { key, terms, .. } = waiting.get(&id).expect("it has just been seen");
+        classes[next].drain.sent(now, terms);
+        classes[next].sent(*key, terms);
         Some((id, self.remove(id).expect("it has just been seen")))
     }
 
@@ -292,9 +328,10 @@ impl<E> Queue<E> {
         self.dues.first().map(|&(due, ..)| due)
     }
 
-    /// Every lane that has requests, with its first: class by class, and in each in the order of these.
+    /// Every lane that has requests, with its first: class by class, and in each in the order of these. Visits every
+    /// tenant.
     pub fn lanes(&self) -> impl Iterator<Item = (ClassId, LaneKey, &E)> {
-        self.classes.iter().flat_map(|class| class.heads()).map(|(lane, key)| {
+        self.classes.iter().flat_map(Class::heads).map(|(lane, key)| {
             let head = self.waiting.get(&key.id).expect("every key is that of a waiting request");
             (head.class, lane, &head.entry)
         })
@@ -303,12 +340,12 @@ impl<E> Queue<E> {
     /// Whether somebody waits in a lane, whom a newcomer to it would pass. O(log n).
     #[must_use]
     pub fn is_lane_empty(&self, class: ClassId, lane: LaneKey) -> bool {
-        self.classes[class.position()].lane(lane).next().is_none()
+        !self.classes[class.position()].has_lane(lane)
     }
 
-    /// Takes out a whole lane, in order.
+    /// Takes out a whole lane, in the order of a single tenant's requests.
     pub fn take_lane(&mut self, class: ClassId, lane: LaneKey) -> Vec<(u64, E)> {
-        let keys: Vec<Key> = self.classes[class.position()].lane(lane).collect();
+        let keys = self.classes[class.position()].lane(lane);
         let take = |key: Key| (key.id, self.remove(key.id).expect("every key is that of a waiting request"));
         keys.into_iter().map(take).collect()
     }
@@ -366,7 +403,7 @@ impl<E> Queue<E> {
                 assert!(key.sequence < self.sequence);
                 &waiting.terms
             });
-            for key in class.heads().flat_map(|(lane, _)| class.lane(lane)) {
+            for key in class.heads().into_iter().flat_map(|(lane, _)| class.lane(lane)) {
                 requests += 1;
                 let due = self.waiting.get(&key.id).and_then(|waiting| waiting.terms.due);
                 dues.extend(due.map(|due| (due, key.sequence, key.id)));

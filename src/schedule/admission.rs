@@ -14,7 +14,7 @@ use super::eligible::Asked;
 use super::{Effect, Numbered, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
-use crate::queue::{Backpressure, ClassId, Depth, LaneKey};
+use crate::queue::{Backpressure, ClassId, Depth, LaneKey, TenantKey};
 use crate::select::{Draw, Filter, RankOverlap};
 
 /// Requests decided from one round of load queries.
@@ -350,6 +350,7 @@ impl<T> Schedule<T> {
 fn queue_terms<T>(numbered: &Numbered<T>, cached_tokens: u32) -> crate::queue::Terms {
     let terms = numbered.request.terms.as_deref();
     crate::queue::Terms {
+        tenant: terms.map_or_else(TenantKey::default, |terms| terms.tenant),
         strict_priority: terms.map_or(0, |terms| terms.strict_priority),
         priority_jump: terms.map_or(0.0, |terms| terms.priority_jump),
         due: numbered.due(),

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::config::RouterConfigOverride;
 use crate::protocol::Timestamp;
+use crate::queue::TenantKey;
 use crate::select::Constraints;
 use crate::session::SessionId;
 
@@ -17,9 +18,11 @@ use crate::session::SessionId;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Terms {
+    /// Whose it is: tenants take turns in the queue.
+    pub tenant: TenantKey,
     /// Higher leaves the queue first, whatever else.
     pub strict_priority: u32,
-    /// Seconds by which it goes ahead of its turn; at least 0.
+    /// Seconds by which it goes ahead of its tenant's other requests; at least 0.
     pub priority_jump: f64,
     /// When it is too late: it is then answered as expired.
     pub due: Option<Timestamp>,

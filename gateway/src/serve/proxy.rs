@@ -93,6 +93,7 @@ async fn pass(
     let request = RouteRequest {
         lora_name: adapter,
         cache_salt: tenant_salt.as_deref().or(ask.cache_salt.as_deref()),
+        tenant: tenant.map(|tenant| tenant.name.as_str()),
         strict_priority: terms.strict_priority,
         priority_jump: terms.priority_jump,
         deadline: terms.deadline,

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use pointsman_gateway::serve::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 
-use crate::fault_support::{Faulty, PATH, quiet, settings, turn, whole};
-use crate::proxy_support::{Answer, FINE_JSON, gateway, request};
+use crate::fault_support::{Faulty, PATH, Step, body, eventually, quiet, router, settings, turn, whole};
+use crate::proxy_support::{Answer, FINE, FINE_JSON, gateway, request, until};
 
 const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
 
@@ -116,4 +116,42 @@ async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
         assert_eq!((answer.status, answer.code().as_str()), (400, "duplicate_field"));
     }
     quiet(&gateway).await;
+}
+
+/// One worker serves one request at a time. Twelve requests of acme wait when two of brew come: they take turns. Deadlines
+/// that acme's requests carry change nothing, for acme has no right to a priority.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tenants_take_turns_in_the_queue_whatever_their_deadlines() {
+    let _turn = turn().await;
+    for deadline in ["", "x-pointsman-deadline-ms: 3600000\r\n"] {
+        let (worker, files) = (Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await, Files::new());
+        let mut settings = with_tenants(settings(&[worker.url()]), &files);
+        settings.models[0].router.queue_threshold = Some(0.0);
+        let gateway = gateway(settings).await;
+        let (router, address) = (router(&gateway), gateway.address());
+        let mut clients = Vec::new();
+        let mut send = |key: &str, headers: &str| {
+            let headers = format!("authorization: Bearer {key}\r\n{headers}");
+            clients
+                .push(tokio::spawn(async move { request(address, "POST", PATH, &headers, body().as_bytes()).await }));
+        };
+        let waiting =
+            async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
+        send(KEYS[0], deadline);
+        until("the first is being served", || worker.asked() == 1).await;
+        (0..12).for_each(|_| send(KEYS[0], deadline));
+        eventually("acme's others wait", async || waiting().await == 12).await;
+        (0..2).for_each(|_| send(KEYS[1], ""));
+        eventually("brew's wait behind them", async || waiting().await == 14).await;
+        worker.release(15);
+        for client in clients {
+            let answer = client.await.expect("no panic");
+            assert_eq!((answer.status, answer.text()), (200, FINE));
+        }
+        let salt = |body: &[u8]| serde_json::from_slice::<serde_json::Value>(body).expect("JSON")["cache_salt"].clone();
+        let salts: Vec<_> = worker.see(|seen| seen.requests.iter().map(|got| salt(&got.body)).collect());
+        let of_brew: Vec<_> = (0..salts.len()).filter(|place| salts[*place] != salts[0]).collect();
+        assert_eq!((salts.len(), of_brew), (15, vec![2, 4]), "turn by turn, {deadline:?}");
+        quiet(&gateway).await;
+    }
 }
