@@ -21,12 +21,18 @@ const BUFFER_BYTES: usize = 64 << 10;
 /// Most headers of an answer.
 const HEADERS_MAX: usize = 100;
 
+/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+const NO_DESCRIPTOR: [i32; 2] = [24, 23];
+
 /// Why a question was not answered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HttpError {
     /// No address.
     #[error(transparent)]
     Url(#[from] HttpUrlError),
+    /// The process, or the machine, has no descriptor for a connection: nothing is known of the other side.
+    #[error("no file descriptor for a connection")]
+    NoDescriptor,
     /// Nobody there.
     #[error("cannot connect: {0}")]
     Connect(String),
@@ -60,7 +66,10 @@ pub(crate) async fn get(url: &str, timeout: Duration, bytes_max: usize) -> Resul
 
 async fn get_untimed(url: &HttpUrl, bytes_max: usize) -> Result<Bytes, HttpError> {
     let stream = TcpStream::connect((url.host(), url.port())).await;
-    let stream = stream.map_err(|error| HttpError::Connect(error.to_string()))?;
+    let stream = stream.map_err(|error| match error.raw_os_error() {
+        Some(code) if NO_DESCRIPTOR.contains(&code) => HttpError::NoDescriptor,
+        _ => HttpError::Connect(error.to_string()),
+    })?;
     let mut client = http1::Builder::new();
     client.max_buf_size(BUFFER_BYTES).max_headers(HEADERS_MAX);
     let (mut sender, connection) = client.handshake(TokioIo::new(stream)).await.map_err(broken)?;

@@ -46,6 +46,12 @@ async fn probe(shared: Weak<Shared>, worker: WorkerId, prober: u64, url: String)
     loop {
         let answer = match http::get(&url, timeout, ANSWER_BYTES_MAX).await {
             Ok(_) | Err(HttpError::TooLong(_)) => Ok(()),
+            // A fault of this process says nothing about the engine.
+            Err(HttpError::NoDescriptor) => {
+                tracing::warn!(url, "health probe not sent: no file descriptor");
+                tokio::time::sleep(interval).await;
+                continue;
+            }
             Err(error) => Err(error.to_string().chars().take(WHY_CHARS_MAX).collect()),
         };
         let Some(shared) = shared.upgrade() else { return };

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use pointsman_gateway::demo::{Demo, DemoConfig, Progress};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
-use pointsman_gateway::serve;
+use pointsman_gateway::serve::{self, ProcessLimits};
 use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, LogFormat, Secrets, Sources};
 
 /// Routes each LLM request to the engine rank that will serve it fastest.
@@ -182,8 +182,9 @@ fn check_config(loaded: &Loaded) -> Result<String, String> {
     if !problems.is_empty() {
         return Err(problems);
     }
-    settings.warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
-    Ok(loaded.to_string())
+    let limits = ProcessLimits::of(settings);
+    settings.warnings().into_iter().chain(limits.warning()).for_each(|warning| eprintln!("warning: {warning}"));
+    Ok(format!("{loaded}\n{limits}"))
 }
 
 /// Runs an engine until it is interrupted, and says where it is once it answers.

@@ -35,6 +35,9 @@ const IDLE_KEPT: Duration = Duration::from_secs(4);
 /// How a worker failed to answer.
 #[derive(Debug, thiserror::Error)]
 pub enum UpstreamError {
+    /// The process, or the machine, has no descriptor for a connection: nothing is known of the worker.
+    #[error("no file descriptor for a connection")]
+    NoDescriptor,
     /// No connection.
     #[error("cannot connect: {0}")]
     Connect(ConnectError),
@@ -94,11 +97,17 @@ impl fmt::Display for ConnectError {
 }
 
 impl UpstreamError {
+    /// Whether it comes from this process and says nothing about the worker.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        matches!(self, Self::NoDescriptor)
+    }
+
     /// What it says of the worker's health.
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         match self {
-            Self::Connect(_) | Self::Address(_) => Outcome::ConnectFailed,
+            Self::NoDescriptor | Self::Connect(_) | Self::Address(_) => Outcome::ConnectFailed,
             Self::Timeout(_) => Outcome::Timeout,
             Self::Broken(_) | Self::TooLong(_) => Outcome::Reset,
             Self::Status(_) => Outcome::ServerError,
@@ -191,6 +200,9 @@ impl Upstream {
     /// No connection, or one that broke off.
     pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
         self.client.request(request).await.map_err(|error| {
+            if lacks_descriptor(&error) {
+                return UpstreamError::NoDescriptor;
+            }
             if error.is_connect() {
                 UpstreamError::Connect(ConnectError::of(&error))
             } else {
@@ -233,6 +245,22 @@ impl Upstream {
         };
         timeout(within, answered).await.unwrap_or(Err(UpstreamError::Timeout(within)))
     }
+}
+
+/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+const NO_DESCRIPTOR: [i32; 2] = [24, 23];
+
+/// Whether an error comes from a lack of descriptors.
+fn lacks_descriptor(error: &(dyn Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        let code = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+        if code.is_some_and(|code| NO_DESCRIPTOR.contains(&code)) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
 }
 
 /// An error and what caused it, in one line: the client's own says only which step failed.

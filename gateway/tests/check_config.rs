@@ -33,7 +33,12 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn the_example_is_accepted_and_printed() {
-    let env = [("POINTSMAN_ROUTER_BLOCK_SIZE", "32"), ("POINTSMAN_SOMETHING_ELSE", "x")];
+    // As many connections as any machine has descriptors for.
+    let env = [
+        ("POINTSMAN_ROUTER_BLOCK_SIZE", "32"),
+        ("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100"),
+        ("POINTSMAN_SOMETHING_ELSE", "x"),
+    ];
     let output = check_config(&example(), &env);
     assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
     let printed = text(&output.stdout);
@@ -92,7 +97,8 @@ fn flags_are_enough_and_win() {
     let token = written("flags.token", "0123456789abcdef\n");
     let token = ["--admin-token-file".as_ref(), token.as_os_str()];
     let args: Vec<&OsStr> = args.into_iter().chain(more).map(OsStr::new).chain(token).collect();
-    let output = run(&args, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "32")]);
+    let env = [("POINTSMAN_ROUTER_BLOCK_SIZE", "32"), ("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")];
+    let output = run(&args, &env);
     assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
     let printed = text(&output.stdout);
     let lines = [
@@ -138,7 +144,7 @@ fn files_that_cannot_be_used_are_named_without_their_content() {
 fn what_is_odd_is_warned_of() {
     let token = written("odd.token", "0123456789abcdef\n");
     let file = written("odd.toml", &format!("[admin]\ntoken_file = {token:?}\n[[models]]\nname = \"m\"\n"));
-    let output = check_config(&file, &[]);
+    let output = check_config(&file, &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
     assert_eq!(output.status.code(), Some(0));
     let told = text(&output.stderr);
     assert!(told.starts_with("warning: model \"m\" has no workers") && told.lines().count() == 1, "{told}");

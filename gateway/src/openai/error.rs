@@ -166,6 +166,20 @@ impl ApiError {
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, ErrorType::InvalidRequest, "body_too_large", message).closing()
     }
 
+    /// The connection is beyond `connections_max`: 503.
+    #[must_use]
+    pub fn too_many_connections() -> Self {
+        let message = "the gateway has as many connections as it may";
+        Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).closing()
+    }
+
+    /// There is no memory left for this body: 503.
+    #[must_use]
+    pub fn body_budget_exhausted() -> Self {
+        let message = "the request bodies in flight take all the memory there is for them";
+        Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "body_budget_exhausted", message).closing()
+    }
+
     /// A body that was silent for too long: 408.
     #[must_use]
     pub fn body_timeout() -> Self {

@@ -1,13 +1,15 @@
 //! A listener and its connections.
 //!
 //! Owns the socket and the connections accepted on it, plain or over TLS, HTTP/1.1 only. Promises that there are never
-//! more connections than it may have, that a client that is slow to say what it wants, or takes nothing of what it is
+//! more connections than it may have, that those beyond are answered and closed at once where the listener has routes for
+//! them ([`Overflow`]), that a client that is slow to say what it wants, or takes nothing of what it is
 //! told, is cut off without harm to others,
 //! and that a drain accepts nothing new, closes idle connections, lets requests in flight end, and says how many it had
 //! to break. While it drains, each answer carries `Connection: close`, and a connection is closed only once it has been idle
 //! for a while, so that no request on a kept connection is left without an answer. Leaves what is answered to the routes, and
 //! how long a body or an answer may take to whoever reads it.
 
+mod acceptor;
 mod busy;
 mod socket;
 mod takes;
@@ -28,15 +30,16 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use metrics::{Counter, Gauge};
+use metrics::Counter;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
+use acceptor::{Accepted, Acceptor};
 use busy::{Busy, BusyBody};
 pub(crate) use socket::bind;
 use takes::Takes;
@@ -46,11 +49,11 @@ use takes::Takes;
 /// more than hyper's 100 headers.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// How long the listener rests when the system has no descriptor for another connection.
-const ACCEPT_REST: Duration = Duration::from_millis(20);
+/// How long a connection beyond the limit may last, from its handshake to the end of its answer.
+const OVERFLOW_TIME_MAX: Duration = Duration::from_secs(3);
 
-/// How often trouble of accepting is logged.
-const ACCEPT_TROUBLE_LOGGED_EVERY: Duration = Duration::from_secs(10);
+/// How long such a connection may be without a request: whoever has one sends it at once, and others wait.
+const OVERFLOW_HEAD_TIME_MAX: Duration = Duration::from_millis(300);
 
 /// How long a connection stays open without a request once the listener has stopped. A client whose answer began before the
 /// drain does not know that the connection is about to close, and may send its next request on it.
@@ -68,14 +71,25 @@ pub struct Drained {
 pub(crate) struct ListenerOptions {
     /// The listener's name in logs and metrics.
     pub(crate) name: &'static str,
-    /// Open connections; more wait in the system's queue.
+    /// Open connections.
     pub(crate) connections_max: u32,
+    /// What connections beyond those get; `None`: they wait in the system's queue.
+    pub(crate) overflow: Option<Overflow>,
     /// How long a TLS handshake, and then each head of a request, may take; so long a connection may be idle, too.
     pub(crate) head_timeout: Duration,
     /// How long a client may take nothing of what it is sent.
     pub(crate) stall_max: Duration,
     /// TLS; `None`: plain HTTP.
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
+}
+
+/// Connections beyond the limit: each is answered once, and closed.
+#[derive(Clone)]
+pub(crate) struct Overflow {
+    /// As many at a time; more wait in the system's queue.
+    pub(crate) connections_max: u32,
+    /// What answers.
+    pub(crate) routes: Router,
 }
 
 /// Where a listener is between its start and its end.
@@ -102,15 +116,8 @@ impl Listener {
     pub(crate) fn start(listener: TcpListener, options: ListenerOptions, routes: Router) -> io::Result<Self> {
         let address = listener.local_addr()?;
         let (phase, seen) = watch::channel(Phase::Open);
-        let connections_max = options.connections_max.max(1) as usize;
-        let acceptor = Acceptor {
-            listener,
-            free: Arc::new(Semaphore::new(connections_max.min(Semaphore::MAX_PERMITS))),
-            meters: Meters::new(options.name),
-            trouble_logged: None,
-            name: options.name,
-        };
-        let protocol = Arc::new(Protocol::new(options, routes, acceptor.meters.handshakes_refused.clone()));
+        let acceptor = Acceptor::new(listener, &options);
+        let protocol = Arc::new(Protocol::new(options, routes, acceptor.handshakes_refused()));
         Ok(Self { address, phase, task: tokio::spawn(accept(acceptor, protocol, seen)) })
     }
 
@@ -148,94 +155,13 @@ impl Listener {
     }
 }
 
-/// What is counted of one listener.
-struct Meters {
-    connections: Gauge,
-    handshakes_refused: Counter,
-    accept_errors: Counter,
-}
-
-impl Meters {
-    fn new(name: &'static str) -> Self {
-        Self {
-            connections: metrics::gauge!("pointsman_gateway_connections", "listener" => name),
-            handshakes_refused: metrics::counter!("pointsman_gateway_handshakes_refused_total", "listener" => name),
-            accept_errors: metrics::counter!("pointsman_gateway_accept_errors_total", "listener" => name),
-        }
-    }
-}
-
-/// A place among the connections, as long as one of them has it.
-struct Place {
-    connections: Gauge,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.connections.decrement(1.0);
-    }
-}
-
-/// Where connections come from.
-struct Acceptor {
-    listener: TcpListener,
-    free: Arc<Semaphore>,
-    meters: Meters,
-    trouble_logged: Option<Instant>,
-    name: &'static str,
-}
-
-impl Acceptor {
-    /// The next connection. Cancel-safe: nothing accepted is lost.
-    async fn next(&mut self) -> (TcpStream, SocketAddr, Place) {
-        let permit = Arc::clone(&self.free).acquire_owned().await.expect("nobody closes the semaphore");
-        loop {
-            match self.listener.accept().await {
-                Ok((stream, peer)) => {
-                    self.meters.connections.increment(1.0);
-                    let place = Place { connections: self.meters.connections.clone(), _permit: permit };
-                    return (stream, peer, place);
-                }
-                Err(error) => {
-                    self.meters.accept_errors.increment(1);
-                    self.log(&error);
-                    sleep(ACCEPT_REST).await;
-                }
-            }
-        }
-    }
-
-    /// Connections that the system has accepted and nobody has taken yet: closing the socket would reset them. As many as
-    /// there is room for.
-    fn waiting(self) -> Vec<(TcpStream, SocketAddr, Place)> {
-        let Ok(listener) = self.listener.into_std() else { return Vec::new() };
-        let mut waiting = Vec::new();
-        while let Ok(permit) = Arc::clone(&self.free).try_acquire_owned() {
-            // It does not block: the first that is not there ends the loop.
-            let Ok((stream, peer)) = listener.accept() else { break };
-            let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) else { continue };
-            self.meters.connections.increment(1.0);
-            waiting.push((stream, peer, Place { connections: self.meters.connections.clone(), _permit: permit }));
-        }
-        waiting
-    }
-
-    fn log(&mut self, error: &io::Error) {
-        if self.trouble_logged.is_none_or(|logged| logged.elapsed() >= ACCEPT_TROUBLE_LOGGED_EVERY) {
-            self.trouble_logged = Some(Instant::now());
-            tracing::warn!(listener = self.name, %error, "cannot accept connections; said at most every ten seconds");
-        }
-    }
-}
-
 async fn accept(mut from: Acceptor, protocol: Arc<Protocol>, mut phase: watch::Receiver<Phase>) -> JoinSet<()> {
     let mut connections = JoinSet::new();
     let seen = phase.clone();
-    let converse = |(stream, peer, place): (TcpStream, SocketAddr, Place)| {
+    let converse = |Accepted { stream, peer, place, is_overflow }: Accepted| {
         let (protocol, phase) = (Arc::clone(&protocol), seen.clone());
         async move {
-            protocol.converse(stream, peer, phase).await;
+            protocol.converse(stream, peer, is_overflow, phase).await;
             drop(place);
         }
     };
@@ -256,6 +182,8 @@ async fn accept(mut from: Acceptor, protocol: Arc<Protocol>, mut phase: watch::R
 /// How one connection is spoken to.
 struct Protocol {
     http: http1::Builder,
+    /// For connections beyond the limit.
+    overflow: Option<(http1::Builder, Router)>,
     tls: Option<TlsAcceptor>,
     head_timeout: Duration,
     stall_max: Duration,
@@ -269,8 +197,14 @@ impl Protocol {
         http.timer(TokioTimer::new()).header_read_timeout(options.head_timeout);
         // A buffer may be overshot by one read, a head may not.
         http.max_header_size(HEAD_BYTES_MAX).max_buf_size(HEAD_BYTES_MAX);
+        let overflow = options.overflow.map(|overflow| {
+            let mut http = http.clone();
+            http.keep_alive(false).header_read_timeout(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
+            (http, overflow.routes)
+        });
         Self {
             http,
+            overflow,
             tls: options.tls.map(TlsAcceptor::from),
             head_timeout: options.head_timeout,
             stall_max: options.stall_max,
@@ -279,30 +213,53 @@ impl Protocol {
         }
     }
 
-    /// Speaks until either side has had enough.
-    async fn converse(&self, stream: TcpStream, peer: SocketAddr, mut phase: watch::Receiver<Phase>) {
+    /// Speaks until either side has had enough; beyond the limit, for one answer.
+    async fn converse(&self, stream: TcpStream, peer: SocketAddr, is_overflow: bool, phase: watch::Receiver<Phase>) {
         // Tokens are small and wanted at once; a connection works without it too.
         let _ = stream.set_nodelay(true);
-        let Some(tls) = &self.tls else { return self.speak(stream, peer, phase).await };
+        match self.overflow.as_ref().filter(|_| is_overflow) {
+            Some((http, routes)) => {
+                let _ = timeout(OVERFLOW_TIME_MAX, self.secure(stream, peer, http, routes, phase)).await;
+            }
+            None => self.secure(stream, peer, &self.http, &self.routes, phase).await,
+        }
+    }
+
+    /// Over TLS where that is wanted.
+    async fn secure(
+        &self,
+        stream: TcpStream,
+        peer: SocketAddr,
+        http: &http1::Builder,
+        routes: &Router,
+        mut phase: watch::Receiver<Phase>,
+    ) {
+        let Some(tls) = &self.tls else { return self.speak(stream, peer, http, routes, phase).await };
         let shaken = tokio::select! {
             biased;
             shaken = timeout(self.head_timeout, tls.accept(stream)) => shaken,
             () = lingered(&mut phase) => return,
         };
         if let Ok(Ok(stream)) = shaken {
-            self.speak(stream, peer, phase).await;
+            self.speak(stream, peer, http, routes, phase).await;
         } else {
             self.handshakes_refused.increment(1);
         }
     }
 
-    async fn speak<S>(&self, stream: S, peer: SocketAddr, mut phase: watch::Receiver<Phase>)
-    where
+    async fn speak<S>(
+        &self,
+        stream: S,
+        peer: SocketAddr,
+        http: &http1::Builder,
+        routes: &Router,
+        mut phase: watch::Receiver<Phase>,
+    ) where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let (busy, seen) = (Busy::default(), phase.clone());
-        let service = service_fn(|request| self.answer(request, peer, &busy, &seen));
-        let conversation = self.http.serve_connection(TokioIo::new(Takes::new(stream, self.stall_max)), service);
+        let service = service_fn(|request| answer(routes, request, peer, &busy, &seen));
+        let conversation = http.serve_connection(TokioIo::new(Takes::new(stream, self.stall_max)), service);
         tokio::pin!(conversation);
         let idle = async {
             let linger = stopped(&mut phase).await;
@@ -318,23 +275,23 @@ impl Protocol {
             }
         }
     }
+}
 
-    fn answer(
-        &self,
-        mut request: Request<Incoming>,
-        peer: SocketAddr,
-        busy: &Busy,
-        phase: &watch::Receiver<Phase>,
-    ) -> impl Future<Output = Result<Response<BusyBody>, Infallible>> + use<> {
-        request.extensions_mut().insert(ConnectInfo(peer));
-        let (request, began, phase) = (self.routes.clone().call(request), busy.begin(), phase.clone());
-        async move {
-            let mut response = request.await?;
-            if *phase.borrow() != Phase::Open {
-                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-            }
-            Ok(response.map(|body| BusyBody::new(body, began)))
+fn answer(
+    routes: &Router,
+    mut request: Request<Incoming>,
+    peer: SocketAddr,
+    busy: &Busy,
+    phase: &watch::Receiver<Phase>,
+) -> impl Future<Output = Result<Response<BusyBody>, Infallible>> + use<> {
+    request.extensions_mut().insert(ConnectInfo(peer));
+    let (request, began, phase) = (routes.clone().call(request), busy.begin(), phase.clone());
+    async move {
+        let mut response = request.await?;
+        if *phase.borrow() != Phase::Open {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
+        Ok(response.map(|body| BusyBody::new(body, began)))
     }
 }
 

@@ -68,7 +68,13 @@ impl Metric {
     /// What it counts in.
     #[must_use]
     pub fn unit(&self) -> &'static str {
-        if self.name.contains("_seconds") { "seconds" } else { "count" }
+        if self.name.contains("_seconds") {
+            "seconds"
+        } else if self.name.contains("_bytes") {
+            "bytes"
+        } else {
+            "count"
+        }
     }
 }
 
@@ -135,6 +141,18 @@ pub(super) const WORKER_SECONDS: Metric = Metric::histogram(
     &["model", "worker", "worker_endpoint"],
     "From sending an attempt to the end of its answer, of answers that came to their end.",
 );
+pub(super) const BODY_BYTES: Metric =
+    Metric::gauge("pointsman_gateway_body_bytes", &[], "Bytes of request bodies in memory.");
+pub(super) const BODY_BYTES_MAX: Metric = Metric::gauge(
+    "pointsman_gateway_body_bytes_max",
+    &[],
+    "Budget over the bytes of all request bodies in memory (`body_budget_bytes`).",
+);
+pub(super) const BODIES_REJECTED: Metric = Metric::counter(
+    "pointsman_gateway_bodies_rejected_total",
+    &[],
+    "Request bodies rejected with 503 because the budget over all of them was exhausted.",
+);
 
 /// Every metric of the gateway, for descriptions and for the page that lists them.
 pub const ALL: &[Metric] = &[
@@ -151,12 +169,19 @@ pub const ALL: &[Metric] = &[
     WORKER_RETRIES,
     WORKER_FIRST_TOKEN,
     WORKER_SECONDS,
+    BODY_BYTES,
+    BODY_BYTES_MAX,
+    BODIES_REJECTED,
 ];
 
 /// Tells the recorder what each metric means.
 pub(crate) fn describe() {
     for metric in ALL {
-        let unit = if metric.unit() == "seconds" { Unit::Seconds } else { Unit::Count };
+        let unit = match metric.unit() {
+            "seconds" => Unit::Seconds,
+            "bytes" => Unit::Bytes,
+            _ => Unit::Count,
+        };
         match metric.kind {
             MetricKind::Counter => metrics::describe_counter!(metric.name, unit, metric.help),
             MetricKind::Gauge => metrics::describe_gauge!(metric.name, unit, metric.help),

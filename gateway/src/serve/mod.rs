@@ -5,10 +5,13 @@
 //! `tenants`, which model is meant to `models`, and operators to `admin`.
 
 mod admin;
+mod body_budget;
 mod catalog;
 mod current;
 mod ids;
+mod limits;
 mod listener;
+mod machine;
 pub mod metrics;
 mod models;
 mod proxy;
@@ -36,9 +39,11 @@ use tokio::time::{Instant, sleep};
 use self::metrics::Meters;
 use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
 use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
+use body_budget::BodyBudget;
 use current::Current;
 use ids::Ids;
-use listener::{LINGER, Listener, ListenerOptions};
+use limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX};
+use listener::{LINGER, Listener, ListenerOptions, Overflow};
 use models::Models;
 use rarely::Rarely;
 use ready::Readiness;
@@ -46,6 +51,7 @@ use retry_budget::RetryBudget;
 use telemetry::Metrics;
 
 pub use admin::TokenError;
+pub use limits::ProcessLimits;
 pub use listener::Drained;
 pub use models::ModelError;
 pub use run::{Ended, Signal, refuse, run, run_until};
@@ -97,6 +103,7 @@ pub(crate) struct App {
     pub(crate) worker_key: Option<HeaderValue>,
     pub(crate) meters: Arc<Meters>,
     pub(crate) retry_budget: Arc<RetryBudget>,
+    pub(crate) bodies: Arc<BodyBudget>,
     pub(crate) broken_streams: Arc<Rarely>,
     pub(crate) ids: Arc<Ids>,
     /// When the gateway started, in seconds of Unix: the date of its models.
@@ -109,6 +116,7 @@ impl App {
     #[expect(clippy::disallowed_methods, reason = "clients are told a date, and nothing is decided by it")]
     fn new(
         settings: Settings,
+        limits: &ProcessLimits,
         secrets: &Secrets,
         models: Models,
         upstream: Upstream,
@@ -121,6 +129,7 @@ impl App {
             readiness: Arc::new(Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms))),
             metrics,
             retry_budget: Arc::new(RetryBudget::new(settings.gateway.retry_share_max, now)),
+            bodies: BodyBudget::new(limits.body_budget_bytes),
             settings: Arc::new(settings),
             models: Arc::new(models),
             upstream,
@@ -159,7 +168,9 @@ impl Gateway {
         // Handles belong to the recorder that is there when they are made.
         let metrics = Metrics::install();
         metrics::describe();
-        let options = client_options(&settings.gateway)?;
+        let limits = ProcessLimits::of(&settings);
+        limits.log();
+        let options = client_options(&settings.gateway, &limits)?;
         // What cannot be read is found before anything runs.
         let token = match &settings.admin {
             Some(admin) => Some(admin::Token::read(&admin.token_file).await?),
@@ -175,16 +186,20 @@ impl Gateway {
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
-        let current = Current::new(App::new(settings, &secrets, models, upstream, metrics));
+        let current = Current::new(App::new(settings, &limits, &secrets, models, upstream, metrics));
         upkeep.spawn(models::warn_of_unread(current.clone()));
         // Nothing can fail any more once the first of them accepts.
         let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
         let (socket, admin_socket) = (bind(listen)?, admin_listen.map(bind).transpose()?);
         let failed = |error| GatewayError::Listen { address: listen, error };
-        let clients = Listener::start(socket, options.clone(), routes::clients(current.clone())).map_err(failed)?;
+        let overflow =
+            Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes: routes::overflow(current.clone()) };
+        let for_clients = ListenerOptions { overflow: Some(overflow), ..options.clone() };
+        let clients = Listener::start(socket, for_clients, routes::clients(current.clone())).map_err(failed)?;
         let admin = match token.zip(admin_socket) {
             Some((token, socket)) => {
-                let options = ListenerOptions { name: "admin", tls: None, ..options };
+                let connections_max = ADMIN_CONNECTIONS_MAX;
+                let options = ListenerOptions { name: "admin", connections_max, tls: None, ..options };
                 Some(Listener::start(socket, options, admin::routes(current.clone(), token)).map_err(failed)?)
             }
             None => None,
@@ -240,7 +255,7 @@ impl Gateway {
 }
 
 /// What the clients' listener takes.
-fn client_options(settings: &GatewaySettings) -> Result<ListenerOptions, TlsError> {
+fn client_options(settings: &GatewaySettings, limits: &ProcessLimits) -> Result<ListenerOptions, TlsError> {
     let tls = match (&settings.tls_certificate_file, &settings.tls_key_file) {
         (Some(certificate_file), Some(key_file)) => Some(tls::server(certificate_file, key_file)?),
         (None, None) => None,
@@ -248,7 +263,8 @@ fn client_options(settings: &GatewaySettings) -> Result<ListenerOptions, TlsErro
     };
     Ok(ListenerOptions {
         name: "clients",
-        connections_max: settings.connections_max,
+        connections_max: limits.connections_max,
+        overflow: None,
         head_timeout: Duration::from_millis(settings.head_timeout_ms),
         stall_max: Duration::from_millis(settings.idle_timeout_ms),
         tls,

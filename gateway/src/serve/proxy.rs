@@ -71,7 +71,7 @@ async fn pass(
     };
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     app.retry_budget.requested(account.started());
-    let body = take_in(account, limits, body).await?;
+    let body = take_in(app, account, limits, body).await?;
     let ask = Ask::parse(endpoint, body).map_err(refused)?;
     let (model, adapter) = match ask.model.as_deref() {
         Some(name) => app.models.find(name).ok_or_else(|| refused(ApiError::model_not_found(name)))?,
@@ -129,9 +129,9 @@ fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -
     response
 }
 
-async fn take_in(account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
+async fn take_in(app: &App, account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
     let waits = Instant::now();
-    let taken = intake::take_in(body, limits).await;
+    let taken = intake::take_in(body, limits, &app.bodies).await;
     account.waited_since(waits);
     taken.map_err(ApiError::into_response)
 }

@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
@@ -13,7 +14,8 @@ use axum::http::{HeaderName, HeaderValue, Method};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
-use tokio::time::Instant;
+use http_body_util::BodyExt as _;
+use tokio::time::{Instant, timeout};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
@@ -51,6 +53,23 @@ pub(super) fn clients(current: Current) -> Router {
         .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
         .layer(CatchPanicLayer::custom(panicked))
         .layer(from_fn_with_state(current, named))
+}
+
+/// Connections beyond `connections_max`: probes are answered, all else is refused.
+pub(super) fn overflow(current: Current) -> Router {
+    let probes = Router::new().route("/metrics", get(ready::public_metrics)).merge(ready::routes());
+    probes.with_state(current).fallback(too_many_connections)
+}
+
+/// How long the body of a request that is refused is read on.
+const REFUSED_BODY_TIME_MAX: Duration = Duration::from_millis(500);
+
+async fn too_many_connections(request: Request) -> ApiError {
+    // A client that is still sending would find the connection reset, and not read the answer.
+    let mut body = request.into_body();
+    let rest = async { while let Some(Ok(_)) = body.frame().await {} };
+    let _ = timeout(REFUSED_BODY_TIME_MAX, rest).await;
+    ApiError::too_many_connections()
 }
 
 /// Gives a request that has no name, or none that is fit, one; its answer bears the same.

@@ -66,6 +66,12 @@ pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
         "Times the system had no connection to give, mostly for want of descriptors.",
     ),
     (
+        "pointsman_gateway_connections_refused_total",
+        Kind::Counter,
+        &["listener"],
+        "Connections beyond the listener's limit, or beyond the descriptors there are: refused with 503, probes answered.",
+    ),
+    (
         "pointsman_gateway_admin_denied_total",
         Kind::Counter,
         &[],

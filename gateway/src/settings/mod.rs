@@ -57,10 +57,14 @@ pub struct GatewaySettings {
     pub salt_secret_file: Option<PathBuf>,
     /// Whether `/metrics` is served on the clients' listener, too.
     pub metrics_public: bool,
-    /// Open connections of clients; more wait in the listener's queue.
+    /// Open connections of clients; those beyond are refused with 503, and probes on them answered. Lowered where the
+    /// process has too few descriptors.
     pub connections_max: u32,
     /// Longest request body, in bytes.
     pub body_bytes_max: u64,
+    /// Bytes of all request bodies in memory at once: an exhausted budget leads to 503. Default: an eighth of the memory of
+    /// the machine or cgroup, at least four times `body_bytes_max`.
+    pub body_budget_bytes: Option<u64>,
     /// How long a request's head may take to come, and a connection be idle before it: longer than the idle time-out of a
     /// load balancer in front, which would else use connections that are just being closed.
     pub head_timeout_ms: u64,
@@ -118,6 +122,7 @@ impl Default for GatewaySettings {
             metrics_public: true,
             connections_max: 16_384,
             body_bytes_max: 16 << 20,
+            body_budget_bytes: None,
             head_timeout_ms: 75_000,
             body_timeout_ms: 30_000,
             connect_timeout_ms: 2_000,

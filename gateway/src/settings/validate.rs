@@ -125,6 +125,10 @@ impl Settings {
         ];
         rules.range("gateway.connections_max", gateway.connections_max, 1, 1_000_000);
         rules.range("gateway.body_bytes_max", gateway.body_bytes_max, 1 << 10, 1 << 30);
+        if let Some(bytes) = gateway.body_budget_bytes {
+            let holds = bytes >= gateway.body_bytes_max;
+            rules.check("gateway.body_budget_bytes", bytes, holds, "at least body_bytes_max");
+        }
         for (setting, value, least) in timeouts {
             rules.range(format!("gateway.{setting}"), value, least, DAY_MS);
         }

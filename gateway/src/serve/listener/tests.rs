@@ -16,7 +16,14 @@ use super::*;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn options(name: &'static str) -> ListenerOptions {
-    ListenerOptions { name, connections_max: 100, head_timeout: PATIENCE, stall_max: PATIENCE, tls: None }
+    ListenerOptions {
+        name,
+        connections_max: 100,
+        overflow: None,
+        head_timeout: PATIENCE,
+        stall_max: PATIENCE,
+        tls: None,
+    }
 }
 
 /// `/` answers with the peer's address, `/hang` once `go` says so.
@@ -112,6 +119,49 @@ async fn more_connections_than_there_may_be_wait_their_turn() {
     drop(held);
     let own = third.local_addr().expect("it is connected").to_string();
     assert!(answer(&mut third, &own).await.contains("200 OK"));
+}
+
+#[tokio::test]
+async fn connections_beyond_the_limit_are_answered_and_closed_where_there_are_routes_for_them() {
+    let go = Arc::default();
+    let routes = Router::new().route("/live", get(async || "live")).fallback(async || "too many");
+    let overflow = Some(Overflow { connections_max: 1, routes });
+    let listener = start(ListenerOptions { connections_max: 1, overflow, ..options("overflow") }, &go).await;
+    let mut held = connect(&listener).await;
+    ask(&mut held, "/hang").await;
+    for (path, told) in [("/live", "live"), ("/", "too many"), ("/hang", "too many")] {
+        let mut beyond = connect(&listener).await;
+        ask(&mut beyond, path).await;
+        let answer = rest(&mut beyond).await;
+        assert!(answer.contains("connection: close\r\n") && answer.ends_with(told), "{path}: {answer}");
+    }
+    // One that asks nothing is closed, and the next one has its turn then.
+    let (mut mute, mut next) = (connect(&listener).await, connect(&listener).await);
+    ask(&mut next, "/live").await;
+    assert_eq!(rest(&mut mute).await, "");
+    assert!(rest(&mut next).await.ends_with("live"));
+    go.notify_one();
+    answer(&mut held, "went on").await;
+    drop(held);
+    // The freed place is taken by the next connection, or by one soon after.
+    let served = async {
+        loop {
+            let mut stream = connect(&listener).await;
+            ask(&mut stream, "/").await;
+            let own = stream.local_addr().expect("it is connected").to_string();
+            if read_some(&mut stream).await.ends_with(&own) {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, served).await.expect("in time");
+}
+
+/// What comes at once.
+async fn read_some(stream: &mut TcpStream) -> String {
+    let mut heard = Vec::with_capacity(1024);
+    timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time").expect("the connection stands");
+    String::from_utf8(heard).expect("text")
 }
 
 #[tokio::test]

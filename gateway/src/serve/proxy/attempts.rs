@@ -332,6 +332,9 @@ impl Reports<'_> {
             sent.ended(outcome.label());
             None
         };
+        if failure.is_local() {
+            return;
+        }
         if outcome == Outcome::ConnectFailed {
             // A fact about the endpoint, and so about all ranks behind it.
             placement.outcome(outcome);

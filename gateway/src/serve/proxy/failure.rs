@@ -36,7 +36,9 @@ pub(super) enum Failure {
 impl Failure {
     pub(super) fn reason(&self) -> RetryReason {
         match self {
-            Self::Silence(UpstreamError::Connect(_) | UpstreamError::Address(_)) => RetryReason::Connect,
+            Self::Silence(UpstreamError::NoDescriptor | UpstreamError::Connect(_) | UpstreamError::Address(_)) => {
+                RetryReason::Connect
+            }
             Self::Silence(UpstreamError::Timeout(_)) => RetryReason::Timeout,
             Self::Silence(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
                 RetryReason::Broken
@@ -46,6 +48,11 @@ impl Failure {
             Self::Status { status, .. } if is_misconfiguration(*status) => RetryReason::Misconfigured,
             Self::Status { .. } => RetryReason::ServerError,
         }
+    }
+
+    /// Whether it comes from this process and says nothing about the rank.
+    pub(super) fn is_local(&self) -> bool {
+        matches!(self, Self::Silence(error) if error.is_local())
     }
 
     /// What it says about the rank's health, if it counts against the rank.

@@ -1,22 +1,29 @@
 //! A request's body, taken in.
 //!
-//! Owns limits of length and silence, and what is done with bodies of no use. Promises that nothing is reserved for bytes
-//! that have not come, and that a body in one piece is not copied.
+//! Owns limits of length and silence, and what is done with bodies of no use. Promises that at most
+//! 256 KiB are taken for bytes that have not come; that all of it counts in the budget over all bodies; that a body in one
+//! piece is not copied, and others once; and that the memory of large bodies goes back to the system with them.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
+use memmap2::MmapMut;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::openai::ApiError;
+use crate::serve::body_budget::{BodyBudget, Exhausted, Reservation};
 
 /// How long a body may come in all, in times of the longest silence.
 const SILENCES_MAX: u32 = 10;
 
 /// How long a body of no use may come, to be thrown away.
 const REST_MAX: Duration = Duration::from_secs(2);
+
+/// The longest body that is kept on the heap.
+const HEAP_BYTES_MAX: usize = 256 << 10;
 
 /// What a body may cost.
 #[derive(Clone, Copy)]
@@ -29,37 +36,163 @@ pub(super) struct Limits {
     pub(super) asks_first: bool,
 }
 
-/// The whole body, within its limits.
+/// The whole body, within its limits. The bytes are reserved in `budget` until the last clone of the body is dropped.
 ///
 /// # Errors
-/// 413, 408, or 400 where the client breaks off.
-pub(super) async fn take_in(mut body: Body, limits: Limits) -> Result<Bytes, ApiError> {
+/// 413, 408, 503 where the budget is exhausted, or 400 where the client breaks off.
+pub(super) async fn take_in(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
     let Limits { bytes_max, silence_max, .. } = limits;
     // What the client announces; nothing where it sends chunks.
-    if body.size_hint().lower() > bytes_max {
+    let announced = body.size_hint();
+    if announced.lower() > bytes_max {
         throw_away(body, limits).await;
         return Err(ApiError::too_large(bytes_max));
     }
-    let mut whole = Vec::new();
-    let mut first = Bytes::new();
+    let mut buffer = Buffer::new(budget, announced.exact().unwrap_or(bytes_max).min(bytes_max));
     let end = Instant::now() + silence_max.saturating_mul(SILENCES_MAX);
+    let rest_limits = Limits { asks_first: false, ..limits };
     loop {
-        let frame = timeout_at(end.min(Instant::now() + silence_max), body.frame()).await;
-        let Some(frame) = frame.map_err(|_| ApiError::body_timeout())? else { break };
+        let frame = timeout_at(end.min(Instant::now() + silence_max), body.frame());
+        let frame = tokio::select! {
+            biased;
+            () = buffer.rejected() => {
+                drop(buffer);
+                throw_away(body, rest_limits).await;
+                return Err(ApiError::body_budget_exhausted());
+            }
+            frame = frame => frame.map_err(|_| ApiError::body_timeout())?,
+        };
+        let Some(frame) = frame else { break };
         let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
-        if (first.len() + whole.len() + data.len()) as u64 > bytes_max {
-            drop((first, whole, data));
-            throw_away(body, Limits { asks_first: false, ..limits }).await;
+        if (buffer.len() + data.len()) as u64 > bytes_max {
+            drop((buffer, data));
+            throw_away(body, rest_limits).await;
             return Err(ApiError::too_large(bytes_max));
         }
-        if first.is_empty() && whole.is_empty() {
-            first = data;
-        } else {
-            whole.extend_from_slice(&std::mem::take(&mut first));
-            whole.extend_from_slice(&data);
+        if buffer.push(data).await.is_err() {
+            drop(buffer);
+            throw_away(body, rest_limits).await;
+            return Err(ApiError::body_budget_exhausted());
         }
     }
-    Ok(if whole.is_empty() { first } else { whole.into() })
+    buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted())
+}
+
+/// What has arrived of a body. Reserves the bytes that it takes.
+struct Buffer<'a> {
+    budget: &'a Arc<BodyBudget>,
+    /// Absent before the first bytes.
+    reservation: Option<Reservation>,
+    store: Store,
+    /// The body's length as announced, or the longest it may have.
+    len_max: usize,
+}
+
+/// Where a body is.
+enum Store {
+    /// In one frame, as it came.
+    Frame(Bytes),
+    /// On the heap, with room for all of it.
+    Heap(Vec<u8>),
+    /// In a mapping with room for all of it, of which so many bytes are there. The system gives it memory as bytes are
+    /// written, and gets it back when it is dropped: the allocator would keep it.
+    Mapped(MmapMut, usize),
+}
+
+impl<'a> Buffer<'a> {
+    fn new(budget: &'a Arc<BodyBudget>, len_max: u64) -> Self {
+        let len_max = usize::try_from(len_max).unwrap_or(usize::MAX);
+        Self { budget, reservation: None, store: Store::Frame(Bytes::new()), len_max }
+    }
+
+    fn len(&self) -> usize {
+        match &self.store {
+            Store::Frame(frame) => frame.len(),
+            Store::Heap(bytes) => bytes.len(),
+            Store::Mapped(_, len) => *len,
+        }
+    }
+
+    /// Waits until the body is rejected to make room for others.
+    async fn rejected(&self) {
+        match &self.reservation {
+            Some(reservation) => {
+                let Exhausted = reservation.rejected().await;
+            }
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Adds a frame; after an error the buffer is of no use any more.
+    async fn push(&mut self, data: Bytes) -> Result<(), Exhausted> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let len = self.len() + data.len();
+        let reservation = self.reservation.get_or_insert_with(|| self.budget.begin());
+        match &mut self.store {
+            Store::Frame(frame) if frame.is_empty() => {
+                reservation.grow_to(len as u64).await?;
+                self.store = Store::Frame(data);
+            }
+            Store::Frame(frame) => {
+                let mut store = if self.len_max <= HEAP_BYTES_MAX {
+                    reservation.grow_to(self.len_max.max(len) as u64).await?;
+                    Store::Heap(Vec::with_capacity(self.len_max.max(len)))
+                } else {
+                    reservation.grow_to(len as u64).await?;
+                    Store::Mapped(MmapMut::map_anon(self.len_max.max(len)).map_err(|_| Exhausted)?, 0)
+                };
+                store.extend(frame);
+                store.extend(&data);
+                self.store = store;
+            }
+            Store::Heap(_) => self.store.extend(&data),
+            Store::Mapped(..) => {
+                reservation.grow_to(len as u64).await?;
+                self.store.extend(&data);
+            }
+        }
+        Ok(())
+    }
+
+    /// The body, which gives its bytes back when it is dropped.
+    fn finish(self) -> Result<Bytes, Exhausted> {
+        let len = self.len();
+        let Some(mut reservation) = self.reservation else { return Ok(Bytes::new()) };
+        reservation.complete(len as u64)?;
+        Ok(Bytes::from_owner(Held { body: self.store, _reservation: reservation }))
+    }
+}
+
+impl Store {
+    /// Adds bytes for which there is room. A frame is not added to.
+    fn extend(&mut self, data: &[u8]) {
+        match self {
+            Self::Frame(_) => {}
+            Self::Heap(bytes) => bytes.extend_from_slice(data),
+            Self::Mapped(map, len) => {
+                map[*len..*len + data.len()].copy_from_slice(data);
+                *len += data.len();
+            }
+        }
+    }
+}
+
+/// A body and the bytes reserved for it.
+struct Held {
+    body: Store,
+    _reservation: Reservation,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        match &self.body {
+            Store::Frame(frame) => frame,
+            Store::Heap(bytes) => bytes,
+            Store::Mapped(map, len) => &map[..*len],
+        }
+    }
 }
 
 /// Reads on for a while, at most twice as much as a body may have. Clients that send all before they read any would find
@@ -122,8 +255,9 @@ mod tests {
     }
 
     async fn taken(body: Body) -> Result<String, StatusCode> {
-        let taken =
-            take_in(body, Limits { bytes_max: 10, silence_max: Duration::from_secs(3), asks_first: false }).await;
+        let budget = BodyBudget::new(100);
+        let limits = Limits { bytes_max: 10, silence_max: Duration::from_secs(3), asks_first: false };
+        let taken = take_in(body, limits, &budget).await;
         taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
     }
 
@@ -135,5 +269,21 @@ mod tests {
         assert_eq!(taken(chunks(&["0123", "", "45", "6789"])).await, Ok("0123456789".to_owned()));
         assert_eq!(taken(chunks(&["0123", "45", "6789", "a", "silence"])).await, Err(StatusCode::PAYLOAD_TOO_LARGE));
         assert_eq!(taken(chunks(&["0123", "silence"])).await, Err(StatusCode::REQUEST_TIMEOUT));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_is_reserved_until_its_last_clone_is_dropped() {
+        let budget = BodyBudget::new(15);
+        let limits = Limits { bytes_max: 10, silence_max: Duration::from_secs(3), asks_first: false };
+        let first = take_in(chunks(&["0123", "45", "6789"]), limits, &budget).await.expect("there is room");
+        let second = take_in(Body::from("01234"), limits, &budget).await.expect("there is room");
+        let refused = take_in(chunks(&["0"]), limits, &budget).await.expect_err("there is no room");
+        assert_eq!((refused.status, refused.retry_after_s), (StatusCode::SERVICE_UNAVAILABLE, Some(1)));
+        let clone = first.clone();
+        drop(first);
+        assert!(take_in(chunks(&["0"]), limits, &budget).await.is_err(), "a clone is left");
+        drop(clone);
+        assert_eq!(take_in(Body::from("0123456789"), limits, &budget).await.expect("there is room").len(), 10);
+        drop(second);
     }
 }

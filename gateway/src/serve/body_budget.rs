@@ -1,0 +1,322 @@
+//! Budget over the bytes of request bodies in memory.
+//!
+//! Owns the bytes reserved by all bodies, those still being received and those of requests in flight. Promises that the
+//! sum never exceeds the budget, that an exhausted budget leads to a rejection within [`ROOM_WAIT_MAX`], and that the
+//! bodies received first make progress: where there is no room for more bytes, a body that has been arriving for longer
+//! than [`ARRIVAL_GRACE`] is rejected first, otherwise the one that began last. A body that is complete is never rejected.
+//! A sender that is slow or silent therefore holds its bytes against others for [`ARRIVAL_GRACE`] at most. Leaves reading
+//! bodies to `proxy::intake`.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use metrics::{Counter, Gauge};
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout_at};
+
+use super::metrics::{BODIES_REJECTED, BODY_BYTES, BODY_BYTES_MAX};
+use super::rarely::Rarely;
+
+/// How long a body may be in arriving before it is the first to be rejected when the budget is exhausted. Sixteen
+/// megabytes take 5 s at 27 Mbit/s.
+const ARRIVAL_GRACE: Duration = Duration::from_secs(5);
+
+/// How long a body waits for the bytes of another one that has been rejected to be freed.
+const ROOM_WAIT_MAX: Duration = Duration::from_secs(1);
+
+/// How often an exhausted budget is logged.
+const LOGGED_EVERY: Duration = Duration::from_secs(10);
+
+/// The budget is exhausted, and this body is the one to give way.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Exhausted;
+
+/// The budget. See the module's head.
+pub(crate) struct BodyBudget {
+    bytes_max: u64,
+    state: Mutex<State>,
+    /// Notified whenever bytes are freed.
+    freed: Notify,
+    bytes: Gauge,
+    rejected: Counter,
+    logged: Rarely,
+}
+
+#[derive(Default)]
+struct State {
+    /// By all bodies.
+    reserved: u64,
+    /// By bodies that have been rejected and not been dropped yet.
+    leaving: u64,
+    next_id: u64,
+    /// Bodies that may still be rejected, in the order in which they began.
+    receiving: BTreeMap<u64, Receiving>,
+}
+
+/// A body that is not complete yet.
+struct Receiving {
+    since: Instant,
+    bytes: u64,
+    rejected: Arc<Notify>,
+}
+
+/// Who gives way.
+enum Victim {
+    Requester,
+    Other(u64),
+}
+
+impl State {
+    /// The body to reject so that `requester` has room: one that is late, the earliest first, otherwise the latest.
+    fn victim(&self, requester: u64, now: Instant) -> Victim {
+        let is_late = |(_, body): &(&u64, &Receiving)| now.saturating_duration_since(body.since) >= ARRIVAL_GRACE;
+        let late = self.receiving.first_key_value().filter(is_late);
+        match late.or_else(|| self.receiving.last_key_value()) {
+            Some((id, _)) if *id != requester => Victim::Other(*id),
+            Some(_) | None => Victim::Requester,
+        }
+    }
+
+    /// Takes a body off the list and tells its reader.
+    fn reject(&mut self, id: u64) {
+        if let Some(body) = self.receiving.remove(&id) {
+            self.leaving += body.bytes;
+            body.rejected.notify_one();
+        }
+    }
+}
+
+impl BodyBudget {
+    pub(crate) fn new(bytes_max: u64) -> Arc<Self> {
+        metrics::gauge!(BODY_BYTES_MAX.name).set(bytes_max as f64);
+        Arc::new(Self {
+            bytes_max,
+            state: Mutex::default(),
+            freed: Notify::new(),
+            bytes: metrics::gauge!(BODY_BYTES.name),
+            rejected: metrics::counter!(BODIES_REJECTED.name),
+            logged: Rarely::new(LOGGED_EVERY),
+        })
+    }
+
+    /// A reservation of nothing yet, for a body whose first bytes are there.
+    pub(super) fn begin(self: &Arc<Self>) -> Reservation {
+        let rejected = Arc::new(Notify::new());
+        let mut state = self.state();
+        let id = state.next_id;
+        state.next_id += 1;
+        state.receiving.insert(id, Receiving { since: Instant::now(), bytes: 0, rejected: Arc::clone(&rejected) });
+        drop(state);
+        Reservation { budget: Arc::clone(self), id, bytes: 0, is_complete: false, rejected }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Every change is made as a whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts and logs a rejected body.
+    fn reject(&self) -> Exhausted {
+        self.rejected.increment(1);
+        if let Some(unsaid) = self.logged.may_say(Instant::now()) {
+            tracing::warn!(
+                body_budget_bytes = self.bytes_max,
+                suppressed = unsaid,
+                "request body rejected: the budget over all request bodies (gateway.body_budget_bytes) is exhausted"
+            );
+        }
+        Exhausted
+    }
+}
+
+/// The bytes of one body, given back when it is dropped.
+pub(super) struct Reservation {
+    budget: Arc<BodyBudget>,
+    id: u64,
+    bytes: u64,
+    /// Whether it is off the list of bodies that may be rejected for good.
+    is_complete: bool,
+    rejected: Arc<Notify>,
+}
+
+impl Reservation {
+    /// Reserves `bytes` in all, of which earlier calls have reserved a part.
+    ///
+    /// # Errors
+    /// There is no room, and this body is the one to give way.
+    pub(super) async fn grow_to(&mut self, bytes: u64) -> Result<(), Exhausted> {
+        let budget = Arc::clone(&self.budget);
+        let end = Instant::now() + ROOM_WAIT_MAX;
+        loop {
+            let freed = budget.freed.notified();
+            tokio::pin!(freed);
+            // From here on, so that what is freed after the look below is noticed.
+            freed.as_mut().enable();
+            if self.try_grow(bytes)? {
+                return Ok(());
+            }
+            let waited = async {
+                tokio::select! {
+                    biased;
+                    () = self.rejected.notified() => false,
+                    () = freed => true,
+                }
+            };
+            if !timeout_at(end, waited).await.unwrap_or(false) {
+                return Err(budget.reject());
+            }
+        }
+    }
+
+    /// Whether there was room. If not, others have been rejected for it.
+    fn try_grow(&mut self, bytes: u64) -> Result<bool, Exhausted> {
+        let mut guard = self.budget.state();
+        let state = &mut *guard;
+        let more = bytes.saturating_sub(self.bytes);
+        loop {
+            let Some(own) = state.receiving.get_mut(&self.id) else {
+                drop(guard);
+                return Err(self.budget.reject());
+            };
+            if state.reserved + more <= self.budget.bytes_max {
+                own.bytes += more;
+                state.reserved += more;
+                self.bytes += more;
+                self.budget.bytes.increment(more as f64);
+                return Ok(true);
+            }
+            if state.reserved.saturating_sub(state.leaving) + more <= self.budget.bytes_max {
+                return Ok(false);
+            }
+            match state.victim(self.id, Instant::now()) {
+                Victim::Other(id) => state.reject(id),
+                Victim::Requester => {
+                    drop(guard);
+                    return Err(self.budget.reject());
+                }
+            }
+        }
+    }
+
+    /// Waits until the body is rejected to make room for others, for ever if it is not.
+    pub(super) async fn rejected(&self) -> Exhausted {
+        self.rejected.notified().await;
+        self.budget.reject()
+    }
+
+    /// The body is complete and takes `bytes`, no more than were reserved: it is not rejected any more.
+    ///
+    /// # Errors
+    /// It has just been.
+    pub(super) fn complete(&mut self, bytes: u64) -> Result<(), Exhausted> {
+        let mut state = self.budget.state();
+        if state.receiving.remove(&self.id).is_none() {
+            drop(state);
+            return Err(self.budget.reject());
+        }
+        let less = self.bytes.saturating_sub(bytes);
+        state.reserved -= less;
+        drop(state);
+        self.is_complete = true;
+        self.bytes -= less;
+        self.budget.bytes.decrement(less as f64);
+        self.budget.freed.notify_waiters();
+        Ok(())
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let mut state = self.budget.state();
+        state.reserved -= self.bytes;
+        // One that is not complete and not on the list was taken off it for the room that it leaves now.
+        if !self.is_complete && state.receiving.remove(&self.id).is_none() {
+            state.leaving -= self.bytes;
+        }
+        drop(state);
+        self.budget.bytes.decrement(self.bytes as f64);
+        self.budget.freed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn reserved(budget: &BodyBudget) -> (u64, u64) {
+        let state = budget.state();
+        (state.reserved, state.leaving)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_are_reserved_as_they_arrive_and_given_back() {
+        let budget = BodyBudget::new(10 * MIB);
+        let mut body = budget.begin();
+        assert_eq!(reserved(&budget), (0, 0));
+        body.grow_to(4 * MIB).await.expect("there is room");
+        body.grow_to(8 * MIB).await.expect("there is room");
+        assert_eq!(reserved(&budget), (8 * MIB, 0));
+        body.complete(5 * MIB).expect("nobody has rejected it");
+        assert_eq!(reserved(&budget), (5 * MIB, 0));
+        drop(body);
+        assert_eq!(reserved(&budget), (0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_latest_gives_way_and_the_first_gets_room() {
+        let budget = BodyBudget::new(10 * MIB);
+        let (mut first, mut second) = (budget.begin(), budget.begin());
+        first.grow_to(5 * MIB).await.expect("there is room");
+        second.grow_to(5 * MIB).await.expect("there is room");
+        let mut third = budget.begin();
+        assert_eq!(third.grow_to(1).await, Err(Exhausted), "it began last");
+        drop(third);
+        let second = tokio::spawn(async move {
+            let rejected = second.rejected().await;
+            drop(second);
+            rejected
+        });
+        first.grow_to(9 * MIB).await.expect("the second one gives way");
+        assert_eq!(second.await.expect("it ends"), Exhausted);
+        assert_eq!(reserved(&budget), (9 * MIB, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_arrives_slowly_gives_way_to_a_new_one() {
+        let budget = BodyBudget::new(10 * MIB);
+        let mut slow = budget.begin();
+        slow.grow_to(8 * MIB).await.expect("there is room");
+        let mut new = budget.begin();
+        assert_eq!(new.grow_to(4 * MIB).await, Err(Exhausted), "it has not had its time");
+        drop(new);
+        let slow = tokio::spawn(async move { slow.rejected().await });
+        tokio::time::sleep(ARRIVAL_GRACE).await;
+        let mut new = budget.begin();
+        new.grow_to(4 * MIB).await.expect("the slow one gives way");
+        assert_eq!(slow.await.expect("it ends"), Exhausted);
+        drop(new);
+        assert_eq!(reserved(&budget), (0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn complete_bodies_stay_and_nobody_waits_long_for_those_that_do_not_leave() {
+        let budget = BodyBudget::new(10 * MIB);
+        let (mut complete, mut stuck) = (budget.begin(), budget.begin());
+        complete.grow_to(6 * MIB).await.expect("there is room");
+        complete.complete(6 * MIB).expect("nobody has rejected it");
+        stuck.grow_to(4 * MIB).await.expect("there is room");
+        tokio::time::sleep(ARRIVAL_GRACE).await;
+        let mut new = budget.begin();
+        let begun = Instant::now();
+        assert_eq!(new.grow_to(1).await, Err(Exhausted));
+        assert_eq!(begun.elapsed(), ROOM_WAIT_MAX, "it was rejected, but is not dropped");
+        drop(new);
+        assert_eq!(stuck.complete(4 * MIB), Err(Exhausted));
+        assert_eq!(reserved(&budget), (10 * MIB, 4 * MIB));
+        drop(stuck);
+        assert_eq!(reserved(&budget), (6 * MIB, 0));
+    }
+}

@@ -1,0 +1,191 @@
+//! Limits of the process: descriptors and memory, and what they leave for clients.
+//!
+//! Owns the descriptor limit, which it raises, and the shares that follow from it and from the memory. Promises that
+//! connections of clients leave enough descriptors for operators, probes, events and workers. Leaves keeping to the shares
+//! to the listener and to the body budget.
+
+use std::fmt;
+
+use super::machine;
+use crate::settings::Settings;
+
+/// Share of the memory that request bodies may take. A request in flight takes up to four times its body: the body as it
+/// came, edited, and its prompt as text and as tokens.
+const BODY_MEMORY_SHARE: u64 = 8;
+
+/// The budget in bodies of the greatest length, at least.
+const BODIES_MIN: u64 = 4;
+
+/// The memory, where the system has no answer.
+const MEMORY_BYTES_UNKNOWN: u64 = 8 << 30;
+
+/// Connections of operators.
+pub(super) const ADMIN_CONNECTIONS_MAX: u32 = 64;
+
+/// Connections of clients beyond the limit that are answered and closed.
+pub(super) const OVERFLOW_CONNECTIONS_MAX: u32 = 32;
+
+/// Descriptors of the process itself: log, listeners, timers, files that are read again.
+const OWN_DESCRIPTORS: u64 = 32;
+
+/// Descriptors for a worker apart from requests: three for the KV events of each of two ranks, its health probe, its load,
+/// its tokenizer.
+const DESCRIPTORS_PER_WORKER: u64 = 10;
+
+/// Workers of a model that discovers them, for which descriptors are reserved.
+const DISCOVERED_WORKERS: u64 = 8;
+
+/// Descriptors for a connection of a client: its own, and that to a worker.
+const DESCRIPTORS_PER_CONNECTION: u64 = 2;
+
+/// Fewest connections of clients, however few descriptors there are.
+const CONNECTIONS_MIN: u32 = 8;
+
+/// What the process may use, and what follows from it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessLimits {
+    /// Bytes of all request bodies in memory.
+    pub body_budget_bytes: u64,
+    /// Where that number comes from.
+    body_budget_origin: String,
+    /// Descriptors that may be open; `None` where the system has no limit.
+    pub descriptors: Option<u64>,
+    /// Connections of clients: `connections_max`, or fewer where descriptors are short.
+    pub connections_max: u32,
+    connections_wanted: u32,
+    descriptors_wanted: u64,
+}
+
+impl ProcessLimits {
+    /// Raises the limit of open descriptors as far as the process may, and derives the rest.
+    #[must_use]
+    pub fn of(settings: &Settings) -> Self {
+        Self::derive(settings, machine::memory_bytes(), raise_descriptors())
+    }
+
+    fn derive(settings: &Settings, memory_bytes: Option<u64>, descriptors: Option<u64>) -> Self {
+        let gateway = &settings.gateway;
+        let (body_budget_bytes, body_budget_origin) = match (gateway.body_budget_bytes, memory_bytes) {
+            (Some(bytes), _) => (bytes, "gateway.body_budget_bytes".to_owned()),
+            (None, memory) => {
+                let share = memory.unwrap_or(MEMORY_BYTES_UNKNOWN) / BODY_MEMORY_SHARE;
+                let origin = match memory {
+                    Some(bytes) => format!("an eighth of {bytes} bytes of memory"),
+                    None => "the memory's size is unknown".to_owned(),
+                };
+                (share.max(BODIES_MIN * gateway.body_bytes_max), origin)
+            }
+        };
+        let reserve = reserved_descriptors(settings);
+        let wanted = u64::from(gateway.connections_max);
+        let connections = descriptors.map_or(wanted, |limit| {
+            let rest = limit.saturating_sub(reserve) / DESCRIPTORS_PER_CONNECTION;
+            wanted.min(rest.max(u64::from(CONNECTIONS_MIN)))
+        });
+        Self {
+            body_budget_bytes,
+            body_budget_origin,
+            descriptors,
+            connections_max: u32::try_from(connections).unwrap_or(u32::MAX),
+            connections_wanted: gateway.connections_max,
+            descriptors_wanted: reserve + DESCRIPTORS_PER_CONNECTION * wanted,
+        }
+    }
+
+    /// What is short, in words.
+    #[must_use]
+    pub fn warning(&self) -> Option<String> {
+        let descriptors = self.descriptors.filter(|_| self.connections_max < self.connections_wanted)?;
+        Some(format!(
+            "the process may open {descriptors} descriptors: gateway.connections_max is lowered from {} to {}; {} \
+             descriptors are needed (ulimit -n, or LimitNOFILE of the systemd unit)",
+            self.connections_wanted, self.connections_max, self.descriptors_wanted
+        ))
+    }
+
+    /// Logs the limits, and a warning where something is short.
+    pub(super) fn log(&self) {
+        tracing::info!(
+            body_budget_bytes = self.body_budget_bytes,
+            connections_max = self.connections_max,
+            descriptors = self.descriptors,
+            "limits of the process"
+        );
+        if let Some(warning) = self.warning() {
+            tracing::warn!("{warning}");
+        }
+    }
+}
+
+/// As comments of TOML, for `check-config`.
+impl fmt::Display for ProcessLimits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "# limits of this process on this machine")?;
+        writeln!(f, "# body budget: {} bytes ({})", self.body_budget_bytes, self.body_budget_origin)?;
+        match self.descriptors {
+            Some(limit) => writeln!(f, "# descriptors: {limit}, of which {} are needed", self.descriptors_wanted)?,
+            None => writeln!(f, "# descriptors: no limit")?,
+        }
+        writeln!(f, "# connections of clients: {}", self.connections_max)
+    }
+}
+
+/// Descriptors that clients' connections leave to others.
+fn reserved_descriptors(settings: &Settings) -> u64 {
+    let workers = settings.models.iter().map(|model| {
+        let named = model.workers.len() + model.worker_urls.len();
+        let discovers = model.workers_file.is_some() || !model.worker_names.is_empty() || named == 0;
+        named as u64 + if discovers { DISCOVERED_WORKERS } else { 0 }
+    });
+    let of_workers = workers.sum::<u64>() * DESCRIPTORS_PER_WORKER;
+    OWN_DESCRIPTORS + u64::from(ADMIN_CONNECTIONS_MAX + OVERFLOW_CONNECTIONS_MAX) + of_workers
+}
+
+/// Raises the soft limit to the hard one; the soft limit then. A limit that cannot be raised stays as it is.
+#[cfg(unix)]
+fn raise_descriptors() -> Option<u64> {
+    let raised = rlimit::increase_nofile_limit(rlimit::INFINITY);
+    // A sandbox may forbid the calls that change limits, and those that read them with these.
+    let limit = raised.or_else(|_| rlimit::Resource::NOFILE.get_soft()).ok().or_else(machine::descriptors_max)?;
+    Some(limit).filter(|limit| *limit < rlimit::INFINITY)
+}
+
+#[cfg(not(unix))]
+fn raise_descriptors() -> Option<u64> {
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::ModelSettings;
+
+    fn settings(workers: usize) -> Settings {
+        let worker_urls = (0..workers).map(|n| format!("http://10.0.0.{n}:8000")).collect();
+        Settings { models: vec![ModelSettings { worker_urls, ..ModelSettings::named("m") }], ..Settings::default() }
+    }
+
+    #[test]
+    fn the_body_budget_is_a_share_of_the_memory_with_a_floor() {
+        let derived = |memory| ProcessLimits::derive(&settings(1), memory, None).body_budget_bytes;
+        assert_eq!(derived(Some(16 << 30)), 2 << 30);
+        assert_eq!(derived(Some(128 << 20)), 64 << 20, "four bodies of 16 MiB");
+        assert_eq!(derived(None), 1 << 30);
+        let mut given = settings(1);
+        given.gateway.body_budget_bytes = Some(17 << 20);
+        assert_eq!(ProcessLimits::derive(&given, Some(16 << 30), None).body_budget_bytes, 17 << 20);
+    }
+
+    #[test]
+    fn clients_connections_leave_descriptors_to_others() {
+        let derived = |workers, descriptors| ProcessLimits::derive(&settings(workers), None, Some(descriptors));
+        let enough = derived(4, 65_536);
+        assert_eq!((enough.connections_max, enough.warning()), (16_384, None));
+        // 32 of its own, 96 for operators and overflow, 40 for four workers.
+        let short = derived(4, 256);
+        assert_eq!(short.connections_max, (256 - 168) / 2);
+        let warning = short.warning().expect("it is short");
+        assert!(warning.contains("256") && warning.contains("16384") && warning.contains("32936"), "{warning}");
+        assert_eq!(derived(400, 1024).connections_max, CONNECTIONS_MIN);
+    }
+}

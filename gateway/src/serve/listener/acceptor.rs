@@ -1,0 +1,179 @@
+//! Accepting connections within the listener's limits.
+//!
+//! Owns the socket, the places for connections, and a spare descriptor. Promises that a connection is accepted only when
+//! there is a place for it, and that where the system has no descriptor left the spare one is given up, so that the client
+//! can be told. Leaves what connections get to the listener.
+
+use std::fs::File;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use metrics::{Counter, Gauge};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, sleep};
+
+use super::ListenerOptions;
+use crate::serve::rarely::Rarely;
+
+/// How long the listener rests when the system has no descriptor for another connection.
+const ACCEPT_REST: Duration = Duration::from_millis(20);
+
+/// How often trouble of accepting, and a full listener, are logged.
+const LOGGED_EVERY: Duration = Duration::from_secs(10);
+
+/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+const NO_DESCRIPTOR: [i32; 2] = [24, 23];
+
+/// Takes a descriptor that can be given up to accept a connection when there is no other.
+const SPARE_FILE: &str = "/dev/null";
+
+/// What is counted of one listener.
+struct Meters {
+    connections: Gauge,
+    handshakes_refused: Counter,
+    accept_errors: Counter,
+    refused: Counter,
+}
+
+impl Meters {
+    fn new(name: &'static str) -> Self {
+        Self {
+            connections: metrics::gauge!("pointsman_gateway_connections", "listener" => name),
+            handshakes_refused: metrics::counter!("pointsman_gateway_handshakes_refused_total", "listener" => name),
+            accept_errors: metrics::counter!("pointsman_gateway_accept_errors_total", "listener" => name),
+            refused: metrics::counter!("pointsman_gateway_connections_refused_total", "listener" => name),
+        }
+    }
+}
+
+/// A place among the connections, as long as one of them has it.
+pub(super) struct Place {
+    connections: Gauge,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.connections.decrement(1.0);
+    }
+}
+
+/// A connection that has been accepted.
+pub(super) struct Accepted {
+    pub(super) stream: TcpStream,
+    pub(super) peer: SocketAddr,
+    pub(super) place: Place,
+    /// Whether it is beyond the limit, or took the last descriptor.
+    pub(super) is_overflow: bool,
+}
+
+/// Where connections come from.
+pub(super) struct Acceptor {
+    listener: TcpListener,
+    free: Arc<Semaphore>,
+    /// Places for connections beyond those.
+    overflow: Arc<Semaphore>,
+    connections_max: usize,
+    meters: Meters,
+    /// Absent after it was given up.
+    spare: Option<File>,
+    trouble_logged: Rarely,
+    refused_logged: Rarely,
+    name: &'static str,
+}
+
+impl Acceptor {
+    pub(super) fn new(listener: TcpListener, options: &ListenerOptions) -> Self {
+        let connections_max = options.connections_max.max(1) as usize;
+        let overflow_max = options.overflow.as_ref().map_or(0, |overflow| overflow.connections_max as usize);
+        let places = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
+        Self {
+            listener,
+            free: places(connections_max),
+            overflow: places(overflow_max),
+            connections_max,
+            meters: Meters::new(options.name),
+            spare: spare(),
+            trouble_logged: Rarely::new(LOGGED_EVERY),
+            refused_logged: Rarely::new(LOGGED_EVERY),
+            name: options.name,
+        }
+    }
+
+    pub(super) fn handshakes_refused(&self) -> Counter {
+        self.meters.handshakes_refused.clone()
+    }
+
+    /// The next connection. Cancel-safe: nothing accepted is lost.
+    pub(super) async fn next(&mut self) -> Accepted {
+        let (free, overflow) = (Arc::clone(&self.free), Arc::clone(&self.overflow));
+        let (permit, mut is_overflow) = tokio::select! {
+            biased;
+            permit = free.acquire_owned() => (permit, false),
+            permit = overflow.acquire_owned() => (permit, true),
+        };
+        let mut permit = permit.expect("nobody closes the semaphores");
+        let mut gave_up_spare = false;
+        let (stream, peer) = loop {
+            if !gave_up_spare && self.spare.is_none() {
+                self.spare = spare();
+            }
+            let error = match self.listener.accept().await {
+                Ok(accepted) => break accepted,
+                Err(error) => error,
+            };
+            self.meters.accept_errors.increment(1);
+            if let Some(suppressed) = self.trouble_logged.may_say(Instant::now()) {
+                tracing::warn!(listener = self.name, %error, suppressed, "cannot accept connections");
+            }
+            let is_short = error.raw_os_error().is_some_and(|code| NO_DESCRIPTOR.contains(&code));
+            if is_short && self.spare.take().is_some() {
+                gave_up_spare = true;
+            } else {
+                sleep(ACCEPT_REST).await;
+            }
+        };
+        // A place may have become free while none came.
+        if is_overflow && let Ok(freed) = Arc::clone(&self.free).try_acquire_owned() {
+            (permit, is_overflow) = (freed, false);
+        }
+        let is_overflow = is_overflow || gave_up_spare;
+        if is_overflow {
+            self.meters.refused.increment(1);
+            if let Some(suppressed) = self.refused_logged.may_say(Instant::now()) {
+                let (listener, connections_max) = (self.name, self.connections_max);
+                tracing::warn!(listener, connections_max, suppressed, "connection refused: too many are open");
+            }
+        }
+        Accepted { stream, peer, place: self.place(permit), is_overflow }
+    }
+
+    fn place(&self, permit: OwnedSemaphorePermit) -> Place {
+        self.meters.connections.increment(1.0);
+        Place { connections: self.meters.connections.clone(), _permit: permit }
+    }
+
+    /// Connections that the system has accepted and nobody has taken yet: closing the socket would reset them. As many as
+    /// there is room for.
+    pub(super) fn waiting(self) -> Vec<Accepted> {
+        let Self { listener, free, meters, .. } = self;
+        let Ok(listener) = listener.into_std() else { return Vec::new() };
+        let mut waiting = Vec::new();
+        while let Ok(permit) = Arc::clone(&free).try_acquire_owned() {
+            // It does not block: the first that is not there ends the loop.
+            let Ok((stream, peer)) = listener.accept() else { break };
+            let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) else { continue };
+            meters.connections.increment(1.0);
+            let place = Place { connections: meters.connections.clone(), _permit: permit };
+            waiting.push(Accepted { stream, peer, place, is_overflow: false });
+        }
+        waiting
+    }
+}
+
+/// A descriptor to give up; `None` where there is none left, or no such file.
+fn spare() -> Option<File> {
+    File::open(SPARE_FILE).ok()
+}

@@ -1,0 +1,154 @@
+//! The real process with few descriptors, and more clients than it can have.
+//!
+//! Owns the process: it is gone when the test is. Promises that every wait has a generous end.
+#![cfg(unix)]
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, Command};
+use tokio::time::{sleep, timeout};
+
+/// The end of every wait.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Descriptors of the process.
+const DESCRIPTORS: usize = 256;
+
+/// Clients that connect and send nothing.
+const IDLE_CLIENTS: usize = 300;
+
+/// An engine that answers everything with 200, and counts health probes.
+async fn engine() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
+    let url = format!("http://{}", listener.local_addr().expect("it listens"));
+    let probes = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&probes);
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let probes = Arc::clone(&counted);
+            tokio::spawn(async move {
+                let mut head = Vec::with_capacity(4096);
+                if stream.read_buf(&mut head).await.is_ok_and(|read| read > 0) {
+                    probes.fetch_add(usize::from(head.starts_with(b"GET /health ")), Ordering::Relaxed);
+                    let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
+                }
+            });
+        }
+    });
+    (url, probes)
+}
+
+struct Process {
+    _child: Child,
+    clients: SocketAddr,
+    admin: SocketAddr,
+    /// What was logged until it listened.
+    log: Vec<String>,
+}
+
+/// A free port, most probably: `[admin]` shows its address nowhere.
+async fn free_address() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
+    listener.local_addr().expect("it listens")
+}
+
+impl Process {
+    async fn start(engine: &str) -> Self {
+        let directory = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let (config, token) = (directory.join("descriptors.toml"), directory.join("descriptors.token"));
+        fs::write(&token, "0123456789abcdef\n").expect("the target directory can be written");
+        let admin = free_address().await;
+        let text = format!(
+            "[gateway]\nlisten = \"127.0.0.1:0\"\nlog_format = \"json\"\nwarm_up_ms = 0\n\
+             [admin]\nlisten = \"{admin}\"\ntoken_file = {token:?}\n\
+             [router]\nhealth_probe_interval_ms = 100\nhealth_failures_max = 2\nengine_load_interval_ms = 0\n\
+             [[models]]\nname = \"m\"\n[[models.workers]]\nurl = \"{engine}\"\n[models.tokens]\nsource = \"none\"\n"
+        );
+        fs::write(&config, text).expect("the target directory can be written");
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(format!("ulimit -n {DESCRIPTORS}; exec \"$0\" \"$@\""));
+        command.arg(env!("CARGO_BIN_EXE_pointsman")).arg("serve").arg("--config").arg(&config);
+        command.stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().expect("there is a shell");
+        let mut lines = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+        let mut log = Vec::new();
+        let listening = async {
+            while let Some(line) = lines.next_line().await.expect("text") {
+                log.push(line.clone());
+                if line.contains("\"message\":\"listening\"") {
+                    let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+                    return line["address"].as_str().expect("an address").parse().expect("an address");
+                }
+            }
+            panic!("it ends without listening: {log:?}");
+        };
+        let clients = timeout(PATIENCE, listening).await.expect("it listens in time");
+        tokio::spawn(async move { while lines.next_line().await.is_ok_and(|line| line.is_some()) {} });
+        Self { _child: child, clients, admin, log }
+    }
+
+    async fn metric(&self, name: &str) -> f64 {
+        let page = told(self.clients, "GET /metrics", "").await;
+        let value = page.lines().find_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
+        value.unwrap_or_else(|| panic!("no {name} in {page}")).1.parse().expect("a number")
+    }
+}
+
+/// The answer on a connection of its own, to somebody with the operators' token.
+async fn told(address: SocketAddr, what: &str, body: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.expect("it listens");
+    let length = body.len();
+    let head = format!(
+        "{what} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer 0123456789abcdef\r\nconnection: close\r\n\
+         content-length: {length}\r\n\r\n"
+    );
+    stream.write_all((head + body).as_bytes()).await.expect("the connection stands");
+    let mut answer = String::new();
+    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer in time").expect("an answer");
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
+    let (url, probes) = engine().await;
+    let process = Process::start(&url).await;
+    let warned = process.log.iter().any(|line| line.contains("WARN") && line.contains("connections_max is lowered"));
+    assert!(warned, "{:?}", process.log);
+    let mut idle = Vec::new();
+    for _ in 0..IDLE_CLIENTS {
+        idle.push(TcpStream::connect(process.clients).await.expect("the system takes it"));
+    }
+    assert!(told(process.clients, "GET /live", "").await.starts_with("HTTP/1.1 200"));
+    assert!(told(process.clients, "GET /ready", "").await.starts_with("HTTP/1.1 200"));
+    let refused = told(process.clients, "POST /v1/completions", r#"{"model":"m","prompt":[1]}"#).await;
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("too_many_connections"), "{refused}");
+    assert!(refused.to_lowercase().contains("retry-after: 1\r\n"), "{refused}");
+    let health = told(process.admin, "GET /admin/models/m/health", "").await;
+    assert!(health.starts_with("HTTP/1.1 200"), "{health}");
+    // The engine is probed on, and stays in service.
+    let before = probes.load(Ordering::Relaxed);
+    let probed = async {
+        while probes.load(Ordering::Relaxed) < before + 5 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, probed).await.expect("it is probed in time");
+    assert_eq!(process.metric("pointsman_ejected_ranks").await, 0.0);
+    assert!(process.metric("pointsman_gateway_connections_refused_total{listener=\"clients\"}").await > 0.0);
+    drop(idle);
+    let served = async {
+        let request = r#"{"model":"m","prompt":[1]}"#;
+        while told(process.clients, "POST /v1/completions", request).await.contains("too_many_connections") {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, served).await.expect("clients are served again in time");
+}

@@ -1,0 +1,180 @@
+//! Memory of the real process under bodies that never end.
+//!
+//! Owns the process: it is gone when the test is. Promises that every wait has a generous end.
+#![cfg(target_os = "linux")]
+
+use std::fs;
+use std::net::SocketAddr;
+use std::process::Stdio;
+use std::time::Duration;
+
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
+use tokio::process::{Child, Command};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+/// The end of every wait.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+const MIB: u64 = 1 << 20;
+
+/// Clients that do not finish their bodies, and how much each of them sends.
+const CLIENTS: usize = 60;
+const SENT_BYTES: u64 = 4 * MIB;
+
+/// Budget of the gateway over all bodies.
+const BUDGET_BYTES: u64 = 32 * MIB;
+
+/// What 60 connections take beside their bodies: 64 KiB for reading each, and for what is on its way from there.
+const CONNECTIONS_BYTES: u64 = 16 * MIB;
+
+struct Process {
+    child: Child,
+    address: SocketAddr,
+}
+
+impl Process {
+    /// A gateway of one model, `mock`, before this engine.
+    async fn start(engine: &MockEngine) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
+        command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"]);
+        command.args(["--model", "mock", "--worker", &engine.url()]);
+        command.args(["--set", &format!("gateway.body_budget_bytes={BUDGET_BYTES}")]);
+        command.env_clear().stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().expect("the binary is there");
+        let mut log = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+        let listening = async {
+            while let Some(line) = log.next_line().await.expect("text") {
+                if line.contains("\"message\":\"listening\"") {
+                    let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+                    return line["address"].as_str().expect("an address").parse().expect("an address");
+                }
+            }
+            panic!("it ends without listening");
+        };
+        let address = timeout(PATIENCE, listening).await.expect("it listens in time");
+        // Nobody shall wait for a reader of the log.
+        tokio::spawn(async move { while log.next_line().await.is_ok_and(|line| line.is_some()) {} });
+        Self { child, address }
+    }
+
+    /// Memory that the process has in RAM.
+    fn resident_bytes(&self) -> u64 {
+        let id = self.child.id().expect("it runs");
+        let status = fs::read_to_string(format!("/proc/{id}/status")).expect("it runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("Linux has it");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+    }
+
+    /// The status of a small request's answer.
+    async fn small(&self) -> String {
+        let body = r#"{"model":"mock","max_tokens":1,"messages":[{"role":"user","content":"hello"}]}"#;
+        let mut stream = TcpStream::connect(self.address).await.expect("it listens");
+        stream.write_all((head(body.len() as u64) + body).as_bytes()).await.expect("the connection stands");
+        let mut status = [0; 12];
+        timeout(PATIENCE, stream.read_exact(&mut status)).await.expect("in time").expect("an answer");
+        String::from_utf8_lossy(&status[9..]).into_owned()
+    }
+
+    async fn metric(&self, name: &str) -> f64 {
+        let mut stream = TcpStream::connect(self.address).await.expect("it listens");
+        let request = "GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n";
+        stream.write_all(request.as_bytes()).await.expect("the connection stands");
+        let mut page = String::new();
+        timeout(PATIENCE, stream.read_to_string(&mut page)).await.expect("in time").expect("an answer");
+        let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        value.unwrap_or_else(|| panic!("no {name} on the page")).parse().expect("a number")
+    }
+}
+
+fn head(length: u64) -> String {
+    format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n\
+         content-length: {length}\r\n\r\n"
+    )
+}
+
+/// Sends a body but for its end, and returns the connection. Whoever is refused meanwhile is sent no more.
+async fn unfinished(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.expect("it listens");
+    let part = vec![b' '; MIB as usize / 4];
+    let sent = async {
+        stream.write_all(head(SENT_BYTES + 1).as_bytes()).await?;
+        for _ in 0..SENT_BYTES / part.len() as u64 {
+            stream.write_all(&part).await?;
+        }
+        std::io::Result::Ok(())
+    };
+    // An error means that the body was rejected.
+    let _ = timeout(PATIENCE, sent).await.expect("it is read, or rejected, in time");
+    stream
+}
+
+/// Six rounds of what took 6.4 GB of the trial's machine, in small.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back() {
+    let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
+    let process = Process::start(&engine).await;
+    let served = async {
+        while process.small().await != "200" {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, served).await.expect("it serves in time");
+    let idle = process.resident_bytes();
+    let mut peak = 0;
+    for _ in 0..6 {
+        let mut sending = JoinSet::new();
+        for _ in 0..CLIENTS {
+            sending.spawn(unfinished(process.address));
+        }
+        let mut clients = Vec::new();
+        while let Some(client) = sending.join_next().await {
+            clients.push(client.expect("it does not panic"));
+            peak = peak.max(process.resident_bytes());
+        }
+        let held = process.metric("pointsman_gateway_body_bytes").await;
+        assert!(held <= BUDGET_BYTES as f64, "{held} bytes of bodies");
+        peak = peak.max(process.resident_bytes());
+        drop(clients);
+    }
+    assert!(peak <= idle + BUDGET_BYTES + CONNECTIONS_BYTES, "{} MiB, idle {}", peak / MIB, idle / MIB);
+    assert!(process.metric("pointsman_gateway_bodies_rejected_total").await > 0.0);
+    let given_back = async {
+        while process.resident_bytes() > idle * 3 / 2 || process.metric("pointsman_gateway_body_bytes").await > 0.0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let resident = || process.resident_bytes() / MIB;
+    timeout(PATIENCE, given_back).await.unwrap_or_else(|_| panic!("{} MiB, idle {}", resident(), idle / MIB));
+}
+
+/// Clients that have sent nearly all of their bodies, and go on a byte at a time, take all the budget: others are served
+/// long before these are given up for their slowness.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slow_bodies_do_not_keep_others_from_being_served() {
+    let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
+    let process = Process::start(&engine).await;
+    let mut slow = JoinSet::new();
+    for _ in 0..BUDGET_BYTES / SENT_BYTES + 1 {
+        slow.spawn(unfinished(process.address));
+    }
+    let slow = timeout(PATIENCE, slow.join_all()).await.expect("they send in time");
+    let exhausted = async {
+        while process.metric("pointsman_gateway_bodies_rejected_total").await == 0.0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, exhausted).await.expect("the budget is exhausted in time");
+    let held = process.metric("pointsman_gateway_body_bytes").await;
+    let served = async {
+        while process.small().await != "200" {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    // One that is silent is given up after 30 s, and one that drips after 300 s.
+    timeout(Duration::from_secs(25), served).await.unwrap_or_else(|_| panic!("not served beside {held} bytes"));
+    drop(slow);
+}
