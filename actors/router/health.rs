@@ -1,5 +1,6 @@
 //! How the ranks are, and how busy they say they are.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,6 +65,12 @@ impl Router {
     #[must_use]
     pub fn eligible_ranks(&self) -> usize {
         self.shared().eligible_ranks()
+    }
+
+    /// The ranks whose health keeps them out of service. Does not block.
+    #[must_use]
+    pub fn out_of_service(&self) -> BTreeSet<WorkerRank> {
+        self.shared().exclusions().out_of_service()
     }
 
     /// What each rank's engine last said of its load, in rank order; `None` where it never has.

@@ -58,9 +58,9 @@ impl Worker {
 
     fn any(&self) -> AnyWorker {
         let endpoint = Arc::clone(&self.0);
-        Arc::new(move |but| {
+        Arc::new(move |but, may_ask| {
             let endpoint = endpoint.lock().expect("no test panics with it").clone();
-            endpoint.filter(|endpoint| Some(endpoint.as_str()) != but)
+            endpoint.filter(|endpoint| Some(endpoint.as_str()) != but && may_ask(endpoint))
         })
     }
 }
@@ -251,7 +251,7 @@ async fn one_worker_that_fails_costs_no_prompt_its_tokens() {
     let (failing, failed) = answering(|_| (StatusCode::INTERNAL_SERVER_ERROR, String::new())).await;
     let (good, answered) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
     // The one that fails is always asked first.
-    let any: AnyWorker = Arc::new(move |but| Some(if but.is_none() { failing.clone() } else { good.clone() }));
+    let any: AnyWorker = Arc::new(move |but, _| Some(if but.is_none() { failing.clone() } else { good.clone() }));
     let tokens = Tokens::start(&settings(TokenSourceChoice::Engine), "m", upstream(), any).await.unwrap();
     for _ in 0..8 {
         assert_eq!(had(&tokens, text("a")).await, (vec![1], TokenSource::Engine));

@@ -15,16 +15,11 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::AnyWorker;
 use super::chat;
+use super::engine_breaker::{Breaker, WorkerBreakers};
 use super::pool::Pool;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 use crate::upstream::{Upstream, UpstreamError};
-
-/// Failures one after the other, after which the engine is left alone.
-const FAILURES_MAX: u32 = 5;
-
-/// For how long. After that one question is asked; if it fails too, as long again.
-const PAUSE: Duration = Duration::from_secs(10);
 
 /// Bytes of an answer for each byte of the question: a token's number, and its text where an engine sends that along.
 const ANSWER_BYTES_PER_BYTE: usize = 32;
@@ -184,6 +179,8 @@ fn raw(json: &Bytes) -> Result<&RawValue, NoTokens> {
 pub(super) struct Engine {
     client: Client,
     any_worker: AnyWorker,
+    /// Of each worker, so that one that hangs delays few prompts until the router has ejected it.
+    workers: WorkerBreakers,
     /// Apart, for an engine may tokenise texts and no chats.
     texts: Mutex<Breaker>,
     chats: Mutex<Breaker>,
@@ -191,17 +188,18 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(client: Client, any_worker: AnyWorker) -> Self {
-        Self { client, any_worker, texts: Mutex::default(), chats: Mutex::default() }
+        let workers = WorkerBreakers::default();
+        Self { client, any_worker, workers, texts: Mutex::default(), chats: Mutex::default() }
     }
 
     /// Whether a worker has ever answered.
     pub(super) fn is_proven(&self) -> bool {
-        [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_proven)
+        [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_proven())
     }
 
     /// Whether it is left alone, with texts or with chats.
     pub(super) fn is_paused(&self) -> bool {
-        [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).paused_until.is_some())
+        [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_paused())
     }
 
     /// Within the client's time, whoever is asked.
@@ -219,11 +217,11 @@ impl Engine {
         };
         let end = Instant::now() + self.client.within;
         let body = timeout_at(end, self.client.body(question)).await.map_err(|_| NoTokens::Busy)??;
-        let worker = (self.any_worker)(None).ok_or(NoTokens::NoWorker)?;
+        let worker = self.worker().ok_or(NoTokens::NoWorker)?;
         if !locked(breaker).may_ask(Instant::now()) {
             return Err(NoTokens::EnginePaused);
         }
-        let answer = in_turn(&self.any_worker, worker, end, |worker| {
+        let answer = in_turn(&self.any_worker, &self.workers, worker, end, |worker| {
             let body = body.clone();
             async move { self.client.put(&worker, body).await }
         });
@@ -242,21 +240,40 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// The next worker that has not failed of late; where all have, the next one.
+    fn worker(&self) -> Option<String> {
+        let now = Instant::now();
+        let worker = (self.any_worker)(None, &|endpoint| self.workers.may_ask(endpoint, now));
+        worker.or_else(|| (self.any_worker)(None, &|_| true))
+    }
+}
+
 /// Asks one worker, and where that fails another, if there is one, until `end`. The first then has half of the time, so
 /// that one which hangs costs no tokens. A refusal stands: every worker would give it.
 async fn in_turn<T, Answer: Future<Output = Result<T, AskError>>>(
     any_worker: &AnyWorker,
+    workers: &WorkerBreakers,
     worker: String,
     end: Instant,
     ask: impl Fn(String) -> Answer,
 ) -> Result<T, AskError> {
     let asked = async |worker: String, within: Duration| {
+        workers.asked(&worker, Instant::now());
         let answer = timeout(within, ask(worker.clone())).await;
         let answer = answer.unwrap_or(Err(AskError::Upstream(UpstreamError::Timeout(within))));
+        match &answer {
+            Err(AskError::Upstream(UpstreamError::Timeout(_) | UpstreamError::Connect(_))) => {
+                workers.failed(&worker, Instant::now());
+            }
+            Ok(_) | Err(_) => workers.answered(&worker),
+        }
         answer.inspect_err(|error| tracing::debug!(worker, %error, "a worker does not tokenise a prompt"))
     };
     let left = end.saturating_duration_since(Instant::now());
-    let Some(other) = any_worker(Some(&worker)) else { return asked(worker, left).await };
+    let now = Instant::now();
+    let other = any_worker(Some(&worker), &|endpoint| workers.may_ask(endpoint, now));
+    let Some(other) = other else { return asked(worker, left).await };
     match asked(worker, left / 2).await {
         Err(error) if !error.is_refusal() => asked(other, end.saturating_duration_since(Instant::now())).await,
         answer => answer,
@@ -268,51 +285,18 @@ fn locked(breaker: &Mutex<Breaker>) -> MutexGuard<'_, Breaker> {
     breaker.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// When not to ask.
-#[derive(Default)]
-struct Breaker {
-    failures: u32,
-    paused_until: Option<Instant>,
-    is_proven: bool,
-}
-
-impl Breaker {
-    /// After a pause the first that asks may, and the others once it has been answered.
-    fn may_ask(&mut self, now: Instant) -> bool {
-        match self.paused_until {
-            None => true,
-            Some(until) if now < until => false,
-            Some(_) => {
-                self.paused_until = Some(now + PAUSE);
-                true
-            }
-        }
-    }
-
-    fn answered(&mut self) {
-        *self = Self { is_proven: true, ..Self::default() };
-    }
-
-    /// A refusal says something of the engine only if it has never answered: else one client's questions that make no
-    /// sense would take the tokens from all.
-    fn failed(&mut self, is_refusal: bool, now: Instant) {
-        if is_refusal && self.is_proven {
-            return self.answered();
-        }
-        self.failures += 1;
-        if self.failures >= FAILURES_MAX {
-            self.paused_until = Some(now + PAUSE);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const PAUSE: Duration = Duration::from_secs(10);
+
     /// Those workers that are not excluded, in order.
     fn workers(names: &'static [&'static str]) -> AnyWorker {
-        Arc::new(|but| names.iter().find(|name| Some(**name) != but).map(|name| (*name).to_owned()))
+        Arc::new(|but, may_ask| {
+            let found = names.iter().find(|name| Some(**name) != but && may_ask(name));
+            found.map(|name| (*name).to_owned())
+        })
     }
 
     fn broken() -> AskError {
@@ -324,8 +308,8 @@ mod tests {
         names: &'static [&'static str],
         of_a: impl Fn() -> Answer,
     ) -> (Result<u32, AskError>, Vec<String>) {
-        let (workers, asked) = (workers(names), Mutex::new(Vec::new()));
-        let answer = in_turn(&workers, "a".to_owned(), Instant::now() + PAUSE, async |worker: String| {
+        let (workers, breakers, asked) = (workers(names), WorkerBreakers::default(), Mutex::new(Vec::new()));
+        let answer = in_turn(&workers, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |worker: String| {
             asked.lock().unwrap().push(worker.clone());
             if worker == "a" { of_a().await } else { Ok(7) }
         });
@@ -342,8 +326,9 @@ mod tests {
         let refusal = async || Err(AskError::Upstream(UpstreamError::Status(StatusCode::BAD_REQUEST)));
         let (answer, asked) = first_a(&["a", "b"], refusal).await;
         assert!(answer.is_err() && asked == ["a"]);
-        let two = workers(&["a", "b"]);
-        let failing = in_turn(&two, "a".to_owned(), Instant::now() + PAUSE, async |_| Err::<u32, _>(broken()));
+        let (two, breakers) = (workers(&["a", "b"]), WorkerBreakers::default());
+        let failing =
+            in_turn(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |_| Err::<u32, _>(broken()));
         assert!(failing.await.is_err());
     }
 
@@ -359,39 +344,10 @@ mod tests {
         assert!(matches!(answer, Err(AskError::Upstream(UpstreamError::Timeout(within))) if within == PAUSE));
         assert_eq!(begun.elapsed(), PAUSE);
         let begun = Instant::now();
-        let two = workers(&["a", "b"]);
-        let hanging =
-            in_turn(&two, "a".to_owned(), Instant::now() + PAUSE, |_| std::future::pending::<Result<u32, AskError>>());
+        let (two, breakers) = (workers(&["a", "b"]), WorkerBreakers::default());
+        let hanging = in_turn(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, |_| {
+            std::future::pending::<Result<u32, AskError>>()
+        });
         assert!(hanging.await.is_err() && begun.elapsed() == PAUSE);
-    }
-
-    #[test]
-    fn five_failures_pause_and_one_question_ends_the_pause() {
-        let start = Instant::now();
-        let mut breaker = Breaker::default();
-        breaker.answered();
-        for n in 0..FAILURES_MAX {
-            assert!(breaker.may_ask(start), "failure {n}");
-            breaker.failed(false, start);
-        }
-        assert!(!breaker.may_ask(start + PAUSE - Duration::from_millis(1)));
-        let later = start + PAUSE;
-        assert!(breaker.may_ask(later) && !breaker.may_ask(later));
-        breaker.failed(false, later);
-        assert!(!breaker.may_ask(later + PAUSE - Duration::from_millis(1)) && breaker.may_ask(later + PAUSE));
-        breaker.answered();
-        assert!(breaker.may_ask(later + PAUSE) && breaker.may_ask(later + PAUSE));
-    }
-
-    #[test]
-    fn refusals_count_until_the_engine_has_answered_once() {
-        let start = Instant::now();
-        let (mut never, mut once) = (Breaker::default(), Breaker::default());
-        once.answered();
-        for _ in 0..FAILURES_MAX {
-            never.failed(true, start);
-            once.failed(true, start);
-        }
-        assert!(!never.may_ask(start) && once.may_ask(start));
     }
 }

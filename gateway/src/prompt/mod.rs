@@ -9,6 +9,7 @@ mod cache;
 mod chat;
 mod chunks;
 mod engine;
+mod engine_breaker;
 mod files;
 mod format;
 mod local;
@@ -73,9 +74,9 @@ pub struct PromptTokens<'a> {
     pub source: TokenSource,
 }
 
-/// Names the endpoint of some worker of the model that can be asked, another one each time; `None` while there is none. Given
-/// an endpoint, it names one of the others.
-pub type AnyWorker = Arc<dyn Fn(Option<&str>) -> Option<String> + Send + Sync>;
+/// Names the endpoint of a worker in service for which the predicate holds, another one each time; `None` while there is
+/// none. Given an endpoint, it names one of the others.
+pub type AnyWorker = Arc<dyn Fn(Option<&str>, &dyn Fn(&str) -> bool) -> Option<String> + Send + Sync>;
 
 /// Why a model's tokens cannot be had as its settings say.
 #[derive(Debug, thiserror::Error)]

@@ -46,7 +46,7 @@ impl Parity {
     /// Compares again and again, until it is aborted.
     pub(super) async fn watch(self) {
         loop {
-            let Some(worker) = (self.any_worker)(None) else {
+            let Some(worker) = (self.any_worker)(None, &|_| true) else {
                 sleep(WORKER_AWAITED).await;
                 continue;
             };

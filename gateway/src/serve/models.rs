@@ -175,7 +175,15 @@ impl Model {
         let builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
         let (workers, turn) = (router.clone(), AtomicUsize::new(0));
-        let any_worker: AnyWorker = Arc::new(move |but| next_worker(&workers.workers(), &turn, but));
+        let any_worker: AnyWorker = Arc::new(move |but, may_ask| {
+            let ejected = workers.out_of_service();
+            let in_service = |worker: &WorkerEntry| {
+                worker.ranks.is_empty() || worker.ranks.iter().any(|rank| !ejected.contains(rank))
+            };
+            next_worker(&workers.workers(), &turn, but, |worker| {
+                in_service(worker) && may_ask(worker.config.endpoint.as_str())
+            })
+        });
         let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
@@ -204,16 +212,20 @@ pub(super) async fn warn_of_unread(current: Current) {
     }
 }
 
-/// The endpoint of a worker that takes new work, in turn. One in place of `but` takes no turn of its own: else of two workers
-/// the same would always be the first.
-fn next_worker(workers: &[WorkerEntry], turn: &AtomicUsize, but: Option<&str>) -> Option<String> {
-    let endpoints = || {
-        let taking = workers.iter().filter(|entry| !entry.draining).map(|entry| entry.config.endpoint.as_str());
-        taking.filter(|endpoint| Some(*endpoint) != but)
-    };
+/// The endpoint of a worker that takes new work and for which `is_eligible` holds, in turn. One in place of `but` takes no
+/// turn of its own: else of two workers the same would always be the first.
+fn next_worker(
+    workers: &[WorkerEntry],
+    turn: &AtomicUsize,
+    but: Option<&str>,
+    is_eligible: impl Fn(&WorkerEntry) -> bool,
+) -> Option<String> {
+    let taking = workers.iter().filter(|entry| !entry.draining && is_eligible(entry));
+    let endpoints = taking.map(|entry| entry.config.endpoint.as_str()).filter(|endpoint| Some(*endpoint) != but);
+    let endpoints: Vec<&str> = endpoints.collect();
     let n = if but.is_some() { turn.load(Ordering::Relaxed) } else { turn.fetch_add(1, Ordering::Relaxed) };
-    let n = n.checked_rem(endpoints().count())?;
-    endpoints().nth(n).map(str::to_owned)
+    let n = n.checked_rem(endpoints.len())?;
+    Some(endpoints[n].to_owned())
 }
 
 #[cfg(test)]
@@ -233,17 +245,22 @@ mod tests {
     #[test]
     fn workers_that_do_not_drain_are_asked_in_turn() {
         let turn = AtomicUsize::new(0);
+        let next = |some: &[WorkerEntry], but| next_worker(some, &turn, but, |_| true);
         let some = workers(&[("a", true), ("b", false), ("c", false), ("d", true)]);
-        let asked: Vec<_> = (0..4).map(|_| next_worker(&some, &turn, None).unwrap()).collect();
+        let asked: Vec<_> = (0..4).map(|_| next(&some, None).unwrap()).collect();
         assert_eq!(asked, ["b", "c", "b", "c"]);
         // In place of one there is always the other, whoever else asks, and that is no turn.
         for _ in 0..3 {
-            assert_eq!(next_worker(&some, &turn, Some("b")).as_deref(), Some("c"));
-            assert_eq!(next_worker(&some, &turn, Some("c")).as_deref(), Some("b"));
+            assert_eq!(next(&some, Some("b")).as_deref(), Some("c"));
+            assert_eq!(next(&some, Some("c")).as_deref(), Some("b"));
         }
-        assert_eq!(next_worker(&some, &turn, None).as_deref(), Some("b"));
-        assert_eq!(next_worker(&workers(&[("a", true)]), &turn, None), None);
-        assert_eq!(next_worker(&workers(&[("a", false)]), &turn, Some("a")), None);
-        assert_eq!(next_worker(&[], &turn, None), None);
+        assert_eq!(next(&some, None).as_deref(), Some("b"));
+        assert_eq!(next(&workers(&[("a", true)]), None), None);
+        assert_eq!(next(&workers(&[("a", false)]), Some("a")), None);
+        assert_eq!(next(&[], None), None);
+        let not_b = |entry: &WorkerEntry| entry.config.endpoint.as_str() != "b";
+        for _ in 0..3 {
+            assert_eq!(next_worker(&some, &turn, None, not_b).as_deref(), Some("c"));
+        }
     }
 }

@@ -13,4 +13,5 @@ mod bytes;
 mod clients;
 mod drain;
 mod tenants;
+mod tokenize;
 mod workers;
