@@ -55,7 +55,9 @@ impl Arguments {
         worker: &WorkerConfig,
     ) -> Result<Option<Self>, WorkerConfigError> {
         let config = &shared.config;
-        let Some(kv_events) = worker.kv_events.as_ref().filter(|_| config.use_kv_events && config.has_index()) else {
+        let Some(kv_events) =
+            worker.kv_events.as_ref().filter(|_| config.use_kv_events.reads_events() && config.has_index())
+        else {
             return Ok(None);
         };
         let endpoints = kv_events.of_rank(seat.rank.rank)?;

@@ -56,6 +56,14 @@ pub(crate) struct SourceCell {
     /// Plus one; 0 before the first message.
     message_at: AtomicU64,
     doubted: Doubted,
+    /// Whether the engine has computed a prompt of at least one block.
+    has_served: AtomicBool,
+    /// Whether the reader is to be told when the engine has served a prompt.
+    #[cfg(feature = "zmq")]
+    awaits_served: AtomicBool,
+    /// Notified then.
+    #[cfg(feature = "zmq")]
+    served: tokio::sync::Notify,
     /// Held by the task that reads: its successor must not be overtaken by what it still has in hand.
     #[cfg(feature = "zmq")]
     turn: tokio::sync::Mutex<()>,
@@ -76,6 +84,11 @@ impl SourceCell {
             applied: AtomicU64::new(0),
             message_at: AtomicU64::new(0),
             doubted: Arc::clone(doubted),
+            has_served: AtomicBool::new(false),
+            #[cfg(feature = "zmq")]
+            awaits_served: AtomicBool::new(false),
+            #[cfg(feature = "zmq")]
+            served: tokio::sync::Notify::new(),
             #[cfg(feature = "zmq")]
             turn: tokio::sync::Mutex::new(()),
         }
@@ -91,6 +104,25 @@ impl SourceCell {
                 u32::try_from(credited).unwrap_or(blocks)
             }
         }
+    }
+
+    /// The engine has computed a prompt of at least one block. Costs two relaxed loads unless it is the first one, or the
+    /// reader waits for it.
+    #[inline]
+    pub(crate) fn prompt_served(&self) {
+        if !self.has_served.load(Ordering::Relaxed) {
+            self.has_served.store(true, Ordering::Relaxed);
+        }
+        #[cfg(feature = "zmq")]
+        if self.awaits_served.load(Ordering::Relaxed) && self.awaits_served.swap(false, Ordering::Relaxed) {
+            self.served.notify_one();
+        }
+    }
+
+    /// Whether the engine has served prompts, and nobody reads its events.
+    pub(crate) fn is_unread(&self) -> bool {
+        let has_source = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        !has_source && self.has_served.load(Ordering::Relaxed)
     }
 
     /// How far it is trusted; `None` where the rank has no source.
@@ -163,6 +195,15 @@ impl SourceCell {
     pub(crate) fn set_connected(&self, connected: bool) {
         self.connected.store(connected, Ordering::Relaxed);
         self.caught_up.fetch_and(connected, Ordering::Relaxed);
+    }
+
+    pub(crate) fn await_served(&self, awaits_served: bool) {
+        self.awaits_served.store(awaits_served, Ordering::Relaxed);
+    }
+
+    /// Waits until the engine has served a prompt, if that is awaited.
+    pub(crate) async fn served(&self) {
+        self.served.notified().await;
     }
 
     pub(crate) fn set_caught_up(&self, caught_up: bool) {

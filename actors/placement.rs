@@ -132,7 +132,7 @@ impl Placement {
                 let elapsed = shared.clock.now().since(lease.booked_at());
                 shared.meters.predictions.first_token(predicted, elapsed);
             }
-            shared.look(&self.seat, lease);
+            shared.prefill_completed(&self.seat, lease);
         }
     }
 

@@ -69,6 +69,16 @@ impl Beliefs {
         self.predictions.expire(self.clock.now());
     }
 
+    /// Whether it matters which ranks publish events.
+    pub(crate) fn is_until_events(&self) -> bool {
+        self.predictions.is_until_events()
+    }
+
+    /// The rank publishes events, or does so no longer.
+    pub(crate) fn set_publishes(&mut self, rank: WorkerRank, publishes: bool) {
+        self.predictions.set_publishes(rank, publishes);
+    }
+
     pub(crate) fn observe(&mut self, event: &RouterEvent, index: &Index) {
         self.predictions.observe(event, index);
     }

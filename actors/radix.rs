@@ -291,6 +291,14 @@ impl Radix {
 
         if let Some(beliefs) = &mut self.beliefs {
             beliefs.expire();
+            let events = if beliefs.is_until_events() { events } else { &[] };
+            for event in events {
+                // A rank whose source has gone is cleared, and publishes nothing any more.
+                let slot = self.index.slot_of(event.rank);
+                let tenant = slot.and_then(|slot| self.tenants.get(slot.index())?.as_ref());
+                let is_read = tenant.is_some_and(|(_, source)| source.trust().is_some());
+                beliefs.set_publishes(event.rank, is_read || !matches!(event.data, KvEvent::Cleared));
+            }
         }
         let mut applied = Applied::default();
         for (n, event) in events.iter().enumerate() {

@@ -28,12 +28,12 @@ use super::gather::Leg;
 use super::placement::Placement;
 use super::radix::{Ask, OverlapNext, RadixMsg};
 use super::scheduler::{Answered, SchedulerMsg, Ticket};
-use super::shared::{Hold, Phase, Shared};
+use super::shared::{Hold, Phase, Seat, Shared};
 use super::shared_cache;
 use super::supervisor::SupervisorMsg;
 use super::telemetry::{self, Marks, Prediction, Verdict};
 use crate::config::RouterConfig;
-use crate::directory::Lease;
+use crate::directory::{Lease, LeaseState};
 use crate::error::{Down, RequestError, RouteError};
 use crate::load::Weight;
 use crate::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
@@ -199,8 +199,10 @@ impl Router {
     /// When no booking has the id.
     pub fn mark_prefill_completed(&self, request_id: &str) -> Result<(), RequestError> {
         let lease = self.lease(request_id)?;
-        if lease.complete_prefill() {
-            self.look(&lease);
+        if lease.complete_prefill()
+            && let Some(seat) = self.seat_of(&lease)
+        {
+            self.shared().prefill_completed(&seat, &lease);
         }
         Ok(())
     }
@@ -248,10 +250,16 @@ impl Router {
     }
 
     fn look(&self, lease: &Arc<Lease>) {
-        if let crate::directory::LeaseState::Booked { slot, generation } = lease.state()
-            && let Some(seat) = self.shared().seat(slot, generation)
-        {
+        if let Some(seat) = self.seat_of(lease) {
             self.shared().look(&seat, lease);
+        }
+    }
+
+    /// The rank that a lease is booked on.
+    fn seat_of(&self, lease: &Lease) -> Option<Arc<Seat>> {
+        match lease.state() {
+            LeaseState::Booked { slot, generation } => self.shared().seat(slot, generation),
+            LeaseState::Pending | LeaseState::Ended => None,
         }
     }
 

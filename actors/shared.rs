@@ -314,6 +314,14 @@ impl Shared {
         }
     }
 
+    /// Notes that the lease's prefill has been computed, and tells its actor.
+    pub(crate) fn prefill_completed(&self, seat: &Seat, lease: &Arc<Lease>) {
+        if lease.prompt().block_count() > 0 {
+            seat.source.prompt_served();
+        }
+        self.look(seat, lease);
+    }
+
     /// Tells the lease's actor that it has changed, unless a look is on its way that will see it.
     pub(crate) fn look(&self, seat: &Seat, lease: &Arc<Lease>) {
         if lease.mark_dirty() {

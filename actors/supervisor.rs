@@ -31,6 +31,7 @@ use super::sequence::{Fittings, Sequence, Wakes};
 use super::shared::{Phase, Seat, Shared, Status};
 use super::telemetry::Restarts;
 use super::turn::{Step, Turn, TurnActor, Wake};
+use crate::config::UseKvEvents;
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerRank};
 use crate::schedule::Admission;
@@ -480,8 +481,12 @@ impl State {
     /// its next decisions tell it.
     async fn restart_radix(&mut self, shard: usize) -> Result<(), ActorProcessingErr> {
         self.radix_incarnations[shard] += 1;
-        let hears = self.shared.config.use_kv_events;
-        let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).filter(|_| hears).map(|seat| seat.rank).collect();
+        let is_lost = |seat: &&Arc<Seat>| match self.shared.config.use_kv_events {
+            UseKvEvents::No => false,
+            UseKvEvents::Yes => true,
+            UseKvEvents::Auto => seat.holdings.changed_at().is_some(),
+        };
+        let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).filter(is_lost).map(|seat| seat.rank).collect();
         self.start_radix(shard, lost.clone()).await?;
         self.shared.cold.send_modify(|cold| cold.extend(lost));
         #[cfg(feature = "zmq")]

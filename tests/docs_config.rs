@@ -180,6 +180,7 @@ fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
     }
     let kind = match expected {
         "a boolean" => "boolean",
+        "true, false or auto" => "boolean or `auto`",
         "a sequence" => "list",
         other => other,
     };

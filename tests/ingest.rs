@@ -550,6 +550,10 @@ fn silence_is_no_connection_or_never_a_word() {
     assert_eq!(bench.source.doubt(), Some(Doubt::NotConnected { for_ms: 10_000 }));
     assert_eq!(short(&bench.step(Input::Connected)), ["replay 0", "recovering"]);
     assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    bench.pass(secs(3600));
+    assert_eq!((bench.source.trust(), bench.source.doubt()), (Trust::Live, None), "it has served nothing");
+    assert!(bench.source.awaits_served());
+    bench.step(Input::Served);
     bench.pass(secs(9));
     // A connection that comes and goes does not hide it.
     bench.step(Input::Disconnected);
@@ -557,6 +561,7 @@ fn silence_is_no_connection_or_never_a_word() {
     bench.step(Input::ReplayEnded);
     assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
     assert_eq!(bench.source.doubt(), Some(Doubt::NeverPublished { for_ms: 10_000 }));
+    assert!(!bench.source.awaits_served());
     assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
     bench.pass(secs(3600));
     assert_eq!(bench.source.trust(), Trust::Live, "quiet after having spoken is not silent");

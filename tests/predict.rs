@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
 use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
-use pointsman::config::ApproximatePolicy;
+use pointsman::config::{ApproximatePolicy, UseKvEvents};
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
 use pointsman::{AddRequest, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 fn without_events() -> RouterConfig {
-    RouterConfig { use_kv_events: false, ..config() }
+    RouterConfig { use_kv_events: false.into(), ..config() }
 }
 
 fn beside_events() -> RouterConfig {
@@ -191,6 +191,49 @@ async fn decisions_made_elsewhere_can_be_recorded() {
     let aware = common::router(config(), 4).await;
     aware.record_routing_decision(query, rank(2)).await.expect("nothing to do");
     assert_eq!(aware.find_best_match(query).await.expect("a match").overlap_blocks(), 0, "events tell");
+}
+
+/// Workers of which some publish events and others cannot.
+#[tokio::test]
+async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
+    let counters = Counters::default();
+    let _guard = metrics::set_default_local_recorder(&counters);
+    let router = router(RouterConfig { use_kv_events: UseKvEvents::Auto, ..config() }, 4).await;
+    let (published, routed) = (tokens(1, 20), tokens(2, 10));
+    router.apply_events(vec![stored(rank(1), &published)]).await.expect("up");
+    assert_eq!(best(&router, &published).await, (rank(1), 20));
+    // Of the rank that publishes nothing is guessed, of another one what was routed there.
+    let query = RouteRequest::query(Prompt::Tokens(&routed));
+    router.record_routing_decision(query, rank(1)).await.expect("known");
+    assert_eq!(best(&router, &routed).await.1, 0);
+    router.record_routing_decision(query, rank(2)).await.expect("known");
+    assert_eq!(best(&router, &routed).await, (rank(2), 10));
+    // Once it publishes its events alone count.
+    router.apply_events(vec![stored(rank(2), &tokens(3, 5))]).await.expect("up");
+    assert_eq!(best(&router, &routed).await.1, 0);
+    assert_eq!((best(&router, &tokens(3, 5)).await, counters.predicted("retracted")), ((rank(2), 5), 10));
+    // Cleared for good, for its source has gone, it is guessed of again.
+    router.apply_events(vec![cleared(rank(2))]).await.expect("up");
+    router.record_routing_decision(query, rank(2)).await.expect("known");
+    assert_eq!(best(&router, &routed).await, (rank(2), 10));
+    assert_at_rest(&router).await;
+}
+
+/// A worker that serves and of which no event comes is named, unless it is idle or events are off.
+#[tokio::test]
+async fn a_worker_that_serves_without_events_is_in_doubt() {
+    for (events, is_doubted) in [(UseKvEvents::Yes, true), (UseKvEvents::Auto, true), (UseKvEvents::No, false)] {
+        let router = router(RouterConfig { use_kv_events: events, ..config() }, 1).await;
+        assert_eq!(router.health().doubts, [""; 0], "{events}: it has served nothing");
+        let placement = route(&router, "a", &tokens(1, 4)).await;
+        placement.prefill_completed();
+        drop(placement);
+        let doubts = router.health().doubts;
+        assert_eq!(doubts.iter().any(|doubt| doubt.contains("http://engine-0")), is_doubted, "{events}: {doubts:?}");
+        router.apply_events(vec![stored(rank(0), &tokens(1, 4))]).await.expect("up");
+        best(&router, &tokens(1, 4)).await;
+        assert_eq!(router.health().doubts, [""; 0], "{events}");
+    }
 }
 
 /// Siblings: a long common beginning, and an end of their own.

@@ -41,7 +41,11 @@ impl ProbeOptions {
     /// For engines of this pool: any model; its block size, where events are used.
     #[must_use]
     pub fn of(pool: &RouterConfig) -> Self {
-        let expected = Expected { model: None, block_size: pool.block_size, block_size_must_match: pool.use_kv_events };
+        let expected = Expected {
+            model: None,
+            block_size: pool.block_size,
+            block_size_must_match: pool.use_kv_events.reads_events(),
+        };
         Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2) }
     }
 

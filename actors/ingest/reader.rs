@@ -70,6 +70,7 @@ pub(super) async fn read(job: Job) {
             Some(command) = commands.recv() => reader.obey(command).await,
             answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
             news = link.next(), if reader.source.wants_live() || !link.is_up() => reader.on_news(news),
+            () = cell.source.served() => Input::Served,
             () = sleep(tick) => Input::Tick,
         };
         if input == Input::Disconnected {
@@ -197,6 +198,7 @@ impl Reader {
             }
         }
         self.seat.source.set_caught_up(self.source.is_caught_up());
+        self.seat.source.await_served(self.source.awaits_served());
         let doubt = self.source.doubt();
         if doubt.map(|doubt| doubt.name()) != self.shown_doubt.map(|doubt| doubt.name()) {
             self.show(doubt);

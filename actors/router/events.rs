@@ -22,7 +22,7 @@ impl Router {
     /// When the router is down.
     pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
         self.shared().up()?;
-        if !self.shared().config.use_kv_events {
+        if !self.shared().config.use_kv_events.reads_events() {
             self.shared().meters.unused_events.increment(events.len() as u64);
             return Ok(());
         }
@@ -50,7 +50,7 @@ impl Router {
     }
 
     /// Records that the embedder has sent a prompt to a rank by itself, without a booking: where decisions are guesses
-    /// (`use_kv_events` is false, or `predicted_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
+    /// (`use_kv_events` is false, or `auto` and the rank publishes no events, or `predicted_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
     /// there now. Again only refreshes it. Does nothing elsewhere. Requests that are booked are recorded by that.
     ///
     /// Waits while the rank's shard has `event_blocks_max` blocks waiting.

@@ -9,9 +9,9 @@ use super::{Health, Router, STOP_WAIT, WorkerEntry};
 use crate::actors::discovery::DiscoveryStatus;
 use crate::actors::kv_source::KvSourceStatus;
 use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::Phase;
+use crate::actors::shared::{Phase, Seat};
 use crate::actors::supervisor::SupervisorMsg;
-use crate::config::{PoolRole, RouterConfig};
+use crate::config::{PoolRole, RouterConfig, UseKvEvents};
 use crate::error::{Down, MembershipError};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankConditions;
@@ -121,7 +121,28 @@ impl Router {
             let last_error = last_error.map(|error| format!("; the last error was: {error}")).unwrap_or_default();
             Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
         });
-        sources.chain(self.shared().meters.never_matching()).collect()
+        sources.chain(self.unread()).chain(self.shared().meters.never_matching()).collect()
+    }
+
+    /// Ranks that serve and of which no KV event was ever applied, though events are to be used.
+    fn unread(&self) -> Vec<String> {
+        let (shared, config) = (self.shared(), self.config());
+        let consequence = match config.use_kv_events {
+            UseKvEvents::Yes if config.has_index() => "it is routed to by load only",
+            UseKvEvents::Auto if config.has_index() => "its cache is predicted from routing decisions",
+            UseKvEvents::Yes | UseKvEvents::Auto | UseKvEvents::No => return Vec::new(),
+        };
+        let mut seats = shared.seats();
+        seats.retain(|seat| seat.source.is_unread() && seat.holdings.changed_at().is_none());
+        seats.sort_by_key(|seat| seat.rank);
+        let doubt = |seat: &Arc<Seat>| {
+            format!(
+                "no KV event of rank {} ({}) was ever applied though it serves requests, so {consequence}: give its \
+                 worker an event endpoint (kv_events), or set use_kv_events to auto or false",
+                seat.rank, seat.endpoint
+            )
+        };
+        seats.iter().map(doubt).collect()
     }
 
     /// Tokens a block.

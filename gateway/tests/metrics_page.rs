@@ -45,7 +45,7 @@ async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
     let engine = engine.await.expect("the engine starts");
     let mut settings = settings(Vec::new());
     settings.models[0].tokens.source = TokenSourceChoice::Engine;
-    settings.models[0].router.use_kv_events = true;
+    settings.models[0].router.use_kv_events = true.into();
     settings.gateway.metrics_public = true;
     let name = settings.models[0].name.clone();
     let upstream_is_mock = settings.models[0].upstream_name() == "mock";

@@ -61,13 +61,17 @@ async fn ready_is_said_while_a_rank_can_serve_and_nobody_has_said_to_end() {
     let address = gateway.address();
     assert_eq!(get(address, "/live").await, (200, "live\n".to_owned()));
     let (status, said) = get(address, "/ready").await;
-    assert_eq!((status, said.as_str()), (503, r#"{"ready":false,"reasons":["model \"m\": no rank can serve"]}"#));
+    assert_eq!(
+        (status, said.as_str()),
+        (503, r#"{"ready":false,"reasons":["model \"m\": no rank can serve: there are no workers"]}"#)
+    );
     assert_eq!(get(address, "/ready?model=n").await.0, 404);
 
     let engine = MockEngine::start(MockConfig::default()).await.expect("the engine starts");
     let router = gateway.router("m").expect("the model is there").clone();
     router.upsert_worker(WorkerId(1), WorkerConfig::at(engine.url())).await.expect("the worker is taken");
-    let ready = (200, r#"{"ready":true,"reasons":[]}"#.to_owned());
+    let ready = r#"{"ready":true,"reasons":[],"warnings":["model \"m\": 1 of 1 workers have no KV event endpoint: their caches are not known"]}"#;
+    let ready = (200, ready.to_owned());
     assert_eq!(get(address, "/ready").await, ready);
     assert_eq!(get(address, "/ready?model=m").await, ready);
 

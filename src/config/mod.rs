@@ -4,6 +4,7 @@
 //! without another look. Leaves reading files and environments to embedders.
 
 mod derived;
+mod kv_events;
 mod overrides;
 mod pools;
 mod problems;
@@ -11,6 +12,7 @@ mod queue;
 
 use serde::{Deserialize, Serialize};
 
+pub use kv_events::UseKvEvents;
 pub use overrides::RouterConfigOverride;
 pub(crate) use problems::Problems;
 pub use problems::{ConfigError, ConfigErrors};
@@ -194,13 +196,14 @@ pub struct RouterConfig {
     pub engine_load_interval_ms: u64,
     /// Age at which a load that an engine reported counts as unknown, in milliseconds. Default 5,000, at least 1.
     pub engine_load_stale_ms: u64,
-    /// Whether engines report what they cache. Without, the index follows the router's own decisions. Default true.
-    pub use_kv_events: bool,
+    /// Whether engines report what they cache. Without, the index follows the router's own decisions; with `auto` it does
+    /// so for workers that report nothing. Default true.
+    pub use_kv_events: UseKvEvents,
     /// How cache contents are modelled without events. Default `ttl`.
     pub approximate_policy: ApproximatePolicy,
     /// How long a routed prompt counts as cached without events, in milliseconds. Default 120,000, at least 1.
     pub approximate_ttl_ms: u64,
-    /// With events: how long a routed prompt counts as cached until the engine says so itself, in milliseconds.
+    /// With events of all workers: how long a routed prompt counts as cached until the engine says so itself, in milliseconds.
     /// Default none: not before it says so. At least 1.
     pub predicted_ttl_ms: Option<u64>,
     /// Blocks that predictions may name, over all ranks; the oldest go first. Default 4,194,304, at least 1.
@@ -290,7 +293,7 @@ impl Default for RouterConfig {
             slow_start_return_ms: 10_000,
             engine_load_interval_ms: 1_000,
             engine_load_stale_ms: 5_000,
-            use_kv_events: true,
+            use_kv_events: UseKvEvents::Yes,
             approximate_policy: ApproximatePolicy::default(),
             approximate_ttl_ms: 120_000,
             predicted_ttl_ms: None,
@@ -405,11 +408,21 @@ impl RouterConfig {
 
     /// Settings that make no sense beside others.
     fn check_combinations(&self, problems: &mut Problems) {
-        let with_events = self.use_kv_events;
+        let events = self.use_kv_events;
         let lru = self.approximate_policy == ApproximatePolicy::Lru;
-        problems.check("approximate_policy", "lru", !(lru && with_events), "ttl where use_kv_events is true");
+        problems.check(
+            "approximate_policy",
+            "lru",
+            !(lru && events.reads_events()),
+            "ttl unless use_kv_events is false",
+        );
         if let Some(ttl_ms) = self.predicted_ttl_ms {
-            problems.check("predicted_ttl_ms", ttl_ms, with_events, "absent where use_kv_events is false");
+            problems.check(
+                "predicted_ttl_ms",
+                ttl_ms,
+                events == UseKvEvents::Yes,
+                "absent unless use_kv_events is true",
+            );
         }
         let learns = self.prefill_load_model == PrefillModel::Learned;
         let tracks = self.track_prefill_tokens;

@@ -24,7 +24,7 @@ fn every_rule_names_field_value_and_rule() {
     );
     assert_eq!(
         refused(r#"{"approximate_policy":"lru"}"#),
-        "approximate_policy is lru, must be ttl where use_kv_events is true"
+        "approximate_policy is lru, must be ttl unless use_kv_events is false"
     );
     assert_eq!(
         refused(r#"{"prefill_load_scale":1e300}"#).split(" is ").next(),

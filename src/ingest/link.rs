@@ -1,7 +1,8 @@
 //! Whether anybody is there.
 //!
 //! Owns since when the subscription stands or does not, and since when nothing was ever heard. Promises that a
-//! publisher that has spoken and now has nothing to say does not count as silent. Leaves connecting to others.
+//! publisher that has spoken and now has nothing to say does not count as silent, and neither does that of an engine that
+//! has served no prompt yet. Leaves connecting to others.
 
 use std::time::Duration;
 
@@ -17,11 +18,13 @@ pub(super) struct Link {
     has_heard: bool,
     /// Since when there could have been something to hear.
     listening_since: Option<Timestamp>,
+    /// Since when the engine has had something to publish; absent while it has served no prompt.
+    served_since: Option<Timestamp>,
 }
 
 impl Link {
     pub(super) fn new(now: Timestamp) -> Self {
-        Self { is_connected: false, changed: now, has_heard: false, listening_since: None }
+        Self { is_connected: false, changed: now, has_heard: false, listening_since: None, served_since: None }
     }
 
     pub(super) fn is_connected(&self) -> bool {
@@ -46,9 +49,19 @@ impl Link {
         self.has_heard = true;
     }
 
+    /// The engine has computed a prompt, of which it should publish the blocks.
+    pub(super) fn served(&mut self, now: Timestamp) {
+        self.served_since.get_or_insert(now);
+    }
+
+    /// Whether it would matter that the engine has served a prompt.
+    pub(super) fn awaits_served(&self) -> bool {
+        !self.has_heard && self.served_since.is_none()
+    }
+
     /// Somebody else answers at this address, who has said nothing yet.
     pub(super) fn renewed(&mut self, now: Timestamp) {
-        (self.has_heard, self.listening_since) = (false, Some(now));
+        (self.has_heard, self.listening_since, self.served_since) = (false, Some(now), None);
     }
 
     /// Since when the silence lasts, if there is one, however short.
@@ -56,7 +69,8 @@ impl Link {
         if !self.is_connected {
             return Some(self.changed);
         }
-        self.listening_since.filter(|_| !self.has_heard)
+        // An engine that has served nothing has nothing to publish.
+        self.listening_since.max(self.served_since).filter(|_| !self.has_heard && self.served_since.is_some())
     }
 
     pub(super) fn is_silent(&self, now: Timestamp, silent_after: Duration) -> bool {

@@ -50,7 +50,8 @@ pub struct SourceConfig {
     pub held_bytes_max: usize,
     /// How many of the last applied messages are known again by a hash, 8 bytes each. Default 1,024; 1 to 2^20 count.
     pub remembered_max: usize,
-    /// After how long without a connection, or connected without ever a message, a source is silent. Default 10 s.
+    /// After how long without a connection, or connected without ever a message though prompts were served, a source is
+    /// silent. Default 10 s.
     pub silent_after: Duration,
     /// After how long a cold rank counts as known again, for its cache has turned over. Default 600 s.
     pub cold_heals_after: Duration,
@@ -116,6 +117,8 @@ pub enum Input<P> {
     ReplayFailed,
     /// What decoding an [`Effect::Apply`] found: one for each, in their order.
     Applied(Applied),
+    /// The rank's engine has computed a prompt of at least one block: from now on silence means that something is wrong.
+    Served,
     /// The index has lost what it knew of this rank, and nothing of it is left there.
     Resync,
     /// Time has passed; due at [`Source::next_tick`], harmless at any time, and late is well.

@@ -126,6 +126,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             Input::ReplayEnded => self.on_replay_ended(effects),
             Input::ReplayFailed => self.on_replay_failed(effects),
             Input::Applied(applied) => self.on_applied(applied, effects),
+            Input::Served => self.link.served(self.now),
             Input::Resync => self.on_resync(effects),
             Input::Tick => self.on_tick(effects),
         }
@@ -161,8 +162,15 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
+    /// Whether [`Input::Served`] would matter: nothing has been heard, and the engine has served nothing yet.
+    #[must_use]
+    pub fn awaits_served(&self) -> bool {
+        self.link.awaits_served()
+    }
+
     /// Whether everything that the publisher has said until now is known, as of the last step, be that nothing. Whoever has
-    /// nothing to say is [`Trust::Silent`] in time, and caught up as long as it is connected.
+    /// nothing to say though its engine has served prompts is [`Trust::Silent`] in time, and caught up as long as it is
+    /// connected.
     ///
     /// ```
     /// use pointsman::ingest::{Input, Source, SourceConfig, Trust};
@@ -173,7 +181,8 @@ impl<P: AsRef<[u8]>> Source<P> {
     /// source.step(Input::Connected, Timestamp::default(), &mut effects);
     /// assert!(!source.is_caught_up());
     /// source.step(Input::ReplayEnded, Timestamp::default(), &mut effects);
-    /// assert!(source.is_caught_up());
+    /// assert_eq!((source.trust(), source.is_caught_up()), (Trust::Live, true));
+    /// source.step(Input::Served, Timestamp::default(), &mut effects);
     /// let much_later = Timestamp(60_000_000_000);
     /// source.step(Input::Tick, much_later, &mut effects);
     /// assert_eq!((source.trust(), source.is_caught_up()), (Trust::Silent, true));

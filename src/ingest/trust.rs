@@ -23,7 +23,7 @@ pub enum Trust {
     Cold,
     /// What the publisher says cannot be used.
     Mismatched,
-    /// Nothing can be heard, or ever was.
+    /// There is no connection, or nothing has ever been published though the engine serves requests.
     Silent,
 }
 
@@ -73,7 +73,7 @@ pub enum Doubt {
         /// For how long.
         for_ms: u64,
     },
-    /// It is connected and has never said anything.
+    /// It is connected and has never published anything, though its engine has served prompts.
     NeverPublished {
         /// For how long.
         for_ms: u64,
@@ -153,9 +153,8 @@ impl fmt::Display for Doubt {
             ),
             Self::NeverPublished { for_ms } => write!(
                 f,
-                "connected for {for_ms} ms and never a message: check that KV events and prefix caching are enabled, \
-                 the topic, and that this rank's port is the base port plus the rank; an engine without any request \
-                 yet has nothing to publish"
+                "connected, and no message for {for_ms} ms though the engine serves requests: check that KV events and \
+                 prefix caching are enabled, the topic, and that this rank's port is the base port plus the rank"
             ),
             Self::BlockSize { engine, pool: Some(pool) } => {
                 write!(

@@ -1,13 +1,14 @@
 //! What ranks' caches are believed to hold, from the router's own decisions.
 //!
 //! Owns one shard's beliefs: where engines send no events, all that is known of their caches; beside events, what was
-//! routed a moment ago and the engine has not said yet. One structure serves three models ([`Kind`]):
+//! routed a moment ago and the engine has not said yet. One structure serves four models ([`Kind`]):
 //!
 //! - **Time to live.** A prompt counts as cached on the rank it was routed to until so long after it was last routed
 //!   there, prefix by prefix: a longer prompt keeps its beginning alive.
 //! - **Modelled LRU.** A rank is taken to hold as many blocks as it has. A booking holds its prompt's blocks and private
 //!   ones, which nobody matches: what is left over of the prompt, and its output. Released, they stay until room is
 //!   needed: the longest released go first, of one prompt the deepest first. What is in use stays, over capacity too.
+//! - **Until events.** As by time to live, for ranks that publish no events; of the others nothing is guessed.
 //! - **Beside events.** A routed prompt counts as cached until the engine's own events say so (*confirmed*), take back
 //!   what they had said of it (*retracted*), or nothing comes in time: then what is missing was a *wrong* guess.
 //!
@@ -29,7 +30,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::{ApproximatePolicy, RouterConfig};
+use crate::config::{ApproximatePolicy, RouterConfig, UseKvEvents};
 use crate::hashing::HashedPrompt;
 use crate::index::depth::Depths;
 use crate::index::{Index, Overlaps};
@@ -51,6 +52,12 @@ pub enum Kind {
         /// How long a prompt counts as cached on a rank whose capacity is not known.
         fallback_ttl: Duration,
     },
+    /// On ranks that publish no events a routed prompt counts as cached for so long after it was last routed. On others
+    /// their events alone count.
+    UntilEvents {
+        /// How long.
+        ttl: Duration,
+    },
     /// A routed prompt counts as cached until events say so, but not for longer than this.
     BesideEvents {
         /// How long.
@@ -66,7 +73,7 @@ impl Kind {
     /// use pointsman::predict::Kind;
     ///
     /// assert_eq!(Kind::of(&RouterConfig::default()), None);
-    /// let config = RouterConfig { use_kv_events: false, ..RouterConfig::default() };
+    /// let config = RouterConfig { use_kv_events: false.into(), ..RouterConfig::default() };
     /// assert!(matches!(Kind::of(&config), Some(Kind::Ttl { .. })));
     /// ```
     #[must_use]
@@ -74,19 +81,23 @@ impl Kind {
         if !config.has_index() {
             return None;
         }
-        if config.use_kv_events {
-            return config.predicted_ttl_ms.map(|ttl_ms| Self::BesideEvents { ttl: Duration::from_millis(ttl_ms) });
-        }
         let ttl = Duration::from_millis(config.approximate_ttl_ms);
-        Some(match config.approximate_policy {
-            ApproximatePolicy::Ttl => Self::Ttl { ttl },
-            ApproximatePolicy::Lru => Self::Lru { fallback_ttl: ttl },
-        })
+        match (config.use_kv_events, config.approximate_policy) {
+            (UseKvEvents::Yes, _) => {
+                config.predicted_ttl_ms.map(|ttl_ms| Self::BesideEvents { ttl: Duration::from_millis(ttl_ms) })
+            }
+            (UseKvEvents::Auto, _) => Some(Self::UntilEvents { ttl }),
+            (UseKvEvents::No, ApproximatePolicy::Ttl) => Some(Self::Ttl { ttl }),
+            (UseKvEvents::No, ApproximatePolicy::Lru) => Some(Self::Lru { fallback_ttl: ttl }),
+        }
     }
 
     fn ttl(self) -> Duration {
         match self {
-            Self::Ttl { ttl } | Self::BesideEvents { ttl } | Self::Lru { fallback_ttl: ttl } => ttl,
+            Self::Ttl { ttl }
+            | Self::UntilEvents { ttl }
+            | Self::BesideEvents { ttl }
+            | Self::Lru { fallback_ttl: ttl } => ttl,
         }
     }
 }
@@ -274,6 +285,9 @@ impl Predictions {
     ) {
         self.expire(now);
         let Some(seat) = self.seats.get(slot).filter(|seat| seat.generation == generation) else { return };
+        if seat.publishes {
+            return; // what it says is known
+        }
         let (root, is_capped) = (seat.root, seat.capacity.is_some());
         let booking = booking.filter(|_| is_capped);
         if booking.is_some_and(|booking| self.claims.contains_key(&booking)) {
@@ -282,7 +296,7 @@ impl Predictions {
         let blocks = guess.hashes.len() as u32;
         let real_blocks = match self.kind {
             Kind::BesideEvents { .. } => index.device_depth(slot, &guess.hashes),
-            Kind::Ttl { .. } | Kind::Lru { .. } => 0,
+            Kind::Ttl { .. } | Kind::UntilEvents { .. } | Kind::Lru { .. } => 0,
         };
         if real_blocks == blocks && booking.is_none() {
             return; // nothing to guess, or nothing at all
@@ -316,6 +330,25 @@ impl Predictions {
         if let Some(slot) = self.let_go(booking) {
             self.evict(slot);
             self.keep_bound();
+        }
+    }
+
+    /// Whether it matters which ranks publish their events.
+    #[must_use]
+    pub fn is_until_events(&self) -> bool {
+        matches!(self.kind, Kind::UntilEvents { .. })
+    }
+
+    /// Says whether a rank publishes its events, for [`Kind::UntilEvents`]: while it does, nothing is speculated about it.
+    /// Ranks publish nothing until this is said.
+    pub fn set_publishes(&mut self, rank: WorkerRank, publishes: bool) {
+        if !self.is_until_events() {
+            return;
+        }
+        let Some(slot) = self.seats.slot_of(rank) else { return };
+        let before = std::mem::replace(&mut self.seats.expect_mut(slot).publishes, publishes);
+        if publishes && !before {
+            self.forget(slot, Why::Retracted);
         }
     }
 
@@ -545,7 +578,9 @@ impl Counts {
                 self.confirmed += named;
                 self.wrong += unnamed;
             }
-            (Why::Expired, Kind::Ttl { .. } | Kind::Lru { .. }) => self.expired += named + unnamed,
+            (Why::Expired, Kind::Ttl { .. } | Kind::UntilEvents { .. } | Kind::Lru { .. }) => {
+                self.expired += named + unnamed
+            }
             (Why::Confirmed, _) => self.confirmed += named + unnamed,
             (Why::Retracted, _) => self.retracted += named + unnamed,
             (Why::Evicted, _) => self.evicted += named + unnamed,

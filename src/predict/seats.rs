@@ -23,6 +23,8 @@ pub(super) struct Seat {
     pub(super) generation: Generation,
     /// Blocks that its cache has room for, where it is modelled.
     pub(super) capacity: Option<u64>,
+    /// Whether its events are known, so that nothing is guessed.
+    pub(super) publishes: bool,
     /// Its trie.
     pub(super) root: u32,
     /// Where its remembered prompts end, oldest first.
@@ -89,6 +91,7 @@ impl Seat {
             rank,
             generation,
             capacity,
+            publishes: false,
             root,
             ends: BTreeMap::new(),
             blocks: 0,

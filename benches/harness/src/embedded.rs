@@ -98,7 +98,7 @@ impl Embedded {
 /// `config` for a fleet that is simulated, and whose caches are known by `knowledge`.
 pub(crate) fn knowing_by(knowledge: Knowledge, config: RouterConfig) -> RouterConfig {
     RouterConfig {
-        use_kv_events: !matches!(knowledge, Knowledge::Ttl | Knowledge::Lru),
+        use_kv_events: (!matches!(knowledge, Knowledge::Ttl | Knowledge::Lru)).into(),
         approximate_policy: match knowledge {
             Knowledge::Lru => ApproximatePolicy::Lru,
             Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ahash::AHashMap;
+use pointsman::config::UseKvEvents;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
 use pointsman::{Router, WorkerEntry};
@@ -25,6 +26,9 @@ use crate::upstream::Upstream;
 
 /// How long a router waits for bookings at its end: those of requests that were broken off end at once.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
+
+/// How often new workers are checked for KV events that cannot be read.
+const UNREAD_CHECKED_EVERY: Duration = Duration::from_secs(10);
 
 /// Why a model cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -192,23 +196,43 @@ impl Model {
     }
 }
 
-/// Says once, when workers have had the time to be found, of which models' workers no KV events can be read: the usual case
-/// is an engine that cannot be asked where it publishes, and nothing else would ever tell.
+/// Logs each worker whose KV events cannot be read, once, when workers have had the time to be found: the usual case is an
+/// engine that cannot be asked where it publishes.
 pub(super) async fn warn_of_unread(current: Current) {
     let warm_up = Duration::from_millis(current.get().settings.gateway.warm_up_ms);
     sleep(warm_up).await;
-    let app = current.get();
-    for model in app.models.all().iter().filter(|model| model.router.config().use_kv_events) {
-        let workers = model.router.workers();
-        let unread = workers.iter().filter(|entry| entry.config.kv_events.is_none()).count();
-        if unread > 0 {
-            tracing::warn!(
-                model = model.settings.name,
-                "{unread} of {} workers have no kv_events, so what they cache is not known: name them, or set \
-                 use_kv_events = false",
-                workers.len()
-            );
+    let mut logged = BTreeSet::new();
+    loop {
+        let app = current.get();
+        let mut unread = BTreeSet::new();
+        for model in app.models.all() {
+            let events = model.router.config().use_kv_events;
+            let workers = model.router.workers();
+            let endpoints = workers.iter().filter(|entry| events.reads_events() && entry.config.kv_events.is_none());
+            let is_predicted = events == UseKvEvents::Auto;
+            let named =
+                |entry: &WorkerEntry| (model.settings.name.clone(), entry.config.endpoint.clone(), is_predicted);
+            unread.extend(endpoints.map(named));
         }
+        for (model, endpoint, is_predicted) in unread.difference(&logged) {
+            if *is_predicted {
+                tracing::info!(
+                    model,
+                    endpoint,
+                    "worker has no KV event endpoint: its cache is predicted from routing decisions (use_kv_events = \
+                     \"auto\")"
+                );
+            } else {
+                tracing::warn!(
+                    model,
+                    endpoint,
+                    "worker has no KV event endpoint: it is routed to by load only; set kv_events of the worker to \
+                     where its engine publishes, or use_kv_events = \"auto\""
+                );
+            }
+        }
+        logged = unread;
+        sleep(UNREAD_CHECKED_EVERY).await;
     }
 }
 

@@ -3,10 +3,12 @@
 //! Owns what "live" means: no router has failed for good, which only a restart of the process can mend. Owns what "ready"
 //! means: not on its way out, and some model has a rank that may serve and is warm, which is that the
 //! caches of all its ranks were known once and none was lost since, or the time to get to know them is over. Promises
-//! that the answer names no worker, and that an engine that falls silent makes nobody unready. Leaves the facts to the
-//! routers.
+//! that the answer gives causes and names no worker, and that an engine that falls silent makes nobody unready. Leaves the
+//! facts to the routers.
 
-use std::collections::BTreeSet;
+mod causes;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -20,19 +22,14 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use pointsman::KvSourceStatus;
 use pointsman::error::Down;
-use pointsman::health::HealthState;
 use pointsman::ingest::Trust;
-use pointsman::protocol::WorkerRank;
 use serde::{Deserialize, Serialize};
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use super::App;
 use super::current::Current;
 use super::models::Model;
 use crate::openai::ApiError;
-
-/// How long a router may take to say which ranks it has ejected; then none is.
-const EJECTED_WAIT: Duration = Duration::from_secs(1);
 
 /// What the gateway itself contributes to being ready.
 pub(crate) struct Readiness {
@@ -62,7 +59,7 @@ impl Readiness {
 }
 
 /// What there is to know of one model's ranks.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Ranks {
     /// Whether the router takes requests.
     router_up: bool,
@@ -78,10 +75,12 @@ struct Ranks {
     unknown: usize,
     /// Whether there was a time when none was unknown.
     was_warm: bool,
+    /// Why none can serve, where that is so.
+    causes: Vec<String>,
 }
 
 impl Ranks {
-    fn is_warm(self) -> bool {
+    fn is_warm(&self) -> bool {
         self.router_up && self.eligible > 0 && self.unknown == 0
     }
 }
@@ -91,37 +90,47 @@ impl Ranks {
 struct Verdict {
     ready: bool,
     reasons: Vec<String>,
+    /// What is wrong all the same.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
+}
+
+impl Verdict {
+    fn not_ready(reasons: Vec<String>) -> Self {
+        Self { ready: false, reasons, warnings: Vec::new() }
+    }
 }
 
 /// Over the models in question.
 fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verdict {
     if draining {
-        return Verdict { ready: false, reasons: vec!["the gateway is about to end".to_owned()] };
+        return Verdict::not_ready(vec!["the gateway is about to end".to_owned()]);
     }
     let mut reasons = Vec::new();
     for (name, ranks) in models {
-        match why_not(*ranks, warm_up_over) {
-            None => return Verdict { ready: true, reasons: Vec::new() },
+        match why_not(ranks, warm_up_over) {
+            None => return Verdict { ready: true, reasons: Vec::new(), warnings: Vec::new() },
             Some(reason) => reasons.push(format!("model {name:?}: {reason}")),
         }
     }
     if reasons.is_empty() {
         reasons.push("no model is served".to_owned());
     }
-    Verdict { ready: false, reasons }
+    Verdict::not_ready(reasons)
 }
 
-fn why_not(ranks: Ranks, warm_up_over: bool) -> Option<String> {
-    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm } = ranks;
+fn why_not(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
+    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, ref causes } = *ranks;
     // Ranks that join later, or break off, are no reason to stop what goes well.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("its router is down".to_owned())
     } else if eligible == 0 {
-        Some(if ejected > 0 {
-            format!("no rank can serve: {ejected} of {registered} are ejected")
-        } else {
-            "no rank can serve".to_owned()
+        let ejected = (ejected > 0).then(|| format!("{ejected} of {registered} are ejected"));
+        let causes: Vec<String> = ejected.into_iter().chain(causes.iter().cloned()).collect();
+        Some(match causes.is_empty() {
+            true => "no rank can serve".to_owned(),
+            false => format!("no rank can serve: {}", causes.join("; ")),
         })
     } else if unknown > 0 && !warm_up_over {
         Some(format!("the caches of {unknown} ranks are not known yet"))
@@ -139,8 +148,8 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let eligible = model.router.eligible_ranks();
     // The router is asked only where it matters.
     let matters = eligible == 0 || !unknown.is_empty() && !was_warm && !warm_up_over;
-    let ejected = if matters { ejected(model).await } else { BTreeSet::new() };
-    unknown.retain(|rank| !ejected.contains(rank));
+    let ejected = if matters { causes::ejected(model).await } else { BTreeMap::new() };
+    unknown.retain(|rank| !ejected.contains_key(rank));
     unknown.extend(&health.cold);
     let ranks = Ranks {
         router_up: health.state.is_ok(),
@@ -150,6 +159,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
         cold: health.cold.len(),
         unknown: unknown.len(),
         was_warm,
+        causes: if eligible == 0 { causes::of_no_rank(model, ejected) } else { Vec::new() },
     };
     model.was_warm.fetch_or(ranks.is_warm(), Ordering::Relaxed);
     ranks
@@ -158,13 +168,6 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
 /// An engine that has been read to the end and has nothing to say is silent, and known.
 fn is_known(source: &KvSourceStatus) -> bool {
     source.caught_up || source.trust == Trust::Live
-}
-
-/// Ranks that get no requests, so that what they hold matters to none.
-async fn ejected(model: &Model) -> BTreeSet<WorkerRank> {
-    let Ok(Ok(report)) = timeout(EJECTED_WAIT, model.router.rank_health()).await else { return BTreeSet::new() };
-    let ejected = report.into_iter().filter(|health| matches!(health.state, HealthState::Ejected { .. }));
-    ejected.map(|health| health.rank).collect()
 }
 
 /// `/live` and `/ready`, for clients and operators.
@@ -203,17 +206,22 @@ async fn ready(State(app): State<Arc<App>>, asked: Result<Query<Asked>, QueryRej
         Some(name) => match app.models.find(name) {
             Some((model, _)) => models.push(model),
             None => {
-                let verdict = Verdict { ready: false, reasons: vec!["there is no such model".to_owned()] };
+                let verdict = Verdict::not_ready(vec!["there is no such model".to_owned()]);
                 return (StatusCode::NOT_FOUND, Json(verdict)).into_response();
             }
         },
     }
     let warm_up_over = app.readiness.is_warm_up_over();
-    let mut ranks = Vec::with_capacity(models.len());
+    let (mut ranks, mut warnings) = (Vec::with_capacity(models.len()), Vec::new());
     for model in models {
-        ranks.push((model.settings.name.as_str(), ranks_of(model, warm_up_over).await));
+        let name = model.settings.name.as_str();
+        ranks.push((name, ranks_of(model, warm_up_over).await));
+        if app.readiness.is_draining() {
+            continue;
+        }
+        warnings.extend(causes::warnings(model).into_iter().map(|warning| format!("model {name:?}: {warning}")));
     }
-    let verdict = verdict(app.readiness.is_draining(), warm_up_over, &ranks);
+    let verdict = Verdict { warnings, ..verdict(app.readiness.is_draining(), warm_up_over, &ranks) };
     let status = if verdict.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(verdict)).into_response()
 }
@@ -233,7 +241,7 @@ pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::protocol::WorkerId;
+    use pointsman::protocol::{WorkerId, WorkerRank};
 
     use super::*;
 
@@ -242,23 +250,25 @@ mod tests {
         let ranks = |eligible, unknown| Ranks { router_up: true, eligible, unknown, ..Ranks::default() };
         let (good, cold, none, down) = (ranks(2, 0), ranks(2, 1), ranks(0, 0), Ranks::default());
         // It was warm, and since then a rank has come or broken off; or the index has lost what it knew of it.
-        let joined = Ranks { was_warm: true, ..cold };
-        let lost = Ranks { cold: 1, ..joined };
+        let joined = Ranks { was_warm: true, ..cold.clone() };
+        let lost = Ranks { cold: 1, ..joined.clone() };
+        let refused = Ranks { causes: vec!["a cause".to_owned(), "another".to_owned()], ..none.clone() };
         // Ready where there are no reasons.
         type Case<'a> = (bool, bool, &'a [(&'a str, Ranks)], &'a [&'a str]);
         let cases: &[Case<'_>] = &[
-            (false, false, &[("a", good)], &[]),
-            (false, false, &[("a", none), ("b", good)], &[]),
-            (false, true, &[("a", cold)], &[]),
-            (false, false, &[("a", joined)], &[]),
-            (false, true, &[("a", lost)], &[]),
-            (false, false, &[("a", lost)], &["model \"a\": the caches of 1 ranks are not known yet"]),
+            (false, false, &[("a", good.clone())], &[]),
+            (false, false, &[("a", none.clone()), ("b", good.clone())], &[]),
+            (false, true, &[("a", cold.clone())], &[]),
+            (false, false, &[("a", joined.clone())], &[]),
+            (false, true, &[("a", lost.clone())], &[]),
+            (false, false, &[("a", refused)], &["model \"a\": no rank can serve: a cause; another"]),
+            (false, false, &[("a", lost.clone())], &["model \"a\": the caches of 1 ranks are not known yet"]),
             (false, false, &[("a", Ranks { eligible: 0, ..joined })], &["model \"a\": no rank can serve"]),
             (false, false, &[("a", cold)], &["model \"a\": the caches of 1 ranks are not known yet"]),
             (
                 false,
                 false,
-                &[("a", Ranks { registered: 4, ejected: 3, ..none })],
+                &[("a", Ranks { registered: 4, ejected: 3, ..none.clone() })],
                 &["model \"a\": no rank can serve: 3 of 4 are ejected"],
             ),
             (
@@ -282,10 +292,10 @@ mod tests {
         let good = Ranks { router_up: true, eligible: 2, ..Ranks::default() };
         assert!(good.is_warm());
         for not in [
-            Ranks { router_up: false, ..good },
-            Ranks { eligible: 0, ..good },
-            Ranks { unknown: 1, ..good },
-            Ranks { cold: 1, unknown: 1, was_warm: true, ..good },
+            Ranks { router_up: false, ..good.clone() },
+            Ranks { eligible: 0, ..good.clone() },
+            Ranks { unknown: 1, ..good.clone() },
+            Ranks { cold: 1, unknown: 1, was_warm: true, ..good.clone() },
         ] {
             assert!(!not.is_warm(), "{not:?}");
         }

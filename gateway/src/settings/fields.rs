@@ -22,6 +22,8 @@ pub(super) struct Field {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Switch,
+    /// True, false, or the word `auto`.
+    SwitchOrAuto,
     /// From 0 to `max`.
     Integer {
         max: i64,
@@ -36,6 +38,9 @@ pub(super) enum Kind {
     /// A list or a table: too much for one word.
     Structured,
 }
+
+/// What values that are true, false or `auto` say in their errors.
+const SWITCH_OR_AUTO: &str = "true, false or auto";
 
 /// The fields of `T`, in the order of their declaration; none where `T` is not a struct.
 pub(super) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
@@ -54,7 +59,8 @@ impl Kind {
     /// The value that `text` stands for, if it is one of this kind.
     pub(super) fn parse(self, text: &str) -> Option<Value> {
         match self {
-            Self::Switch => text.parse().ok().map(Value::Boolean),
+            Self::SwitchOrAuto if text == "auto" => Some(Value::from(text)),
+            Self::Switch | Self::SwitchOrAuto => text.parse().ok().map(Value::Boolean),
             Self::Integer { max } => text.parse().ok().filter(|n| (0..=max).contains(n)).map(Value::Integer),
             Self::Number => text.parse().ok().map(Value::Float),
             Self::Choice(names) => names.contains(&text).then(|| Value::from(text)),
@@ -69,6 +75,7 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Switch => f.write_str("true or false"),
+            Self::SwitchOrAuto => f.write_str(SWITCH_OR_AUTO),
             Self::Integer { max } => write!(f, "an integer from 0 to {max}"),
             Self::Number => f.write_str("a number"),
             Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
@@ -127,8 +134,10 @@ impl<'de> IntoDeserializer<'de, Error> for KindProbe<'_> {
 impl<'de> Deserializer<'de> for KindProbe<'_> {
     type Error = Error;
 
-    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Structured)
+    // A value of one of two types says which in its errors.
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        let expected: &dyn Expected = &visitor;
+        self.note(if expected.to_string() == SWITCH_OR_AUTO { Kind::SwitchOrAuto } else { Kind::Structured })
     }
 
     fn deserialize_bool<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
@@ -196,6 +205,7 @@ mod tests {
         assert_eq!(kind("pool"), Kind::Text);
         assert_eq!(kind("seed"), Kind::Integer { max: i64::MAX });
         assert_eq!(kind("is_eagle"), Kind::Switch);
+        assert_eq!(kind("use_kv_events"), Kind::SwitchOrAuto);
         assert_eq!(kind("temperature"), Kind::Number);
         assert_eq!(kind("queue_threshold"), Kind::Number, "an optional one is of its own kind");
         assert_eq!(kind("queue_policy"), Kind::Choice(&["fcfs", "lcfs", "wspt"]));
@@ -236,6 +246,9 @@ mod tests {
         }
         assert_eq!(Kind::Switch.parse("true"), Some(Value::Boolean(true)));
         assert_eq!(Kind::Switch.parse("1"), None);
+        assert_eq!(Kind::SwitchOrAuto.parse("false"), Some(Value::Boolean(false)));
+        assert_eq!(Kind::SwitchOrAuto.parse("auto"), Some(Value::from("auto")));
+        assert_eq!(Kind::SwitchOrAuto.parse("Auto"), None);
         assert_eq!(Kind::Number.parse("1e3"), Some(Value::Float(1000.0)));
         assert_eq!(Kind::Number.parse("much"), None);
         assert_eq!(Kind::Choice(&["a", "b"]).parse("b"), Some(Value::from("b")));

@@ -94,6 +94,7 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 /// A value that the field does not have by default, as it is written in a variable.
 fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<String> {
     let value = match kind {
+        Kind::SwitchOrAuto => "auto".to_owned(),
         Kind::Switch => (default != Some(&Value::Boolean(true))).to_string(),
         Kind::Integer { .. } if name == "index_bytes_max" => "2000000".to_owned(),
         Kind::Integer { .. } => {
@@ -340,7 +341,7 @@ fn only_values_in_force_are_judged() {
 #[test]
 fn rules_about_unread_settings_are_not_judged() {
     let text = "[router]\nuse_kv_events = \"no\"\napproximate_policy = \"lru\"\n";
-    assert_eq!(problems(text, &[]), ["router.use_kv_events is \"no\", must be true or false (file)"]);
+    assert_eq!(problems(text, &[]), ["router.use_kv_events is \"no\", must be true, false or auto (file)"]);
     let text = "[[models]]\nname = \"m\"\nworker_urls = 3\n";
     let told = refused(sources(text, &[], &[]));
     assert!(told.len() == 1 && told[0].starts_with("models[0].worker_urls is 3, which cannot be read: "), "{told:?}");

@@ -1,0 +1,171 @@
+//! Why a model cannot serve, and what is wrong with one that can.
+//!
+//! Owns the sentences of `/ready`. Promises that equal causes are counted, not repeated, and that none names a worker: the
+//! answer is public. Leaves what is wrong to the router's reports.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use pointsman::config::UseKvEvents;
+use pointsman::health::HealthState;
+use pointsman::protocol::WorkerRank;
+use pointsman::{DiscoveryStatus, KvSourceStatus, WorkerEntry};
+use tokio::time::timeout;
+
+use crate::serve::models::Model;
+
+/// How long a router may take to say which ranks it has ejected; then none is.
+const HEALTH_WAIT: Duration = Duration::from_secs(1);
+
+/// Causes that are shown.
+const CAUSES_MAX: usize = 8;
+
+/// Ranks that are out of service, each with what is held against it.
+pub(super) async fn ejected(model: &Model) -> BTreeMap<WorkerRank, String> {
+    let Ok(Ok(report)) = timeout(HEALTH_WAIT, model.router.rank_health()).await else { return BTreeMap::new() };
+    let ejected = report.into_iter().filter(|health| matches!(health.state, HealthState::Ejected { .. }));
+    ejected.map(|health| (health.rank, health.why)).collect()
+}
+
+/// Why no rank of the model can serve, of which these are ejected.
+pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -> Vec<String> {
+    let workers = model.router.workers();
+    let draining: usize = workers.iter().filter(|worker| worker.draining).map(|worker| worker.ranks.len()).sum();
+    let mut causes = Vec::new();
+    if workers.is_empty() {
+        causes.push("there are no workers".to_owned());
+    }
+    if draining > 0 {
+        causes.push(format!("{} draining", ranks(draining)));
+    }
+    causes.extend(of_health(ejected.into_values()));
+    causes.extend(of_discovery(&model.router.discovery()));
+    causes.truncate(CAUSES_MAX);
+    causes
+}
+
+/// What is wrong with the knowledge of a model's caches, ready or not.
+pub(super) fn warnings(model: &Model) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if model.router.config().use_kv_events == UseKvEvents::Yes && model.router.config().has_index() {
+        warnings.extend(of_unread(&model.router.workers()));
+    }
+    warnings.extend(of_sources(model.router.kv_sources()));
+    warnings.truncate(CAUSES_MAX);
+    warnings
+}
+
+fn ranks(n: usize) -> String {
+    if n == 1 { "1 rank".to_owned() } else { format!("{n} ranks") }
+}
+
+/// Ranks out of service, by their last failure.
+fn of_health(whys: impl Iterator<Item = String>) -> Vec<String> {
+    let mut counts = BTreeMap::<String, usize>::new();
+    for why in whys {
+        let last = why.rsplit_once("the last: ").map_or(why.as_str(), |(_, last)| last);
+        *counts.entry(without_addresses(last)).or_default() += 1;
+    }
+    counts.into_iter().map(|(why, n)| format!("{} ejected: {why}", ranks(n))).collect()
+}
+
+/// Addresses that are no workers.
+fn of_discovery(sources: &[DiscoveryStatus]) -> Vec<String> {
+    let refused = sources.iter().flat_map(|source| source.refused.values()).map(String::as_str);
+    let errors = sources.iter().filter_map(|source| source.last_error.as_deref());
+    let causes: BTreeSet<String> = errors.chain(refused).map(without_addresses).collect();
+    causes.into_iter().map(|cause| format!("discovery: {cause}")).collect()
+}
+
+/// Workers whose KV events nobody reads.
+fn of_unread(workers: &[WorkerEntry]) -> Option<String> {
+    let unread = workers.iter().filter(|worker| worker.config.kv_events.is_none()).count();
+    (unread > 0)
+        .then(|| format!("{unread} of {} workers have no KV event endpoint: their caches are not known", workers.len()))
+}
+
+/// Ranks whose KV events cannot be used, by what is wrong.
+fn of_sources(sources: Vec<KvSourceStatus>) -> Vec<String> {
+    let mut doubts = BTreeMap::<&'static str, (usize, String)>::new();
+    for source in sources {
+        if let Some(doubt) = source.doubt {
+            doubts.entry(source.trust.name()).or_insert((0, doubt)).0 += 1;
+        }
+    }
+    let shown = |(trust, (n, doubt)): (&str, (usize, String))| {
+        format!("KV events of {} {trust}: {}", ranks(n), without_addresses(&doubt))
+    };
+    doubts.into_iter().map(shown).collect()
+}
+
+/// A sentence with "a worker" in place of each address.
+fn without_addresses(text: &str) -> String {
+    let is_address = |word: &str| word.contains("://") || word.parse::<SocketAddr>().is_ok();
+    let shown = text.split(' ').map(|word| {
+        let bare = word.trim_end_matches([',', ';', ':', '.', ')', '"']);
+        if is_address(bare.trim_start_matches(['(', '"'])) {
+            format!("a worker{}", &word[bare.len()..])
+        } else {
+            word.to_owned()
+        }
+    });
+    shown.collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman::ingest::Trust;
+    use pointsman::protocol::{WorkerConfig, WorkerId};
+
+    use super::*;
+
+    #[test]
+    fn equal_causes_are_counted_and_no_worker_is_named() {
+        let whys = [
+            "5 requests in a row failed, the last: could not connect",
+            "9 requests in a row failed, the last: could not connect",
+        ];
+        let other = "3 probes in a row failed, the last: cannot connect: 10.0.0.1:80: refused";
+        let causes = of_health(whys.into_iter().chain([other]).map(str::to_owned));
+        assert_eq!(causes, ["1 rank ejected: cannot connect: a worker: refused", "2 ranks ejected: could not connect"]);
+        let status = DiscoveryStatus {
+            source: "urls".to_owned(),
+            workers: 0,
+            last_error: Some("http://10.0.0.7:8000: its block size is 32, must be 64, which is the pool's".to_owned()),
+            closed: false,
+            refused: BTreeMap::new(),
+            leaving: BTreeSet::new(),
+        };
+        let causes = of_discovery(&[status.clone(), status]);
+        assert_eq!(causes, ["discovery: a worker: its block size is 32, must be 64, which is the pool's"]);
+    }
+
+    #[test]
+    fn workers_without_events_and_events_of_no_use_are_counted() {
+        let worker = |n| WorkerEntry {
+            worker: WorkerId(n),
+            config: WorkerConfig::at("http://e"),
+            ranks: Vec::new(),
+            draining: false,
+        };
+        let said = of_unread(&[worker(1), worker(2)]).expect("there are some");
+        assert!(said.starts_with("2 of 2 workers have no KV event endpoint"), "{said}");
+        assert_eq!(of_unread(&[]), None);
+        let source = |n, doubt: Option<&str>| KvSourceStatus {
+            rank: WorkerRank::new(WorkerId(n), 0),
+            endpoint: "tcp://10.0.0.7:5557".to_owned(),
+            connected: true,
+            caught_up: false,
+            trust: if doubt.is_some() { Trust::Mismatched } else { Trust::Live },
+            doubt: doubt.map(str::to_owned),
+            last_error: None,
+            applied: None,
+            messages: 0,
+            message_age: None,
+        };
+        let wrong = "the engine's block size is 32, the pool's is 64";
+        let said = of_sources(vec![source(1, Some(wrong)), source(2, None), source(3, Some(wrong))]);
+        assert_eq!(said, [format!("KV events of 2 ranks mismatched: {wrong}")]);
+    }
+}
