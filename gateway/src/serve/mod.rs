@@ -239,6 +239,7 @@ impl Gateway {
         let drain = self.clients.drain(deadline, LINGER, || app.meters.deadline_passed());
         tokio::pin!(drain);
         let drained = tokio::select! {
+            biased;
             drained = drain.as_mut() => drained,
             () = sleep(LINGER) => {
                 app.closing.store(true, Ordering::Relaxed);

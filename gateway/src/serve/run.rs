@@ -161,6 +161,7 @@ fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
     tokio::spawn(async move {
         loop {
             let signal = tokio::select! {
+                biased;
                 Some(()) = user1.recv() => "SIGUSR1",
                 Some(()) = user2.recv() => "SIGUSR2",
                 else => return,
