@@ -131,6 +131,12 @@ impl SourceCell {
         Some(self.trust.lock().unwrap_or_else(PoisonError::into_inner).0)
     }
 
+    /// Whether every block that the rank's engine has announced is in the index, as far as its source is known; true
+    /// where the embedder brings the events.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.trust().is_none_or(|trust| trust == Trust::Live && self.caught_up.load(Ordering::Relaxed))
+    }
+
     /// How the rank's source is; `None` where it has none.
     pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<KvSourceStatus> {
         let endpoint = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).clone()?;

@@ -141,7 +141,7 @@ impl Placement {
     /// kind of request never come true.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
-            self.hold.shared().meters.delivered(self.prediction.kind(), self.cached_tokens(), tokens);
+            self.hold.shared().meters.delivered(&self.prediction, self.cached_tokens(), tokens);
         }
     }
 

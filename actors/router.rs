@@ -139,7 +139,9 @@ impl Router {
                 let Shared { config, meters, .. } = &**self.shared();
                 let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
                 let best = BestMatch::new(&decision, config, hashes);
-                let prediction = Prediction::new(prepared.predicted_kind());
+                // A prediction above 0 is held to account whatever else the index lacks.
+                let is_index_complete = best.cached_tokens() > 0 || self.shared().is_index_complete_for(&seat);
+                let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(best.rank()));
                 }

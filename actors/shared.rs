@@ -266,6 +266,11 @@ impl Shared {
         seats.get(slot.index())?.as_ref().filter(|seat| seat.generation == generation).cloned()
     }
 
+    /// Whether the index is known to have every block of the rank, and has any: only then is a prediction of 0 evidence.
+    pub(crate) fn is_index_complete_for(&self, seat: &Seat) -> bool {
+        seat.holdings.held_blocks() > 0 && seat.source.is_complete() && !self.cold.borrow().contains(&seat.rank)
+    }
+
     /// The seat a rank has now. Visits every seat.
     pub(crate) fn seat_of(&self, rank: WorkerRank) -> Option<Arc<Seat>> {
         self.seats_of(rank.worker).into_iter().filter(|seat| seat.rank == rank).max_by_key(|seat| seat.since)

@@ -89,19 +89,19 @@ impl Meters {
         }
     }
 
-    /// Kinds of requests that never find what is predicted, in words.
+    /// Kinds of requests whose predictions never come true, in words.
     pub(crate) fn never_matching(&self) -> impl Iterator<Item = String> {
         self.predictions.never_matching().map(|kind| {
             let kind = kind.name();
-            format!("requests with {kind} prompts never find what is predicted to be cached: router and engines may hash them differently")
+            format!("predicted and delivered cached tokens of requests with {kind} prompts never agree: router and engines may hash them differently")
         })
     }
 
     /// The engine says how much of a prompt it had cached.
-    pub(crate) fn delivered(&self, kind: Option<PromptKind>, predicted_tokens: u32, delivered_tokens: u32) {
+    pub(crate) fn delivered(&self, prediction: &Prediction, predicted_tokens: u32, delivered_tokens: u32) {
         self.funnel.delivered.increment(u64::from(delivered_tokens));
-        if let Some(kind) = kind {
-            self.predictions.count(kind, predicted_tokens, delivered_tokens);
+        if let Some(kind) = prediction.kind() {
+            self.predictions.count(kind, prediction.is_index_complete(), predicted_tokens, delivered_tokens);
         }
     }
 }

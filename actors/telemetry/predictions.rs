@@ -2,7 +2,8 @@
 //! first token, where it reports that.
 //!
 //! Owns the comparisons and the alarm. A report that both sides call 0 says nothing; it *agrees* where both are above 0,
-//! and *contradicts* where just one is. When [`NEVER_MATCHED_AFTER`] reports in a row of one kind contradict, this kind
+//! and *contradicts* where just one is. A prediction of 0 for a rank whose index was incomplete says nothing either: after
+//! a restart the engine's cache is warm long before its events are replayed. When [`NEVER_MATCHED_AFTER`] reports in a row of one kind contradict, this kind
 //! of request most likely never matches, because router and engine hash it differently, and the alarm counts one; after
 //! as many more, another.
 
@@ -42,16 +43,22 @@ impl PromptKind {
 pub(crate) struct Prediction {
     /// Absent where nobody was asked what is cached.
     kind: Option<PromptKind>,
+    /// Whether the index had all of the rank's blocks when the request was placed.
+    is_index_complete: bool,
     reported: AtomicBool,
 }
 
 impl Prediction {
-    pub(crate) fn new(kind: Option<PromptKind>) -> Self {
-        Self { kind, reported: AtomicBool::new(false) }
+    pub(crate) fn new(kind: Option<PromptKind>, is_index_complete: bool) -> Self {
+        Self { kind, is_index_complete, reported: AtomicBool::new(false) }
     }
 
     pub(crate) fn kind(&self) -> Option<PromptKind> {
         self.kind
+    }
+
+    pub(crate) fn is_index_complete(&self) -> bool {
+        self.is_index_complete
     }
 
     /// Whether this is the first report.
@@ -100,7 +107,7 @@ impl Predictions {
         }
     }
 
-    pub(super) fn count(&self, kind: PromptKind, predicted: u32, delivered: u32) {
+    pub(super) fn count(&self, kind: PromptKind, is_index_complete: bool, predicted: u32, delivered: u32) {
         self.predicted.increment(u64::from(predicted));
         self.delivered.increment(u64::from(delivered));
         let error = match predicted.cmp(&delivered) {
@@ -110,12 +117,13 @@ impl Predictions {
         };
         error.record(f64::from(predicted.abs_diff(delivered)));
         let streak = &self.streaks[kind as usize];
-        if streak.is_alarming(predicted, delivered) {
+        let says_nothing = predicted == 0 && !is_index_complete;
+        if !says_nothing && streak.is_alarming(predicted, delivered) {
             streak.alarms.increment(1);
             tracing::warn!(
                 kind = kind.name(),
                 reports = NEVER_MATCHED_AFTER,
-                "requests of this kind never find what is predicted to be cached: router and engine may hash them differently"
+                "predicted and delivered cached tokens of this kind of request never agree: router and engine may hash them differently"
             );
         }
     }

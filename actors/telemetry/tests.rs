@@ -63,7 +63,9 @@ fn only_an_unbroken_row_of_contradictions_raises_the_alarm() {
         let recorder = DebuggingRecorder::new();
         metrics::with_local_recorder(&recorder, || {
             let predictions = Predictions::new(&Pool::new("p"));
-            reports.iter().for_each(|&(kind, predicted, delivered)| predictions.count(kind, predicted, delivered));
+            reports
+                .iter()
+                .for_each(|&(kind, predicted, delivered)| predictions.count(kind, true, predicted, delivered));
         });
         let counted = recorder.snapshotter().snapshot().into_vec();
         let alarms = counted.into_iter().filter(|(key, ..)| key.key().name() == "pointsman_never_matched_total");
@@ -83,6 +85,22 @@ fn only_an_unbroken_row_of_contradictions_raises_the_alarm() {
     let agreed = [vec![over; one_short], vec![(PromptKind::Lora, 64, 16)], vec![over; one_short]].concat();
     assert_eq!(alarms(&agreed), [], "one agreement begins anew");
     assert_eq!(alarms(&vec![over; 2 * NEVER_MATCHED_AFTER as usize]), lora(2));
+}
+
+#[test]
+fn an_incomplete_index_that_predicts_nothing_raises_no_alarm() {
+    let doubted = |is_index_complete, predicted, delivered| {
+        let recorder = DebuggingRecorder::new();
+        metrics::with_local_recorder(&recorder, || {
+            let predictions = Predictions::new(&Pool::new("p"));
+            for _ in 0..NEVER_MATCHED_AFTER {
+                predictions.count(PromptKind::Plain, is_index_complete, predicted, delivered);
+            }
+            predictions.never_matching().count()
+        })
+    };
+    assert_eq!(doubted(false, 0, 64), 0, "the engine's cache is warm before its events are replayed");
+    assert_eq!((doubted(true, 0, 64), doubted(false, 64, 0)), (1, 1));
 }
 
 #[test]

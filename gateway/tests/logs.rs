@@ -10,7 +10,11 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
-use proxy_support::{Act, Answer, PATIENCE, Scripted, answer, request, send, stream, stream_end, until};
+use pointsman::protocol::KvEventsConfig;
+use proxy_support::{
+    Act, Answer, PATIENCE, Scripted, answer, at_rest, gateway, post, request, send, settings, stream, stream_end,
+    until, worker,
+};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
@@ -267,4 +271,78 @@ async fn end(child: &mut Child) {
     assert!(std::process::Command::new("kill").args(["-s", "TERM", &id]).status().expect("kill is there").success());
     let ended = timeout(PATIENCE, child.wait()).await.expect("it ends in time").expect("its end is seen");
     assert_eq!(ended.code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_log_follows_workers_by_their_endpoints() {
+    let worker = Scripted::start(|_| json_answer("200 OK", "{}")).await;
+    // Nobody listens where a listener has just gone.
+    let gone = Scripted::start(|_| Vec::new()).await.url();
+    let settings = r#"
+        [admin]
+        listen = "127.0.0.1:0"
+        token_file = "token"
+        [router]
+        health_probe_interval_ms = 20
+        [[models]]
+        name = "mock"
+        workers_file = "workers.json"
+        [models.tokens]
+        source = "none"
+    "#;
+    let process =
+        Process::start("workers", settings, &[("workers.json", "garbage"), ("token", "0123456789abcdef")]).await;
+    let listening = process.log.message("listening").await;
+    assert!(listening["admin_address"].as_str().is_some_and(|it| it.parse::<SocketAddr>().is_ok()), "{listening}");
+    let failed = process.log.message("discovery source failed").await;
+    assert!(
+        failed["message"].as_str().is_some_and(|it| it.ends_with("it has not returned any workers yet")),
+        "{failed}"
+    );
+    assert_eq!((&failed["pool"], &failed["level"]), (&json!("mock"), &json!("WARN")));
+
+    let write = |workers: &[&str]| {
+        let workers: Vec<Value> = workers.iter().map(|url| json!({ "url": url })).collect();
+        let (file, next) = (process.directory.join("workers.json"), process.directory.join("next.json"));
+        std::fs::write(&next, json!({ "workers": workers }).to_string()).expect("it can be written");
+        std::fs::rename(next, file).expect("it can be renamed");
+    };
+    let url = worker.url();
+    let of =
+        |message: &'static str, url: String| move |line: &Value| line["message"] == message && line["worker"] == url;
+    write(&[&url, &gone]);
+    let recovered = process.log.message("discovery source recovered").await;
+    assert_eq!(recovered["workers"], json!(2));
+    let joined = process.log.wait_for("it joins", of("worker joined", url.clone())).await;
+    assert_eq!((&joined["ranks"], &joined["source"]), (&json!(1), &recovered["source"]), "{joined}");
+    let ejected = process.log.wait_for("it is ejected", of("rank ejected", gone)).await;
+    assert_eq!((&ejected["rank"], &ejected["level"]), (&json!(0), &json!("WARN")));
+    write(&[]);
+    process.log.wait_for("it leaves", of("worker left", url)).await;
+    std::fs::write(process.directory.join("workers.json"), "garbage").expect("it can be written");
+    let in_force = "its last good set of workers stays in force";
+    process
+        .log
+        .wait_for("it fails again", |line| line["message"].as_str().is_some_and(|it| it.ends_with(in_force)))
+        .await;
+}
+
+/// After a restart engines have in their caches what the gateway has not read yet.
+#[tokio::test]
+async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
+    let engine = Scripted::start(|_| script(1)).await;
+    let unread =
+        KvEventsConfig { endpoint: "tcp://127.0.0.1:9".to_owned(), replay_endpoint: None, topic: String::new() };
+    let mut worker = worker(1, &engine.url(), 1);
+    worker.config.kv_events = Some(unread);
+    let gateway = gateway(settings(vec![worker])).await;
+    let prompt: Vec<u32> = (0..40).collect();
+    // As many as raise it where index and engine hash differently.
+    for _ in 0..65 {
+        let answer = post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": prompt })).await;
+        assert_eq!(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], json!(16));
+    }
+    at_rest(&gateway).await;
+    let doubts = gateway.router("mock").expect("it is served").health().doubts;
+    assert!(!doubts.iter().any(|doubt| doubt.contains("hash")), "{doubts:?}");
 }
