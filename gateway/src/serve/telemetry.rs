@@ -7,6 +7,7 @@
 mod access;
 mod log;
 mod process;
+mod series;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -15,12 +16,14 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use metrics::Unit;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use metrics_util::MetricKindMask;
 use tokio::sync::Mutex;
 
 pub use access::AccessLog;
 pub(crate) use access::{AccessRecord, ErrorCode};
 pub use log::{LevelError, parse_level};
 pub(crate) use log::{start_log, write_problems};
+use series::{Expiring, IDLE_MAX, LastingGauges};
 
 /// Bounds of durations, in seconds: from what the gateway itself costs to what a long answer takes.
 pub(super) const SECONDS: &[f64] = &[
@@ -96,6 +99,7 @@ pub(crate) enum Kind {
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     recorder: PrometheusHandle,
+    lasting: LastingGauges,
     /// Held while a page is made: one at a time, however many ask.
     turn: Arc<Mutex<()>>,
 }
@@ -106,10 +110,13 @@ impl Metrics {
     pub(crate) fn install() -> Option<Self> {
         static INSTALLED: OnceLock<Option<Metrics>> = OnceLock::new();
         let install = || {
-            let recorder = builder().install_recorder().ok()?;
+            let recorder = builder().build_recorder();
+            let handle = recorder.handle();
+            let (recorder, lasting) = Expiring::new(recorder);
+            metrics::set_global_recorder(recorder).ok()?;
             describe();
             metrics::gauge!("pointsman_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
-            Some(Self { recorder, turn: Arc::default() })
+            Some(Self { recorder: handle, lasting, turn: Arc::default() })
         };
         INSTALLED.get_or_init(install).clone()
     }
@@ -118,6 +125,7 @@ impl Metrics {
     pub(crate) async fn page(&self) -> Response {
         let _turn = self.turn.lock().await;
         let recorder = self.recorder.clone();
+        self.lasting.touch();
         // Thousands of series take milliseconds, and /proc is a file system.
         let page =
             tokio::task::spawn_blocking(move || recorder.render() + &super::workers::page() + &process::page()).await;
@@ -127,13 +135,20 @@ impl Metrics {
         }
     }
 
-    /// Gathers observations now and then, for ever: unread ones would fill the memory.
+    /// Gathers observations now and then, for ever: unread ones would fill the memory, and so would the gauges of workers
+    /// that have left, which the exporter drops only while it makes a page.
     pub(crate) async fn keep_up(self) {
-        let mut ticks = tokio::time::interval(UPKEEP_EVERY);
+        let (mut ticks, mut since_page) = (tokio::time::interval(UPKEEP_EVERY), Duration::ZERO);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
+            self.lasting.touch();
             self.recorder.run_upkeep();
+            since_page += UPKEEP_EVERY;
+            if since_page >= IDLE_MAX {
+                since_page = Duration::ZERO;
+                drop(self.page().await);
+            }
         }
     }
 }
@@ -154,6 +169,7 @@ fn builder() -> PrometheusBuilder {
     .into_iter()
     .try_fold(PrometheusBuilder::new(), |builder, (matcher, bounds)| builder.set_buckets_for_metric(matcher, bounds))
     .and_then(|builder| builder.set_buckets(SECONDS))
+    .map(|builder| builder.idle_timeout(MetricKindMask::GAUGE, Some(IDLE_MAX)))
     .expect("no list of bounds is empty")
 }
 
