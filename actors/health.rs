@@ -187,9 +187,9 @@ fn members(shared: &Shared) -> BTreeMap<WorkerRank, Member> {
     seats.sort_by_key(|seat| seat.since); // where a rank has two, one is on its way out
     let incarnations: BTreeMap<WorkerRank, u64> = seats.iter().map(|seat| (seat.rank, seat.incarnation())).collect();
     let workers = shared.workers.borrow();
-    let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, worker.draining)));
-    let member = |(rank, draining): (WorkerRank, bool)| {
-        let available = !draining && !conditions.unavailable.contains(&rank);
+    let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, !worker.takes_requests())));
+    let member = |(rank, is_closed): (WorkerRank, bool)| {
+        let available = !is_closed && !conditions.unavailable.contains(&rank);
         Some((rank, Member { incarnation: *incarnations.get(&rank)?, available }))
     };
     ranks.filter_map(member).collect()

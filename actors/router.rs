@@ -58,8 +58,18 @@ pub struct WorkerEntry {
     pub config: WorkerConfig,
     /// Its ranks.
     pub ranks: Vec<WorkerRank>,
-    /// Whether it gets no new work.
+    /// Whether it gets no new work and leaves when its last booking has ended.
     pub draining: bool,
+    /// Whether it gets no new work until [`Router::uncordon_worker`].
+    pub cordoned: bool,
+}
+
+impl WorkerEntry {
+    /// Whether it may get new work: neither draining nor cordoned.
+    #[must_use]
+    pub fn takes_requests(&self) -> bool {
+        !self.draining && !self.cordoned
+    }
 }
 
 /// How a router is.

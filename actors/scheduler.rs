@@ -59,6 +59,8 @@ pub(crate) enum SchedulerMsg {
     Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
     /// A rank gets no new work, and its sequence actor hears so behind the last Book.
     Drain { slot: Slot, generation: Generation, ack: DrainAck },
+    /// A rank gets new work, or none. Its bookings stay.
+    Cordon { slot: Slot, generation: Generation, cordoned: bool },
     /// A rank leaves: nothing is booked on it from here on, and its sequence actor hears so behind the last Book.
     Retire { slot: Slot, generation: Generation, ack: RetireAck },
     /// What the embedder knows of the ranks has changed. The answer says that it holds from here on.
@@ -264,6 +266,18 @@ impl Scheduler {
         }
     }
 
+    fn on_cordon(&mut self, slot: Slot, generation: Generation, cordoned: bool) {
+        if cordoned {
+            return self.step_schedule(Input::Drain { slot, generation });
+        }
+        self.step_schedule(Input::Undrain { slot, generation });
+        if let Some(Some((seated, turn))) = self.peers.get(slot.index())
+            && *seated == generation
+        {
+            turn.send(SequenceMsg::Undrain).keep_in(&mut self.after.sequences);
+        }
+    }
+
     fn on_retire(&mut self, slot: Slot, generation: Generation, ack: RetireAck) {
         self.step_schedule(Input::Retire { slot, generation });
         let here = |peer: &&mut Option<(Generation, _)>| peer.as_ref().is_some_and(|(seated, _)| *seated == generation);
@@ -460,6 +474,7 @@ impl Step for Scheduler {
                 self.step_schedule(Input::Describe { slot, generation, traits });
             }
             SchedulerMsg::Drain { slot, generation, ack } => self.on_drain(slot, generation, ack),
+            SchedulerMsg::Cordon { slot, generation, cordoned } => self.on_cordon(slot, generation, cordoned),
             SchedulerMsg::Retire { slot, generation, ack } => self.on_retire(slot, generation, ack),
             SchedulerMsg::Conditions { done } => {
                 self.look_at_conditions();

@@ -35,6 +35,8 @@ pub(crate) enum SequenceMsg {
     Look(Arc<Lease>),
     /// The rank gets no more work: say when its last booking has ended. Comes behind the last Book.
     Drain(DrainAck),
+    /// The rank gets work again: forget that it was drained.
+    Undrain,
     /// The rank is removed: end every booking. Comes behind the last Book.
     Retire(RetireAck),
     /// A drill: panic, or hold the turn until told to go on.
@@ -267,6 +269,7 @@ impl Step for Sequence {
             SequenceMsg::Book(book) => return self.on_book(book),
             SequenceMsg::Look(lease) => return self.on_look(&lease),
             SequenceMsg::Drain(ack) => return self.on_drain(ack),
+            SequenceMsg::Undrain => return self.draining.take().map(SequenceAfter::Drained),
             SequenceMsg::Retire(ack) => return Some(self.on_retire(ack)),
             #[cfg(feature = "faults")]
             SequenceMsg::Fault(trip) => trip.happen(),

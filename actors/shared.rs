@@ -235,13 +235,13 @@ impl Shared {
         Arc::clone(&self.exclusions.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Ranks that can serve: registered, not draining, reachable and in service; 0 when the router is down.
+    /// Ranks that can serve: registered, neither draining nor cordoned, reachable and in service; 0 when the router is down.
     pub(crate) fn eligible_ranks(&self) -> usize {
         if self.up().is_err() {
             return 0;
         }
         let (conditions, exclusions, workers) = (self.conditions(), self.exclusions(), self.workers.borrow());
-        let members = workers.iter().filter(|worker| !worker.draining).flat_map(|worker| &worker.ranks);
+        let members = workers.iter().filter(|worker| worker.takes_requests()).flat_map(|worker| &worker.ranks);
         let reachable =
             members.filter(|rank| !conditions.unavailable.contains(rank) && !exclusions.down.contains(rank));
         let well = reachable.clone().filter(|rank| !exclusions.ejected.contains(rank)).count();

@@ -55,6 +55,10 @@ pub(crate) enum SupervisorMsg {
     /// A worker gets no new work and leaves when its last booking has ended, or when the deadline has passed. Answered
     /// with the bookings that were cut off then.
     Drain { worker: WorkerId, deadline: Duration, answer: oneshot::Sender<Result<usize, MembershipError>> },
+    /// A worker gets no new work, or gets it again; its bookings and what the index has of it stay.
+    Cordon { worker: WorkerId, cordoned: bool, answer: oneshot::Sender<Result<(), MembershipError>> },
+    /// Undo a drain, or a removal of a worker that discovery names.
+    Undrain { worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>> },
     /// A draining rank has no bookings left, or its sequence actor was lost.
     Drained { slot: Slot, generation: Generation },
     /// A drain's deadline has passed.
@@ -144,6 +148,8 @@ struct Worker {
     /// What its ranks offer.
     traits: Arc<RankTraits>,
     draining: bool,
+    /// Whether it gets no new work until that is undone by hand.
+    cordoned: bool,
     slots: BTreeMap<WorkerRank, Slot>,
     /// The source that names it; none where it was added by hand.
     source: Option<usize>,
@@ -259,6 +265,7 @@ impl Actor for Supervisor {
             SupervisorMsg::Upsert { worker, config, answer } => {
                 let result = state.on_upsert(worker, *config, None).await?;
                 state.publish_workers();
+                state.show_removed();
                 drop(answer.send(result));
             }
             SupervisorMsg::Remove { worker, answer } => state.on_remove(worker, answer),
@@ -269,6 +276,10 @@ impl Actor for Supervisor {
             }
             SupervisorMsg::Pass => state.reconcile().await?,
             SupervisorMsg::Drain { worker, deadline, answer } => state.on_drain(worker, deadline, answer),
+            SupervisorMsg::Cordon { worker, cordoned, answer } => {
+                drop(answer.send(state.on_cordon(worker, cordoned)));
+            }
+            SupervisorMsg::Undrain { worker, answer } => drop(answer.send(state.on_undrain(worker).await?)),
             SupervisorMsg::Drained { slot, generation } => state.on_drained(slot, generation),
             SupervisorMsg::DrainOver { worker, drain } => state.on_drain_over(worker, drain),
             SupervisorMsg::Retired { slot, generation } => state.on_retired(slot, generation),
@@ -341,7 +352,8 @@ impl State {
         let actor = self.start_sequence(&seat, 0).await?;
         self.shared.set_seat(slot, Some(Arc::clone(&seat)));
         self.register(&seat, traits);
-        self.shared.scheduler.tell(SchedulerMsg::Admit(peer(&seat, traits, false)));
+        let cordoned = self.workers.get(&rank.worker).is_some_and(|known| known.cordoned);
+        self.shared.scheduler.tell(SchedulerMsg::Admit(peer(&seat, traits, cordoned)));
         self.seats[slot.index()] = Some(Running { seat, incarnation: 0, actor, retiring: false });
         Ok(slot)
     }
@@ -400,7 +412,7 @@ impl State {
             let mut scheduler = Scheduler::new(config, self.scheduler_incarnation, extensions, around, &turn);
             for running in self.seats.iter().flatten().filter(|running| !running.retiring) {
                 let rank = running.seat.rank;
-                let draining = self.workers.get(&rank.worker).is_some_and(|known| known.draining);
+                let draining = self.workers.get(&rank.worker).is_some_and(|known| known.draining || known.cordoned);
                 scheduler.admit(peer(&running.seat, &self.traits_of(rank), draining));
             }
             scheduler.look_at_conditions();

@@ -208,6 +208,12 @@ pub enum MembershipError {
     /// It is on its way out.
     #[error("worker {0} is being drained")]
     Draining(WorkerId),
+    /// It is registered and not being drained, so there is no drain to undo.
+    #[error("worker {0} is not being drained")]
+    NotDraining(WorkerId),
+    /// Its drain was undone before it ended.
+    #[error("the drain of worker {0} was undone")]
+    Undrained(WorkerId),
     /// The router is down.
     #[error(transparent)]
     Down(#[from] Down),

@@ -58,4 +58,7 @@ pub struct DiscoveryStatus {
     /// Workers that it names no longer and whose last bookings have not ended. A worker that is neither here nor among
     /// [`Router::workers`](crate::Router::workers) is never chosen again.
     pub leaving: BTreeSet<WorkerId>,
+    /// Workers that it names and that stay away because they were drained or removed by hand, with their endpoints. See
+    /// [`Router::undrain_worker`](crate::Router::undrain_worker).
+    pub removed: BTreeMap<WorkerId, String>,
 }

@@ -44,7 +44,7 @@ impl Router {
         }
     }
 
-    /// Ranks that can serve now: registered, neither draining nor unavailable (see [`Router::set_conditions`]) nor down
+    /// Ranks that can serve now: registered, neither draining, cordoned nor unavailable (see [`Router::set_conditions`]) nor down
     /// nor ejected, though where only ranks ejected on suspicion are left it is these; 0 when the router is down. How busy
     /// they are does not count. Visits every rank and does not block.
     ///

@@ -30,7 +30,7 @@ impl Router {
     }
 
     /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again. One that discovery
-    /// names stays away until discovery has stopped naming it.
+    /// names stays away until discovery has stopped naming it, or until [`Router::undrain_worker`].
     ///
     /// # Errors
     /// When there is no such worker, or the router is down.
@@ -42,12 +42,41 @@ impl Router {
     /// what is left is cut off. Returns the number of bookings that were.
     ///
     /// The drain goes on when this call is abandoned. A worker that discovery names stays away until discovery has
-    /// stopped naming it.
+    /// stopped naming it, or until [`Router::undrain_worker`].
     ///
     /// # Errors
-    /// When there is no such worker, it is being drained already, it was removed meanwhile, or the router is down.
+    /// When there is no such worker, it is being drained already, it was removed or undrained meanwhile, or the router is
+    /// down.
     pub async fn drain_worker(&self, worker: WorkerId, deadline: Duration) -> Result<usize, MembershipError> {
         self.change(|answer| SupervisorMsg::Drain { worker, deadline, answer }).await
+    }
+
+    /// Undoes a drain or a removal. A worker that is being drained serves on, and the drain's caller gets
+    /// [`MembershipError::Undrained`]. A worker that was drained away or removed, and that discovery still names, comes back
+    /// as discovery names it; [`DiscoveryStatus::removed`] lists these.
+    ///
+    /// # Errors
+    /// When the worker is registered and not being drained, when there is nothing to undo, or the router is down.
+    pub async fn undrain_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Undrain { worker, answer }).await
+    }
+
+    /// Gives a worker no new work. Its requests go on, its KV events are still read, and it stays registered: also when
+    /// discovery or the embedder changes its configuration. A cordon ends with [`Router::uncordon_worker`] or with the
+    /// worker. Again is harmless.
+    ///
+    /// # Errors
+    /// When there is no such worker, it is being drained, or the router is down.
+    pub async fn cordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Cordon { worker, cordoned: true, answer }).await
+    }
+
+    /// Gives a cordoned worker new work again. Again is harmless.
+    ///
+    /// # Errors
+    /// As [`Router::cordon_worker`].
+    pub async fn uncordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Cordon { worker, cordoned: false, answer }).await
     }
 
     /// Says what the embedder knows of the ranks and the router cannot: which are overloaded, which cannot be reached.

@@ -176,6 +176,7 @@ impl State {
         };
         let gone: Vec<(WorkerId, usize)> = self.workers.iter().filter_map(gone).collect();
         self.drained.retain(|worker| union.contains_key(worker));
+        self.show_removed();
         let mut changed: Vec<(WorkerId, usize, WorkerConfig)> = Vec::new();
         for (worker, (source, config)) in &union {
             let is_current = match self.workers.get_mut(worker) {
@@ -224,6 +225,18 @@ impl State {
         let left = self.retire_worker(worker);
         let departure = Departure { shared: Arc::clone(&self.shared), source, worker };
         self.removals.push(Removal { left, answer: RemovalAnswer::Departed(departure) });
+    }
+
+    /// Shows which workers of the sources are kept away because they were drained or removed by hand.
+    pub(super) fn show_removed(&self) {
+        for source in 0..self.sources.followed.len() {
+            let Some(named) = self.sources.desired.of(source) else { continue };
+            let removed = named.iter().filter(|(worker, _)| self.drained.contains(worker));
+            let removed: BTreeMap<_, _> = removed.map(|(worker, config)| (*worker, config.endpoint.clone())).collect();
+            if self.status(source).is_some_and(|status| status.removed != removed) {
+                self.change_status(source, |status| status.removed = removed);
+            }
+        }
     }
 
     /// Workers that cannot be used are left as they were, and told of once.

@@ -66,6 +66,7 @@ impl State {
             return Ok(Err(MembershipError::Draining(worker)));
         }
         // Another endpoint is another engine: what the old one held and ran is gone.
+        let cordoned = self.workers.get(&worker).is_some_and(|known| known.cordoned);
         if self.workers.get(&worker).is_some_and(|known| known.config.endpoint != config.endpoint) {
             self.retire_worker(worker);
         }
@@ -99,7 +100,7 @@ impl State {
         }
         #[cfg(feature = "zmq")]
         let ranks: Vec<Slot> = slots.values().copied().collect();
-        self.workers.insert(worker, Worker { config, traits, draining: false, slots, source });
+        self.workers.insert(worker, Worker { config, traits, draining: false, cordoned, slots, source });
         #[cfg(feature = "zmq")]
         for slot in ranks {
             self.read_events(slot).await?;
@@ -141,6 +142,7 @@ impl State {
         }
         let left = self.retire_worker(worker);
         self.publish_workers();
+        self.show_removed();
         self.removals.push(Removal { left, answer: RemovalAnswer::Removed(answer) });
         self.finish_removals();
     }
@@ -187,6 +189,51 @@ impl State {
         });
     }
 
+    pub(super) fn on_cordon(&mut self, worker: WorkerId, cordoned: bool) -> Result<(), MembershipError> {
+        let known = self.workers.get_mut(&worker).ok_or(MembershipError::UnknownWorker(worker))?;
+        if known.draining {
+            return Err(MembershipError::Draining(worker));
+        }
+        if std::mem::replace(&mut known.cordoned, cordoned) != cordoned {
+            self.show_cordon(worker, cordoned);
+            self.publish_workers();
+        }
+        Ok(())
+    }
+
+    /// Shows the scheduler whether the worker's ranks get new work.
+    fn show_cordon(&self, worker: WorkerId, cordoned: bool) {
+        let running = self.seats.iter().flatten().filter(|running| !running.retiring).map(|running| &running.seat);
+        for seat in running.filter(|seat| seat.rank.worker == worker) {
+            let (slot, generation) = (seat.slot, seat.generation);
+            self.shared.scheduler.tell(SchedulerMsg::Cordon { slot, generation, cordoned });
+        }
+    }
+
+    /// A drain under way ends, and the worker serves on; of a worker that has left, discovery is heard again.
+    pub(super) async fn on_undrain(
+        &mut self,
+        worker: WorkerId,
+    ) -> Result<Result<(), MembershipError>, ActorProcessingErr> {
+        if let Some(known) = self.workers.get_mut(&worker) {
+            if !std::mem::replace(&mut known.draining, false) {
+                return Ok(Err(MembershipError::NotDraining(worker)));
+            }
+            let cordoned = known.cordoned;
+            for Draining { answer, .. } in self.drains.extract_if(.., |drain| drain.worker == worker) {
+                drop(answer.send(Err(MembershipError::Undrained(worker))));
+            }
+            self.show_cordon(worker, cordoned);
+            self.publish_workers();
+            return Ok(Ok(()));
+        }
+        if !self.drained.remove(&worker) {
+            return Ok(Err(MembershipError::UnknownWorker(worker)));
+        }
+        self.reconcile().await?;
+        Ok(Ok(()))
+    }
+
     fn tell_drain(&self, slot: Slot, generation: Generation) {
         let ack = DrainAck { supervisor: self.myself.clone(), slot, generation };
         self.shared.scheduler.tell(SchedulerMsg::Drain { slot, generation, ack });
@@ -220,6 +267,7 @@ impl State {
         self.drained.insert(worker); // until discovery is seen not to name it
         let left = self.retire_worker(worker);
         self.publish_workers();
+        self.show_removed();
         self.removals.push(Removal { left, answer: RemovalAnswer::Drained(answer, cut_off) });
         self.finish_removals();
     }
@@ -292,6 +340,7 @@ impl State {
             config: known.config.clone(),
             ranks: known.slots.keys().copied().collect(),
             draining: known.draining,
+            cordoned: known.cordoned,
         };
         self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
         self.shared.health.tell(HealthMsg::Look);

@@ -30,6 +30,8 @@ const ROUTES: &[(&str, &str, &str)] = &[
     ("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:2"}"#),
     ("PUT", "/admin/models/mock/workers/2", r#"{"endpoint":"http://127.0.0.1:2"}"#),
     ("PATCH", "/admin/models/mock/workers/1", r#"{"taints":["a"]}"#),
+    ("POST", "/admin/models/mock/workers/1/cordon", ""),
+    ("POST", "/admin/models/mock/workers/1/uncordon", ""),
     ("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":0}"#),
     ("DELETE", "/admin/models/mock/workers/2", ""),
 ];
@@ -133,7 +135,10 @@ async fn a_worker_joins_serves_drains_and_goes() {
     drop(placed);
     let drained = read(drain).await;
     assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
-    assert_eq!(asked.ask("GET", "/admin/models/mock/workers", "").await.json(), json!({ "workers": [] }));
+    assert_eq!(
+        asked.ask("GET", "/admin/models/mock/workers", "").await.json(),
+        json!({ "workers": [], "removed": [] })
+    );
     assert_eq!(asked.ask("DELETE", &worker, "").await.status, 404);
     engine.shutdown().await;
 }
@@ -182,6 +187,10 @@ async fn what_cannot_be_done_is_refused_by_its_reason_and_changes_nothing() {
         ("PATCH", format!("{workers}/9"), "{}".into(), 404, "worker_not_found"),
         ("DELETE", format!("{workers}/9"), String::new(), 404, "worker_not_found"),
         ("POST", format!("{workers}/9/drain"), r#"{"timeout_ms":1}"#.into(), 404, "worker_not_found"),
+        ("POST", format!("{workers}/9/undrain"), String::new(), 404, "worker_not_found"),
+        ("POST", format!("{workers}/9/cordon"), String::new(), 404, "worker_not_found"),
+        ("POST", format!("{workers}/9/uncordon"), String::new(), 404, "worker_not_found"),
+        ("POST", format!("{workers}/1/undrain"), String::new(), 409, "worker_not_draining"),
         ("PUT", format!("{workers}/one"), good.clone(), 400, "invalid_worker_id"),
         ("PUT", format!("{workers}/-1"), good.clone(), 400, "invalid_worker_id"),
         ("PUT", format!("{workers}/01"), good.clone(), 400, "invalid_worker_id"),
@@ -235,7 +244,7 @@ async fn what_cannot_be_done_is_refused_by_its_reason_and_changes_nothing() {
         let answer = asked.ask(method, &path, &body).await;
         let shown: String = body.chars().take(80).collect();
         assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path} {shown}");
-        assert!(!String::from_utf8_lossy(&answer.body).contains("me:pw@") || status == 422);
+        assert!(!String::from_utf8_lossy(&answer.body).contains("pw"), "{method} {path} {shown}");
     }
     assert_eq!(asked.router().workers(), before);
 }

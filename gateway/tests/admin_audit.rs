@@ -20,6 +20,9 @@ async fn every_change_writes_a_line_and_none_has_the_token() {
     asked.ask("PATCH", "/admin/models/mock/workers/7", r#"{"no\nsuch":1}"#).await;
     asked.ask("POST", "/admin/models/mock/workers/7/drain", r#"{"timeout_ms":0}"#).await;
     asked.ask("DELETE", "/admin/models/mock/workers/7", "").await;
+    asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://me:hunter22@127.0.0.1:1"}"#).await;
+    let load = r#"{"endpoint":"http://127.0.0.1:1","load":{"metrics":"http://me:hunter22@127.0.0.1:1/m"}}"#;
+    asked.ask("PUT", "/admin/models/mock/workers/7", load).await;
     asked.ask("GET", "/admin/models", "").await;
     for _ in 0..50 {
         asked.ask_as("GET", "/admin/models", "", &["authorization: Bearer not-the-token-itself"]).await;
@@ -28,17 +31,25 @@ async fn every_change_writes_a_line_and_none_has_the_token() {
     let audit: Vec<&Value> = lines.iter().filter(|line| line["target"] == "pointsman_gateway::audit").collect();
     let said = |line: &&Value| {
         let fields = &line["fields"];
-        assert_eq!((&line["level"], &fields["model"], &fields["worker"]), (&json!("INFO"), &json!(MODEL), &json!("7")));
+        assert_eq!(
+            (&line["level"], &fields["model"], &fields["worker_id"]),
+            (&json!("INFO"), &json!(MODEL), &json!("7"))
+        );
         assert!(fields["peer"].as_str().is_some_and(|peer| peer.parse::<SocketAddr>().is_ok()), "{line}");
         format!("{} {}", fields["what"].as_str().expect("what"), fields["outcome"].as_str().expect("outcome"))
     };
     let said: Vec<String> = audit.iter().map(said).collect();
-    assert_eq!(said, ["put done", "patch failed", "drain begun", "drain done", "remove failed"]);
+    assert_eq!(
+        said,
+        ["put done", "patch failed", "drain begun", "drain done", "remove failed", "put failed", "put failed"]
+    );
     let denials: Vec<&Value> =
         lines.iter().filter(|line| line["fields"]["message"].as_str().is_some_and(|m| m.contains("token"))).collect();
     assert!((1..=2).contains(&denials.len()), "{denials:?}");
     let text = log.text();
-    assert!(!text.contains(TOKEN) && !text.contains("not-the-token-itself"), "{text}");
+    for secret in [TOKEN, "not-the-token-itself", "hunter22"] {
+        assert!(!text.contains(secret), "{secret}: {text}");
+    }
 }
 
 /// What was logged.

@@ -28,4 +28,4 @@ pub use named::NamedWorker;
 #[cfg(feature = "discovery")]
 pub use probe::{Described, Engine, Expected, ProbeError};
 pub use union::{Conflict, DesiredSets};
-pub use url::{HttpUrl, HttpUrlError};
+pub use url::{HttpUrl, HttpUrlError, without_password};

@@ -22,11 +22,30 @@ pub struct HttpUrl {
     path: String,
 }
 
+/// The address with `***` in place of a user and a password, for messages and logs. Texts that are no addresses lose
+/// whatever stands before their last `@`, so that a mistyped address does not show a password either.
+///
+/// ```
+/// use pointsman::discovery::without_password;
+///
+/// assert_eq!(without_password("http://me:secret@engine:8000/v1"), "http://***@engine:8000/v1");
+/// assert_eq!(without_password("http://engine:8000/v1"), "http://engine:8000/v1");
+/// assert_eq!(without_password("me:secret@engine"), "***@engine");
+/// ```
+#[must_use]
+pub fn without_password(url: &str) -> String {
+    let Some((before, rest)) = url.rsplit_once('@') else { return url.to_owned() };
+    match before.split_once("://") {
+        Some((scheme, _)) => format!("{scheme}://***@{rest}"),
+        None => format!("***@{rest}"),
+    }
+}
+
 /// Why a text is no address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("url {url:?} is refused: {rule}")]
 pub struct HttpUrlError {
-    /// The text, cut to [`HttpUrl::BYTES_MAX`] bytes.
+    /// The text [without a password](without_password), cut to [`HttpUrl::BYTES_MAX`] bytes.
     pub url: String,
     /// The rule that it breaks.
     pub rule: String,
@@ -53,6 +72,7 @@ impl HttpUrl {
 
     fn parse_of(url: &str, schemes: &[&str]) -> Result<Self, HttpUrlError> {
         let refused = |rule: &str| {
+            let url = without_password(url);
             let shown = url.char_indices().take_while(|(at, _)| *at < Self::BYTES_MAX).map(|(_, c)| c).collect();
             HttpUrlError { url: shown, rule: rule.to_owned() }
         };
@@ -63,6 +83,7 @@ impl HttpUrl {
             return Err(refused(&format!("it must begin with {}://", schemes.join(":// or "))));
         };
         if !schemes.iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
+            let scheme = without_password(scheme);
             return Err(refused(&format!("its scheme is {scheme:?}, must be {}", schemes.join(" or "))));
         }
         if !rest.bytes().all(|byte| byte.is_ascii_graphic()) {

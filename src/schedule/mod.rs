@@ -199,6 +199,7 @@ impl<T> Schedule<T> {
             Input::Admit(_)
             | Input::Describe { .. }
             | Input::Drain { .. }
+            | Input::Undrain { .. }
             | Input::Retire { .. }
             | Input::Conditions(_)
             | Input::Exclusions(_) => self.on_membership(input, effects),
@@ -236,7 +237,8 @@ impl<T> Schedule<T> {
         match input {
             Input::Admit(admission) => self.ranks.admit(admission, self.rules.slow_start_factor()),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
-            Input::Drain { slot, generation } => self.ranks.drain(slot, generation),
+            Input::Drain { slot, generation } => self.ranks.set_draining(slot, generation, true),
+            Input::Undrain { slot, generation } => self.ranks.set_draining(slot, generation, false),
             Input::Conditions(conditions) => self.ranks.set_conditions(conditions),
             Input::Exclusions(exclusions) => {
                 self.ranks.set_exclusions(exclusions, self.rules.slow_return_factor(), self.now);

@@ -210,9 +210,10 @@ impl Ranks {
         }
     }
 
-    pub(super) fn drain(&mut self, slot: Slot, generation: Generation) {
+    pub(super) fn set_draining(&mut self, slot: Slot, generation: Generation, draining: bool) {
         if let Some(position) = self.position_of(slot, generation) {
-            self.standings[position].draining = true;
+            self.standings[position].draining = draining;
+            self.eased |= !draining;
             self.apply_conditions(); // what only it could narrow is open to others
         }
     }

@@ -138,6 +138,13 @@ pub enum Input<T> {
         /// Its incarnation.
         generation: Generation,
     },
+    /// A rank gets new work again.
+    Undrain {
+        /// Its slot.
+        slot: Slot,
+        /// Its incarnation.
+        generation: Generation,
+    },
     /// A rank may not be chosen any more. Nothing is booked on it after this input.
     Retire {
         /// Its slot.

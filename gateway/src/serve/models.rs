@@ -244,7 +244,7 @@ fn next_worker(
     but: Option<&str>,
     is_eligible: impl Fn(&WorkerEntry) -> bool,
 ) -> Option<String> {
-    let taking = workers.iter().filter(|entry| !entry.draining && is_eligible(entry));
+    let taking = workers.iter().filter(|entry| entry.takes_requests() && is_eligible(entry));
     let endpoints = taking.map(|entry| entry.config.endpoint.as_str()).filter(|endpoint| Some(*endpoint) != but);
     let endpoints: Vec<&str> = endpoints.collect();
     let n = if but.is_some() { turn.load(Ordering::Relaxed) } else { turn.fetch_add(1, Ordering::Relaxed) };
@@ -261,7 +261,7 @@ mod tests {
     fn workers(given: &[(&str, bool)]) -> Vec<WorkerEntry> {
         let entry = |(id, (name, draining)): (u64, &(&str, bool))| {
             let config = WorkerConfig::at(*name);
-            WorkerEntry { worker: WorkerId(id), config, ranks: Vec::new(), draining: *draining }
+            WorkerEntry { worker: WorkerId(id), config, ranks: Vec::new(), draining: *draining, cordoned: false }
         };
         (0..).zip(given).map(entry).collect()
     }

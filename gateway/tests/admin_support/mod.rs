@@ -82,7 +82,11 @@ pub(crate) struct Asked {
 
 impl Asked {
     pub(crate) async fn start() -> Self {
-        Self { gateway: Gateway::start(settings()).await.expect("the gateway starts") }
+        Self::with(settings()).await
+    }
+
+    pub(crate) async fn with(settings: Settings) -> Self {
+        Self { gateway: Gateway::start(settings).await.expect("the gateway starts") }
     }
 
     pub(crate) fn router(&self) -> Router {

@@ -59,6 +59,6 @@ impl Change {
     pub(super) fn write(&self, outcome: &str, detail: &str) {
         let Self { what, model, worker, peer } = self;
         let (model, peer) = (model.as_str(), peer.map(tracing::field::display));
-        tracing::info!(target: "pointsman_gateway::audit", what, model, %worker, peer, outcome, detail, "workers changed by hand");
+        tracing::info!(target: "pointsman_gateway::audit", what, model, worker_id = %worker, peer, outcome, detail, "workers changed by hand");
     }
 }

@@ -32,6 +32,7 @@ fn shown(model: &Model) -> Value {
         "role": router.role(),
         "workers": workers.len(),
         "workers_draining": workers.iter().filter(|worker| worker.draining).count(),
+        "workers_cordoned": workers.iter().filter(|worker| worker.cordoned).count(),
         "ranks": health.ranks,
         "ranks_cold": health.cold.len(),
         "leases": health.leases,

@@ -41,6 +41,7 @@ impl Facts {
             "id": entry.worker.to_string(),
             "config": entry.config,
             "draining": entry.draining,
+            "cordoned": entry.cordoned,
             "ranks": ranks,
         })
     }
@@ -123,9 +124,10 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
 }
 
 pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
-    let DiscoveryStatus { source, workers, last_error, closed, refused, leaving } = source;
+    let DiscoveryStatus { source, workers, last_error, closed, refused, leaving, removed } = source;
     let refused: BTreeMap<String, &String> = refused.iter().map(|(id, why)| (id.to_string(), why)).collect();
     let leaving: Vec<String> = leaving.iter().map(ToString::to_string).collect();
+    let removed: BTreeMap<String, &String> = removed.iter().map(|(id, url)| (id.to_string(), url)).collect();
     json!({
         "source": source,
         "workers": workers,
@@ -133,6 +135,7 @@ pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
         "closed": closed,
         "refused": refused,
         "leaving": leaving,
+        "removed": removed,
     })
 }
 

@@ -11,10 +11,10 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use pointsman::discovery::{HttpUrl, NamedWorker, derived_id};
+use pointsman::discovery::{HttpUrl, NamedWorker, derived_id, without_password};
 use pointsman::error::MembershipError;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
-use pointsman::{Router, WorkerEntry};
+use pointsman::{DiscoveryStatus, Router, WorkerEntry};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -32,7 +32,13 @@ const DRAIN_MS_MAX: u64 = 24 * 60 * 60 * 1000;
 pub(super) async fn list(ModelAt(model): ModelAt) -> Json<Value> {
     let facts = Facts::of(&model.router).await;
     let workers: Vec<Value> = model.router.workers().iter().map(|entry| facts.worker(entry)).collect();
-    Json(json!({ "workers": workers }))
+    let removed = model.router.discovery().into_iter().flat_map(|DiscoveryStatus { source, removed, .. }| {
+        let shown =
+            move |(id, url): (WorkerId, String)| json!({ "id": id.to_string(), "endpoint": url, "source": source });
+        removed.into_iter().map(shown)
+    });
+    let removed: Vec<Value> = removed.collect();
+    Json(json!({ "workers": workers, "removed": removed }))
 }
 
 pub(super) async fn add(
@@ -42,7 +48,7 @@ pub(super) async fn add(
     Body(config): Body<WorkerConfig>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let id = derived_id(&config.endpoint);
-    set(admin, WorkerAt { model, id }, peer, "add", |_| Ok(config)).await
+    set(admin, WorkerAt { model, id }, peer, "add", Known::Stays, |_| Ok(config)).await
 }
 
 pub(super) async fn put(
@@ -51,7 +57,7 @@ pub(super) async fn put(
     peer: Peer,
     Body(config): Body<WorkerConfig>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
-    set(admin, worker, peer, "put", |_| Ok(config)).await
+    set(admin, worker, peer, "put", Known::Changes, |_| Ok(config)).await
 }
 
 pub(super) async fn patch(
@@ -65,7 +71,7 @@ pub(super) async fn patch(
         let known = known.ok_or(MembershipError::UnknownWorker(id)).map_err(membership_error)?;
         patched(&known.config, fields).map_err(|error| not_understood(&error))
     };
-    set(admin, worker, peer, "patch", patched).await
+    set(admin, worker, peer, "patch", Known::Changes, patched).await
 }
 
 /// The configuration with these fields in place of its own; `null` stands for the default. Text is put together, not
@@ -82,12 +88,22 @@ fn patched(config: &WorkerConfig, Fields(fields): Fields) -> Result<WorkerConfig
     serde_json::from_str(&serde_json::to_string(&whole)?)
 }
 
+/// What becomes of a worker that is registered with another configuration.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Known {
+    /// It stays, and the request is rejected.
+    Stays,
+    /// It changes.
+    Changes,
+}
+
 /// Makes a worker what `config` says, given what it is now.
 async fn set(
     admin: Arc<Admin>,
     WorkerAt { model, id }: WorkerAt,
     peer: Peer,
     what: &'static str,
+    becomes: Known,
     config: impl FnOnce(Option<&WorkerEntry>) -> Result<WorkerConfig, ApiError> + Send + 'static,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let change = Change::new(what, &model, id, peer);
@@ -97,12 +113,27 @@ async fn set(
         let known = find(&router, id);
         let config = reachable(config(known.as_ref())?)?;
         let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
-        router.upsert_worker(id, config).await.map_err(membership_error)?;
+        match &known {
+            // It stays with the source that named it.
+            Some(known) if known.config == config && !known.draining => {}
+            Some(known) if becomes == Known::Stays => return Err(exists(known)),
+            _ => router.upsert_worker(id, config).await.map_err(membership_error)?,
+        }
         Ok(Done { answer: known.is_none(), detail })
     };
     let is_new = change.carry_out(work).await?;
     let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(shown(&model, id).await)))
+}
+
+/// The worker is registered, and adding it would change it: a body without its ranks and event sources would drop them.
+fn exists(known: &WorkerEntry) -> ApiError {
+    let (id, url, ranks) = (known.worker, without_password(&known.config.endpoint), known.ranks.len());
+    let message = format!(
+        "worker {id} at {url} is registered with {ranks} rank(s) and another configuration: change it with PATCH, or \
+         replace it with PUT"
+    );
+    error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_exists", message)
 }
 
 /// The worker as it is now; only its id if it has gone again.
@@ -158,9 +189,56 @@ pub(super) async fn drain(
     Ok(Json(json!({ "id": id.to_string(), "removed": true, "cut_off": cut_off })))
 }
 
+pub(super) async fn undrain(
+    State(admin): State<Arc<Admin>>,
+    worker: WorkerAt,
+    peer: Peer,
+) -> Result<Json<Value>, ApiError> {
+    change_state(admin, worker, peer, "undrain", |router, id| async move { router.undrain_worker(id).await }).await
+}
+
+pub(super) async fn cordon(
+    State(admin): State<Arc<Admin>>,
+    worker: WorkerAt,
+    peer: Peer,
+) -> Result<Json<Value>, ApiError> {
+    change_state(admin, worker, peer, "cordon", |router, id| async move { router.cordon_worker(id).await }).await
+}
+
+pub(super) async fn uncordon(
+    State(admin): State<Arc<Admin>>,
+    worker: WorkerAt,
+    peer: Peer,
+) -> Result<Json<Value>, ApiError> {
+    change_state(admin, worker, peer, "uncordon", |router, id| async move { router.uncordon_worker(id).await }).await
+}
+
+/// A change that says nothing but what it is. Answers with the worker as it is then.
+async fn change_state<F>(
+    admin: Arc<Admin>,
+    WorkerAt { model, id }: WorkerAt,
+    peer: Peer,
+    what: &'static str,
+    change: impl FnOnce(Router, WorkerId) -> F + Send + 'static,
+) -> Result<Json<Value>, ApiError>
+where
+    F: Future<Output = Result<(), MembershipError>> + Send,
+{
+    let router = model.router.clone();
+    let work = async move {
+        let _turn = admin.changes.lock().await;
+        change(router, id).await.map_err(membership_error)?;
+        Ok(Done { answer: (), detail: String::new() })
+    };
+    Change::new(what, &model, id, peer).carry_out(work).await?;
+    Ok(Json(shown(&model, id).await))
+}
+
 /// The configuration with addresses that the gateway can reach: wildcard hosts of its sockets become its own.
 fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
-    let refused = |field: &str, address: &str, rule: &str| broken(format!("{field} {address:?} is refused: {rule}"));
+    let refused = |field: &str, address: &str, rule: &str| {
+        broken(format!("{field} {:?} is refused: {rule}", without_password(address)))
+    };
     let endpoint = config.endpoint.clone();
     let (scheme, rest) = endpoint.split_once("://").unwrap_or(("", &endpoint));
     if !["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
@@ -196,6 +274,12 @@ fn membership_error(refused: MembershipError) -> ApiError {
         }
         MembershipError::Draining(_) => {
             error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_draining", message)
+        }
+        MembershipError::NotDraining(_) => {
+            error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_not_draining", message)
+        }
+        MembershipError::Undrained(_) => {
+            error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "drain_undone", message)
         }
         MembershipError::Down(_) => ApiError::unavailable(StatusCode::SERVICE_UNAVAILABLE, "router_down", message),
     }

@@ -32,12 +32,16 @@ pub(super) async fn ejected(model: &Model) -> BTreeMap<WorkerRank, String> {
 pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -> Vec<String> {
     let workers = model.router.workers();
     let draining: usize = workers.iter().filter(|worker| worker.draining).map(|worker| worker.ranks.len()).sum();
+    let cordoned: usize = workers.iter().filter(|worker| worker.cordoned).map(|worker| worker.ranks.len()).sum();
     let mut causes = Vec::new();
     if workers.is_empty() {
         causes.push("there are no workers".to_owned());
     }
     if draining > 0 {
         causes.push(format!("{} draining", ranks(draining)));
+    }
+    if cordoned > 0 {
+        causes.push(format!("{} cordoned", ranks(cordoned)));
     }
     causes.extend(of_health(ejected.into_values()));
     causes.extend(of_discovery(&model.router.discovery()));
@@ -136,6 +140,7 @@ mod tests {
             closed: false,
             refused: BTreeMap::new(),
             leaving: BTreeSet::new(),
+            removed: BTreeMap::new(),
         };
         let causes = of_discovery(&[status.clone(), status]);
         assert_eq!(causes, ["discovery: a worker: its block size is 32, must be 64, which is the pool's"]);
@@ -148,6 +153,7 @@ mod tests {
             config: WorkerConfig::at("http://e"),
             ranks: Vec::new(),
             draining: false,
+            cordoned: false,
         };
         let said = of_unread(&[worker(1), worker(2)]).expect("there are some");
         assert!(said.starts_with("2 of 2 workers have no KV event endpoint"), "{said}");
