@@ -88,6 +88,15 @@ async fn a_gateway_has_an_administration_only_with_a_token() {
         let error = Gateway::start(refused).await.err().expect("must be refused").to_string();
         assert!(error.contains(rule) && !error.contains("hunter2"), "{error}");
     }
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        let mut writable = settings();
+        let file = &writable.admin.as_mut().expect("there is one").token_file;
+        std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o666)).expect("it is ours");
+        let error = Gateway::start(writable).await.err().expect("must be refused").to_string();
+        assert!(error.contains("has mode 666, must not be writable"), "{error}");
+    }
     let mut missing = settings();
     missing.admin.as_mut().expect("there is one").token_file = "/nowhere/token".into();
     let error = Gateway::start(missing).await.err().expect("must be refused").to_string();

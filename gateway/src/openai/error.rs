@@ -193,6 +193,21 @@ impl ApiError {
         Self::invalid("body_broken", None, "the body broke off, or is not framed as HTTP wants").closing()
     }
 
+    /// A request without a `Host`, or with two: 400.
+    #[must_use]
+    pub fn host_invalid() -> Self {
+        Self::invalid("invalid_host", Some("host"), "the request must have one Host header").closing()
+    }
+
+    /// A body in a transfer coding besides `chunked`: 501.
+    #[must_use]
+    pub fn transfer_encoding_unsupported() -> Self {
+        let message = "header Transfer-Encoding must be chunked";
+        let (status, kind) = (StatusCode::NOT_IMPLEMENTED, ErrorType::InvalidRequest);
+        let error = Self::new(status, kind, "transfer_encoding_unsupported", message).closing();
+        Self { param: Some("transfer-encoding"), ..error }
+    }
+
     /// Every worker that was tried broke off or could not be reached: 502.
     #[must_use]
     pub fn worker_failed() -> Self {

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method};
+use axum::http::header::{HOST, TRANSFER_ENCODING};
+use axum::http::{HeaderName, HeaderValue, Method, Version};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
@@ -77,8 +78,13 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
     let id = HeaderValue::try_from(id).expect("it was a header, or is hexadecimal");
     request.headers_mut().insert(REQUEST_ID, id.clone());
-    let unrouted = (!is_routed(&request)).then(|| (path_of(&request), Instant::now()));
-    let mut answer = next.run(request).await;
+    let refused = refused_head(&request);
+    let is_unrouted = refused.is_some() || !is_routed(&request);
+    let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
+    let mut answer = match refused {
+        Some(error) => error.into_response(),
+        None => next.run(request).await,
+    };
     if let Some((path, started)) = unrouted.filter(|(path, _)| !PROBES.contains(&path.as_str())) {
         let request_id = id.to_str().unwrap_or_default().to_owned();
         let error = answer.extensions().get().map(|ErrorCode(code)| *code);
@@ -88,6 +94,17 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     }
     answer.headers_mut().insert(REQUEST_ID, id);
     answer
+}
+
+/// Why a head is rejected that another server on the way may read otherwise: RFC 9112, sections 3.2 and 6.1.
+pub(super) fn refused_head(request: &Request) -> Option<ApiError> {
+    let hosts = request.headers().get_all(HOST).iter().count();
+    if hosts > 1 || hosts == 0 && request.version() >= Version::HTTP_11 {
+        return Some(ApiError::host_invalid());
+    }
+    let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+    let is_known = codings.next().is_none_or(|coding| coding.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked"));
+    (!is_known || codings.next().is_some()).then(ApiError::transfer_encoding_unsupported)
 }
 
 /// Whether the request goes to an endpoint that writes its own access line.

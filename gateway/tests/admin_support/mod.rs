@@ -52,6 +52,11 @@ pub(crate) fn file(bytes: &[u8]) -> PathBuf {
     let n = NEXT.fetch_add(1, Ordering::Relaxed);
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("admin-{}-{n}", std::process::id()));
     std::fs::write(&path, bytes).expect("the file is written");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).expect("it is ours");
+    }
     path
 }
 

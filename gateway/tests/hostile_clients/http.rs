@@ -42,7 +42,11 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
         ("a folded header", head(&format!("x: y\r\n folded: z\r\n{sound}")).into(), &[400]),
         ("a null in a value", [b"GET / HTTP/1.1\r\nx: a".as_slice(), b"\0b\r\n\r\n"].concat(), &[400]),
         ("a bare CR in a value", head("x: a\rtransfer-encoding: chunked\r\n").into(), &[400]),
+        // Two readers might send it to two hosts.
+        ("no host", format!("POST {PATH} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}").into(), &[400]),
+        ("two hosts", (head("host: h\r\ncontent-length: 2\r\n") + "{}").into(), &[400]),
         // Bodies of which two readers might see different ends.
+        ("a coding of its own", (head("transfer-encoding: gzip, chunked\r\n") + "0\r\n\r\n").into(), &[501]),
         ("two lengths", (head("content-length: 0\r\ncontent-length: 40\r\n") + &smuggled).into(), &[400]),
         ("a list of lengths", (head("content-length: 0, 40\r\n") + &smuggled).into(), &[400]),
         ("a signed length", (head("content-length: +2\r\n") + "{}").into(), &[400]),

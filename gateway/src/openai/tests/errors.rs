@@ -83,6 +83,8 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::too_large(5),
         ApiError::body_timeout(),
         ApiError::body_broken(),
+        ApiError::host_invalid(),
+        ApiError::transfer_encoding_unsupported(),
         ApiError::worker_failed(),
         ApiError::worker_timeout(),
         ApiError::queue_timeout(),

@@ -43,6 +43,15 @@ pub enum TokenError {
         /// Bytes read, of a longer file the first.
         bytes: usize,
     },
+    /// Every user of the machine could replace it.
+    #[cfg(unix)]
+    #[error("token_file {path:?} has mode {mode:03o}, must not be writable by others")]
+    Writable {
+        /// The file.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
     /// It could not stand in a header.
     #[error("token_file {path:?} holds a blank or a byte that is not ASCII, must be one line of visible characters")]
     Characters {
@@ -68,6 +77,8 @@ impl Token {
     pub(crate) async fn read(path: &Path) -> Result<Self, TokenError> {
         let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
         let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+        #[cfg(unix)]
+        check_mode(path, &file.metadata().await.map_err(unreadable)?)?;
         let mut read = Vec::new();
         file.take(Self::BYTES_MAX as u64 + 3).read_to_end(&mut read).await.map_err(unreadable)?;
         let token = read.strip_suffix(b"\n").unwrap_or(&read);
@@ -91,6 +102,21 @@ impl Token {
     pub(super) fn is_shown_in(&self, headers: &HeaderMap) -> bool {
         bearer(headers).is_some_and(|shown| hmac::verify(&self.key, shown, self.tag.as_ref()).is_ok())
     }
+}
+
+/// Whoever writes the file chooses the token, so others may not; and others should not read it.
+#[cfg(unix)]
+fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenError> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let mode = file.permissions().mode() & 0o777;
+    if mode & 0o002 != 0 {
+        return Err(TokenError::Writable { path: path.to_owned(), mode });
+    }
+    if mode & 0o004 != 0 {
+        let mode = format!("{mode:03o}");
+        tracing::warn!(?path, mode, "every user of this machine can read the administration's token_file");
+    }
+    Ok(())
 }
 
 /// What is shown as a token. Of two headers no one knows which is meant.

@@ -26,6 +26,7 @@ use axum::routing::{get, post, put};
 use tokio::sync::{Mutex, Semaphore};
 
 use super::current::Current;
+use super::routes::refused_head;
 use super::{App, ready};
 use crate::openai::{ApiError, ErrorType};
 pub(crate) use auth::Token;
@@ -92,7 +93,7 @@ async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) ->
     let mut answer = if !admin.token.is_shown_in(request.headers()) {
         admin.denials.count(peer_of(request.extensions()));
         auth::denied()
-    } else if let Some(error) = refused_address(request.uri()) {
+    } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {
         error.into_response()
     } else {
         next.run(request).await
