@@ -26,7 +26,7 @@ async fn sweep(shared: Weak<Shared>, liveness: Duration) {
             if !lease.is_silent(liveness, shared.clock.now()) {
                 continue; // heard of since it was found
             }
-            tracing::warn!(request_id = lease.request_id(), "a booking fell silent and is ended");
+            tracing::warn!(request_id = lease.request_id(), "booking expired: nothing was reported of it");
             shared.meters.expired.increment(1);
             shared.end(&lease);
         }

@@ -143,7 +143,8 @@ impl Reader {
                     return Input::Tick; // it tries again and again
                 }
                 self.seat.source.set_connected(false);
-                tracing::info!(rank = %self.seat.rank, reason = %error, "the connection to a rank's KV events is gone; reconnecting");
+                let (worker, rank) = (&*self.seat.endpoint, self.seat.rank.rank);
+                tracing::info!(worker, rank, reason = %error, "KV event connection lost, reconnecting");
                 Input::Disconnected
             }
             News::Refused(error) => {
@@ -211,12 +212,11 @@ impl Reader {
     }
 
     fn on_trust(&mut self, trust: Trust) {
-        let (now, rank, doubt) = (self.shared.clock.now(), self.seat.rank, self.source.doubt());
+        let (now, doubt) = (self.shared.clock.now(), self.source.doubt());
+        let (worker, rank, state) = (&*self.seat.endpoint, self.seat.rank.rank, trust.name());
         match &doubt {
-            Some(doubt) => {
-                tracing::warn!(%rank, trust = trust.name(), %doubt, "what a rank's KV events say is in doubt")
-            }
-            None => tracing::debug!(%rank, trust = trust.name(), "what a rank's KV events say is trusted"),
+            Some(doubt) => tracing::warn!(worker, rank, state, reason = %doubt, "KV event stream degraded"),
+            None => tracing::debug!(worker, rank, state, "KV event stream live"),
         }
         self.show(doubt);
         match trust {

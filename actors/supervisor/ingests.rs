@@ -101,7 +101,8 @@ impl State {
             Ok(None) => return Ok(()),
             Err(error) => {
                 // Checked when the worker joined; if that was not enough, one rank is not read.
-                tracing::error!(rank = %running.seat.rank, %error, "a rank's KV events cannot be read");
+                let (worker, rank) = (&*running.seat.endpoint, running.seat.rank.rank);
+                tracing::error!(worker, rank, %error, "a rank's KV events cannot be read");
                 return Ok(());
             }
         };
@@ -132,11 +133,13 @@ impl State {
             return Ok(());
         };
         let (wanted, mut budget) = (reading.wanted.clone(), reading.budget.clone());
+        let seat = self.seats.get(slot.index()).and_then(Option::as_ref).map(|running| &running.seat);
+        let (worker, rank) = (seat.map(|seat| &*seat.endpoint), seat.map(|seat| seat.rank.rank));
         if budget.spend(now) {
-            tracing::warn!(reason, slot = slot.0, "the reader of a rank's KV events died and is restarted");
+            tracing::warn!(worker, rank, reason, "the reader of a rank's KV events died and is restarted");
             return self.start_ingest(slot, wanted, budget).await;
         }
-        tracing::error!(reason, slot = slot.0, "the reader of a rank's KV events dies again and again: left alone");
+        tracing::error!(worker, rank, reason, "the reader of a rank's KV events dies again and again: left alone");
         if let Some(Some(running)) = self.seats.get(slot.index()) {
             running.seat.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths: DEATHS_MAX + 1 }));
         }

@@ -22,9 +22,10 @@ impl Ids {
         Self { prefix: u64::from_ne_bytes(prefix), next: AtomicU64::new(0) }
     }
 
-    /// For a booking. A client's own name would not do: two requests may bear the same.
-    pub(crate) fn next(&self) -> String {
-        format!("{:x}", self.next.fetch_add(1, Ordering::Relaxed))
+    /// For a booking of a request: the request's id, by which the log names it, and a number, because two requests may have
+    /// the same id.
+    pub(crate) fn booking(&self, request_id: &str) -> String {
+        format!("{request_id}/{:x}", self.next.fetch_add(1, Ordering::Relaxed))
     }
 
     /// For a request that came without one.

@@ -81,7 +81,7 @@ impl Errand<'_> {
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
         for attempt in 1.. {
-            let booking_id = self.app.ids.next();
+            let booking_id = self.app.ids.booking(self.request_id);
             let request = RouteRequest {
                 request_id: Some(&booking_id),
                 deadline: deadline.map(|deadline| deadline.saturating_sub(asked.elapsed())),
