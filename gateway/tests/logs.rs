@@ -11,6 +11,7 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
 use pointsman::protocol::KvEventsConfig;
+use pointsman::select::Policy;
 use proxy_support::{
     Act, Answer, PATIENCE, Scripted, answer, at_rest, gateway, post, request, send, settings, stream, stream_end,
     until, worker,
@@ -335,10 +336,12 @@ async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
         KvEventsConfig { endpoint: "tcp://127.0.0.1:9".to_owned(), replay_endpoint: None, topic: String::new() };
     let mut worker = worker(1, &engine.url(), 1);
     worker.config.kv_events = Some(unread);
-    let gateway = gateway(settings(vec![worker])).await;
-    let prompt: Vec<u32> = (0..40).collect();
-    // As many as raise it where index and engine hash differently.
-    for _ in 0..65 {
+    let mut settings = settings(vec![worker]);
+    settings.models[0].router.policy = Policy::Latency; // which looks prompts up in the index
+    let gateway = gateway(settings).await;
+    // As many as raise it where index and engine hash differently; each is new to the gateway, which so predicts nothing.
+    for n in 0..65 {
+        let prompt: Vec<u32> = (n * 1000..).take(200).collect();
         let answer = post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": prompt })).await;
         assert_eq!(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], json!(16));
     }
