@@ -84,7 +84,7 @@ fn a_broken_file_is_refused_with_every_problem() {
 #[test]
 fn a_queue_that_rests_on_an_assumed_capacity_is_warned_of() {
     let args = ["--model", "m", "--worker", "http://e:8000", "--set", "router.queue_threshold=2"];
-    let output = run(&args.map(OsStr::new), &[]);
+    let output = run(&args.map(OsStr::new), &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
     let (code, warnings) = (output.status.code(), text(&output.stderr));
     assert_eq!((code, warnings.lines().count()), (Some(0), 1), "{warnings}");
     assert!(warnings.starts_with("warning: model \"m\" limits prefill by a share of max_num_batched_tokens: 8192"));

@@ -27,8 +27,9 @@ const SENT_BYTES: u64 = 4 * MIB;
 /// Budget of the gateway over all bodies.
 const BUDGET_BYTES: u64 = 32 * MIB;
 
-/// What 60 connections take beside their bodies: 64 KiB for reading each, and for what is on its way from there.
-const CONNECTIONS_BYTES: u64 = 16 * MIB;
+/// What 60 connections take beside their bodies, and the allocator beside that: half a megabyte each. Without the budget
+/// their bodies would take 240 MiB.
+const CONNECTIONS_BYTES: u64 = 32 * MIB;
 
 struct Process {
     child: Child,
