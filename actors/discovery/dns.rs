@@ -66,6 +66,23 @@ impl DnsNames {
         })
     }
 
+    /// Replaces the names by others. Those that stay keep their addresses, and all are resolved at the next
+    /// [`DiscoverySource::next`].
+    ///
+    /// # Errors
+    /// A name of another form; the former ones stay.
+    pub fn set(&mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Result<(), DiscoveryError> {
+        let names = names.into_iter().map(|name| Name::new(name.into())).collect::<Result<Vec<_>, _>>()?;
+        let mut known = std::mem::replace(&mut self.names, names);
+        for name in &mut self.names {
+            if let Some(known) = known.iter_mut().find(|known| known.name == name.name) {
+                name.addresses = std::mem::take(&mut known.addresses);
+            }
+        }
+        self.next_at = Instant::now();
+        Ok(())
+    }
+
     /// What is known of all workers: everything but the endpoint. A `*` as host in the address of a socket stands for
     /// the worker's own.
     #[must_use]

@@ -54,8 +54,7 @@ impl WatchedFile {
     /// A name that ends in neither `.toml` nor `.json`.
     pub fn new(path: impl Into<PathBuf>, options: ProbeOptions) -> Result<Self, DiscoveryError> {
         let path = path.into();
-        let format = FileFormat::of_name(&path.to_string_lossy());
-        let format = format.map_err(|error| DiscoveryError::File { path: path.display().to_string(), error })?;
+        let format = format_of(&path)?;
         Ok(Self {
             path,
             format,
@@ -70,6 +69,17 @@ impl WatchedFile {
             errors: Vec::new(),
             changes: Changes::default(),
         })
+    }
+
+    /// Watches another file from now on. While that cannot be used the last good set stands.
+    ///
+    /// # Errors
+    /// A name that ends in neither `.toml` nor `.json`; the former file stays.
+    pub fn set(&mut self, path: impl Into<PathBuf>) -> Result<(), DiscoveryError> {
+        let path = path.into();
+        (self.format, self.path) = (format_of(&path)?, path);
+        (self.content, self.next_at) = (None, Instant::now());
+        Ok(())
     }
 
     /// Looks at the file every so often. Default every second.
@@ -138,6 +148,11 @@ impl DiscoverySource for WatchedFile {
         self.changes.forget();
         self.next_at = Instant::now();
     }
+}
+
+fn format_of(path: &Path) -> Result<FileFormat, DiscoveryError> {
+    let format = FileFormat::of_name(&path.to_string_lossy());
+    format.map_err(|error| DiscoveryError::File { path: path.display().to_string(), error })
 }
 
 /// A file's content, if it is one and not too long.

@@ -54,6 +54,18 @@ impl ProbedUrls {
         Ok(Self { workers, prober, next_at, changes: Changes::default() })
     }
 
+    /// Replaces the workers by others, [named](Self::named) as before. What engines have said of themselves stays known, and all
+    /// are asked at the next [`DiscoverySource::next`].
+    ///
+    /// # Errors
+    /// Two workers with one id or address; the former ones stay.
+    pub fn set(&mut self, workers: impl IntoIterator<Item = NamedWorker>) -> Result<(), DiscoveryError> {
+        let workers: Vec<NamedWorker> = workers.into_iter().collect();
+        worker_map(workers.iter().map(|worker| (worker.id, worker.config.clone())))?;
+        (self.workers, self.next_at) = (workers, Instant::now());
+        Ok(())
+    }
+
     /// What is known of all of them and need not be asked: everything but the endpoint. A `*` as host in the address of
     /// a socket stands for the worker's own.
     #[must_use]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use super::{Health, Router, STOP_WAIT, WorkerEntry};
-use crate::actors::discovery::DiscoveryStatus;
+use crate::actors::discovery::{DiscoverySource, DiscoveryStatus};
 use crate::actors::kv_source::KvSourceStatus;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::{Phase, Seat};
@@ -27,6 +27,16 @@ impl Router {
     pub async fn upsert_worker(&self, worker: WorkerId, config: WorkerConfig) -> Result<(), MembershipError> {
         let config = Box::new(config);
         self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
+    }
+
+    /// Follows one more discovery source, behind those that are followed already: see
+    /// [`RouterBuilder::discovery`](crate::RouterBuilder::discovery).
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub fn follow(&self, source: impl DiscoverySource) -> Result<(), Down> {
+        let (name, source) = (source.name(), Box::new(source));
+        self.supervisor().send_message(SupervisorMsg::Follow { name, source }).map_err(|_| Down::Failed)
     }
 
     /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again. One that discovery

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
 use pointsman_gateway::demo::{Demo, DemoConfig, Progress};
@@ -143,7 +144,10 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Version => answered(Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
         Command::Serve(args) => match args.load() {
-            Ok(loaded) => serve::run(loaded.settings),
+            Ok(loaded) => serve::run(
+                loaded.settings,
+                Arc::new(move || args.load().map(|loaded| loaded.settings).map_err(|refused| refused.problems)),
+            ),
             Err(Refused { log_format, problems }) => serve::refuse(log_format, &problems),
         },
         Command::CheckConfig(args) => {

@@ -6,7 +6,7 @@
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -161,45 +161,55 @@ fn roots_of(path: &Path) -> Result<RootCertStore, WorkerTlsError> {
 
 /// Sends requests to workers. Cheap to clone; clones share their connections.
 #[derive(Clone, Debug)]
-pub struct Upstream {
-    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+pub struct Upstream(Arc<RwLock<Link>>);
+
+#[derive(Clone, Debug)]
+struct Link {
+    client: HttpsClient,
     /// What workers want to be shown with questions of the gateway's own. Marked sensitive, so that nothing prints it.
     key: Option<HeaderValue>,
 }
+
+type HttpsClient = Client<HttpsConnector<HttpConnector>, Full<Bytes>>;
 
 impl Upstream {
     /// Without connections yet. `tls` says which certificates of workers are believed.
     #[must_use]
     pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
-        let mut http = HttpConnector::new();
-        http.enforce_http(false);
-        http.set_nodelay(true);
-        http.set_connect_timeout(Some(connect_timeout));
-        let connector = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE_KEPT)
-            .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
-            .build(connector.wrap_connector(http));
-        Self { client, key: None }
+        Self(Arc::new(RwLock::new(Link { client: client(tls, connect_timeout), key: None })))
     }
 
     /// As before, and shows this `Authorization` with questions of the gateway's own.
     #[must_use]
     pub fn showing(self, key: Option<HeaderValue>) -> Self {
-        let key = key.map(|mut key| {
-            key.set_sensitive(true);
-            key
-        });
-        Self { key, ..self }
+        self.set(|link| link.key = key.map(sensitive));
+        self
     }
 
+    /// For all clones: shows this `Authorization` from now on and, if `tls` is given, makes new connections by it. Requests in
+    /// flight keep their connections.
+    pub fn change(&self, tls: Option<ClientConfig>, connect_timeout: Duration, key: Option<HeaderValue>) {
+        let client = tls.map(|tls| client(tls, connect_timeout));
+        self.set(|link| {
+            link.key = key.map(sensitive);
+            link.client = client.unwrap_or_else(|| link.client.clone());
+        });
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Link)) {
+        // Each part is whole after every statement.
+        change(&mut self.0.write().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn link(&self) -> Link {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
     /// The head of the answer. Cancel-safe: dropping the future closes the connection.
     ///
     /// # Errors
     /// No connection, or one that broke off.
     pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
-        self.client.request(request).await.map_err(|error| {
+        self.link().client.request(request).await.map_err(|error| {
             if lacks_descriptor(&error) {
                 return UpstreamError::NoDescriptor;
             }
@@ -225,7 +235,7 @@ impl Upstream {
         let address = || UpstreamError::Address(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| address())?;
         let mut request = Request::post(uri).header(CONTENT_TYPE, "application/json");
-        if let Some(key) = &self.key {
+        if let Some(key) = &self.link().key {
             request = request.header(AUTHORIZATION, key);
         }
         let request = request.body(Full::new(body)).map_err(|_| address())?;
@@ -261,6 +271,24 @@ fn lacks_descriptor(error: &(dyn Error + 'static)) -> bool {
         next = error.source();
     }
     false
+}
+
+fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
+    let mut http = HttpConnector::new();
+    http.enforce_http(false);
+    http.set_nodelay(true);
+    http.set_connect_timeout(Some(connect_timeout));
+    let connector = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
+    Client::builder(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(IDLE_KEPT)
+        .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
+        .build(connector.wrap_connector(http))
+}
+
+fn sensitive(mut key: HeaderValue) -> HeaderValue {
+    key.set_sensitive(true);
+    key
 }
 
 /// An error and what caused it, in one line: the client's own says only which step failed.

@@ -24,6 +24,11 @@ impl Current {
         // The lock guards one pointer, which is whole at any time.
         Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
     }
+
+    /// Puts another snapshot in its place, for requests to come.
+    pub(crate) fn replace(&self, app: App) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(app);
+    }
 }
 
 impl FromRef<Current> for Arc<App> {

@@ -104,10 +104,23 @@ enum Phase {
     },
 }
 
+/// Changes how connections to come are spoken to, while the listener runs.
+#[derive(Clone)]
+pub(crate) struct ListenerControl(Arc<watch::Sender<Arc<Protocol>>>);
+
+impl ListenerControl {
+    /// From the next connection on TLS and the time-outs are those of `options`; its name and its number of connections are
+    /// fixed at the start.
+    pub(crate) fn set(&self, options: ListenerOptions) {
+        self.0.send_modify(|protocol| *protocol = Arc::new(protocol.with(options)));
+    }
+}
+
 /// A listening socket. Dropping it closes the socket and breaks its connections.
 pub(crate) struct Listener {
     address: SocketAddr,
     phase: watch::Sender<Phase>,
+    control: ListenerControl,
     task: JoinHandle<JoinSet<()>>,
 }
 
@@ -118,11 +131,16 @@ impl Listener {
         let (phase, seen) = watch::channel(Phase::Open);
         let acceptor = Acceptor::new(listener, &options);
         let protocol = Arc::new(Protocol::new(options, routes, acceptor.handshakes_refused()));
-        Ok(Self { address, phase, task: tokio::spawn(accept(acceptor, protocol, seen)) })
+        let control = ListenerControl(Arc::new(watch::Sender::new(protocol)));
+        Ok(Self { address, phase, control: control.clone(), task: tokio::spawn(accept(acceptor, control, seen)) })
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    pub(crate) fn control(&self) -> ListenerControl {
+        self.control.clone()
     }
 
     /// Goes on accepting and answering; each answer from now on ends its connection.
@@ -155,11 +173,11 @@ impl Listener {
     }
 }
 
-async fn accept(mut from: Acceptor, protocol: Arc<Protocol>, mut phase: watch::Receiver<Phase>) -> JoinSet<()> {
+async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::Receiver<Phase>) -> JoinSet<()> {
     let mut connections = JoinSet::new();
     let seen = phase.clone();
     let converse = |Accepted { stream, peer, place, is_overflow }: Accepted| {
-        let (protocol, phase) = (Arc::clone(&protocol), seen.clone());
+        let (protocol, phase) = (Arc::clone(&control.0.borrow()), seen.clone());
         async move {
             protocol.converse(stream, peer, is_overflow, phase).await;
             drop(place);
@@ -211,6 +229,14 @@ impl Protocol {
             handshakes_refused,
             routes,
         }
+    }
+
+    /// The same routes, spoken to by other options.
+    fn with(&self, options: ListenerOptions) -> Self {
+        // How many there may be is the acceptor's to know.
+        let overflow = |(_, routes): &(_, Router)| Overflow { connections_max: 0, routes: routes.clone() };
+        let options = ListenerOptions { overflow: self.overflow.as_ref().map(overflow), ..options };
+        Self::new(options, self.routes.clone(), self.handshakes_refused.clone())
     }
 
     /// Speaks until either side has had enough; beyond the limit, for one answer.

@@ -17,6 +17,7 @@ mod models;
 mod proxy;
 mod rarely;
 mod ready;
+mod reload;
 mod retry_budget;
 mod routes;
 mod run;
@@ -47,6 +48,7 @@ use listener::{LINGER, Listener, ListenerOptions, Overflow};
 use models::Models;
 use rarely::Rarely;
 use ready::Readiness;
+use reload::{Reloader, WorkerTrust};
 use retry_budget::RetryBudget;
 use telemetry::Metrics;
 
@@ -54,6 +56,7 @@ pub use admin::TokenError;
 pub use limits::ProcessLimits;
 pub use listener::Drained;
 pub use models::ModelError;
+pub use reload::{LastReload, LoadSettings, ReloadError, ReloadStatus};
 pub use run::{Ended, Signal, refuse, run, run_until};
 pub use tenants::{Tenant, Tenants};
 pub use tls::TlsError;
@@ -101,6 +104,8 @@ pub(crate) struct App {
     pub(crate) tenants: Arc<Tenants>,
     /// `Authorization` for workers, in place of the clients' own.
     pub(crate) worker_key: Option<HeaderValue>,
+    /// What operators show; `None` without `[admin]`.
+    pub(crate) admin_token: Option<Arc<admin::Token>>,
     pub(crate) meters: Arc<Meters>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
@@ -117,15 +122,16 @@ impl App {
     fn new(
         settings: Settings,
         limits: &ProcessLimits,
-        secrets: &Secrets,
+        files: &Files,
         models: Models,
         upstream: Upstream,
         metrics: Option<Metrics>,
     ) -> Self {
         let now = Instant::now();
         Self {
-            tenants: Arc::new(Tenants::new(&settings.tenants, secrets)),
-            worker_key: secrets.worker_api_key.as_ref().and_then(Secret::bearer),
+            tenants: Arc::new(Tenants::new(&settings.tenants, &files.secrets)),
+            worker_key: files.secrets.worker_api_key.as_ref().and_then(Secret::bearer),
+            admin_token: files.admin_token.clone(),
             readiness: Arc::new(Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms))),
             metrics,
             retry_budget: Arc::new(RetryBudget::new(settings.gateway.retry_share_max, now)),
@@ -151,6 +157,7 @@ impl App {
 pub struct Gateway {
     current: Current,
     clients: Listener,
+    reloader: Arc<Reloader>,
     /// Ends with the gateway.
     _upkeep: JoinSet<()>,
     admin: Option<Listener>,
@@ -165,28 +172,36 @@ impl Gateway {
     /// # Errors
     /// See [`GatewayError`]; nothing runs then.
     pub async fn start(settings: Settings) -> Result<Self, GatewayError> {
+        Self::start_with(settings, None).await
+    }
+
+    /// As [`Gateway::start`], with settings that `load` loads again at a [reload](Self::reload).
+    ///
+    /// # Errors
+    /// See [`GatewayError`]; nothing runs then.
+    pub async fn start_reloadable(settings: Settings, load: LoadSettings) -> Result<Self, GatewayError> {
+        Self::start_with(settings, Some(load)).await
+    }
+
+    async fn start_with(settings: Settings, load: Option<LoadSettings>) -> Result<Self, GatewayError> {
         // Handles belong to the recorder that is there when they are made.
         let metrics = Metrics::install();
         metrics::describe();
         let limits = ProcessLimits::of(&settings);
         limits.log();
-        let options = client_options(&settings.gateway, &limits)?;
         // What cannot be read is found before anything runs.
-        let token = match &settings.admin {
-            Some(admin) => Some(admin::Token::read(&admin.token_file).await?),
-            None => None,
-        };
-        let secrets = Secrets::read(&settings)?;
+        let files = Files::read(&settings, &limits).await?;
+        let trust = WorkerTrust::read(&settings);
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
-            .showing(secrets.worker_api_key.as_ref().and_then(Secret::bearer));
+            .showing(files.secrets.worker_api_key.as_ref().and_then(Secret::bearer));
         let models = Models::start(&settings.models, &upstream).await?;
         let (listen, admin_listen) = (settings.gateway.listen, settings.admin.as_ref().map(|admin| admin.listen));
         let mut upkeep = JoinSet::new();
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
-        let current = Current::new(App::new(settings, &limits, &secrets, models, upstream, metrics));
+        let current = Current::new(App::new(settings, &limits, &files, models, upstream, metrics));
         upkeep.spawn(models::warn_of_unread(current.clone()));
         // Nothing can fail any more once the first of them accepts.
         let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
@@ -194,17 +209,19 @@ impl Gateway {
         let failed = |error| GatewayError::Listen { address: listen, error };
         let overflow =
             Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes: routes::overflow(current.clone()) };
-        let for_clients = ListenerOptions { overflow: Some(overflow), ..options.clone() };
+        let for_clients = ListenerOptions { overflow: Some(overflow), ..files.listener.clone() };
         let clients = Listener::start(socket, for_clients, routes::clients(current.clone())).map_err(failed)?;
-        let admin = match token.zip(admin_socket) {
-            Some((token, socket)) => {
+        let reloader = Arc::new(Reloader::new(current.clone(), load, limits, clients.control(), trust));
+        let admin = match admin_socket {
+            Some(socket) => {
                 let connections_max = ADMIN_CONNECTIONS_MAX;
-                let options = ListenerOptions { name: "admin", connections_max, tls: None, ..options };
-                Some(Listener::start(socket, options, admin::routes(current.clone(), token)).map_err(failed)?)
+                let options = ListenerOptions { name: "admin", connections_max, tls: None, ..files.listener };
+                let routes = admin::routes(current.clone(), Arc::clone(&reloader));
+                Some(Listener::start(socket, options, routes).map_err(failed)?)
             }
             None => None,
         };
-        Ok(Self { current, clients, admin, _upkeep: upkeep })
+        Ok(Self { current, clients, reloader, admin, _upkeep: upkeep })
     }
 
     /// Where clients connect.
@@ -223,6 +240,22 @@ impl Gateway {
     #[must_use]
     pub fn router(&self, model: &str) -> Option<Router> {
         self.current.get().models.find(model).map(|(model, _)| model.router.clone())
+    }
+
+    /// Loads the settings again and puts them in force: all of them but those that need a restart, which are named. Requests
+    /// and connections go on. The reload goes on when this call is abandoned.
+    ///
+    /// # Errors
+    /// See [`ReloadError`]; nothing has changed then.
+    pub fn reload(&self) -> impl Future<Output = Result<ReloadStatus, ReloadError>> + use<> {
+        let reloader = Arc::clone(&self.reloader);
+        async move { reloader.reload().await }
+    }
+
+    /// What came of reloads.
+    #[must_use]
+    pub fn reload_status(&self) -> ReloadStatus {
+        self.reloader.status()
     }
 
     /// Makes `/ready` say no from now on, and each answer end its connection; everything is still answered.
@@ -247,11 +280,30 @@ impl Gateway {
             }
         };
         // Operators may look until the end.
-        app.models.shutdown().await;
+        self.current.get().models.shutdown().await;
         if let Some(admin) = self.admin {
             admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
         }
         drained
+    }
+}
+
+/// What the files hold that settings name, read and checked.
+struct Files {
+    secrets: Secrets,
+    admin_token: Option<Arc<admin::Token>>,
+    /// The clients' listener, with its certificate.
+    listener: ListenerOptions,
+}
+
+impl Files {
+    async fn read(settings: &Settings, limits: &ProcessLimits) -> Result<Self, GatewayError> {
+        let listener = client_options(&settings.gateway, limits)?;
+        let admin_token = match &settings.admin {
+            Some(admin) => Some(Arc::new(admin::Token::read(&admin.token_file).await?)),
+            None => None,
+        };
+        Ok(Self { secrets: Secrets::read(settings)?, admin_token, listener })
     }
 }
 

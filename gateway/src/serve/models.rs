@@ -13,19 +13,19 @@ use ahash::AHashMap;
 use pointsman::config::UseKvEvents;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
-use pointsman::{Router, WorkerEntry};
+use pointsman::{Router, RouterConfig, WorkerEntry};
 use tokio::time::sleep;
 
 use super::current::Current;
 use super::metrics::ModelMeters;
-use super::sources;
+use super::sources::{Definitions, ModelSources, probe_options};
 use super::workers::WorkerTable;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
 use crate::settings::ModelSettings;
 use crate::upstream::Upstream;
 
 /// How long a router waits for bookings at its end: those of requests that were broken off end at once.
-const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
+pub(super) const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
 /// How often new workers are checked for KV events that cannot be read.
 const UNREAD_CHECKED_EVERY: Duration = Duration::from_secs(10);
@@ -59,15 +59,18 @@ pub enum ModelError {
     },
 }
 
-/// One model: a pool of ranks.
+/// One model: a pool of ranks. Copies with other settings share everything else.
+#[derive(Clone)]
 pub(crate) struct Model {
     pub(crate) settings: ModelSettings,
     pub(crate) router: Router,
-    pub(crate) tokens: Tokens,
+    /// Where its workers come from.
+    sources: Arc<ModelSources>,
+    pub(crate) tokens: Arc<Tokens>,
     pub(crate) meters: Arc<ModelMeters>,
     pub(crate) workers: Arc<WorkerTable>,
     /// Whether the caches of all its ranks were known at some time.
-    pub(crate) was_warm: AtomicBool,
+    pub(crate) was_warm: Arc<AtomicBool>,
 }
 
 /// All models, by every name.
@@ -89,15 +92,47 @@ struct Adapters {
 
 impl Models {
     pub(crate) async fn start(settings: &[ModelSettings], upstream: &Upstream) -> Result<Self, ModelError> {
-        let (mut all, mut by_name) = (Vec::new(), AHashMap::new());
+        let mut all = Vec::new();
         for settings in settings {
-            let model = Arc::new(Model::start(settings, upstream).await?);
-            for name in std::iter::once(&settings.name).chain(&settings.aliases) {
-                by_name.insert(name.clone(), all.len());
-            }
-            all.push(model);
+            all.push(Arc::new(Model::start(settings, upstream, settings.router.min_initial_workers).await?));
         }
-        Ok(Self { all, by_name, adapters: Mutex::default() })
+        Ok(Self::of(all))
+    }
+
+    fn of(all: Vec<Arc<Model>>) -> Self {
+        let mut by_name = AHashMap::new();
+        for (n, model) in all.iter().enumerate() {
+            for name in std::iter::once(&model.settings.name).chain(&model.settings.aliases) {
+                by_name.insert(name.clone(), n);
+            }
+        }
+        Self { all, by_name, adapters: Mutex::default() }
+    }
+
+    /// The models of these settings: those that are served go on with their routers, others are started. None of those that
+    /// are served is changed yet: see [`Model::follow_settings`].
+    ///
+    /// # Errors
+    /// A model that cannot be served; those that were started are ended.
+    pub(crate) async fn reloaded(&self, settings: &[ModelSettings], upstream: &Upstream) -> Result<Self, ModelError> {
+        let (mut all, mut started) = (Vec::new(), Vec::new());
+        for settings in settings {
+            let model = match self.all.iter().find(|model| model.settings.name == settings.name) {
+                Some(model) => model.with(settings),
+                // Nobody waits for its workers: the others are served meanwhile.
+                None => Model::start(settings, upstream, 0).await.inspect(|model| started.push(model.router.clone())),
+            };
+            match model {
+                Ok(model) => all.push(Arc::new(model)),
+                Err(error) => {
+                    for router in started {
+                        router.shutdown(SHUTDOWN_WAIT).await;
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Self::of(all))
     }
 
     pub(crate) fn all(&self) -> &[Arc<Model>] {
@@ -173,9 +208,20 @@ impl Adapters {
 }
 
 impl Model {
-    async fn start(settings: &ModelSettings, upstream: &Upstream) -> Result<Self, ModelError> {
+    /// Starts its router, and waits for so many workers.
+    async fn start(
+        settings: &ModelSettings,
+        upstream: &Upstream,
+        min_initial_workers: u32,
+    ) -> Result<Self, ModelError> {
         let model = || settings.name.clone();
-        let builder = sources::follow(Router::builder(settings.router.clone()), settings);
+        let definitions = definitions_of(settings)?;
+        if let Some(error) = definitions.too_few(min_initial_workers) {
+            return Err(ModelError::Router { model: model(), error });
+        }
+        let sources = Arc::new(ModelSources::default());
+        let router = RouterConfig { min_initial_workers, ..settings.router.clone() };
+        let builder = sources.follow(Router::builder(router), &definitions, &probe_options(settings));
         let builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
         let (workers, turn) = (router.clone(), AtomicUsize::new(0));
@@ -192,8 +238,37 @@ impl Model {
         let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         let workers = WorkerTable::new(&settings.name, router.clone());
-        Ok(Self { settings: settings.clone(), router, tokens, meters, workers, was_warm: AtomicBool::new(false) })
+        Ok(Self {
+            settings: settings.clone(),
+            router,
+            sources,
+            tokens: Arc::new(tokens),
+            meters,
+            workers,
+            was_warm: Arc::new(AtomicBool::new(false)),
+        })
     }
+
+    /// The same model with other names and workers.
+    fn with(&self, settings: &ModelSettings) -> Result<Self, ModelError> {
+        definitions_of(settings)?;
+        Ok(Self { settings: settings.clone(), ..self.clone() })
+    }
+
+    /// Makes the router's workers those of the settings. What is there already stays as it is.
+    pub(crate) fn follow_settings(&self) {
+        let changed = definitions_of(&self.settings).and_then(|definitions| {
+            let changed = self.sources.change(&self.router, &definitions, &probe_options(&self.settings));
+            changed.map_err(|error| ModelError::Workers { model: self.settings.name.clone(), error })
+        });
+        if let Err(error) = changed {
+            tracing::error!(%error, "workers could not be reloaded");
+        }
+    }
+}
+
+fn definitions_of(settings: &ModelSettings) -> Result<Definitions, ModelError> {
+    Definitions::of(settings).map_err(|error| ModelError::Workers { model: settings.name.clone(), error })
 }
 
 /// Logs each worker whose KV events cannot be read, once, when workers have had the time to be found: the usual case is an

@@ -6,13 +6,16 @@
 //! [`Gateway`].
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::sleep;
 
+use super::reload::Reloader;
 use super::telemetry::{AccessLog, Metrics, parse_level, start_log, write_problems};
-use super::{Drained, Gateway};
+use super::{Drained, Gateway, LoadSettings};
 use crate::settings::{LogFormat, Settings};
 
 /// What was given cannot be used.
@@ -53,7 +56,7 @@ pub enum Ended {
 /// line of the log says how many); with 2 when it cannot start, which one line on stderr explains; and with 130 or 143
 /// when a second SIGINT or SIGTERM ended it at once.
 #[must_use]
-pub fn run(settings: Settings) -> ExitCode {
+pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     let format = settings.gateway.log_format;
     let level = match parse_level(&settings.gateway.log_level) {
         Ok(level) => level,
@@ -76,7 +79,7 @@ pub fn run(settings: Settings) -> ExitCode {
         }
     };
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
-    let ended = runtime.block_on(started(settings));
+    let ended = runtime.block_on(started(settings, load));
     // Nobody waits for a tokenizer's thread.
     runtime.shutdown_background();
     logs.flush();
@@ -88,17 +91,21 @@ pub fn run(settings: Settings) -> ExitCode {
 }
 
 /// Starts and runs a gateway, and says why it cannot.
-async fn started(settings: Settings) -> Result<Ended, String> {
-    let mut signals = signals().map_err(|error| format!("signals cannot be heard: {error}"))?;
+async fn started(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
+    let hear = |error| format!("signals cannot be heard: {error}");
+    let (mut signals, hangups) = (signals().map_err(hear)?, hangups().map_err(hear)?);
     let gateway = tokio::select! {
         biased;
         // Nothing has been accepted yet.
         Some(_) = signals.recv() => return Ok(Ended::Drained(Drained { broken: 0 })),
-        gateway = Gateway::start(settings) => gateway.map_err(|error| error.to_string())?,
+        gateway = Gateway::start_reloadable(settings, load) => gateway.map_err(|error| error.to_string())?,
     };
     let admin_address = gateway.admin_address().map(tracing::field::display);
     tracing::info!(address = %gateway.address(), admin_address, version = env!("CARGO_PKG_VERSION"), "listening");
-    Ok(run_until(gateway, signals).await)
+    let reloads = tokio::spawn(reload_at(hangups, Arc::clone(&gateway.reloader)));
+    let ended = run_until(gateway, signals).await;
+    reloads.abort();
+    Ok(ended)
 }
 
 /// Runs a gateway until the first of `signals` has drained it, or the second one ends it at once.
@@ -133,6 +140,15 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
             }
             Ended::Drained(drained)
         }
+    }
+}
+
+/// Reloads the settings at each SIGHUP; several that come during a reload are one.
+async fn reload_at(mut hangups: mpsc::Receiver<()>, reloader: Arc<Reloader>) {
+    while hangups.recv().await.is_some() {
+        tracing::info!("SIGHUP: configuration reload requested");
+        // It is reported by whoever reloads.
+        let _ = reloader.reload().await;
     }
 }
 
@@ -183,6 +199,25 @@ fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
         }
     });
     Ok(receiver)
+}
+
+/// SIGHUP, from now on.
+#[cfg(unix)]
+fn hangups() -> std::io::Result<mpsc::Receiver<()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (sender, receiver) = mpsc::channel(1);
+    let mut hangup = signal(SignalKind::hangup())?;
+    tokio::spawn(async move {
+        // One that waits stands for all that came since.
+        while hangup.recv().await.is_some() && !matches!(sender.try_send(()), Err(TrySendError::Closed(()))) {}
+    });
+    Ok(receiver)
+}
+
+/// None, where there is no SIGHUP.
+#[cfg(not(unix))]
+fn hangups() -> std::io::Result<mpsc::Receiver<()>> {
+    Ok(mpsc::channel(1).1)
 }
 
 /// Ctrl-C, which is all that other systems have.

@@ -1,34 +1,255 @@
 //! Where a model's workers come from.
 //!
-//! Owns which discovery source each setting means. Leaves asking, and what comes of it, to the library.
+//! Owns which discovery source each setting means, and changes these sources when settings are reloaded. Promises that a source
+//! whose setting did not change is left alone, and that the workers of one that did stay until the new setting has given a set.
+//! Leaves probing, and what comes of it, to the library.
 
-use pointsman::discovery::{DiscoveryError, NamedWorker};
-use pointsman::protocol::WorkerConfig;
-use pointsman::{DnsNames, ProbeOptions, ProbedUrls, RouterBuilder, StaticList, WatchedFile};
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use pointsman::discovery::{DiscoveryError, NamedWorker, worker_map};
+use pointsman::error::{Down, StartError};
+use pointsman::protocol::{WorkerConfig, WorkerMap};
+use pointsman::{DiscoverySource, DnsNames, ProbeOptions, ProbedUrls, Router, RouterBuilder, StaticList, WatchedFile};
+use tokio::sync::watch;
 
 use crate::settings::ModelSettings;
 
-/// Lets the router follow everything that the model's settings name.
-pub(super) fn follow(mut builder: RouterBuilder, settings: &ModelSettings) -> Result<RouterBuilder, DiscoveryError> {
-    let options = || ProbeOptions::of(&settings.router).model(settings.upstream_name());
-    let given = settings.workers.iter().filter(|worker| !worker.probe).cloned();
-    let given: Vec<_> = given.map(|worker| (worker.id, worker.config)).collect();
-    if !given.is_empty() {
-        builder = builder.discovery(StaticList::new(given)?);
+/// What a model's settings name; `None` where a setting names nothing.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Definitions {
+    fixed: Option<WorkerMap>,
+    probed: Option<Vec<NamedWorker>>,
+    file: Option<PathBuf>,
+    names: Option<Vec<String>>,
+}
+
+impl Definitions {
+    /// Reads the settings.
+    ///
+    /// # Errors
+    /// Two workers of one id or address, and an address or a name that is none.
+    pub(crate) fn of(settings: &ModelSettings) -> Result<Self, DiscoveryError> {
+        let fixed = settings.workers.iter().filter(|worker| !worker.probe);
+        let fixed = worker_map(fixed.map(|worker| (worker.id, worker.config.clone())))?;
+        let nothing_known = WorkerConfig::at("");
+        let mut probed: Vec<_> = settings.workers.iter().filter(|worker| worker.probe).cloned().collect();
+        for url in &settings.worker_urls {
+            probed.push(NamedWorker { probe: true, ..NamedWorker::at(url, &nothing_known)? });
+        }
+        worker_map(probed.iter().map(|worker| (worker.id, worker.config.clone())))?;
+        DnsNames::new(&settings.worker_names)?;
+        Ok(Self {
+            fixed: (!fixed.is_empty()).then_some(fixed),
+            probed: (!probed.is_empty()).then_some(probed),
+            file: settings.workers_file.clone(),
+            names: (!settings.worker_names.is_empty()).then(|| settings.worker_names.clone()),
+        })
     }
-    let nothing_known = WorkerConfig::at("");
-    let mut probed: Vec<_> = settings.workers.iter().filter(|worker| worker.probe).cloned().collect();
-    for url in &settings.worker_urls {
-        probed.push(NamedWorker { probe: true, ..NamedWorker::at(url, &nothing_known)? });
+
+    /// Why a router with these workers alone would wait for more for ever.
+    pub(crate) fn too_few(&self, wanted: u32) -> Option<StartError> {
+        let is_complete = self.probed.is_none() && self.file.is_none() && self.names.is_none();
+        let registered = self.fixed.as_ref().map_or(0, WorkerMap::len);
+        let is_too_few = is_complete && registered > 0 && registered < wanted as usize;
+        is_too_few.then_some(StartError::SourceClosed { registered, wanted })
     }
-    if !probed.is_empty() {
-        builder = builder.discovery(ProbedUrls::named(probed, options())?);
+}
+
+/// The sources that a router follows, as far as the settings have named any.
+#[derive(Default)]
+pub(crate) struct ModelSources(Mutex<Slots>);
+
+#[derive(Default)]
+struct Slots {
+    fixed: Slot<WorkerMap>,
+    probed: Slot<Vec<NamedWorker>>,
+    file: Slot<PathBuf>,
+    names: Slot<Vec<String>>,
+}
+
+/// A source that is followed, and what it is to be; absent until a setting names something.
+type Slot<D> = Option<watch::Sender<Option<D>>>;
+
+impl ModelSources {
+    /// Lets a router that is about to start follow everything that is defined.
+    pub(crate) fn follow(
+        &self,
+        builder: RouterBuilder,
+        definitions: &Definitions,
+        options: &ProbeOptions,
+    ) -> Result<RouterBuilder, DiscoveryError> {
+        let mut builder = Some(builder);
+        self.set(definitions, options, &mut |source| {
+            builder = builder.take().map(|builder| source.add_to(builder));
+            Ok(())
+        })?;
+        Ok(builder.expect("it is put back each time"))
     }
-    if let Some(path) = &settings.workers_file {
-        builder = builder.discovery(WatchedFile::new(path, options())?);
+
+    /// Makes what a running router follows what is defined now.
+    ///
+    /// # Errors
+    /// When the router is down, or for what [`Definitions::of`] would have refused.
+    pub(crate) fn change(
+        &self,
+        router: &Router,
+        definitions: &Definitions,
+        options: &ProbeOptions,
+    ) -> Result<(), DiscoveryError> {
+        self.set(definitions, options, &mut |source| source.follow_in(router))
     }
-    if !settings.worker_names.is_empty() {
-        builder = builder.discovery(DnsNames::new(&settings.worker_names)?.probing(options()));
+
+    fn set(
+        &self,
+        definitions: &Definitions,
+        options: &ProbeOptions,
+        add: &mut dyn FnMut(AnySwitched) -> Result<(), Down>,
+    ) -> Result<(), DiscoveryError> {
+        let down = |down: Down| DiscoveryError::Other(down.to_string());
+        // Each slot is whole after every statement.
+        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Definitions { fixed, probed, file, names } = definitions;
+        if let Some(fixed) = changed(&mut slots.fixed, fixed) {
+            let list = StaticList::new(fixed.iter().map(|(id, config)| (Some(*id), config.clone())))?;
+            add(AnySwitched::Fixed(Switched::over(list, &mut slots.fixed, fixed, set_list))).map_err(down)?;
+        }
+        if let Some(probed) = changed(&mut slots.probed, probed) {
+            let urls = ProbedUrls::named(probed.clone(), options.clone())?;
+            let set = |urls: &mut ProbedUrls, probed: Vec<NamedWorker>| urls.set(probed);
+            add(AnySwitched::Probed(Box::new(Switched::over(urls, &mut slots.probed, probed, set)))).map_err(down)?;
+        }
+        if let Some(file) = changed(&mut slots.file, file) {
+            let watched = WatchedFile::new(file, options.clone())?;
+            let set = |watched: &mut WatchedFile, file: PathBuf| watched.set(file);
+            add(AnySwitched::File(Box::new(Switched::over(watched, &mut slots.file, file, set)))).map_err(down)?;
+        }
+        if let Some(names) = changed(&mut slots.names, names) {
+            let dns = DnsNames::new(names)?.probing(options.clone());
+            let set = |dns: &mut DnsNames, names: Vec<String>| dns.set(names);
+            add(AnySwitched::Names(Box::new(Switched::over(dns, &mut slots.names, names, set)))).map_err(down)?;
+        }
+        Ok(())
     }
-    Ok(builder)
+}
+
+/// Gives the slot's source its definition if that has changed. Returns the definition where there is no source yet that it
+/// could be given to.
+fn changed<'a, D: Clone + PartialEq>(slot: &mut Slot<D>, definition: &'a Option<D>) -> Option<&'a D> {
+    let Some(slot) = slot else { return definition.as_ref() };
+    slot.send_if_modified(|known| {
+        let is_new = known != definition;
+        if is_new {
+            known.clone_from(definition);
+        }
+        is_new
+    });
+    None
+}
+
+fn set_list(list: &mut StaticList, workers: WorkerMap) -> Result<(), DiscoveryError> {
+    *list = StaticList::new(workers.into_iter().map(|(id, config)| (Some(id), config)))?;
+    Ok(())
+}
+
+/// How engines of a model are probed.
+pub(crate) fn probe_options(settings: &ModelSettings) -> ProbeOptions {
+    ProbeOptions::of(&settings.router).model(settings.upstream_name())
+}
+
+enum AnySwitched {
+    Fixed(Switched<StaticList, WorkerMap>),
+    Probed(Box<Switched<ProbedUrls, Vec<NamedWorker>>>),
+    File(Box<Switched<WatchedFile, PathBuf>>),
+    Names(Box<Switched<DnsNames, Vec<String>>>),
+}
+
+impl AnySwitched {
+    fn add_to(self, builder: RouterBuilder) -> RouterBuilder {
+        match self {
+            Self::Fixed(source) => builder.discovery(source),
+            Self::Probed(source) => builder.discovery(*source),
+            Self::File(source) => builder.discovery(*source),
+            Self::Names(source) => builder.discovery(*source),
+        }
+    }
+
+    fn follow_in(self, router: &Router) -> Result<(), Down> {
+        match self {
+            Self::Fixed(source) => router.follow(source),
+            Self::Probed(source) => router.follow(*source),
+            Self::File(source) => router.follow(*source),
+            Self::Names(source) => router.follow(*source),
+        }
+    }
+}
+
+/// A source whose definition may change while it is followed. Without a definition it names no worker.
+struct Switched<S, D> {
+    source: S,
+    definition: watch::Receiver<Option<D>>,
+    set: fn(&mut S, D) -> Result<(), DiscoveryError>,
+    is_on: bool,
+    /// Whether the empty set, where it is not on, has still to be given.
+    gives_none: bool,
+}
+
+impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> Switched<S, D> {
+    /// Puts a source that is of this definition into an empty slot.
+    fn over(source: S, slot: &mut Slot<D>, definition: &D, set: fn(&mut S, D) -> Result<(), DiscoveryError>) -> Self {
+        let (sender, definition) = watch::channel(Some(definition.clone()));
+        *slot = Some(sender);
+        Self { source, definition, set, is_on: true, gives_none: false }
+    }
+
+    /// Takes the definition as it is now.
+    fn switch(&mut self) -> Result<(), DiscoveryError> {
+        let definition = self.definition.borrow_and_update().clone();
+        let was_on = std::mem::replace(&mut self.is_on, definition.is_some());
+        self.gives_none = !self.is_on;
+        let Some(definition) = definition else { return Ok(()) };
+        (self.set)(&mut self.source, definition)?;
+        if !was_on {
+            self.source.rewind();
+        }
+        Ok(())
+    }
+}
+
+impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> DiscoverySource for Switched<S, D> {
+    fn name(&self) -> String {
+        self.source.name()
+    }
+
+    async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+        loop {
+            if std::mem::take(&mut self.gives_none) {
+                return Some(Ok(WorkerMap::new()));
+            }
+            let next = async {
+                match self.is_on {
+                    true => self.source.next().await,
+                    false => None,
+                }
+            };
+            tokio::select! {
+                biased;
+                changed = self.definition.changed() => {
+                    // Nobody can change it any more: its model is gone, and its router goes.
+                    changed.ok()?;
+                }
+                // One that has closed has nothing more to give until it is changed.
+                Some(given) = next => return Some(given),
+                else => return None,
+            }
+            if let Err(error) = self.switch() {
+                return Some(Err(error));
+            }
+        }
+    }
+
+    fn rewind(&mut self) {
+        self.source.rewind();
+        self.gives_none = !self.is_on;
+    }
 }

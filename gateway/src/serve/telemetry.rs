@@ -81,6 +81,30 @@ pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
         "Requests to the operators' listener that did not show its token.",
     ),
     (
+        "pointsman_gateway_config_reloads_total",
+        Kind::Counter,
+        &["result"],
+        "Configuration reloads: `applied`, or `rejected` as a whole.",
+    ),
+    (
+        "pointsman_gateway_config_last_reload_successful",
+        Kind::Gauge,
+        &[],
+        "1 if the last reload was applied, or there was none; 0 if it was rejected.",
+    ),
+    (
+        "pointsman_gateway_config_applied_timestamp_seconds",
+        Kind::Gauge,
+        &[],
+        "When the running configuration was applied, at the start or by a reload, in seconds since 1970.",
+    ),
+    (
+        "pointsman_gateway_config_restart_needed",
+        Kind::Gauge,
+        &[],
+        "Settings whose change was read and needs a restart.",
+    ),
+    (
         "pointsman_gateway_log_lines_dropped_total",
         Kind::Counter,
         &[],

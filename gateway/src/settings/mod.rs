@@ -7,6 +7,7 @@
 mod error;
 mod fields;
 mod load;
+mod reload;
 mod secrets;
 mod section;
 #[cfg(test)]

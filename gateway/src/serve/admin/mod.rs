@@ -10,6 +10,7 @@ mod auth;
 mod dump;
 mod extract;
 mod questions;
+mod reloads;
 mod reports;
 mod views;
 mod workers;
@@ -26,6 +27,7 @@ use axum::routing::{get, post, put};
 use tokio::sync::{Mutex, Semaphore};
 
 use super::current::Current;
+use super::reload::Reloader;
 use super::routes::refused_head;
 use super::{App, ready};
 use crate::openai::{ApiError, ErrorType};
@@ -45,7 +47,7 @@ const DUMPS_MAX: usize = 2;
 /// What every request of an operator is served with.
 struct Admin {
     current: Current,
-    token: Token,
+    reloader: Arc<Reloader>,
     denials: Denials,
     /// Held while the set of workers is changed: a patch must not bring back what was removed meanwhile.
     changes: Mutex<()>,
@@ -61,12 +63,13 @@ impl Admin {
 
 /// What is answered on the operators' listener. Paths that the clients' listener has, too, need the token here like any
 /// other.
-pub(super) fn routes(current: Current, token: Token) -> Router {
+pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
     let common = ready::routes().route("/metrics", get(ready::metrics)).with_state(current.clone());
     let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
-    let admin = Arc::new(Admin { current, token, denials: Denials::new(), changes, dumps });
+    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps });
     Router::new()
         .route("/admin/config", get(reports::settings))
+        .route("/admin/reload", get(reloads::status).post(reloads::reload))
         .route("/admin/models", get(reports::models))
         .route("/admin/models/{model}/config", get(reports::config))
         .route("/admin/models/{model}/dump", get(dump::dump))
@@ -90,7 +93,7 @@ pub(super) fn routes(current: Current, token: Token) -> Router {
 
 /// Lets nobody pass who has not shown the token, and no address that two readers could read in two ways.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
-    let mut answer = if !admin.token.is_shown_in(request.headers()) {
+    let mut answer = if !admin.app().admin_token.as_ref().is_some_and(|token| token.is_shown_in(request.headers())) {
         admin.denials.count(peer_of(request.extensions()));
         auth::denied()
     } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {

@@ -1,0 +1,35 @@
+//! Reloads by hand, and what came of the last one.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+
+use super::extract::Peer;
+use super::{Admin, error};
+use crate::openai::{ApiError, ErrorType};
+use crate::serve::reload::{ReloadError, ReloadStatus};
+
+pub(super) async fn status(State(admin): State<Arc<Admin>>) -> Json<ReloadStatus> {
+    Json(admin.reloader.status())
+}
+
+/// What SIGHUP does, with an answer.
+pub(super) async fn reload(State(admin): State<Arc<Admin>>, Peer(peer): Peer) -> Result<Json<ReloadStatus>, ApiError> {
+    let peer = peer.map(tracing::field::display);
+    tracing::info!(target: "pointsman_gateway::audit", what = "reload", peer, "configuration reload requested by hand");
+    admin.reloader.reload().await.map(Json).map_err(rejected)
+}
+
+fn rejected(rejected: ReloadError) -> ApiError {
+    let message = rejected.to_string().trim_end().to_owned();
+    match rejected {
+        ReloadError::Fixed => error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "config_fixed", message),
+        ReloadError::Draining => error(StatusCode::SERVICE_UNAVAILABLE, ErrorType::Server, "draining", message),
+        ReloadError::Lost => error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", message),
+        ReloadError::Settings(_) | ReloadError::Unfit(_) | ReloadError::Gateway(_) => {
+            error(StatusCode::UNPROCESSABLE_ENTITY, ErrorType::InvalidRequest, "config_rejected", message)
+        }
+    }
+}

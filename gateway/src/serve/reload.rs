@@ -1,0 +1,294 @@
+//! Reloading the settings of a running gateway.
+//!
+//! Owns the order of a reload and what it came to. Promises that settings or files which cannot be used change nothing at all;
+//! that a request is served from its first to its last byte with the settings it began with; that settings which need a restart
+//! keep their running value and are named; and that reloads run one after the other. Leaves comparing to [`settings`], the
+//! workers to [`ModelSources`](super::sources::ModelSources), and reading the file to whoever gave the way to load it.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use metrics::{Counter, Gauge};
+use serde::Serialize;
+use tokio::time::{Instant, sleep};
+
+use super::current::Current;
+use super::listener::ListenerControl;
+use super::models::{Model, Models};
+use super::retry_budget::RetryBudget;
+use super::{App, Files, GatewayError, ProcessLimits, Tenants};
+use crate::settings::{Secret, SettingErrors, Settings};
+use crate::upstream::worker_tls;
+
+/// How often it is looked whether requests still use a model that was removed.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Loads the settings again: the file as it is now, with the variables and flags of the start.
+pub type LoadSettings = Arc<dyn Fn() -> Result<Settings, String> + Send + Sync>;
+
+/// Why a reload was rejected. What was in force before stays in force.
+#[derive(Debug, thiserror::Error)]
+pub enum ReloadError {
+    /// There is nothing to load.
+    #[error("the settings were given by the embedding process, which alone can change them")]
+    Fixed,
+    /// The gateway is about to end.
+    #[error("the gateway is draining")]
+    Draining,
+    /// The settings cannot be read, or break a rule.
+    #[error("{0}")]
+    Settings(String),
+    /// The settings would not fit those that need a restart.
+    #[error("with the settings that need a restart as they run: {0}")]
+    Unfit(SettingErrors),
+    /// A file that the settings name, or a model that cannot be started.
+    #[error(transparent)]
+    Gateway(#[from] GatewayError),
+    /// It broke off.
+    #[error("the reload broke off")]
+    Lost,
+}
+
+/// How the running settings came about.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct ReloadStatus {
+    /// When settings were applied last, at the start or by a reload, in seconds since 1970.
+    pub applied_at: u64,
+    /// The last reload; `None` before the first.
+    pub last: Option<LastReload>,
+    /// Settings that were read and keep their former value until a restart.
+    pub restart_needed: Vec<String>,
+    /// Whether the running settings are those of the last load, all of them.
+    pub is_current: bool,
+}
+
+/// A reload that is over.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LastReload {
+    /// When it ended, in seconds since 1970.
+    pub at: u64,
+    /// Whether it was applied; else it was rejected as a whole.
+    pub applied: bool,
+    /// Why it was rejected.
+    pub error: Option<String>,
+}
+
+/// Reloads, and knows what came of it.
+pub(crate) struct Reloader {
+    current: Current,
+    load: Option<LoadSettings>,
+    limits: ProcessLimits,
+    clients: ListenerControl,
+    /// What was read last, to see what has changed. Held during a reload.
+    files: tokio::sync::Mutex<WorkerTrust>,
+    status: Mutex<ReloadStatus>,
+    meters: ReloadMeters,
+}
+
+/// Which certificates of workers are trusted, as far as a change of it can be seen.
+#[derive(PartialEq, Eq)]
+pub(crate) struct WorkerTrust(Option<Vec<u8>>);
+
+impl WorkerTrust {
+    /// Waits for the disk. A file that cannot be read is reported by whoever makes TLS of it.
+    pub(crate) fn read(settings: &Settings) -> Self {
+        Self(settings.gateway.worker_ca_file.as_ref().and_then(|file| std::fs::read(file).ok()))
+    }
+}
+
+struct ReloadMeters {
+    applied: Counter,
+    rejected: Counter,
+    is_successful: Gauge,
+    applied_at: Gauge,
+    restart_needed: Gauge,
+}
+
+impl Reloader {
+    pub(crate) fn new(
+        current: Current,
+        load: Option<LoadSettings>,
+        limits: ProcessLimits,
+        clients: ListenerControl,
+        trust: WorkerTrust,
+    ) -> Self {
+        let reloads = |result| metrics::counter!("pointsman_gateway_config_reloads_total", "result" => result);
+        let meters = ReloadMeters {
+            applied: reloads("applied"),
+            rejected: reloads("rejected"),
+            is_successful: metrics::gauge!("pointsman_gateway_config_last_reload_successful"),
+            applied_at: metrics::gauge!("pointsman_gateway_config_applied_timestamp_seconds"),
+            restart_needed: metrics::gauge!("pointsman_gateway_config_restart_needed"),
+        };
+        let status = ReloadStatus { applied_at: unix_time(), is_current: true, ..ReloadStatus::default() };
+        let (files, status) = (tokio::sync::Mutex::new(trust), Mutex::new(status));
+        let reloader = Self { current, load, limits, clients, files, status, meters };
+        reloader.show(&reloader.status());
+        reloader
+    }
+
+    pub(crate) fn status(&self) -> ReloadStatus {
+        // It is replaced as a whole.
+        self.status.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Loads and applies the settings, to the end, whether or not anybody waits for it.
+    pub(crate) async fn reload(self: &Arc<Self>) -> Result<ReloadStatus, ReloadError> {
+        let this = Arc::clone(self);
+        tokio::spawn(async move { this.run().await }).await.unwrap_or(Err(ReloadError::Lost))
+    }
+
+    async fn run(&self) -> Result<ReloadStatus, ReloadError> {
+        let mut trust = self.files.lock().await;
+        let result = match self.prepare(&trust).await {
+            Ok(next) => Ok(self.apply(next, &mut trust).await),
+            Err(error) => Err(error),
+        };
+        let mut status = self.status();
+        let error = result.as_ref().err().map(|error| in_one_line(&error.to_string()));
+        status.last = Some(LastReload { at: unix_time(), applied: error.is_none(), error: error.clone() });
+        match &result {
+            Ok(restart_needed) => {
+                (status.applied_at, status.restart_needed) = (unix_time(), restart_needed.clone());
+                self.meters.applied.increment(1);
+                for setting in restart_needed {
+                    tracing::warn!(setting, "setting changed; the change needs a restart");
+                }
+                tracing::info!(restart_needed = restart_needed.len(), "configuration reloaded");
+            }
+            Err(_) => {
+                self.meters.rejected.increment(1);
+                tracing::error!(error, "configuration reload rejected; the previous configuration stays in force");
+            }
+        }
+        status.is_current = result.is_ok() && status.restart_needed.is_empty();
+        self.show(&status);
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status.clone();
+        result.map(|_| status)
+    }
+
+    fn show(&self, status: &ReloadStatus) {
+        let is_successful = status.last.as_ref().is_none_or(|last| last.applied);
+        self.meters.is_successful.set(if is_successful { 1.0 } else { 0.0 });
+        self.meters.applied_at.set(as_float(status.applied_at));
+        self.meters.restart_needed.set(as_float(status.restart_needed.len() as u64));
+    }
+
+    /// Everything that can fail. Nothing that runs is changed.
+    async fn prepare(&self, trust: &WorkerTrust) -> Result<Next, ReloadError> {
+        let app = self.current.get();
+        if app.readiness.is_draining() {
+            return Err(ReloadError::Draining);
+        }
+        let load = self.load.clone().ok_or(ReloadError::Fixed)?;
+        let loaded = tokio::task::spawn_blocking(move || {
+            let loaded = load().map_err(ReloadError::Settings)?;
+            Ok((WorkerTrust::read(&loaded), loaded))
+        });
+        let (new_trust, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
+        let (mut settings, mut restart_needed) = loaded.reloaded_over(&app.settings);
+        if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
+            // The budget of the start could not hold a single one.
+            restart_needed.push("gateway.body_bytes_max".to_owned());
+            settings.gateway.body_bytes_max = app.settings.gateway.body_bytes_max;
+        }
+        settings.validate().map_err(ReloadError::Unfit)?;
+        let files = Files::read(&settings, &self.limits).await?;
+        let gateway = (&settings.gateway, &app.settings.gateway);
+        let is_trust_new = new_trust != *trust
+            || gateway.0.worker_ca_file != gateway.1.worker_ca_file
+            || gateway.0.connect_timeout_ms != gateway.1.connect_timeout_ms;
+        let worker_tls = is_trust_new.then(|| worker_tls(settings.gateway.worker_ca_file.as_deref())).transpose();
+        let worker_tls = worker_tls.map_err(GatewayError::from)?;
+        // Last, for it starts what must be ended again if anything fails.
+        let models = app.models.reloaded(&settings.models, &app.upstream).await.map_err(GatewayError::from)?;
+        Ok(Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models })
+    }
+
+    /// Puts the next state in place of the present one. Returns the settings that need a restart.
+    async fn apply(&self, next: Next, trust: &mut WorkerTrust) -> Vec<String> {
+        let Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models } = next;
+        settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+        *trust = new_trust;
+        let key = files.secrets.worker_api_key.as_ref().and_then(Secret::bearer);
+        let connect_timeout = Duration::from_millis(settings.gateway.connect_timeout_ms);
+        app.upstream.change(worker_tls, connect_timeout, key.clone());
+        self.clients.set(files.listener);
+        let is_share_new = settings.gateway.retry_share_max.to_bits() != app.settings.gateway.retry_share_max.to_bits();
+        let mut new = App {
+            tenants: Arc::new(Tenants::new(&settings.tenants, &files.secrets)),
+            worker_key: key,
+            admin_token: files.admin_token,
+            models: Arc::new(models),
+            ..App::clone(&app)
+        };
+        if is_share_new {
+            new.retry_budget = Arc::new(RetryBudget::new(settings.gateway.retry_share_max, Instant::now()));
+        }
+        new.settings = Arc::new(settings);
+        let models = Arc::clone(&new.models);
+        self.current.replace(new);
+        for model in models.all() {
+            model.follow_settings();
+        }
+        end_removed(app, &models);
+        restart_needed
+    }
+}
+
+/// What a reload would put in force.
+struct Next {
+    /// The state that it replaces.
+    app: Arc<App>,
+    settings: Settings,
+    restart_needed: Vec<String>,
+    files: Files,
+    /// Where the client of workers must be made anew.
+    worker_tls: Option<rustls::ClientConfig>,
+    trust: WorkerTrust,
+    models: Models,
+}
+
+/// Ends the routers of models that are served no longer, once the requests that were served with the old state have ended, or
+/// `drain_timeout_ms` have passed.
+fn end_removed(old: Arc<App>, models: &Models) {
+    let is_removed = |model: &&Arc<Model>| !models.all().iter().any(|kept| kept.settings.name == model.settings.name);
+    let removed: Vec<_> = old.models.all().iter().filter(is_removed).map(|model| model.router.clone()).collect();
+    if removed.is_empty() {
+        return;
+    }
+    let wait_max = Duration::from_millis(old.settings.gateway.drain_timeout_ms);
+    // Every request holds it until its answer has ended.
+    let old = Arc::downgrade(&old);
+    tokio::spawn(async move {
+        let begun = Instant::now();
+        while old.strong_count() > 0 && begun.elapsed() < wait_max {
+            sleep(LOOK_EVERY).await;
+        }
+        for router in removed {
+            router.shutdown(super::models::SHUTDOWN_WAIT).await;
+        }
+    });
+}
+
+#[expect(clippy::disallowed_methods, reason = "operators are told a date, and nothing is decided by it")]
+fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "gauges are floats, and dates stay exact for a long time")]
+fn as_float(n: u64) -> f64 {
+    n as f64
+}
+
+/// A list of problems as one line of the log.
+fn in_one_line(problems: &str) -> String {
+    problems.trim_end().split('\n').collect::<Vec<_>>().join("; ")
+}
+
+impl fmt::Debug for Reloader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reloader").field("status", &self.status()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,147 @@
+//! Which settings a running gateway can change.
+//!
+//! Owns the list. Promises that a setting which is not on it keeps its running value and is named, so that a setting that is
+//! added later needs a restart until somebody makes it changeable. Leaves applying the others to the gateway.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use toml::Table;
+
+use super::{AdminSettings, ModelSettings, Settings};
+
+/// Settings of `[gateway]` that a reload changes. Connections that are open keep `head_timeout_ms`, `idle_timeout_ms` and
+/// their certificate.
+pub(super) const RELOADED: &[&str] = &[
+    "tls_certificate_file",
+    "tls_key_file",
+    "worker_ca_file",
+    "worker_api_key_file",
+    "salt_secret_file",
+    "metrics_public",
+    "body_bytes_max",
+    "head_timeout_ms",
+    "body_timeout_ms",
+    "connect_timeout_ms",
+    "first_byte_timeout_ms",
+    "answer_timeout_ms",
+    "queue_timeout_ms",
+    "idle_timeout_ms",
+    "attempts_max",
+    "retry_share_max",
+    "drain_delay_ms",
+    "drain_timeout_ms",
+];
+
+impl Settings {
+    /// These settings as far as they can be put in force over the running ones, and the names of those that need a restart.
+    #[must_use]
+    pub fn reloaded_over(mut self, running: &Self) -> (Self, Vec<String>) {
+        let mut restart = Vec::new();
+        self.gateway = kept("gateway", &self.gateway, &running.gateway, RELOADED, &mut restart);
+        self.admin = match (self.admin.take(), &running.admin) {
+            (Some(new), Some(running)) => {
+                if new.listen != running.listen {
+                    restart.push("admin.listen".to_owned());
+                }
+                Some(AdminSettings { listen: running.listen, ..new })
+            }
+            (None, None) => None,
+            (_, running) => {
+                restart.push("admin".to_owned());
+                running.clone()
+            }
+        };
+        for (n, model) in self.models.iter_mut().enumerate() {
+            let running = running.models.iter().find(|running| running.name == model.name);
+            if let Some(running) = running {
+                model.keep(running, &format!("models[{n}]"), &mut restart);
+            }
+        }
+        (self, restart)
+    }
+}
+
+impl ModelSettings {
+    /// Only names and workers change under a router.
+    fn keep(&mut self, running: &Self, path: &str, restart: &mut Vec<String>) {
+        if self.upstream_name() != running.upstream_name() {
+            restart.push(format!("{path}.upstream_name"));
+        }
+        self.upstream_name.clone_from(&running.upstream_name);
+        self.router = kept(&format!("{path}.router"), &self.router, &running.router, &[], restart);
+        self.tokens = kept(&format!("{path}.tokens"), &self.tokens, &running.tokens, &[], restart);
+    }
+}
+
+/// `new` with the running value of each setting that is not in `reloaded`. Those that differ are added to `restart`.
+fn kept<T: Serialize + DeserializeOwned + Clone>(
+    path: &str,
+    new: &T,
+    running: &T,
+    reloaded: &[&str],
+    restart: &mut Vec<String>,
+) -> T {
+    let table = |value: &T| Table::try_from(value).expect("what was read from TOML can be written as TOML");
+    let (new, running) = (table(new), table(running));
+    let mut names: Vec<&String> = new.keys().chain(running.keys()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let mut result = Table::new();
+    for name in names {
+        let is_reloaded = reloaded.contains(&name.as_str());
+        if !is_reloaded && new.get(name) != running.get(name) {
+            restart.push(format!("{path}.{name}"));
+        }
+        // What is absent is not set.
+        let value = if is_reloaded { new.get(name) } else { running.get(name) };
+        result.extend(value.map(|value| (name.clone(), value.clone())));
+    }
+    result.try_into().expect("each of its values was one of this struct")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::GatewaySettings;
+    use super::super::fields::fields_of;
+    use super::*;
+
+    #[test]
+    fn every_reloaded_setting_is_one() {
+        let known = fields_of::<GatewaySettings>();
+        for name in RELOADED {
+            assert!(known.iter().any(|field| field.name == *name), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_needs_a_restart_keeps_its_running_value_and_is_named() {
+        let mut running = Settings { models: vec![ModelSettings::named("m")], ..Settings::default() };
+        running.gateway.worker_ca_file = Some("ca".into());
+        let mut new =
+            Settings { models: vec![ModelSettings::named("n"), ModelSettings::named("m")], ..running.clone() };
+        new.gateway.listen = ([127, 0, 0, 1], 9).into();
+        new.gateway.attempts_max = 7;
+        new.gateway.worker_ca_file = None;
+        new.admin = Some(AdminSettings::default());
+        new.models[0].router.block_size = 16;
+        new.models[1].router.block_size = 16;
+        new.models[1].aliases = vec!["alias".to_owned()];
+        new.models[1].tokens.threads = 9;
+        let (settings, restart) = new.reloaded_over(&running);
+        assert_eq!(restart, ["gateway.listen", "admin", "models[1].router.block_size", "models[1].tokens.threads"]);
+        assert_eq!(settings.gateway.listen, running.gateway.listen);
+        assert_eq!((settings.gateway.attempts_max, settings.gateway.worker_ca_file), (7, None));
+        assert_eq!(settings.admin, None);
+        assert_eq!(settings.models[0].router.block_size, 16, "a model that is new has what it is given");
+        assert_eq!(settings.models[1].router, running.models[0].router);
+        assert_eq!(settings.models[1].tokens, running.models[0].tokens);
+        assert_eq!(settings.models[1].aliases, ["alias"]);
+    }
+
+    #[test]
+    fn the_same_settings_need_no_restart() {
+        let running = Settings { models: vec![ModelSettings::named("m")], ..Settings::default() };
+        let (settings, restart) = running.clone().reloaded_over(&running);
+        assert_eq!((settings.gateway, restart), (running.gateway, Vec::<String>::new()));
+    }
+}

@@ -1,0 +1,414 @@
+//! Reloads of the real process: by SIGHUP and by the administration.
+//!
+//! Owns the process and its files: they are gone when the test is. Promises that every wait has a generous end. Leaves the list
+//! of settings that a reload changes to its own tests.
+#![cfg(unix)]
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
+use tokio::process::{Child, ChildStderr, Command};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+/// The end of every wait.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+const TOKEN: &str = "admin-token-0123456789";
+const OTHER_TOKEN: &str = "other-token-0123456789";
+const KEY: &str = "client-key-0123456789";
+const OTHER_KEY: &str = "other-client-key-0123456789";
+
+/// A gateway's process with a directory of files.
+struct Process {
+    child: Child,
+    log: tokio::io::Lines<BufReader<ChildStderr>>,
+    directory: PathBuf,
+    clients: SocketAddr,
+    admin: SocketAddr,
+}
+
+impl Process {
+    /// Starts with these settings; `files` are written beside them.
+    async fn start(name: &str, config: &str, files: &[(&str, &str)]) -> Self {
+        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory of the test's own");
+        for (file, content) in [("token", TOKEN), ("pointsman.toml", config)].iter().chain(files) {
+            std::fs::write(directory.join(file), content).expect("a file in it");
+        }
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
+        command.args(["serve", "--log-format", "json", "--config"]).arg(directory.join("pointsman.toml"));
+        // Nobody shall change what is tested.
+        command.env_clear().stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().expect("the binary is there");
+        let log = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+        let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
+        let mut process = Self { child, log, directory, clients: nowhere, admin: nowhere };
+        let line = process.says("\"message\":\"listening\"").await;
+        let address = |field: &str| line[field].as_str().expect("an address").parse().expect("an address");
+        (process.clients, process.admin) = (address("address"), address("admin_address"));
+        process
+    }
+
+    fn write(&self, file: &str, content: impl AsRef<[u8]>) {
+        std::fs::write(self.directory.join(file), content).expect("the file is written");
+    }
+
+    fn hang_up(&self) {
+        let id = self.child.id().expect("it runs").to_string();
+        let sent = std::process::Command::new("kill").args(["-s", "HUP", &id]).status().expect("kill is there");
+        assert!(sent.success());
+    }
+
+    /// Waits for a line of the log.
+    async fn says(&mut self, message: &str) -> Value {
+        let said = async {
+            while let Some(line) = self.log.next_line().await.expect("text") {
+                if line.contains(message) {
+                    return serde_json::from_str(&line).expect("JSON");
+                }
+            }
+            panic!("it never says {message:?}");
+        };
+        timeout(PATIENCE, said).await.expect("it says so in time")
+    }
+
+    /// Reloads by SIGHUP, and waits until it is applied.
+    async fn reload(&mut self) {
+        self.hang_up();
+        self.says("configuration reloaded").await;
+    }
+
+    /// The administration's status and answer.
+    async fn admin(&self, what: &str, token: &str) -> (u16, Value) {
+        let stream = TcpStream::connect(self.admin).await.expect("it listens");
+        let head = format!("{what} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {token}\r\nconnection: close\r\n");
+        let (status, body) = exchange(stream, &(head + "content-length: 0\r\n\r\n")).await;
+        (status, serde_json::from_str(&body).unwrap_or(Value::String(body)))
+    }
+
+    /// The status of a request for one token of this model, on a connection of its own.
+    async fn complete(&self, model: &str, key: &str) -> u16 {
+        let stream = TcpStream::connect(self.clients).await.expect("it listens");
+        exchange(stream, &completion(model, key, "connection: close\r\n")).await.0
+    }
+
+    async fn metric(&self, line: &str) -> Option<f64> {
+        let (status, page) = self.admin("GET /metrics", TOKEN).await;
+        assert_eq!(status, 200);
+        let page = page.as_str().expect("text").to_owned();
+        page.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn completion(model: &str, key: &str, header: &str) -> String {
+    completion_of(3, model, key, header)
+}
+
+fn completion_of(tokens: usize, model: &str, key: &str, header: &str) -> String {
+    let prompt: Vec<usize> = (1..=tokens).collect();
+    let body = format!(r#"{{"model":"{model}","prompt":{prompt:?},"max_tokens":1}}"#);
+    let length = body.len();
+    format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n\
+         authorization: Bearer {key}\r\n{header}content-length: {length}\r\n\r\n{body}"
+    )
+}
+
+/// Sends a request and reads everything until the end of the connection.
+async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &str) -> (u16, String) {
+    stream.write_all(request.as_bytes()).await.expect("the connection stands");
+    let mut answer = String::new();
+    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer in time").expect("an answer");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+    (head[9..12].parse().expect("a status"), body.to_owned())
+}
+
+/// The status of one answer of a known length on a connection that is kept.
+async fn kept(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), request: &str) -> Result<u16, String> {
+    stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
+    let mut heard = Vec::new();
+    loop {
+        let text = String::from_utf8_lossy(&heard).to_lowercase();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head.split("content-length: ").nth(1).and_then(|rest| rest.split("\r\n").next());
+            let is_whole = match length {
+                Some(length) => body.len() >= length.parse().expect("a length"),
+                None => body.ends_with("0\r\n\r\n"),
+            };
+            if is_whole {
+                return Ok(head[9..12].parse().expect("a status"));
+            }
+        }
+        match timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time") {
+            Ok(1..) => {}
+            ended => return Err(format!("{ended:?} after {text:?}")),
+        }
+    }
+}
+
+async fn engine() -> MockEngine {
+    MockEngine::start(MockConfig { time_scale: 20.0, ..MockConfig::default() }).await.expect("the engine starts")
+}
+
+fn config(gateway: &str, rest: &str) -> String {
+    format!(
+        "[gateway]\nlisten = \"127.0.0.1:0\"\n{gateway}\n\
+         [admin]\nlisten = \"127.0.0.1:0\"\ntoken_file = \"token\"\n{rest}"
+    )
+}
+
+/// A model of these engines.
+fn model(name: &str, engines: &[&MockEngine]) -> String {
+    let urls: Vec<String> = engines.iter().map(|engine| format!("{:?}", engine.url())).collect();
+    format!("[[models]]\nname = \"{name}\"\nupstream_name = \"mock\"\nworker_urls = [{}]\n", urls.join(", "))
+}
+
+const TENANT: &str = "[[tenants]]\nname = \"acme\"\nkeys_file = \"keys\"\n";
+const SALT: (&str, &str) = ("salt", "0123456789abcdef");
+
+async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let wait = async {
+        while !holds().await {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
+    const CLIENTS: usize = 8;
+    let (one, other) = (engine().await, engine().await);
+    let settings = |engines: &[&MockEngine], body_bytes_max: usize| {
+        let gateway = format!("salt_secret_file = \"salt\"\nbody_bytes_max = {body_bytes_max}");
+        config(&gateway, &(model("mock", engines) + TENANT))
+    };
+    let mut process = Process::start("reload-load", &settings(&[&one], 1_000_000), &[SALT, ("keys", KEY)]).await;
+    eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
+
+    let (stop, served) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let mut clients = JoinSet::new();
+    for _ in 0..CLIENTS {
+        let (stop, served, address) = (Arc::clone(&stop), Arc::clone(&served), process.clients);
+        clients.spawn(async move {
+            let mut stream = TcpStream::connect(address).await.expect("it listens");
+            // All on one connection: no reload closes it.
+            while !stop.load(Ordering::Relaxed) {
+                match kept(&mut stream, &completion("mock", KEY, "")).await {
+                    Ok(200) => drop(served.fetch_add(1, Ordering::Relaxed)),
+                    other => return Err(format!("{other:?}")),
+                }
+            }
+            Ok(())
+        });
+    }
+    let more = async |by: usize| {
+        let before = served.load(Ordering::Relaxed);
+        eventually("requests are served", async || served.load(Ordering::Relaxed) >= before + by).await;
+    };
+    more(CLIENTS).await;
+    let workers = async |process: &Process, engines: &[&MockEngine]| {
+        let mut expected: Vec<String> = engines.iter().map(|engine| engine.url()).collect();
+        expected.sort();
+        eventually("the workers are those of the file", async || {
+            let (_, answer) = process.admin("GET /admin/models/mock/workers", TOKEN).await;
+            let endpoint = |worker: &Value| {
+                worker["endpoint"].as_str().or(worker["config"]["endpoint"].as_str()).map(str::to_owned)
+            };
+            let mut found: Vec<String> =
+                answer["workers"].as_array().expect("a list").iter().filter_map(endpoint).collect();
+            found.sort();
+            found == expected
+        })
+        .await;
+    };
+    for (n, engines) in [&[&one, &other][..], &[&other], &[&other, &one], &[&one]].into_iter().enumerate() {
+        process.write("pointsman.toml", settings(engines, 1_000_000 + n));
+        process.reload().await;
+        workers(&process, engines).await;
+        more(CLIENTS).await;
+    }
+    // A further key is taken, and then the first one is not any more.
+    assert_eq!(process.complete("mock", OTHER_KEY).await, 401);
+    process.write("keys", format!("{KEY}\n{OTHER_KEY}\n"));
+    process.reload().await;
+    assert_eq!([process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await], [200, 200]);
+    more(CLIENTS).await;
+    stop.store(true, Ordering::Relaxed);
+    for ended in timeout(PATIENCE, clients.join_all()).await.expect("all end in time") {
+        assert_eq!(ended, Ok(()));
+    }
+    process.write("keys", OTHER_KEY);
+    process.write("pointsman.toml", settings(&[&one], 1024));
+    process.reload().await;
+    assert_eq!([process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await], [401, 200]);
+    let stream = TcpStream::connect(process.clients).await.expect("it listens");
+    let long = completion_of(1000, "mock", OTHER_KEY, "connection: close\r\n");
+    assert_eq!(exchange(stream, &long).await.0, 413, "the limit of bodies is that of the file");
+    assert_eq!(process.metric("pointsman_gateway_config_reloads_total{result=\"applied\"}").await, Some(6.0));
+    one.shutdown().await;
+    other.shutdown().await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_used_changes_nothing_and_is_reported() {
+    let engine = engine().await;
+    let good = config("salt_secret_file = \"salt\"", &(model("mock", &[&engine]) + TENANT));
+    let mut process = Process::start("reload-bad", &good, &[SALT, ("keys", KEY)]).await;
+    eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
+    let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
+    assert_eq!((&status["last"], &status["is_current"]), (&Value::Null, &Value::Bool(true)));
+
+    // Each of them would change the key, too.
+    let cases: [(&str, String, &str, &str); 4] = [
+        ("pointsman.toml", "[gateway\n".to_owned(), OTHER_KEY, "cannot be read as TOML"),
+        (
+            "pointsman.toml",
+            good.replace("[gateway]", "[gateway]\nattempts_max = 0"),
+            OTHER_KEY,
+            "gateway.attempts_max is 0",
+        ),
+        ("pointsman.toml", good.replace("\"salt\"", "\"absent\""), OTHER_KEY, "absent, which cannot be read"),
+        ("token", "short".to_owned(), OTHER_KEY, "must hold 16 to 1024"),
+    ];
+    let rejections = cases.len();
+    for (file, content, key, reason) in cases {
+        process.write("keys", key);
+        process.write(file, content);
+        process.hang_up();
+        let line = process.says("configuration reload rejected").await;
+        assert!(line["error"].as_str().expect("a reason").contains(reason), "{line}");
+        assert_eq!(
+            [process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await],
+            [200, 401],
+            "{reason}"
+        );
+        let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
+        assert_eq!((&status["last"]["applied"], &status["is_current"]), (&Value::Bool(false), &Value::Bool(false)));
+        assert!(status["last"]["error"].as_str().expect("a reason").contains(reason), "{status}");
+        assert_eq!(process.metric("pointsman_gateway_config_last_reload_successful").await, Some(0.0));
+        let (code, answer) = process.admin("POST /admin/reload", TOKEN).await;
+        assert_eq!((code, answer["error"]["code"].as_str()), (422, Some("config_rejected")));
+        process.says("configuration reload rejected").await;
+        process.write("pointsman.toml", &good);
+        process.write("token", TOKEN);
+    }
+    let rejected = process.metric("pointsman_gateway_config_reloads_total{result=\"rejected\"}").await;
+    assert_eq!(rejected, Some(2.0 * rejections as f64));
+
+    // What is good again is applied; the operators' token changes with it.
+    process.write("token", OTHER_TOKEN);
+    let (code, status) = process.admin("POST /admin/reload", TOKEN).await;
+    assert_eq!(
+        (code, &status["last"]["applied"], &status["is_current"]),
+        (200, &Value::Bool(true), &Value::Bool(true))
+    );
+    assert_eq!([process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await], [401, 200]);
+    assert_eq!(process.admin("GET /admin/reload", TOKEN).await.0, 401);
+    assert_eq!(process.admin("GET /admin/reload", OTHER_TOKEN).await.0, 200);
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn models_come_and_go_and_settings_that_need_a_restart_are_named() {
+    let engine = engine().await;
+    let (mock, second) = (model("mock", &[&engine]), model("second", &[&engine]));
+    let mut process = Process::start("reload-models", &config("", &mock), &[]).await;
+    eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
+    assert_eq!(process.complete("second", KEY).await, 404);
+
+    let aliased = mock.replace("worker_urls", "aliases = [\"alias\"]\nworker_urls");
+    process.write("pointsman.toml", config("connections_max = 99", &(second + &aliased)));
+    process.reload().await;
+    eventually("the new model is served", async || process.complete("second", KEY).await == 200).await;
+    assert_eq!([process.complete("mock", KEY).await, process.complete("alias", KEY).await], [200, 200]);
+    let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
+    assert_eq!(status["restart_needed"], serde_json::json!(["gateway.connections_max"]));
+    assert_eq!(status["is_current"], Value::Bool(false));
+    assert_eq!(process.metric("pointsman_gateway_config_restart_needed").await, Some(1.0));
+    let (_, running) = process.admin("GET /admin/config", TOKEN).await;
+    assert_eq!(running["gateway"]["connections_max"], 16_384);
+
+    process.write("pointsman.toml", config("", &mock));
+    process.reload().await;
+    assert_eq!(process.complete("second", KEY).await, 404);
+    assert_eq!([process.complete("mock", KEY).await, process.complete("alias", KEY).await], [200, 404]);
+    let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
+    assert_eq!((&status["restart_needed"], &status["is_current"]), (&serde_json::json!([]), &Value::Bool(true)));
+    engine.shutdown().await;
+}
+
+fn tls_data(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(file)
+}
+
+fn certificate(file: &str) -> CertificateDer<'static> {
+    CertificateDer::from_pem_file(tls_data(file)).expect("it is PEM")
+}
+
+/// A connection, and the certificate that it was given.
+async fn shake_hands(address: SocketAddr) -> (TlsStream<TcpStream>, CertificateDer<'static>) {
+    let mut roots = RootCertStore::empty();
+    for file in ["test-only.crt", "other-test-only.crt"] {
+        roots.add(certificate(file)).expect("it is a certificate");
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring speaks both")
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let name = ServerName::try_from("localhost").expect("it is a name");
+    let stream = TcpStream::connect(address).await.expect("it listens");
+    let connecting = TlsConnector::from(Arc::new(config)).connect(name, stream);
+    let stream = timeout(PATIENCE, connecting).await.expect("in time").expect("hands shaken");
+    let shown = stream.get_ref().1.peer_certificates().expect("a chain")[0].clone().into_owned();
+    (stream, shown)
+}
+
+#[tokio::test]
+async fn a_renewed_certificate_is_shown_on_new_connections_and_open_ones_go_on() {
+    let read = |file: &str| std::fs::read_to_string(tls_data(file)).expect("it is there");
+    let (chain, key) = (read("test-only.crt"), read("test-only.key"));
+    let gateway = "tls_certificate_file = \"tls.crt\"\ntls_key_file = \"tls.key\"";
+    let settings = config(gateway, "[[models]]\nname = \"mock\"\n");
+    let mut process = Process::start("reload-tls", &settings, &[("tls.crt", &chain), ("tls.key", &key)]).await;
+    let live = "GET /live HTTP/1.1\r\nhost: test\r\n\r\n";
+    let (mut before, shown) = shake_hands(process.clients).await;
+    assert_eq!(shown, certificate("test-only.crt"));
+    assert_eq!(kept(&mut before, live).await, Ok(200));
+
+    // Half of a pair is refused.
+    process.write("tls.crt", read("other-test-only.crt"));
+    process.hang_up();
+    let line = process.says("configuration reload rejected").await;
+    assert!(line["error"].as_str().expect("a reason").contains("cannot be used"), "{line}");
+    assert_eq!(shake_hands(process.clients).await.1, certificate("test-only.crt"));
+
+    process.write("tls.key", read("other-test-only.key"));
+    process.reload().await;
+    let (mut after, shown) = shake_hands(process.clients).await;
+    assert_eq!(shown, certificate("other-test-only.crt"));
+    assert_eq!(kept(&mut after, live).await, Ok(200));
+    assert_eq!(kept(&mut before, live).await, Ok(200));
+}
