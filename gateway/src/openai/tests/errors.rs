@@ -89,6 +89,8 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::worker_timeout(),
         ApiError::queue_timeout(),
         ApiError::draining(),
+        ApiError::body_budget_exhausted(),
+        ApiError::too_many_connections(),
         ApiError::internal(),
         RequestTerms::parse(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))
             .unwrap_err(),
