@@ -5,6 +5,10 @@
 //! there every token is a made-up word of six letters, one for each id, in a single message of the user. A tokenizer
 //! makes more than one token of most such words, and the chat's template adds some: what the endpoint counted is what is
 //! recorded.
+//!
+//! `max_tokens` is a ceiling as clients send it, some power of two from 1,024 to 32,768, and says nothing of the output's
+//! length; the workload's length is `min_tokens`, at which mock engines end. Where `ignore_eos` is among the extra
+//! fields, engines generate up to the ceiling, so that it is the workload's length.
 
 use std::fmt::Write;
 use std::str::FromStr;
@@ -21,7 +25,10 @@ const TOKEN_BYTES: u64 = 7;
 const FRAME_BYTES: u64 = 1_024;
 
 /// Fields that no [`Extra`] may have.
-const OWN_FIELDS: [&str; 6] = ["model", "prompt", "messages", "max_tokens", "stream", "stream_options"];
+const OWN_FIELDS: [&str; 7] = ["model", "prompt", "messages", "max_tokens", "min_tokens", "stream", "stream_options"];
+
+/// The least ceiling that a request has, as a power of two, and how many powers there are.
+const CEILING_LOG2: (u32, u64) = (10, 6);
 
 /// An interface of OpenAI's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -97,6 +104,8 @@ struct Body<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     messages: Option<[Message<'a>; 1]>,
     max_tokens: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    min_tokens: Option<u32>,
     stream: bool,
     stream_options: StreamOptions,
     #[serde(flatten)]
@@ -132,17 +141,27 @@ impl Form {
             Api::Completions => String::new(),
             Api::Chat => words(&tokens),
         };
+        let is_exact = self.extra.0.get("ignore_eos") == Some(&Value::Bool(true));
         let body = Body {
             model: &self.model,
             prompt: (self.api == Api::Completions).then_some(&tokens),
             messages: (self.api == Api::Chat).then_some([Message { role: "user", content: &text }]),
-            max_tokens: request.output_tokens,
+            max_tokens: if is_exact { request.output_tokens } else { ceiling(request) },
+            min_tokens: (!is_exact).then_some(request.output_tokens),
             stream: true,
             stream_options: StreamOptions { include_usage: true },
             extra: &self.extra.0,
         };
         Ok(serde_json::to_vec(&body)?)
     }
+}
+
+/// The ceiling of a request's output: drawn by its prompt, so that it is the same in every run.
+fn ceiling(request: &Request) -> u32 {
+    let own = request.prompt.last().map_or(0, |segment| segment.id);
+    let drawn = own.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    let (least, powers) = CEILING_LOG2;
+    (1 << (least + (drawn % powers) as u32)).max(request.output_tokens)
 }
 
 /// A word a token, with spaces between: three syllables of 70 each, enough for any vocabulary below 343,000.
@@ -211,6 +230,21 @@ mod tests {
     fn every_token_has_its_word() {
         let all: Vec<u32> = (0..VOCABULARY).collect();
         assert_eq!(words(&all).split(' ').collect::<BTreeSet<_>>().len(), all.len());
+    }
+
+    #[test]
+    fn ceilings_say_nothing_of_the_length() {
+        let of = |own, extra: &str| {
+            let extra = extra.parse().expect("an object");
+            let form = Form { api: Api::Completions, model: "m".to_owned(), vocabulary: VOCABULARY, extra };
+            let body: Value = serde_json::from_slice(&form.write(&request(own)).expect("written")).expect("JSON");
+            (body["max_tokens"].clone(), body["min_tokens"].clone())
+        };
+        let ceilings: BTreeSet<u64> = (2..200).filter_map(|own| of(own, "{}").0.as_u64()).collect();
+        assert_eq!(ceilings, [1_024, 2_048, 4_096, 8_192, 16_384, 32_768].into());
+        assert_eq!(of(2, "{}"), of(2, "{}"));
+        assert_eq!(of(2, "{}").1, 9);
+        assert_eq!(of(2, "{\"ignore_eos\": true}"), (9.into(), Value::Null));
     }
 
     #[test]

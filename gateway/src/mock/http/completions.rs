@@ -118,7 +118,7 @@ fn begin(
     let spec = RequestSpec {
         id,
         tokens: tokens.into(),
-        output_tokens_max: common.output_tokens_max(),
+        output_tokens_max: common.output_tokens(),
         lora_name: lora_name.map(|name| name.as_str().into()),
         cache_salt: common.cache_salt.as_deref().map(Into::into),
     };

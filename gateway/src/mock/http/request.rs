@@ -31,6 +31,10 @@ pub(super) struct Common {
     max_tokens: Option<u32>,
     /// The newer name, for chats.
     max_completion_tokens: Option<u32>,
+    /// As many are generated, where it is there.
+    min_tokens: Option<u32>,
+    /// Whether `max_tokens` are generated in any case.
+    ignore_eos: Option<bool>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     pub(super) cache_salt: Option<String>,
@@ -96,8 +100,16 @@ impl Common {
         Ok(())
     }
 
-    pub(super) fn output_tokens_max(&self) -> u32 {
+    fn output_tokens_max(&self) -> u32 {
         self.max_completion_tokens.or(self.max_tokens).unwrap_or(OUTPUT_TOKENS)
+    }
+
+    /// Tokens to generate: a mock has no end-of-sequence token, so an answer ends at `min_tokens`, where an engine's may
+    /// end, and without it, or with `ignore_eos`, at the ceiling.
+    pub(super) fn output_tokens(&self) -> u32 {
+        let most = self.output_tokens_max();
+        let least = self.min_tokens.filter(|_| self.ignore_eos != Some(true));
+        least.map_or(most, |least| least.clamp(1, most))
     }
 
     pub(super) fn is_stream(&self) -> bool {
@@ -182,7 +194,15 @@ mod tests {
         assert_eq!((plain.output_tokens_max(), plain.is_stream(), plain.validate()), (16, false, Ok(())));
         let newer =
             common(r#"{"max_tokens": 3, "max_completion_tokens": 5, "stream_options": {"include_usage": true}}"#);
-        assert_eq!((newer.output_tokens_max(), newer.has_usage_chunk()), (5, true));
+        assert_eq!((newer.output_tokens_max(), newer.output_tokens(), newer.has_usage_chunk()), (5, 5, true));
+        for (fields, generated) in [
+            (r#"{"max_tokens": 4096, "min_tokens": 7}"#, 7),
+            (r#"{"max_tokens": 4096, "min_tokens": 7, "ignore_eos": true}"#, 4096),
+            (r#"{"max_tokens": 4096, "min_tokens": 0}"#, 1),
+            (r#"{"max_tokens": 5, "min_tokens": 7}"#, 5),
+        ] {
+            assert_eq!(common(fields).output_tokens(), generated, "{fields}");
+        }
         for wrong in [r#"{"n": 2}"#, r#"{"max_tokens": 0}"#, r#"{"cache_salt": ""}"#] {
             assert!(common(wrong).validate().is_err(), "{wrong}");
         }
