@@ -40,7 +40,8 @@ use crate::protocol::Timestamp;
 pub struct PrefillCurve {
     /// The last change. Earlier times are answered as this one.
     at: Timestamp,
-    /// Nanoseconds by then since the turn of the first modelled prefill began.
+    /// Nanoseconds by then since the turn of the first modelled prefill began. Where none is modelled: by how much the
+    /// oldest prefill is overdue, or 0 where none is.
     elapsed: u64,
     /// Nanoseconds from the beginning of that turn until the last modelled prefill is done. Saturates.
     duration: u64,
@@ -89,6 +90,12 @@ impl PrefillCurve {
         Self { at, elapsed: nanos(elapsed), duration, modelled, still, slowest, fastest }
     }
 
+    /// The curve of a line of `tokens` tokens that stands still at time `at`, for its oldest prefill is overdue by so
+    /// long.
+    pub(super) fn overdue(at: Timestamp, overdue: Duration, tokens: u64) -> Self {
+        Self { at, elapsed: nanos(overdue).max(1), still: capped(tokens), ..Self::default() }
+    }
+
     /// The fewest and the most tokens that can be left at `now`, if nothing has changed since publication.
     /// The two are equal when all modelled prefills have the same rate, and when nothing is modelled.
     #[must_use]
@@ -104,7 +111,7 @@ impl PrefillCurve {
     }
 
     /// How long whoever joins the line at `now` waits for its turn: for the modelled prefills this long, and for as
-    /// many tokens that nobody has modelled.
+    /// many tokens that nobody has modelled. A line that is overdue is taken to be so for as long again.
     ///
     /// ```
     /// use std::time::Duration;
@@ -122,14 +129,22 @@ impl PrefillCurve {
     #[inline]
     pub fn wait(&self, now: Timestamp) -> (Duration, u64) {
         let spent = self.elapsed.saturating_add(nanos(now.since(self.at)));
-        (Duration::from_nanos(self.duration.saturating_sub(spent)), u64::from(self.still))
+        let modelled = if self.is_overdue() { spent } else { self.duration.saturating_sub(spent) };
+        (Duration::from_nanos(modelled), u64::from(self.still))
     }
 
-    /// Whether any of it falls with time.
+    /// Whether the line stands still because a prefill was not reported complete long after it should have been.
+    #[must_use]
+    #[inline]
+    pub fn is_overdue(&self) -> bool {
+        self.modelled == 0 && self.elapsed > 0
+    }
+
+    /// Whether any of it changes with time.
     #[must_use]
     #[inline]
     pub fn decays(&self) -> bool {
-        self.modelled > 0
+        self.modelled > 0 || self.elapsed > 0
     }
 
     /// The last change of the rank's line, from which on the curve holds.

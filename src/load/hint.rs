@@ -31,6 +31,13 @@ pub struct PrefillLoadHint {
     #[serde(default)]
     cached_tokens: u32,
     expected_duration: Option<Duration>,
+    #[serde(default = "reported")]
+    is_reported: bool,
+}
+
+/// Most prefills are reported when they are done.
+fn reported() -> bool {
+    true
 }
 
 impl PrefillLoadHint {
@@ -43,7 +50,19 @@ impl PrefillLoadHint {
     pub fn new(isl_tokens: u32, cached_tokens: u32, track: bool, expected_duration: Option<Duration>) -> Option<Self> {
         let effective_tokens = NonZeroU32::new(isl_tokens.saturating_sub(cached_tokens)).filter(|_| track)?;
         let cached_tokens = isl_tokens - effective_tokens.get();
-        Some(Self { effective_tokens, cached_tokens, expected_duration })
+        Some(Self { effective_tokens, cached_tokens, expected_duration, is_reported: true })
+    }
+
+    /// The same work, of which nobody will report that it is done: the answer comes whole.
+    #[must_use]
+    pub fn unreported(self) -> Self {
+        Self { is_reported: false, ..self }
+    }
+
+    /// Whether its end will be reported.
+    #[must_use]
+    pub fn is_reported(self) -> bool {
+        self.is_reported
     }
 
     /// Tokens to compute. At least 1.

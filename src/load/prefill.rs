@@ -5,6 +5,12 @@
 //! and when that is over the next one's turn begins. A prefill without an expected duration stands still until
 //! it is reported complete, and everything behind it waits.
 //!
+//! A modelled prefill whose time is over leaves the line before anybody has reported it. If the report stays out for
+//! several times the expected duration, on a rank that usually reports, the prefill is *overdue*: until it is reported or
+//! freed nothing melts, what comes later included, and the wait lasts at least as long as it is overdue by now. So an
+//! engine that accepts requests and computes nothing does not look idle. What had melted stays so: a load that rose by
+//! itself would break the bounds that were published.
+//!
 //! Promises exact integers: what is left of a prefill is rounded up to whole tokens, at every moment anew, so
 //! that no rounding accumulates. Time that seems to run backwards stands still.
 //!
@@ -28,6 +34,14 @@ pub(super) struct PrefillQueue {
     /// The last change. Whatever is asked about earlier times is answered for this one.
     latest: Timestamp,
     next_ticket: u64,
+    /// Prefills that should be done and have not been reported, in arrival order.
+    awaited: VecDeque<Awaited>,
+    /// How many of these, from the first on, are overdue.
+    overdue: usize,
+    /// When the oldest of these should have been done; the last report, if that was later.
+    overdue_since: Timestamp,
+    /// Reports, less what was not reported, between 0 and [`REPORTS_MAX`].
+    reports: u8,
 }
 
 /// A place in line.
@@ -38,9 +52,39 @@ pub(super) struct Ticket(u64);
 struct Prefill {
     ticket: Ticket,
     tokens: u32,
-    /// In nanoseconds.
+    /// In nanoseconds. None as well where it stands still behind an overdue one.
     duration: Option<u64>,
+    booked: Timestamp,
+    is_reported: bool,
 }
+
+/// A prefill that should be done.
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    prefill: Prefill,
+    /// When its turn was over.
+    ended: Timestamp,
+}
+
+impl Awaited {
+    /// When it becomes overdue.
+    fn due(&self) -> Timestamp {
+        let expected = self.ended.since(self.prefill.booked);
+        self.ended + expected.saturating_mul(OVERDUE_FACTOR).saturating_add(OVERDUE_SLACK)
+    }
+}
+
+/// A prefill is overdue this many times its expected time after its expected end, plus [`OVERDUE_SLACK`].
+pub(super) const OVERDUE_FACTOR: u32 = 2;
+
+/// See [`OVERDUE_FACTOR`]: covers short prefills, which wait for a step, and late reports.
+pub(super) const OVERDUE_SLACK: Duration = Duration::from_secs(1);
+
+/// Most reports that are remembered.
+pub(super) const REPORTS_MAX: u8 = 8;
+
+/// From so many reports on, a rank is taken to report.
+pub(super) const REPORTS_MIN: u8 = 4;
 
 impl PrefillQueue {
     /// Adds a prefill at the end of the line.
@@ -52,7 +96,13 @@ impl PrefillQueue {
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
         let tokens = hint.effective_tokens();
-        self.line.push_back(Prefill { ticket, tokens, duration: hint.expected_duration().map(nanos) });
+        self.line.push_back(Prefill {
+            ticket,
+            tokens,
+            duration: hint.expected_duration().map(nanos).filter(|_| self.overdue == 0),
+            booked: self.latest,
+            is_reported: hint.is_reported(),
+        });
         self.tokens += u64::from(tokens);
         self.settle(now);
         ticket
@@ -63,6 +113,11 @@ impl PrefillQueue {
     /// O(log line) to find, and a move of at most half the line.
     pub(super) fn complete(&mut self, ticket: Ticket, now: Timestamp) {
         self.settle(now);
+        if let Ok(at) = self.awaited.binary_search_by_key(&ticket, |awaited| awaited.prefill.ticket) {
+            self.awaited.remove(at);
+            self.overdue -= usize::from(at < self.overdue);
+            return;
+        }
         let Ok(at) = self.line.binary_search_by_key(&ticket, |prefill| prefill.ticket) else { return };
         if at == 0 {
             self.turn = self.latest;
@@ -70,6 +125,18 @@ impl PrefillQueue {
         let gone = self.line.remove(at).expect("the search found it");
         self.tokens -= u64::from(gone.tokens);
         self.settle(now);
+    }
+
+    /// As [`complete`](Self::complete), for a prefill that was reported complete: the rank reports, and makes progress.
+    pub(super) fn report(&mut self, ticket: Ticket, now: Timestamp) {
+        self.reports = (self.reports + 1).min(REPORTS_MAX);
+        self.complete(ticket, now);
+        self.overdue_since = self.overdue_since.max(self.latest);
+    }
+
+    /// Some output was reported, but the prefill before it never was: the rank's caller may not report prefills at all.
+    pub(super) fn was_not_reported(&mut self) {
+        self.reports = self.reports.saturating_sub(2);
     }
 
     /// Tokens still to compute at `now`.
@@ -95,6 +162,9 @@ impl PrefillQueue {
     /// O(line).
     pub(super) fn curve(&self) -> PrefillCurve {
         let modelled = self.line.iter().map_while(|prefill| Some((prefill.tokens, prefill.duration?)));
+        if self.overdue > 0 {
+            return PrefillCurve::overdue(self.latest, self.latest.since(self.overdue_since), self.tokens);
+        }
         PrefillCurve::new(self.latest, self.latest.since(self.turn), self.tokens, modelled)
     }
 
@@ -103,13 +173,35 @@ impl PrefillQueue {
     /// O(those who leave).
     pub(super) fn settle(&mut self, now: Timestamp) {
         self.latest = self.latest.max(now);
-        while let Some(&Prefill { tokens, duration: Some(duration), .. }) = self.line.front()
+        while let Some(&prefill @ Prefill { tokens, duration: Some(duration), .. }) = self.line.front()
             && duration <= nanos(self.latest.since(self.turn))
         {
             self.turn = self.turn + Duration::from_nanos(duration);
             self.tokens -= u64::from(tokens);
             self.line.pop_front();
+            if prefill.is_reported {
+                self.awaited.push_back(Awaited { prefill, ended: self.turn });
+            }
         }
+        self.look_for_overdue();
+    }
+
+    /// Lets the line stand still if the oldest awaited prefill is overdue. The other awaited ones are then, too, for they
+    /// wait for it.
+    fn look_for_overdue(&mut self) {
+        let Some(oldest) = self.awaited.front() else { return };
+        if self.overdue > 0 || self.reports < REPORTS_MIN || oldest.due() > self.latest {
+            return;
+        }
+        (self.overdue, self.overdue_since) = (self.awaited.len(), oldest.ended);
+        let left = self.tokens(self.latest);
+        if let Some(first) = self.line.front_mut() {
+            // What was computed of it stays computed.
+            first.tokens -= u32::try_from(self.tokens - left).unwrap_or(first.tokens);
+        }
+        self.tokens = left;
+        self.line.iter_mut().for_each(|prefill| prefill.duration = None);
+        self.turn = self.latest;
     }
 }
 
@@ -124,6 +216,10 @@ impl PrefillQueue {
     pub(super) fn check_invariants(&self) {
         let sum: u64 = self.line.iter().map(|prefill| u64::from(prefill.tokens)).sum();
         assert_eq!(self.tokens, sum, "the sum of tokens is off");
+        assert!(self.overdue <= self.awaited.len(), "an overdue prefill is not awaited");
+        assert!(self.awaited.iter().is_sorted_by(|a, b| a.prefill.ticket < b.prefill.ticket));
+        let tickets = self.awaited.back().zip(self.line.front());
+        assert!(tickets.is_none_or(|(awaited, next)| awaited.prefill.ticket < next.ticket), "out of order");
         assert!(self.line.iter().is_sorted_by(|a, b| a.ticket < b.ticket), "the line is out of order");
         assert!(self.line.iter().all(|prefill| prefill.ticket.0 < self.next_ticket));
         assert!(self.turn <= self.latest, "a turn begins in the future");
@@ -133,8 +229,14 @@ impl PrefillQueue {
     }
 
     /// Prefills in line.
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.line.len()
+    }
+
+    /// Prefills that have not been completed, as far as they are known.
+    pub(super) fn unfinished(&self) -> usize {
+        self.line.len() + self.awaited.len()
     }
 }
 

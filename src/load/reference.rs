@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::prefill::{OVERDUE_FACTOR, OVERDUE_SLACK, REPORTS_MAX, REPORTS_MIN};
 use super::{Booked, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight};
 use crate::protocol::{BookingId, SequenceHash, Timestamp};
 
@@ -35,6 +36,11 @@ struct Prefill {
     spent: u128,
     /// Whether its turn has come and passed.
     done: bool,
+    /// When it was booked, and when its turn was over.
+    booked: u128,
+    ended: u128,
+    is_reported: bool,
+    is_overdue: bool,
 }
 
 /// The slow model of one rank.
@@ -45,6 +51,8 @@ pub struct ReferenceSequences {
     weights: BTreeMap<Block, Weight>,
     now: Timestamp,
     arrivals: u64,
+    /// Reports, less what was not reported.
+    reports: u8,
 }
 
 impl ReferenceSequences {
@@ -57,6 +65,7 @@ impl ReferenceSequences {
             weights: BTreeMap::new(),
             now: Timestamp::default(),
             arrivals: 0,
+            reports: 0,
         }
     }
 
@@ -71,7 +80,7 @@ impl ReferenceSequences {
         if self.requests.contains_key(&booking) {
             return None;
         }
-        self.advance(now);
+        self.change(now);
         let prompt = self.blocks(booking, prompt);
         let added = prompt.iter().filter(|block| !self.weights.contains_key(block)).count();
         for &block in &prompt {
@@ -79,9 +88,13 @@ impl ReferenceSequences {
         }
         let prefill = prefill.map(|hint| Prefill {
             tokens: hint.effective_tokens().into(),
-            nanos: hint.expected_duration().map(|duration| duration.as_nanos()),
+            nanos: hint.expected_duration().map(|duration| duration.as_nanos()).filter(|_| !self.is_overdue()),
             spent: 0,
             done: false,
+            booked: self.now.0.into(),
+            ended: 0,
+            is_reported: hint.is_reported(),
+            is_overdue: false,
         });
         let booked = Booked { shared_blocks: (prompt.len() - added) as u32, added_blocks: added as u32 };
         self.requests.insert(booking, Request { prompt, output: Vec::new(), prefill, arrival: self.arrivals });
@@ -91,12 +104,13 @@ impl ReferenceSequences {
 
     /// Completes a prefill; whether there was one to complete.
     pub fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> bool {
-        let waits = self.requests.get(&booking).is_some_and(|request| request.prefill.is_some());
-        if waits {
-            self.advance(now);
-            self.requests.entry(booking).and_modify(|request| request.prefill = None);
+        let Some(prefill) = self.requests.get(&booking).and_then(|request| request.prefill) else { return false };
+        if prefill.is_reported {
+            self.reports = (self.reports + 1).min(REPORTS_MAX);
         }
-        waits
+        self.change(now);
+        self.requests.entry(booking).and_modify(|request| request.prefill = None);
+        true
     }
 
     /// Adds output blocks that are looked at together; whether there were any, and a booking to add them to.
@@ -118,10 +132,11 @@ impl ReferenceSequences {
 
     /// Ends a booking; whether there was one.
     pub fn free(&mut self, booking: BookingId, now: Timestamp) -> bool {
-        if !self.requests.contains_key(&booking) {
-            return false;
+        let Some(request) = self.requests.get(&booking).cloned() else { return false };
+        self.change(now);
+        if request.prefill.is_some_and(|prefill| prefill.is_reported) && !request.output.is_empty() {
+            self.reports = self.reports.saturating_sub(2);
         }
-        self.advance(now);
         self.requests.remove(&booking);
         let used: BTreeSet<Block> = self.requests.values().flat_map(|request| request.prompt.clone()).collect();
         self.weights.retain(|block, _| used.contains(block));
@@ -181,18 +196,53 @@ impl ReferenceSequences {
         self.requests[&booking].prompt.iter().rev().take_while(exclusive).copied().collect()
     }
 
+    fn is_overdue(&self) -> bool {
+        self.requests.values().any(|request| request.prefill.is_some_and(|prefill| prefill.is_overdue))
+    }
+
+    /// Advances, and looks for prefills that are overdue: the others stand still from there on.
+    fn change(&mut self, now: Timestamp) {
+        self.advance(now);
+        if self.is_overdue() {
+            return;
+        }
+        let now = u128::from(self.now.0);
+        let mut line: Vec<&mut Request> = self.requests.values_mut().collect();
+        line.sort_by_key(|request| request.arrival);
+        let mut prefills: Vec<&mut Prefill> = line.into_iter().filter_map(|request| request.prefill.as_mut()).collect();
+        let oldest = prefills.iter().find(|prefill| prefill.done && prefill.is_reported);
+        let is_overdue = oldest.is_some_and(|oldest| {
+            let due = oldest.ended + (oldest.ended - oldest.booked) * u128::from(OVERDUE_FACTOR);
+            due + OVERDUE_SLACK.as_nanos() <= now
+        });
+        if is_overdue && self.reports >= REPORTS_MIN {
+            for prefill in &mut prefills {
+                if prefill.done {
+                    prefill.is_overdue = prefill.is_reported;
+                } else {
+                    (prefill.tokens, prefill.nanos, prefill.spent) = (prefill.left(), None, 0);
+                }
+            }
+        }
+    }
+
     /// Gives the time that has passed to prefills, one after the other in order of arrival.
     fn advance(&mut self, now: Timestamp) {
         let mut time = u128::from(now.0.saturating_sub(self.now.0));
+        let mut clock = u128::from(self.now.0);
         self.now = self.now.max(now);
         let mut line: Vec<&mut Request> = self.requests.values_mut().collect();
         line.sort_by_key(|request| request.arrival);
         for prefill in line.into_iter().filter_map(|request| request.prefill.as_mut()) {
+            if prefill.done {
+                continue;
+            }
             let Some(nanos) = prefill.nanos else { return };
             let share = time.min(nanos - prefill.spent);
             prefill.spent += share;
             time -= share;
-            prefill.done = prefill.spent == nanos;
+            clock += share;
+            (prefill.done, prefill.ended) = (prefill.spent == nanos, clock);
             if !prefill.done {
                 return;
             }

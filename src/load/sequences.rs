@@ -115,6 +115,8 @@ struct Booking {
     output: OutputBlocks,
     /// The place in line, until the prefill is reported complete.
     prefill: Option<Ticket>,
+    /// Whether it will be.
+    is_reported: bool,
 }
 
 /// Where the blocks of a prompt are accounted for.
@@ -177,18 +179,22 @@ impl ActiveSequences {
                 (Charge::Private { blocks, weight: Weight::ONE }, 0)
             }
         };
+        let is_reported = prefill.is_some_and(PrefillLoadHint::is_reported);
         let prefill = prefill.map(|hint| self.prefills.push(hint, now));
-        self.bookings.insert(booking, Booking { prompt, output: OutputBlocks::default(), prefill });
+        self.bookings.insert(booking, Booking { prompt, output: OutputBlocks::default(), prefill, is_reported });
         Ok(Booked { shared_blocks, added_blocks: blocks - shared_blocks })
     }
 
     /// Reports that a prefill is done: what was left of its tokens is gone, and its turn, if it had it, passes
     /// to the next in line.
     pub fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> Change {
-        let Some(ticket) = self.bookings.get_mut(&booking).and_then(|known| known.prefill.take()) else {
-            return Change::NoChange;
-        };
-        self.prefills.complete(ticket, now);
+        let Some(known) = self.bookings.get_mut(&booking) else { return Change::NoChange };
+        let Some(ticket) = known.prefill.take() else { return Change::NoChange };
+        if known.is_reported {
+            self.prefills.report(ticket, now);
+        } else {
+            self.prefills.complete(ticket, now);
+        }
         Change::Applied
     }
 
@@ -220,11 +226,14 @@ impl ActiveSequences {
 
     /// Ends a booking: its output, what it alone needed of its prompt, and what was left of its prefill go.
     pub fn free(&mut self, booking: BookingId, now: Timestamp) -> Change {
-        let Some(Booking { prompt, output, prefill }) = self.bookings.remove(&booking) else {
+        let Some(Booking { prompt, output, prefill, is_reported }) = self.bookings.remove(&booking) else {
             return Change::NoChange;
         };
         self.prefills.settle(now);
         if let Some(ticket) = prefill {
+            if is_reported && output.block_count() > 0 {
+                self.prefills.was_not_reported();
+            }
             self.prefills.complete(ticket, now);
         }
         self.private.sub(output.weighted());
@@ -332,7 +341,7 @@ impl ActiveSequences {
         assert_eq!(ends, self.prompts.prompt_count(), "a prompt without a booking, or the reverse");
         assert_eq!(private, self.private, "the sum of private weights is off");
         let waiting = self.bookings.values().filter(|booking| booking.prefill.is_some()).count();
-        assert!(self.prefills.len() <= waiting, "a prefill without a booking");
+        assert!(self.prefills.unfinished() <= waiting, "a prefill without a booking");
         if self.is_empty() {
             assert_eq!(self.private, BlockSum::default(), "a residue at rest");
             assert_eq!(self.sketch(), PromptSketch::default(), "a residue at rest");
