@@ -5,7 +5,7 @@
 //! an owner publishes.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use crate::engine_load::EngineLoadCell;
 use crate::error::Down;
 use crate::health::{Exclusions, Outcome};
 use crate::index::Holdings;
-use crate::load::{BoardSlot, SpeedCell};
+use crate::load::{BoardSlot, PromptLimits, SpeedCell};
 use crate::predict::Kind;
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::schedule::Extensions;
@@ -61,6 +61,8 @@ pub(crate) struct Shared {
     pub(crate) extensions: Extensions,
     pub(crate) shared_cache: Option<Arc<dyn SharedCache>>,
     pub(crate) meters: Meters,
+    /// The [`PromptLimits`] of the present workers. Written by the supervisor.
+    prompt_limits: AtomicU64,
     /// Up while requests wait for some rank's load to fall.
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks.
@@ -161,6 +163,7 @@ impl Shared {
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
             extensions,
             meters: Meters::new(&config, shared_cache.is_some()),
+            prompt_limits: AtomicU64::new(PromptLimits::default().to_word()),
             wake: Arc::default(),
             conditions: Arc::default(),
             doubted: Doubted::default(),
@@ -356,6 +359,15 @@ impl Shared {
             }
             Ended::Pending | Ended::Already => {}
         }
+    }
+
+    /// How long a prompt may be, and how much it may weigh.
+    pub(crate) fn prompt_limits(&self) -> PromptLimits {
+        PromptLimits::from_word(self.prompt_limits.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_prompt_limits(&self, limits: PromptLimits) {
+        self.prompt_limits.store(limits.to_word(), Ordering::Relaxed);
     }
 
     /// Tells the rank's shard that a booking has ended, where a modelled cache holds it. A rank without a seat has

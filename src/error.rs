@@ -51,6 +51,14 @@ pub enum RouteError {
         /// Its length.
         isl_tokens: usize,
     },
+    /// More tokens than the model of any worker takes.
+    #[error("prompt has {isl_tokens} tokens, must be at most {max_model_len}, the model's length")]
+    ContextLength {
+        /// Its length.
+        isl_tokens: usize,
+        /// The longest sequence that any worker's model takes.
+        max_model_len: u32,
+    },
     /// The priority jump is no number of seconds.
     #[error("priority_jump is {0}, must be finite")]
     PriorityJump(f64),
@@ -116,6 +124,7 @@ impl RouteError {
             | Self::Hashes(_)
             | Self::Multimodal(_)
             | Self::PromptTooLong { .. }
+            | Self::ContextLength { .. }
             | Self::PriorityJump(_)
             | Self::Constraints(_)
             | Self::Overrides(_)

@@ -8,7 +8,7 @@ use crate::actors::telemetry::PromptKind;
 use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
-use crate::load::{PrefillLoadHint, PromptBlocks};
+use crate::load::{PrefillLoadHint, PromptBlocks, PromptLimits};
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::queue::{TenantKey, UnknownClass};
@@ -343,14 +343,25 @@ impl Prepared {
             }
             Prompt::Tokens(_) => None,
         };
+        let PromptLimits { model_len, weight_tokens } = shared.prompt_limits();
+        if let Some(max_model_len) = model_len.filter(|longest| isl_tokens > *longest as usize) {
+            return Err(RouteError::ContextLength { isl_tokens, max_model_len });
+        }
         let too_long = |_| RouteError::PromptTooLong { isl_tokens };
         let blocks = u32::try_from(scheme.block_count(isl_tokens)).map_err(too_long)?;
+        // It weighs no more than a rank can hold, in blocks and in tokens, however long it is.
+        let blocks_max = weight_tokens.div_ceil(config.block_size);
         let prompt = match &hashes {
             _ if !config.track_active_blocks => PromptBlocks::Counted(0),
-            Some(hashed) if shares_blocks => PromptBlocks::Hashed(Arc::clone(hashed.sequence_hashes())),
-            Some(_) | None => PromptBlocks::Counted(blocks),
+            Some(hashed) if shares_blocks && blocks <= blocks_max => {
+                PromptBlocks::Hashed(Arc::clone(hashed.sequence_hashes()))
+            }
+            Some(hashed) if shares_blocks => {
+                PromptBlocks::Hashed(hashed.sequence_hashes().iter().copied().take(blocks_max as usize).collect())
+            }
+            Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
         };
-        let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?;
+        let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
         let guess = hashes.as_ref().filter(|_| shared.predicts);
         let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
         Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, guess, kind: request.kind(), started: now })

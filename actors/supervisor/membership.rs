@@ -16,6 +16,7 @@ use crate::actors::router::WorkerEntry;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::Seat;
 use crate::error::MembershipError;
+use crate::load::PromptLimits;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerRank};
 use crate::select::RankTraits;
 
@@ -342,6 +343,8 @@ impl State {
             draining: known.draining,
             cordoned: known.cordoned,
         };
+        let configs = self.workers.values().map(|worker| &worker.config);
+        self.shared.set_prompt_limits(PromptLimits::of(configs, self.shared.config.block_size));
         self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
         self.shared.health.tell(HealthMsg::Look);
     }

@@ -89,7 +89,7 @@ impl Verdict {
             RouteError::DuplicateRequest(_) => Self::DuplicateRequest,
             RouteError::Hashes(_) => Self::Hashes,
             RouteError::Multimodal(_) => Self::Multimodal,
-            RouteError::PromptTooLong { .. } => Self::PromptTooLong,
+            RouteError::PromptTooLong { .. } | RouteError::ContextLength { .. } => Self::PromptTooLong,
             RouteError::PriorityJump(_) => Self::PriorityJump,
             RouteError::Constraints(_) => Self::Constraints,
             RouteError::Overrides(_) => Self::Overrides,

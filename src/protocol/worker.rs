@@ -121,6 +121,10 @@ pub struct WorkerConfig {
     /// KV blocks of one rank, where known. At least 1.
     #[serde(default)]
     pub total_kv_blocks: Option<u32>,
+    /// Longest sequence that its model takes, prompt and output together, in tokens (`max_model_len`), where known. At
+    /// least 1. A prompt that is longer than that of every worker is refused.
+    #[serde(default)]
+    pub max_model_len: Option<u32>,
     /// Labels that requests may require or prefer.
     #[serde(default)]
     pub taints: BTreeSet<String>,
@@ -225,6 +229,7 @@ impl WorkerConfig {
             data_parallel_size: 1,
             max_num_batched_tokens: None,
             total_kv_blocks: None,
+            max_model_len: None,
             taints: BTreeSet::new(),
             lora_adapters: BTreeSet::new(),
             stable_routing_id: None,
@@ -257,9 +262,11 @@ impl WorkerConfig {
         if start.checked_add(size).is_none() {
             return Err(WorkerConfigError::RankOverflow { start, size });
         }
-        for (field, value) in
-            [("max_num_batched_tokens", self.max_num_batched_tokens), ("total_kv_blocks", self.total_kv_blocks)]
-        {
+        for (field, value) in [
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("total_kv_blocks", self.total_kv_blocks),
+            ("max_model_len", self.max_model_len),
+        ] {
             if value == Some(0) {
                 return Err(WorkerConfigError::Zero { field });
             }

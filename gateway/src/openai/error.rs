@@ -252,6 +252,12 @@ impl From<RouteError> for ApiError {
                 let message = format!("the prompt has {isl_tokens} tokens, must be at most {}", u32::MAX);
                 Self::invalid("prompt_too_long", None, message)
             }
+            RouteError::ContextLength { isl_tokens, max_model_len } => {
+                let message = format!(
+                    "the prompt has {isl_tokens} tokens, but the model's maximum context length is {max_model_len} tokens"
+                );
+                Self::invalid("context_length_exceeded", None, message)
+            }
             RouteError::PriorityJump(_) => Self::header_invalid(PRIORITY_JUMP, "must be a number of seconds"),
             RouteError::Session(error) => Self::invalid("invalid_session_id", Some(SESSION_ID), error.to_string()),
             RouteError::Freed => no_worker("cancelled", "the request was cancelled before it was placed"),

@@ -43,6 +43,8 @@ pub struct Described {
     pub data_parallel_size: u32,
     /// Tokens one step may hold.
     pub max_num_batched_tokens: Option<u32>,
+    /// Longest sequence that its model takes, in tokens.
+    pub max_model_len: Option<u32>,
     /// Where it publishes its KV events.
     pub kv_events: Option<KvEventsConfig>,
     /// Where it says how busy it is.
@@ -151,6 +153,7 @@ impl Described {
             data_parallel_size: self.data_parallel_size,
             total_kv_blocks: given.total_kv_blocks.or(blocks.map(|blocks| u32::try_from(blocks).unwrap_or(u32::MAX))),
             max_num_batched_tokens: given.max_num_batched_tokens.or(self.max_num_batched_tokens),
+            max_model_len: given.max_model_len.or(self.max_model_len),
             kv_events: given.kv_events.clone().or(self.kv_events),
             load: given.load.clone().or(self.load),
             ..given.clone()

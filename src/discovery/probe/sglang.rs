@@ -70,6 +70,7 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         data_parallel_start_rank: 0,
         data_parallel_size: small("dp_size").or(kv_events.as_ref().and_then(|said| said.dp_size)).unwrap_or(1),
         max_num_batched_tokens: small("chunked_prefill_size"),
+        max_model_len: small("context_length"),
         load: load_socket.or_else(load_page),
         kv_events: kv_events.map(|said| {
             let host = reachable_host(&said.endpoint_host, url);

@@ -87,10 +87,18 @@ fn hosts_that_are_named_stay() {
 }
 
 #[test]
+fn sglang_says_how_long_a_sequence_may_be() {
+    let of = |info: &str| complete(sglang(info), &expected()).expect("it belongs to the pool").max_model_len;
+    assert_eq!(of(&SERVER_INFO.replacen('{', "{ \"context_length\": 8192,", 1)), Some(8_192));
+    assert_eq!(of(&SERVER_INFO.replacen('{', "{ \"context_length\": null,", 1)), None);
+}
+
+#[test]
 fn vllm_says_it_in_labels() {
     let config = WorkerConfig {
         data_parallel_size: 2,
         total_kv_blocks: Some(4000),
+        max_model_len: Some(32_768),
         lora_adapters: ["sql".to_owned()].into(),
         load: Some(LoadSource::Metrics("http://10.0.0.7:8000/metrics".to_owned())),
         ..WorkerConfig::at("http://10.0.0.7:8000")

@@ -21,6 +21,8 @@ struct Model {
     /// The base model, for an adapter.
     #[serde(default)]
     parent: Option<String>,
+    #[serde(default)]
+    max_model_len: Option<u32>,
 }
 
 pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<Described, ProbeError> {
@@ -29,6 +31,7 @@ pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<D
     let page = std::str::from_utf8(metrics).map_err(|error| broken("/metrics", error.to_string()))?;
     let (adapters, models): (Vec<Model>, Vec<Model>) =
         models.data.into_iter().partition(|model| model.parent.is_some());
+    let max_model_len = models.iter().filter_map(|model| model.max_model_len).filter(|len| *len > 0).max();
     let names = |models: Vec<Model>| models.into_iter().map(|model| model.id).collect();
 
     let mut ranks = BTreeSet::new();
@@ -61,6 +64,7 @@ pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<D
         data_parallel_start_rank: start,
         data_parallel_size: size,
         max_num_batched_tokens: None,
+        max_model_len,
         kv_events: None,
         load: Some(LoadSource::Metrics(url.below("/metrics").to_string())),
     })
