@@ -97,7 +97,9 @@ pin_project_lite::pin_project! {
 }
 
 impl<B> PlacedBody<B> {
-    /// So much output is expected of the request: its blocks count for less and less as it comes.
+    /// So much output is expected of the request, by its caller: its blocks count for less and less as it comes, and for
+    /// nothing from there on. Leave it out where only a ceiling or a mean is known: an answer that has outlived the mean
+    /// has as much before it as any.
     #[must_use]
     pub fn expecting(mut self, output_tokens: u32) -> Self {
         self.follow.expected_tokens = Some(output_tokens);

@@ -287,6 +287,9 @@ impl Router {
             let permit = self.admit()?;
             let restarts = self.shared().status.borrow().restarts;
             let lease = self.shared().directory.enter(request_id, prepared.prompt(), self.shared().clock.now())?;
+            if !prepared.length_keys().is_empty() {
+                lease.set_length_keys(prepared.length_keys());
+            }
             let hold = Hold::new(self.shared(), Arc::clone(&lease));
             // The time of a request that was lost is that of a restart.
             let Shared { meters, clock, .. } = &**self.shared();

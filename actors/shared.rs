@@ -29,7 +29,7 @@ use crate::engine_load::EngineLoadCell;
 use crate::error::Down;
 use crate::health::{Exclusions, Outcome};
 use crate::index::Holdings;
-use crate::load::{BoardSlot, PromptLimits, SpeedCell};
+use crate::load::{BoardSlot, OutputLengths, PromptLimits, SpeedCell};
 use crate::predict::Kind;
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::schedule::Extensions;
@@ -61,6 +61,8 @@ pub(crate) struct Shared {
     pub(crate) extensions: Extensions,
     pub(crate) shared_cache: Option<Arc<dyn SharedCache>>,
     pub(crate) meters: Meters,
+    /// How long outputs are, by session and tenant.
+    pub(crate) output_lengths: OutputLengths,
     /// The [`PromptLimits`] of the present workers. Written by the supervisor.
     prompt_limits: AtomicU64,
     /// Up while requests wait for some rank's load to fall.
@@ -163,6 +165,7 @@ impl Shared {
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
             extensions,
             meters: Meters::new(&config, shared_cache.is_some()),
+            output_lengths: OutputLengths::default(),
             prompt_limits: AtomicU64::new(PromptLimits::default().to_word()),
             wake: Arc::default(),
             conditions: Arc::default(),
@@ -348,6 +351,7 @@ impl Shared {
         self.directory.leave(lease);
         match ended {
             Ended::Booked(slot, generation) => {
+                self.learn_output_length(lease);
                 if let Some(seat) = self.seat(slot, generation) {
                     self.look(&seat, lease);
                     self.release(seat.rank, lease);
@@ -368,6 +372,19 @@ impl Shared {
 
     pub(crate) fn set_prompt_limits(&self, limits: PromptLimits) {
         self.prompt_limits.store(limits.to_word(), Ordering::Relaxed);
+    }
+
+    /// Learns how long an output was. One that never began says nothing.
+    fn learn_output_length(&self, lease: &Lease) {
+        let keys = lease.length_keys();
+        if keys.is_empty() {
+            return;
+        }
+        let progress = lease.progress();
+        let blocks = progress.output.block_count();
+        if blocks > 0 || progress.prefill_completed && self.config.track_output_blocks {
+            self.output_lengths.observe(keys, (f64::from(blocks) + 0.5) * f64::from(self.config.block_size));
+        }
     }
 
     /// Tells the rank's shard that a booking has ended, where a modelled cache holds it. A rank without a seat has

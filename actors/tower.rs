@@ -69,8 +69,12 @@ pub struct PlacementInput {
     pub constraints: Option<Constraints>,
     /// Its session.
     pub session_id: Option<String>,
-    /// Output that is expected of it, in tokens: its blocks then count for less and less as it comes.
+    /// Output tokens that the caller expects: its blocks then count for less and less as they come.
     pub expected_output_tokens: Option<u32>,
+    /// Output tokens that it may have at most.
+    pub output_tokens_max: Option<u32>,
+    /// Whether its answer comes whole.
+    pub not_streamed: bool,
     /// Settings that are otherwise for it.
     pub overrides: Option<RouterConfigOverride>,
 }
@@ -94,6 +98,8 @@ impl PlacementInput {
             constraints: None,
             session_id: None,
             expected_output_tokens: None,
+            output_tokens_max: None,
+            not_streamed: false,
             overrides: None,
         }
     }
@@ -118,6 +124,8 @@ impl PlacementInput {
             constraints: self.constraints.as_ref(),
             session_id: self.session_id.as_deref(),
             expected_output_tokens: self.expected_output_tokens,
+            output_tokens_max: self.output_tokens_max,
+            not_streamed: self.not_streamed,
             overrides: self.overrides.as_ref(),
             ..RouteRequest::new(&self.request_id, prompt)
         }
@@ -292,7 +300,10 @@ where
                 Ok(response) => {
                     let response = placement.wrap_response(response);
                     Ok(match input.expected_output_tokens {
-                        Some(expected) => response.map(|body| body.expecting(expected)),
+                        Some(expected) => {
+                            let expected = expected.min(input.output_tokens_max.unwrap_or(expected));
+                            response.map(|body| body.expecting(expected))
+                        }
                         None => response,
                     })
                 }

@@ -80,8 +80,14 @@ pub struct PromptMessage {
     pub constraints: Option<Constraints>,
     /// Its session.
     pub session_id: Option<String>,
-    /// Output that is expected of it.
+    /// Output tokens that the caller expects.
     pub expected_output_tokens: Option<u32>,
+    /// Output tokens that it may have at most.
+    pub output_tokens_max: Option<u32>,
+    /// Whether its answer comes whole, so that nobody reports its first token.
+    pub not_streamed: bool,
+    /// The customer it is for.
+    pub tenant: Option<String>,
     /// Settings that are otherwise for it.
     pub overrides: Option<RouterConfigOverride>,
 }

@@ -101,6 +101,9 @@ fn as_route<'a>(message: &'a PromptMessage, prompt: &'a MessagePrompt<'a>) -> Ro
         constraints: message.constraints.as_ref(),
         session_id: message.session_id.as_deref(),
         expected_output_tokens: message.expected_output_tokens,
+        output_tokens_max: message.output_tokens_max,
+        not_streamed: message.not_streamed,
+        tenant: message.tenant.as_deref(),
         overrides: message.overrides.as_ref(),
         ..RouteRequest::query(prompt)
     }

@@ -8,7 +8,7 @@ use crate::actors::telemetry::PromptKind;
 use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
-use crate::load::{PrefillLoadHint, PromptBlocks, PromptLimits};
+use crate::load::{LengthKeys, PrefillLoadHint, PromptBlocks, PromptLimits};
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::queue::{TenantKey, UnknownClass};
@@ -64,8 +64,14 @@ pub struct RouteRequest<'a> {
     pub constraints: Option<&'a Constraints>,
     /// Its session, of at most 256 bytes: see `session_affinity`.
     pub session_id: Option<&'a str>,
-    /// Output that is expected of it: for the embedder's selector.
+    /// Output tokens that the caller expects, where it knows better than the router, which otherwise expects what the
+    /// request's session, its tenant or the pool had on average.
     pub expected_output_tokens: Option<u32>,
+    /// Output tokens that it may have at most, as `max_tokens` says: caps what is expected, and is no expectation.
+    pub output_tokens_max: Option<u32>,
+    /// Whether its answer comes whole, so that nobody reports its first token: its prefill then counts as done after the
+    /// time that it is expected to take.
+    pub not_streamed: bool,
     /// Settings that are otherwise for it.
     pub overrides: Option<&'a RouterConfigOverride>,
 }
@@ -86,7 +92,8 @@ impl<'a> RouteRequest<'a> {
     }
 
     /// What it asks for beyond its prompt; nothing for most.
-    fn terms(&self, config: &RouterConfig, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
+    fn terms(&self, shared: &Shared, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
+        let config = &shared.config;
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
         let tenant = self.tenant.filter(|_| config.queueing()).map(TenantKey::of); // elsewhere nobody waits
         let asks = tenant.is_some()
@@ -99,6 +106,9 @@ impl<'a> RouteRequest<'a> {
             || lora_name.is_some()
             || self.session_id.is_some()
             || self.expected_output_tokens.is_some()
+            || self.output_tokens_max.is_some()
+            || self.not_streamed
+            || self.tenant.is_some()
             || self.overrides.is_some();
         if !asks {
             return Ok(None);
@@ -124,8 +134,16 @@ impl<'a> RouteRequest<'a> {
             lora_name: lora_name.map(Arc::from),
             session_id: self.session_id.map(SessionId::new).transpose()?,
             expected_output_tokens: self.expected_output_tokens,
+            usual_output_tokens: shared.output_lengths.expected(self.length_keys()),
+            output_tokens_max: self.output_tokens_max,
+            not_streamed: self.not_streamed,
             overrides,
         })))
+    }
+
+    /// What the length of its output is remembered by.
+    fn length_keys(&self) -> LengthKeys {
+        LengthKeys::of(self.session_id, self.tenant)
     }
 
     /// A request with nothing but a prompt.
@@ -153,6 +171,8 @@ impl<'a> RouteRequest<'a> {
             constraints: None,
             session_id: None,
             expected_output_tokens: None,
+            output_tokens_max: None,
+            not_streamed: false,
             overrides: None,
         }
     }
@@ -306,6 +326,7 @@ pub(super) struct Prepared {
     prompt: PromptBlocks,
     isl_tokens: u32,
     terms: Option<Box<Terms>>,
+    length_keys: LengthKeys,
     /// What a booking will leave in a cache, where that is guessed.
     guess: Option<Guess>,
     kind: PromptKind,
@@ -316,7 +337,7 @@ pub(super) struct Prepared {
 impl Prepared {
     pub(super) fn new(shared: &Shared, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
         let (config, now) = (&shared.config, shared.clock.now());
-        let terms = request.terms(config, now)?;
+        let terms = request.terms(shared, now)?;
         let overrides = request.overrides.copied().unwrap_or_default();
         let scheme = HashScheme {
             block_size: config.block_size_nonzero(),
@@ -364,7 +385,8 @@ impl Prepared {
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
         let guess = hashes.as_ref().filter(|_| shared.predicts);
         let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
-        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, guess, kind: request.kind(), started: now })
+        let (length_keys, kind) = (request.length_keys(), request.kind());
+        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, length_keys, guess, kind, started: now })
     }
 
     /// The caller knows what is cached: nobody need be asked.
@@ -387,6 +409,10 @@ impl Prepared {
 
     pub(super) fn terms(&self) -> Option<Box<Terms>> {
         self.terms.clone()
+    }
+
+    pub(super) fn length_keys(&self) -> LengthKeys {
+        self.length_keys
     }
 
     /// What the index is asked for, where it is asked.

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use crate::load::{OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
+use crate::load::{LengthKeys, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
 use crate::protocol::{BookingId, Generation, Slot, Timestamp};
 
 /// Where a lease stands. It only ever moves down this list.
@@ -57,6 +57,8 @@ pub struct Lease {
     state: AtomicU64,
     /// The prefill it is booked with, and when.
     hint: OnceLock<(Option<PrefillLoadHint>, Timestamp)>,
+    /// What the length of its output is remembered by.
+    length_keys: OnceLock<LengthKeys>,
     /// Its embedder has freed it, by id.
     freed: AtomicBool,
     prefill_completed: AtomicBool,
@@ -79,6 +81,7 @@ impl Lease {
             arrival,
             state: AtomicU64::new(PENDING),
             hint: OnceLock::new(),
+            length_keys: OnceLock::new(),
             freed: AtomicBool::new(false),
             prefill_completed: AtomicBool::new(false),
             output: Mutex::default(),
@@ -103,6 +106,17 @@ impl Lease {
     #[must_use]
     pub fn prompt(&self) -> &PromptBlocks {
         &self.prompt
+    }
+
+    /// Says what the length of its output is remembered by. Only the first call counts.
+    pub fn set_length_keys(&self, keys: LengthKeys) {
+        let _ = self.length_keys.set(keys);
+    }
+
+    /// What the length of its output is remembered by.
+    #[must_use]
+    pub fn length_keys(&self) -> LengthKeys {
+        self.length_keys.get().copied().unwrap_or_default()
     }
 
     /// When it was entered.

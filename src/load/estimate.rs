@@ -130,6 +130,14 @@ impl LearnedRate {
         }
     }
 
+    /// The same with another rate, which is worth [`Self::PRIOR_SAMPLES`] samples: what was learned long ago counts no
+    /// more than a prior.
+    #[must_use]
+    pub fn restarted(&self, tokens_per_second: f64) -> Self {
+        let Self { completed, pending, .. } = *self;
+        Self { completed, pending, ..Self::from_prior(tokens_per_second) }
+    }
+
     /// Learns from a prefill of `tokens` computed tokens; whether the rate was touched.
     pub fn observe(&mut self, tokens: u32, booked: Timestamp, completed: Timestamp) -> bool {
         if tokens < Self::TOKENS_MIN {

@@ -8,7 +8,8 @@
 //!
 //! A request gets one token a step, so that between two reports of its output as many steps were made as it got tokens.
 //! Engines compute prompts in the same steps, which then take longer by what the prompts take. So time counts only while
-//! no prefill is under way on the rank, and what is left is divided by the steps made in it.
+//! no prefill is under way on the rank, and what is left is divided by the steps made in it. Of a prefill that nobody
+//! will report, because the answer comes whole, the end is taken to be as modelled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,8 +52,10 @@ pub struct SpeedMeter {
     output: MeanOutput,
     cell: Arc<SpeedCell>,
     bookings: AHashMap<BookingId, Watched>,
-    /// Prefills under way.
+    /// Prefills under way whose end will be reported.
     prefills: usize,
+    /// Until when the others are under way.
+    unreported_until: Timestamp,
     load: RankLoad,
     sums: Sums,
 }
@@ -114,6 +117,7 @@ impl SpeedMeter {
             cell,
             bookings: AHashMap::new(),
             prefills: 0,
+            unreported_until: Timestamp::default(),
             load: RankLoad::default(),
             sums: Sums::default(),
         }
@@ -122,7 +126,11 @@ impl SpeedMeter {
     /// A request was booked, with this prefill to do.
     pub fn booked(&mut self, booking: BookingId, hint: Option<PrefillLoadHint>, now: Timestamp) {
         self.run_to(now);
-        let prefill = hint.map(PrefillLoadHint::work_tokens);
+        let prefill = hint.filter(|hint| hint.is_reported()).map(PrefillLoadHint::work_tokens);
+        if let Some(expected) = hint.filter(|hint| !hint.is_reported()).and_then(PrefillLoadHint::expected_duration) {
+            self.unreported_until = self.unreported_until.max(now) + expected;
+            self.sums.prefill_ends += u64::from(self.prefills == 0);
+        }
         self.prefills += usize::from(prefill.is_some());
         let before = self.bookings.insert(booking, Watched { booked: now, prefill, blocks: 0, seen: None });
         if before.is_some_and(|before| before.prefill.is_some()) {
@@ -142,25 +150,57 @@ impl SpeedMeter {
             return; // nothing new
         }
         self.run_to(now);
-        let mut has_learned = false;
         if let Some(tokens) = prefill {
             self.prefill_ended();
             // Output without a report of the first token came some time after it.
-            has_learned |= prefill_completed && self.rate.observe(tokens, booked, now);
+            if prefill_completed && self.learn_rate(tokens, booked, now) {
+                self.cell.publish_rate(self.rate.tokens_per_second(), now);
+            }
         }
         // Reports that come close together, as of one chunk of an answer, are one: the next one tells of them all.
         let is_later = seen.is_none_or(|seen| self.sums.until.since(seen.sums.until) >= INTERVAL_MIN);
         let sample = seen.filter(|_| is_later).and_then(|seen| self.sample(&seen, output_blocks));
-        has_learned |= sample.is_some_and(|sample| self.step.observe(&sample));
+        if sample.is_some_and(|sample| self.learn_step(&sample, now)) {
+            self.cell.publish_step(&self.speed(), now);
+        }
         if let Some(watched) = self.bookings.get_mut(&booking) {
             (watched.prefill, watched.blocks) = (None, watched.blocks.max(output_blocks));
             if is_later {
                 watched.seen = Some(Seen { blocks: output_blocks, sums: self.sums });
             }
         }
-        if has_learned {
-            self.publish();
+    }
+
+    /// Learns from a prefill. What is no longer fresh counts as a prior, as far as its age has left of it.
+    fn learn_rate(&mut self, tokens: u32, booked: Timestamp, now: Timestamp) -> bool {
+        if let Some(aged) = self.aged(now, 0) {
+            let mut restarted = self.rate.restarted(aged.work_tokens_per_second);
+            if restarted.observe(tokens, booked, now) {
+                self.rate = restarted;
+                return true;
+            }
         }
+        self.rate.observe(tokens, booked, now)
+    }
+
+    /// As [`learn_rate`](Self::learn_rate), from steps.
+    fn learn_step(&mut self, sample: &StepSample, now: Timestamp) -> bool {
+        if let Some(aged) = self.aged(now, 1) {
+            let mut restarted = LearnedStep::from_known(&aged, self.block_size);
+            if restarted.observe(sample) {
+                self.step = restarted;
+                return true;
+            }
+        }
+        self.step.observe(sample)
+    }
+
+    /// The speed as it has aged, where the rate (0) or the step (1) is not fresh and the typical speed is known.
+    fn aged(&self, now: Timestamp, which: usize) -> Option<EngineSpeed> {
+        if self.cell.counts(now)[which] >= 1.0 {
+            return None;
+        }
+        self.cell.typical().map(|typical| self.cell.speed_at(now, &typical))
     }
 
     /// A booking has ended, with the output that it last reported. If its prefill was not reported complete, nobody
@@ -186,7 +226,7 @@ impl SpeedMeter {
 
     /// Counts the time that has passed.
     fn run_to(&mut self, now: Timestamp) {
-        let passed = now.since(self.sums.until);
+        let passed = now.since(self.sums.until.max(self.unreported_until));
         self.sums.until = self.sums.until.max(now);
         if self.prefills == 0 && !passed.is_zero() {
             let seconds = passed.as_secs_f64();
@@ -219,16 +259,6 @@ impl SpeedMeter {
         })
     }
 
-    fn publish(&self) {
-        // What no sample has touched is as it was: others know better what is usual.
-        if self.rate.samples() > 0 {
-            self.cell.publish_rate(self.rate.tokens_per_second());
-        }
-        if self.step.samples() > 0 {
-            self.cell.publish_step(&self.speed());
-        }
-    }
-
     /// What is learned so far; what is not, as it was assumed.
     #[must_use]
     pub fn speed(&self) -> EngineSpeed {
@@ -248,7 +278,7 @@ impl SpeedMeter {
         &self.step
     }
 
-    /// Prefills under way.
+    /// Prefills under way whose end will be reported.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.prefills
@@ -271,6 +301,7 @@ impl SpeedMeter {
         assert_eq!(prefills, self.prefills, "prefills under way");
         let Sums { seconds, request_seconds, block_seconds, .. } = self.sums;
         assert!([seconds, request_seconds, block_seconds].iter().all(|sum| sum.is_finite() && *sum >= 0.0));
+        // What no sample has touched is not published: others know better what is usual.
         if self.rate.samples() > 0 || self.step.samples() > 0 {
             let learned = self.speed();
             let published = self.cell.speed_or(learned);

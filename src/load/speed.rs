@@ -3,7 +3,11 @@
 //! Owns the four numbers of [`EngineSpeed`] and the cell in which a rank's sequence actor publishes them, beside the
 //! board: a slot there is two full cache lines, and this changes less often. Promises that a reader sees numbers
 //! that were published, or none; of two publications in a row it may see parts of both, which are as good as
-//! either. Leaves learning to [`LearnedRate`] and [`LearnedStep`](super::LearnedStep).
+//! either.
+//!
+//! A rank that gets no work teaches nothing: one that was slow for a while would be passed over for ever. So what it has
+//! shown ages: after [`SpeedCell::FRESH`] without a sample it drifts towards what is typical of the pool, and half of the
+//! difference is gone after each [`SpeedCell::HALF_LIFE`]. Leaves learning to [`LearnedRate`] and [`LearnedStep`](super::LearnedStep).
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -11,6 +15,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::LearnedRate;
+use crate::protocol::Timestamp;
 
 /// What a rank's engine takes for its work.
 ///
@@ -93,10 +98,11 @@ impl EngineSpeed {
 /// ```
 /// use std::time::Duration;
 /// use pointsman::load::{EngineSpeed, SpeedCell};
+/// use pointsman::protocol::Timestamp;
 ///
 /// let cell = SpeedCell::default();
 /// assert_eq!((cell.work_tokens_per_second(), cell.prefill_time(500.0)), (None, None));
-/// cell.publish(&EngineSpeed { work_tokens_per_second: 10_000.0, ..EngineSpeed::prior(64) });
+/// cell.publish(&EngineSpeed { work_tokens_per_second: 10_000.0, ..EngineSpeed::prior(64) }, Timestamp(0));
 /// assert_eq!(cell.prefill_time(500.0), Some(Duration::from_millis(50)));
 /// assert_eq!(cell.output_tokens(), None);
 /// cell.publish_output(300.0);
@@ -110,25 +116,113 @@ pub struct SpeedCell {
     step: [AtomicU32; 3],
     /// Bits of an `f32`; 0 while nothing is known.
     output_tokens: AtomicU32,
+    /// When the rate and the step were last learned from, in [ticks](tick).
+    learned_at: [AtomicU32; 2],
+    /// What is typical of the pool, as bits of `f32`s: rate, step, request and block. Written by the scheduler.
+    typical: [AtomicU32; 4],
 }
 
+/// A time in units of 2^26 ns (67 ms), which 32 bits hold for nine years.
+#[expect(clippy::cast_possible_truncation, reason = "32 bits of such units are nine years")]
+fn tick(at: Timestamp) -> u32 {
+    (at.0 >> 26) as u32
+}
+
+/// Which speed is meant, as it was when it aged: a newer one is another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpeedMark([u32; 4]);
+
 impl SpeedCell {
+    /// For so long after its last sample, a speed counts in full.
+    pub const FRESH: Duration = Duration::from_secs(30);
+
+    /// Later, half of the difference to the typical speed is gone after each such time.
+    pub const HALF_LIFE: Duration = Duration::from_secs(20);
+
+    /// The speed at `now`: what the rank has shown, as far as its age lets it count, and the typical one for the rest.
+    ///
+    /// Tokens a second are what is averaged, and steps a second: a rank that was a hundred times slower than others is
+    /// taken to be 1.2 times slower after three half-lives.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use pointsman::load::{EngineSpeed, SpeedCell};
+    /// use pointsman::protocol::Timestamp;
+    ///
+    /// let (cell, typical) = (SpeedCell::default(), EngineSpeed::prior(64));
+    /// cell.publish(&EngineSpeed { work_tokens_per_second: 100.0, ..typical }, Timestamp(0));
+    /// let after = |age| cell.speed_at(Timestamp(0) + age, &typical).work_tokens_per_second;
+    /// assert_eq!(after(SpeedCell::FRESH), 100.0);
+    /// let half = after(SpeedCell::FRESH + SpeedCell::HALF_LIFE);
+    /// assert!((half / 5_050.0 - 1.0).abs() < 0.01, "{half}");
+    /// ```
+    #[must_use]
+    pub fn speed_at(&self, now: Timestamp, typical: &EngineSpeed) -> EngineSpeed {
+        let known = self.speed_or(*typical);
+        let [rate, step] = self.counts(now);
+        let slowness = |own: f64, usual: f64| mixed(own.recip(), usual.recip(), step).recip();
+        EngineSpeed {
+            work_tokens_per_second: mixed(known.work_tokens_per_second, typical.work_tokens_per_second, rate),
+            step_seconds: slowness(known.step_seconds, typical.step_seconds),
+            request_seconds: slowness(known.request_seconds, typical.request_seconds),
+            block_seconds: slowness(known.block_seconds, typical.block_seconds),
+        }
+    }
+
+    /// How much of the rate and of the step counts at `now`: 1 while they are fresh.
+    #[must_use]
+    pub fn counts(&self, now: Timestamp) -> [f64; 2] {
+        self.learned_at.each_ref().map(|learned_at| {
+            let ticks = tick(now).saturating_sub(learned_at.load(Ordering::Relaxed));
+            let stale = u64::from(ticks.saturating_sub(tick(Timestamp(0) + Self::FRESH)));
+            if stale == 0 { 1.0 } else { (-((stale << 26) as f64) / Self::HALF_LIFE.as_nanos() as f64).exp2() }
+        })
+    }
+
+    /// Names what is published now, so that somebody who has aged it can see whether it still is.
+    #[must_use]
+    pub fn mark(&self) -> SpeedMark {
+        let [step, request, block] = self.step.each_ref().map(|cell| cell.load(Ordering::Relaxed));
+        SpeedMark([self.work_rate.load(Ordering::Relaxed), step, request, block])
+    }
+
+    /// Publishes what is typical of the pool. Only the scheduler may call this.
+    #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
+    pub fn publish_typical(&self, typical: &EngineSpeed) {
+        let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = *typical;
+        let numbers = [work_tokens_per_second, step_seconds, request_seconds, block_seconds];
+        for (cell, number) in self.typical.iter().zip(numbers) {
+            cell.store(known_bits(number as f32), Ordering::Relaxed);
+        }
+    }
+
+    /// What is typical of the pool, where that was published.
+    #[must_use]
+    pub fn typical(&self) -> Option<EngineSpeed> {
+        let numbers = self.typical.each_ref().map(|cell| f64::from(f32::from_bits(cell.load(Ordering::Relaxed))));
+        let [work_tokens_per_second, step_seconds, request_seconds, block_seconds] = numbers;
+        let is_known = numbers.iter().all(|number| *number > 0.0);
+        is_known.then_some(EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds })
+    }
+
     /// Publishes a speed, all of it. Only the rank's sequence actor may call this. A rate that is no positive number
     /// means that none is known.
-    pub fn publish(&self, speed: &EngineSpeed) {
-        self.publish_step(speed);
-        self.publish_rate(speed.work_tokens_per_second);
+    pub fn publish(&self, speed: &EngineSpeed, now: Timestamp) {
+        self.publish_step(speed, now);
+        self.publish_rate(speed.work_tokens_per_second, now);
     }
 
     /// Publishes how fast it prefills, and leaves what is known of steps.
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
-    pub fn publish_rate(&self, work_tokens_per_second: f64) {
+    pub fn publish_rate(&self, work_tokens_per_second: f64, now: Timestamp) {
+        self.learned_at[0].store(tick(now), Ordering::Relaxed);
         self.work_rate.store(known_bits(work_tokens_per_second as f32), Ordering::Relaxed);
     }
 
     /// Publishes what a step takes, and leaves what is known of prefills.
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
-    pub fn publish_step(&self, speed: &EngineSpeed) {
+    pub fn publish_step(&self, speed: &EngineSpeed, now: Timestamp) {
+        self.learned_at[1].store(tick(now), Ordering::Relaxed);
         let seconds = [speed.step_seconds, speed.request_seconds, speed.block_seconds];
         for (cell, seconds) in self.step.iter().zip(seconds) {
             cell.store((seconds as f32).to_bits(), Ordering::Relaxed);
@@ -179,6 +273,11 @@ impl SpeedCell {
     }
 }
 
+/// A share `own_share` of `own`, and `usual` for the rest.
+fn mixed(own: f64, usual: f64, own_share: f64) -> f64 {
+    if own_share >= 1.0 { own } else { usual + own_share * (own - usual) }
+}
+
 /// The bits of a positive number; 0 for what is none.
 fn known_bits(number: f32) -> u32 {
     if number.is_normal() && number > 0.0 { number.to_bits() } else { 0 }
@@ -193,11 +292,11 @@ mod tests {
         let cell = SpeedCell::default();
         let rate = |work_tokens_per_second| EngineSpeed { work_tokens_per_second, ..EngineSpeed::prior(64) };
         for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0, 1e-60, 1e60] {
-            cell.publish(&rate(7.0));
-            cell.publish(&rate(unknown));
+            cell.publish(&rate(7.0), Timestamp(0));
+            cell.publish(&rate(unknown), Timestamp(0));
             assert_eq!(cell.work_tokens_per_second(), None, "{unknown}");
         }
-        cell.publish(&rate(f64::from(f32::MIN_POSITIVE)));
+        cell.publish(&rate(f64::from(f32::MIN_POSITIVE)), Timestamp(0));
         assert_eq!(cell.prefill_time(1e12), Some(Duration::MAX));
         assert_eq!(cell.prefill_time(0.0), Some(Duration::ZERO));
     }
@@ -221,8 +320,33 @@ mod tests {
             request_seconds: 0.25,
             block_seconds: 0.125,
         };
-        cell.publish(&speed);
+        cell.publish(&speed, Timestamp(0));
         assert_eq!(cell.speed_or(EngineSpeed::prior(64)), speed);
+        cell.publish_typical(&speed);
+        assert_eq!(cell.typical(), Some(speed));
+    }
+
+    #[test]
+    fn a_speed_that_is_not_confirmed_drifts_to_the_typical_one() {
+        let (cell, typical) = (SpeedCell::default(), EngineSpeed::prior(64));
+        let slow = EngineSpeed {
+            work_tokens_per_second: typical.work_tokens_per_second / 100.0,
+            step_seconds: typical.step_seconds * 100.0,
+            request_seconds: typical.request_seconds * 100.0,
+            block_seconds: typical.block_seconds * 100.0,
+        };
+        let begin = Timestamp(5_000_000_000);
+        cell.publish(&slow, begin);
+        let after = |seconds| cell.speed_at(begin + Duration::from_secs(seconds), &typical);
+        assert!((after(29).prefill(1.0) / slow.prefill(1.0) - 1.0).abs() < 1e-6, "fresh");
+        for (seconds, most) in [(60, 3.0), (90, 1.2), (120, 1.06)] {
+            let aged = after(seconds);
+            let prefill = aged.prefill(1e4) / typical.prefill(1e4);
+            let step = aged.step(10.0, 1e3) / typical.step(10.0, 1e3);
+            assert!((1.0..most).contains(&prefill) && (1.0..most).contains(&step), "{prefill} {step} at {seconds} s");
+        }
+        cell.publish_rate(slow.work_tokens_per_second, begin + Duration::from_secs(120));
+        assert!(after(121).prefill(1.0) > 90.0 * typical.prefill(1.0), "one sample makes it fresh again");
     }
 
     #[test]

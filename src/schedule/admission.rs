@@ -15,7 +15,7 @@ use super::{Effect, Numbered, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, TenantKey};
-use crate::select::{Draw, Filter, RankOverlap};
+use crate::select::{Draw, Filter, Policy, RankOverlap};
 
 /// Requests decided from one round of load queries.
 const BATCH_MAX: usize = 64;
@@ -82,6 +82,9 @@ impl<T> Schedule<T> {
     /// The requests to decide next; none when all that are here wait.
     pub(super) fn next_batch(&mut self, effects: &mut VecDeque<Effect<T>>) -> VecDeque<Numbered<T>> {
         self.ranks.refresh(self.now);
+        if self.settings.policy == Policy::Latency {
+            self.typical.look_at_speeds(self.ranks.iter_mut(), self.now);
+        }
         self.rules.warm_up(&mut self.ranks, self.now);
         self.rules.look_at_engines(&mut self.ranks, self.now);
         self.scratch.forget();

@@ -126,7 +126,8 @@ impl<T> Schedule<T> {
                     return Bounds { lo: hi, hi };
                 }
                 let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
-                let shared_tokens = if self.credits_cache(numbered) { self.tokens(shared_blocks) } else { 0 };
+                let credits_shared = self.credits_cache(numbered) && !rank.is_overdue();
+                let shared_tokens = if credits_shared { self.tokens(shared_blocks) } else { 0 };
                 let lo = cost.cost(&LatencyFacts {
                     cached_tokens: facts.cached_tokens.max(shared_tokens).min(facts.isl_tokens),
                     active_blocks: projected.active_blocks.0,
@@ -151,17 +152,26 @@ impl<T> Schedule<T> {
     }
 
     pub(super) fn latency_cost_of(&self, numbered: &Numbered<T>) -> LatencyCost {
-        let told = numbered.request.terms.as_ref().and_then(|terms| terms.expected_output_tokens);
         LatencyCost {
             block_size: self.settings.cost.block_size.max(1),
             track_prefill_tokens: self.tracks_prefill(numbered),
             output_tokens: match self.settings.role {
                 PoolRole::Prefill => 1.0,
-                PoolRole::Aggregated | PoolRole::Decode => told.map_or(self.typical.output_tokens, f64::from),
+                PoolRole::Aggregated | PoolRole::Decode => self.expected_output_tokens(numbered),
             },
             common_tokens: self.common_tokens(&numbered.request.overlaps),
             displaced: self.typical.displaced(),
         }
+    }
+
+    /// Output tokens that the request is expected to have: what its caller expects, else what is usual for it, and no
+    /// more than it may have.
+    fn expected_output_tokens(&self, numbered: &Numbered<T>) -> f64 {
+        let typical = self.typical.output_tokens;
+        let Some(terms) = &numbered.request.terms else { return typical };
+        let usual = terms.usual_output_tokens.unwrap_or(typical);
+        let expected = terms.expected_output_tokens.map_or(usual, f64::from);
+        terms.output_tokens_max.map_or(expected, |most| expected.min(f64::from(most)))
     }
 
     /// Leading tokens that more than a quarter of the ranks have cached, and more than one.
@@ -190,7 +200,7 @@ impl<T> Schedule<T> {
         let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
         LatencyFacts {
             isl_tokens: numbered.request.isl_tokens,
-            cached_tokens: self.expected_cached_tokens(numbered, overlap, projected),
+            cached_tokens: self.expected_cached_tokens(numbered, rank, overlap, projected),
             wait_seconds: wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
             requests: projected.requests,
             active_blocks: projected.active_blocks.1,
@@ -200,10 +210,11 @@ impl<T> Schedule<T> {
     }
 
     /// Tokens of the prompt that need not be computed when its turn comes: those in a cache, or those that a request
-    /// before it computes.
+    /// before it computes, unless that is overdue.
     pub(super) fn expected_cached_tokens(
         &self,
         numbered: &Numbered<T>,
+        rank: &Rank,
         overlap: TierOverlap,
         projected: &Projected,
     ) -> u32 {
@@ -213,7 +224,7 @@ impl<T> Schedule<T> {
         let cost = &self.settings.cost;
         let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
         let block_count = u64::from(numbered.request.prompt.block_count());
-        let (shared_blocks, _) = projected.shared_blocks(block_count);
+        let (shared_blocks, _) = if rank.is_overdue() { (0, 0) } else { projected.shared_blocks(block_count) };
         cached.max(self.tokens(shared_blocks)).min(numbered.request.isl_tokens)
     }
 
@@ -230,7 +241,7 @@ impl<T> Schedule<T> {
 
     /// How fast the rank computes; what is not known of it is taken to be as elsewhere in the pool.
     pub(super) fn speed_of(&self, rank: &Rank) -> EngineSpeed {
-        rank.about.speed.speed_or(self.typical.speed)
+        rank.about.speed(self.typical.speed)
     }
 
     /// The parameters of the `kv` cost, as the request has them.

@@ -104,14 +104,15 @@ impl<T> Schedule<T> {
         scratch.listed.extend(inexact.map(|position| ranks[position].slot));
     }
 
-    /// Lists every rank whose least cost does not exceed the least of the highest costs.
+    /// Lists every rank whose least cost does not exceed the least of the highest costs by more than ties may.
     fn list_bounded(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
         self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
         self.fill_bounds(candidate, numbered, false, scratch);
         let Scratch { bounds, listed, .. } = scratch;
         let least_hi = bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, lesser);
+        let most = least_hi * self.settings.tie_factor;
         for (position, bounds) in bounds.iter().enumerate() {
-            if bounds.lo <= least_hi && bounds.lo < bounds.hi {
+            if bounds.lo <= most && bounds.lo < bounds.hi {
                 listed.push(self.ranks.as_slice()[position].slot);
             }
         }
@@ -226,10 +227,10 @@ impl<T> Schedule<T> {
         } else {
             self.fill_bounds(candidate, numbered, false, scratch);
         }
-        match self.cheapest_within_bounds(draw, &scratch.bounds) {
+        match self.cheapest_within_bounds(candidate, numbered, draw, scratch) {
             Choice::AskAgain if settle => {
                 self.fill_bounds(candidate, numbered, true, scratch);
-                match self.cheapest_within_bounds(draw, &scratch.bounds) {
+                match self.cheapest_within_bounds(candidate, numbered, draw, scratch) {
                     // Every open rank costs infinitely much, or no number: another query would not change that.
                     Choice::AskAgain => self.drawn(draw, &scratch.verdicts),
                     choice => choice,
@@ -271,13 +272,15 @@ impl<T> Schedule<T> {
             .collect();
         let temperature = self.temperature(numbered);
         let picked = if temperature > 0.0 {
-            draw.sampled(&costs, temperature)
+            draw.sampled(&costs, temperature).map(|picked| open[picked].0)
         } else {
-            let candidates = open.iter().zip(&costs).enumerate();
-            draw.cheapest(candidates.map(|(n, ((position, _), cost))| (n, ranks[*position].rank, *cost)))
+            let most = costs.iter().copied().fold(f64::INFINITY, lesser) * self.settings.tie_factor;
+            let near = open.iter().zip(&costs).filter(|(_, cost)| **cost <= most);
+            let near = near.map(|((position, _), cost)| (*position, *cost)).collect();
+            self.one_of_ties(candidate, numbered, draw, &scratch.overlaps, near)
         };
         match picked {
-            Some(picked) => Choice::Rank(open[picked].0),
+            Some(position) => Choice::Rank(position),
             None => Choice::None(self.rejection(numbered, &scratch.verdicts)),
         }
     }
@@ -327,8 +330,15 @@ impl<T> Schedule<T> {
         Rejection::NoneEligible { removed }
     }
 
-    /// The least exact cost, if no rank that is known only by its bounds could be as cheap.
-    fn cheapest_within_bounds(&self, draw: Draw, bounds: &[Bounds]) -> Choice {
+    /// The least exact cost, or one that ties with it, if no rank that is known only by its bounds could do either.
+    fn cheapest_within_bounds(
+        &self,
+        candidate: Prospect<'_>,
+        numbered: &Numbered<T>,
+        draw: Draw,
+        scratch: &Scratch,
+    ) -> Choice {
+        let Scratch { bounds, overlaps, .. } = scratch;
         let (mut least, mut least_unproven) = (f64::INFINITY, f64::INFINITY);
         for bounds in bounds {
             if bounds.lo != bounds.hi {
@@ -338,12 +348,13 @@ impl<T> Schedule<T> {
             }
         }
         // Where nobody is known exactly, `least` is infinite, and so less than nothing.
-        if least >= least_unproven {
+        let most = least * self.settings.tie_factor;
+        if most >= least_unproven {
             return Choice::AskAgain;
         }
-        let ties = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == least && bounds.hi == least);
-        let ties = ties.map(|(position, _)| (position, self.ranks.as_slice()[position].rank, least));
-        draw.cheapest(ties).map_or(Choice::AskAgain, Choice::Rank)
+        let near = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == bounds.hi && bounds.hi <= most);
+        let near = near.map(|(position, bounds)| (position, bounds.hi)).collect();
+        self.one_of_ties(candidate, numbered, draw, overlaps, near).map_or(Choice::AskAgain, Choice::Rank)
     }
 
     /// One of the open ranks, by lot alone.
@@ -451,7 +462,7 @@ impl<T> Schedule<T> {
         let is_latency = self.settings.policy == Policy::Latency;
         let projected = is_latency.then(|| rank.project(numbered.candidate(in_batch)));
         let known = match &projected {
-            Some(projected) => self.expected_cached_tokens(numbered, overlap, projected),
+            Some(projected) => self.expected_cached_tokens(numbered, rank, overlap, projected),
             None => overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size),
         };
         let (cached_tokens, expected_duration) = match request.target {
@@ -460,8 +471,11 @@ impl<T> Schedule<T> {
             }
             Target::Any => (known, None),
         };
+        let is_reported = !request.terms.as_ref().is_some_and(|terms| terms.not_streamed);
         let expected_duration =
-            expected_duration.or_else(|| self.expected_duration(rank, request.isl_tokens, cached_tokens));
+            expected_duration.or_else(|| self.expected_duration(rank, request.isl_tokens, cached_tokens)).or_else(
+                || if is_reported { None } else { self.assumed_duration(rank, request.isl_tokens, cached_tokens) },
+            );
         let track = self.tracks_prefill(numbered);
         // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
         let reachable = request.overlaps.iter().filter(|known| match request.target {
@@ -480,7 +494,8 @@ impl<T> Schedule<T> {
             overlap,
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
-            hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration),
+            hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
+                .map(|hint| if is_reported { hint } else { hint.unreported() }),
             predicted_ttft: projected.filter(|_| track).map(|projected| {
                 let facts = self.latency_facts(numbered, rank, overlap, &projected);
                 let seconds = self.latency_cost_of(numbered).terms(&facts).ttft_seconds;
@@ -506,7 +521,7 @@ impl<T> Schedule<T> {
         let work_tokens = work_tokens(new_tokens, cached_tokens);
         match self.settings.policy {
             // Whoever compares seconds must not take a wait for nothing because nobody knows how long it is.
-            Policy::Latency => Duration::try_from_secs_f64(self.speed_of(rank).prefill(work_tokens)).ok(),
+            Policy::Latency => self.assumed_duration(rank, isl_tokens, cached_tokens),
             Policy::Kv
             | Policy::CacheAware
             | Policy::RoundRobin
@@ -514,6 +529,12 @@ impl<T> Schedule<T> {
             | Policy::PowerOfTwo
             | Policy::LeastLoaded => rank.about.speed.prefill_time(work_tokens),
         }
+    }
+
+    /// The same at the speed that is assumed of the rank where none is learned.
+    fn assumed_duration(&self, rank: &Rank, isl_tokens: u32, cached_tokens: u32) -> Option<Duration> {
+        let work_tokens = work_tokens(isl_tokens.saturating_sub(cached_tokens), cached_tokens);
+        Duration::try_from_secs_f64(self.speed_of(rank).prefill(work_tokens)).ok()
     }
 
     fn survey(&mut self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {

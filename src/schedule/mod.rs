@@ -22,6 +22,7 @@ mod standing;
 mod terms;
 #[cfg(test)]
 mod tests;
+mod ties;
 mod types;
 mod typical;
 mod view;
@@ -113,7 +114,12 @@ struct Settings {
     role: PoolRole,
     /// Whether prefills have an expected duration.
     models_prefill: bool,
+    /// Costs up to this many times the least are ties.
+    tie_factor: f64,
 }
+
+/// Under `latency` costs are estimates from learned speeds: what is within a twentieth is as good.
+const TIE_FACTOR: f64 = 1.05;
 
 impl Settings {
     fn of(config: &RouterConfig) -> Self {
@@ -127,6 +133,7 @@ impl Settings {
             policy: config.policy,
             role: config.role,
             models_prefill: config.learns_speed(),
+            tie_factor: if config.policy == Policy::Latency { TIE_FACTOR } else { 1.0 },
         }
     }
 }

@@ -14,7 +14,10 @@ use super::{Admission, BookNumber, LoadAnswer};
 use crate::engine_load::{EngineLimits, EngineLoadCell};
 use crate::health::Exclusions;
 use crate::index::Holdings;
-use crate::load::{BoardLoad, BoardSlot, BoardVersion, PrefillLoadHint, PromptBlocks, PromptMark, RankLoad, SpeedCell};
+use crate::load::{
+    BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptMark, RankLoad, SpeedCell,
+    SpeedMark,
+};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankConditions, RankTraits};
 
@@ -78,6 +81,8 @@ pub(super) struct About {
     pub(super) holdings: Arc<Holdings>,
     /// How fast it computes.
     pub(super) speed: Arc<SpeedCell>,
+    /// The speed that its age has made of what is published, and what that was; absent while it is fresh.
+    pub(super) aged_speed: Option<(SpeedMark, EngineSpeed)>,
     /// When it joined.
     pub(super) since: Timestamp,
     /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
@@ -397,6 +402,7 @@ impl Rank {
                 traits,
                 holdings,
                 speed,
+                aged_speed: None,
                 since,
                 slow_start_factor,
                 returned_at,
@@ -463,6 +469,11 @@ impl Rank {
     /// Whether its slow start is not over.
     pub(super) fn is_starting(&self) -> bool {
         self.about.slow_start_factor != 1.0
+    }
+
+    /// Whether a prefill on it is long overdue: what its requests will have computed is then not known.
+    pub(super) fn is_overdue(&self) -> bool {
+        self.seen.prefill.is_overdue()
     }
 
     /// When its load was last seen to change.

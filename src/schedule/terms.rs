@@ -36,8 +36,14 @@ pub struct Terms {
     pub lora_name: Option<Arc<str>>,
     /// Its session.
     pub session_id: Option<SessionId>,
-    /// Output the caller expects.
+    /// Output tokens that the caller expects.
     pub expected_output_tokens: Option<u32>,
+    /// Output tokens that its session or tenant had on average, where that is known.
+    pub usual_output_tokens: Option<f64>,
+    /// Output tokens that it may have at most. A ceiling and no forecast: it only caps what is expected.
+    pub output_tokens_max: Option<u32>,
+    /// Whether its answer comes whole, so that nobody reports when its prefill is done.
+    pub not_streamed: bool,
     /// Settings that are otherwise for it.
     pub overrides: RouterConfigOverride,
 }

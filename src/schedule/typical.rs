@@ -1,15 +1,21 @@
 //! What is typical of the pool, for want of better: learned from its decisions.
 //!
-//! Owns running means over the last placements. Promises that one placement moves none of them far. Leaves to ranks
-//! what is known of each of them.
+//! Owns running means over the last placements, and the median speed of the ranks. Promises that one placement moves no
+//! mean far, and that fewer than half of the ranks cannot move the speed far. Leaves to ranks what is known of each.
 
+use std::time::Duration;
+
+use super::rank::{About, Rank};
 use crate::load::{EngineSpeed, SpeedCell};
+use crate::protocol::Timestamp;
 
-/// Running means, each over some 64 placements.
+/// Means run over some 64 placements each.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Typical {
-    /// Speed of a rank.
+    /// Speed of a rank: of each number the median over those ranks of which it is fresh, or known at all.
     pub(super) speed: EngineSpeed,
+    /// When it was taken.
+    speed_at: Option<Timestamp>,
     /// Output tokens of a request.
     pub(super) output_tokens: f64,
     /// Share of the prompt tokens that is found cached.
@@ -18,6 +24,9 @@ pub(super) struct Typical {
 
 /// Share of the newest in a mean.
 const SHARE: f64 = 1.0 / 64.0;
+
+/// How often speeds are aged, and the median is taken.
+const SPEED_EVERY: Duration = Duration::from_millis(250);
 
 /// Output tokens where nobody has reported any.
 const OUTPUT_TOKENS_UNKNOWN: f64 = 256.0;
@@ -31,7 +40,7 @@ const HITS_MAX: f64 = 4.0;
 impl Typical {
     /// Nothing is known but the blocks' size.
     pub(super) fn new(speed: EngineSpeed) -> Self {
-        Self { speed, output_tokens: OUTPUT_TOKENS_UNKNOWN, cached_share: 0.0 }
+        Self { speed, speed_at: None, output_tokens: OUTPUT_TOKENS_UNKNOWN, cached_share: 0.0 }
     }
 
     /// Counts a placement in; of a prompt of 0 tokens, nothing is said about caches.
@@ -43,12 +52,26 @@ impl Typical {
         if let Some(tokens) = cell.output_tokens() {
             toward(&mut self.output_tokens, tokens);
         }
-        let speed = cell.speed_or(self.speed);
-        let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = &mut self.speed;
-        toward(work_tokens_per_second, speed.work_tokens_per_second);
-        toward(step_seconds, speed.step_seconds);
-        toward(request_seconds, speed.request_seconds);
-        toward(block_seconds, speed.block_seconds);
+    }
+
+    /// Takes the median, and ages what ranks have shown, if either was last done some time ago.
+    pub(super) fn look_at_speeds<'a>(&mut self, ranks: impl Iterator<Item = &'a mut Rank>, now: Timestamp) {
+        if self.speed_at.is_some_and(|last| now.since(last) < SPEED_EVERY) {
+            return;
+        }
+        self.speed_at = Some(now);
+        let ranks: Vec<&mut Rank> = ranks.collect();
+        let known: Vec<Known> = ranks.iter().map(|rank| Known::of(&rank.about.speed, now)).collect();
+        let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = self.speed;
+        let typical = [work_tokens_per_second.recip(), step_seconds, request_seconds, block_seconds];
+        let [token_seconds, step_seconds, request_seconds, block_seconds] = std::array::from_fn(|number| {
+            median(known.iter().filter_map(|known| known.seconds[number])).unwrap_or(typical[number])
+        });
+        let work_tokens_per_second = token_seconds.recip();
+        self.speed = EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds };
+        for rank in ranks {
+            rank.about.age_speed(&self.speed, now);
+        }
     }
 
     /// Seconds of prefill that are lost later for each one whose blocks push others out. Where a share h of all blocks is
@@ -56,5 +79,84 @@ impl Typical {
     pub(super) fn displaced(&self) -> f64 {
         let hits = self.cached_share / (1.0 - self.cached_share); // infinite where all is found
         OLDEST_WORTH * hits.min(HITS_MAX)
+    }
+}
+
+impl About {
+    /// How fast it computes; what is not known of it is taken to be `typical`.
+    pub(super) fn speed(&self, typical: EngineSpeed) -> EngineSpeed {
+        match &self.aged_speed {
+            Some((published, aged)) if *published == self.speed.mark() => *aged,
+            Some(_) | None => self.speed.speed_or(typical),
+        }
+    }
+
+    /// Looks how old the published speed is, and publishes beside it what is typical.
+    pub(super) fn age_speed(&mut self, typical: &EngineSpeed, now: Timestamp) {
+        self.speed.publish_typical(typical);
+        let is_fresh = self.speed.counts(now).iter().all(|counts| *counts >= 1.0);
+        self.aged_speed = (!is_fresh).then(|| (self.speed.mark(), self.speed.speed_at(now, typical)));
+    }
+}
+
+/// Seconds that a rank has shown, and whether they are fresh.
+type Shown = (f64, bool);
+
+/// What one rank has shown: seconds a token of work, a step, a request and a block.
+struct Known {
+    seconds: [Option<Shown>; 4],
+}
+
+impl Known {
+    fn of(cell: &SpeedCell, now: Timestamp) -> Self {
+        let nothing = EngineSpeed {
+            work_tokens_per_second: f64::INFINITY,
+            step_seconds: 0.0,
+            request_seconds: 0.0,
+            block_seconds: 0.0,
+        };
+        let known = cell.speed_or(nothing);
+        let [rate, step] = cell.counts(now).map(|counts| counts >= 1.0);
+        let shown = |seconds: f64, is_fresh: bool| (seconds > 0.0).then_some((seconds, is_fresh));
+        let token_seconds = known.work_tokens_per_second.recip();
+        Self {
+            seconds: [
+                shown(token_seconds, rate),
+                shown(known.step_seconds, step),
+                shown(known.request_seconds, step),
+                shown(known.block_seconds, step),
+            ],
+        }
+    }
+}
+
+/// The median of the fresh numbers, or of all where none is fresh; `None` of nothing. Of two in the middle the
+/// shorter: who is taken to be fast is tried, and seen to be slow.
+fn median(shown: impl Iterator<Item = Shown>) -> Option<f64> {
+    let mut shown: Vec<Shown> = shown.collect();
+    if shown.iter().any(|(_, is_fresh)| *is_fresh) {
+        shown.retain(|(_, is_fresh)| *is_fresh);
+    }
+    shown.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+    shown.get(shown.len().saturating_sub(1) / 2).map(|(number, _)| *number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_outlier_does_not_move_the_median() {
+        let fresh = |numbers: &[f64]| median(numbers.iter().map(|number| (*number, true)));
+        assert_eq!(fresh(&[]), None);
+        assert_eq!(fresh(&[7.0]), Some(7.0));
+        assert_eq!(fresh(&[0.2, 20.0, 0.21, 0.19]), Some(0.2));
+        assert_eq!(fresh(&[20.0, 0.2]), Some(0.2), "the faster of two");
+    }
+
+    #[test]
+    fn what_is_not_fresh_counts_where_nothing_is() {
+        assert_eq!(median([(1.0, false), (2.0, false), (9.0, true)].into_iter()), Some(9.0));
+        assert_eq!(median([(1.0, false), (2.0, false), (9.0, false)].into_iter()), Some(2.0));
     }
 }

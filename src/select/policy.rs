@@ -29,7 +29,7 @@ pub enum Policy {
 pub enum Needs {
     /// The board is enough.
     Board,
-    /// Exact answers of every rank whose lower bound does not exceed the least upper bound.
+    /// Exact answers of every rank whose lower bound does not exceed the least upper bound, or ties with it.
     Bounded,
     /// Exact answers of the two ranks drawn.
     Two,

@@ -21,6 +21,8 @@ pub(super) const DEADLINE_MS: &str = "x-pointsman-deadline-ms";
 pub(super) const CLASS: &str = "x-pointsman-class";
 /// Rather refused than queued.
 pub(super) const NO_QUEUE: &str = "x-pointsman-no-queue";
+/// Output that the client expects.
+pub(super) const EXPECTED_OUTPUT_TOKENS: &str = "x-pointsman-expected-output-tokens";
 /// Session.
 pub(super) const SESSION_ID: &str = "x-session-id";
 
@@ -106,6 +108,8 @@ pub struct RequestTerms {
     pub policy_class: Option<String>,
     /// `X-Session-Id`: the session.
     pub session_id: Option<String>,
+    /// `X-Pointsman-Expected-Output-Tokens`: output tokens that the client expects.
+    pub expected_output_tokens: Option<u32>,
     /// `X-Pointsman-No-Queue`: rather refused than queued.
     pub do_not_queue: bool,
 }
@@ -153,6 +157,12 @@ impl RequestTerms {
             |given| text(given, SessionId::BYTES_MAX),
             || format!("must have 1 to {} bytes of ASCII", SessionId::BYTES_MAX),
         )?;
+        let expected_output_tokens = read(
+            headers,
+            EXPECTED_OUTPUT_TOKENS,
+            |given| digits(given)?.parse().ok().filter(|tokens| *tokens > 0),
+            || format!("must be a whole number from 1 to {}", u32::MAX),
+        )?;
         let do_not_queue = read(headers, NO_QUEUE, |given| given.parse().ok(), || "must be true or false".to_owned())?;
         Ok(Self {
             strict_priority: strict_priority.unwrap_or(0),
@@ -160,6 +170,7 @@ impl RequestTerms {
             deadline,
             policy_class,
             session_id,
+            expected_output_tokens,
             do_not_queue: do_not_queue.unwrap_or(false),
         })
     }

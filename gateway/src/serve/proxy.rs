@@ -100,7 +100,11 @@ async fn pass(
         policy_class: terms.policy_class.as_deref(),
         do_not_queue: terms.do_not_queue,
         session_id: tenant_session.as_deref().or(session_id),
-        expected_output_tokens: ask.output_tokens_max,
+        expected_output_tokens: terms
+            .expected_output_tokens
+            .map(|tokens| tokens.min(ask.output_tokens_max.unwrap_or(tokens))),
+        output_tokens_max: ask.output_tokens_max,
+        not_streamed: !ask.stream,
         ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
     };
     // Embeddings are never streamed, whatever a request says.

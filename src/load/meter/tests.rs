@@ -76,6 +76,27 @@ fn the_time_of_prefills_is_not_that_of_steps() {
     assert_eq!(with_a_prefill_between(0.2..0.8).step().samples(), 0, "more than half of the time");
 }
 
+/// A stream beside answers that come whole, each of which lasts far longer than its prefill: steps are learned all the
+/// same, in the time that the prefills are not expected to take.
+#[test]
+fn steps_are_learned_beside_answers_that_are_not_streamed() {
+    let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);
+    let mut meter = meter();
+    meter.booked(BookingId(1), None, at(0.0));
+    meter.load_is(load(2, 10), at(0.0));
+    let whole = PrefillLoadHint::new(5_000, 0, true, Some(Duration::from_millis(200))).expect("work");
+    meter.booked(BookingId(2), Some(whole.unreported()), at(0.0));
+    for n in 1..=40 {
+        meter.reported(BookingId(1), true, n, at(0.2 + 0.64 * f64::from(n)));
+        meter.check_invariants();
+    }
+    assert_eq!((meter.step().samples(), meter.rate().samples(), meter.under_way()), (39, 0, 0));
+    let step = meter.speed().step(2.0, 10.0);
+    assert!((step / 0.010 - 1.0).abs() < 0.05, "{step}");
+    meter.ended(BookingId(2), at(60.0));
+    assert_eq!(meter.watched(), 1);
+}
+
 #[test]
 fn reports_are_one_where_no_time_is_between_them() {
     let mut twice = meter();
@@ -116,7 +137,7 @@ fn a_successor_goes_on_from_what_was_published() {
         request_seconds: 90e-6,
         block_seconds: 3e-6,
     };
-    cell.publish(&known);
+    cell.publish(&known, Timestamp(0));
     cell.publish_output(500.0);
     let mut successor = SpeedMeter::new(Arc::clone(&cell), 16);
     let speed = successor.speed();

@@ -30,6 +30,7 @@ fn terms_are_read() {
         ("X-Pointsman-Deadline-Ms", "250"),
         ("X-Pointsman-Class", "batch"),
         ("X-Session-Id", "chat-7"),
+        ("X-Pointsman-Expected-Output-Tokens", "300"),
         ("X-Pointsman-No-Queue", "true"),
     ]);
     let terms = RequestTerms {
@@ -38,6 +39,7 @@ fn terms_are_read() {
         deadline: Some(Duration::from_millis(250)),
         policy_class: Some("batch".to_owned()),
         session_id: Some("chat-7".to_owned()),
+        expected_output_tokens: Some(300),
         do_not_queue: true,
     };
     assert_eq!(RequestTerms::parse(&headers), Ok(terms));
@@ -53,6 +55,7 @@ fn values_that_break_their_rule_are_refused_by_name() {
         (CLASS, vec!["", &long, "grün"]),
         (SESSION_ID, vec!["", &long, "ü"]),
         (NO_QUEUE, vec!["", "1", "yes", "True"]),
+        (EXPECTED_OUTPUT_TOKENS, vec!["", "0", "-1", "+5", "1.5", "4294967296", "some"]),
     ];
     for (name, values) in cases {
         for value in values {

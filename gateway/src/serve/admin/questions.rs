@@ -41,6 +41,7 @@ pub(super) struct Question {
     policy_class: Option<String>,
     session_id: Option<String>,
     expected_output_tokens: Option<u32>,
+    output_tokens_max: Option<u32>,
     allowed_workers: Option<BTreeSet<Id>>,
     pin: Option<PinAt>,
     required_taints: BTreeSet<String>,
@@ -110,6 +111,7 @@ impl Question {
             constraints: (*constraints != Constraints::default()).then_some(constraints),
             session_id: self.session_id.as_deref(),
             expected_output_tokens: self.expected_output_tokens,
+            output_tokens_max: self.output_tokens_max,
             overrides: (!self.overrides.is_empty()).then_some(&self.overrides),
             ..RouteRequest::query(Prompt::Tokens(tokens))
         }

@@ -59,7 +59,7 @@ pub(super) struct Begin {
     pub(super) body: Begun,
     /// How a successful answer was checked; absent for other answers, which pass as they are.
     pub(super) checked: Option<AnswerKind>,
-    /// As much as the client allows.
+    /// As much as the client expects.
     pub(super) output_tokens: Option<u32>,
     /// Whether the request already counts against a worker that failed before.
     pub(super) has_blamed: bool,

@@ -1,0 +1,60 @@
+//! Lengths through the gateway: prompts that no model takes, and ceilings on the output.
+
+mod proxy_support;
+
+use pointsman::select::Policy;
+use pointsman_gateway::serve::Gateway;
+use proxy_support::{Act, Scripted, at_rest, gateway, post, send, settings, stream, until, worker};
+use serde_json::json;
+use tokio::net::TcpStream;
+
+const COMPLETIONS: &str = "/v1/completions";
+
+#[tokio::test]
+async fn a_prompt_longer_than_the_model_takes_is_refused_before_it_is_placed() {
+    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]); // nobody listens there
+    settings.models[0].workers[0].config.max_model_len = Some(8);
+    let gateway = gateway(settings).await;
+    let ask = |tokens: u32| json!({ "model": "mock", "prompt": (1..=tokens).collect::<Vec<_>>(), "max_tokens": 1 });
+    let refused = post(&gateway, COMPLETIONS, &ask(9)).await;
+    assert_eq!((refused.status, refused.code().as_str()), (400, "context_length_exceeded"), "{refused:?}");
+    assert!(refused.text().contains("9 tokens") && refused.text().contains("8 tokens"), "{refused:?}");
+    assert_eq!(post(&gateway, COMPLETIONS, &ask(8)).await.status, 502, "that one is placed");
+    at_rest(&gateway).await;
+}
+
+/// A conversation whose last turn is still being answered, and its next turn: it goes where the prompt is, whatever its
+/// client allows at most. An expectation of its own is believed.
+#[tokio::test]
+async fn a_ceiling_on_the_output_draws_no_request_from_its_cache() {
+    for (headers, max_tokens, follows) in [
+        ("", 200, true),
+        ("", 4_096, true),
+        ("", 32_768, true),
+        ("x-pointsman-expected-output-tokens: 32768\r\n", 32_768, false),
+        ("x-pointsman-expected-output-tokens: 32768\r\n", 200, true),
+    ] {
+        let first = "data: {\"choices\":[{\"index\":0,\"text\":\"so\"}]}\n\n";
+        let hangs = move |_| [stream(&[first]), vec![Act::Hang]].concat();
+        let workers = [Scripted::start(hangs).await, Scripted::start(hangs).await];
+        let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
+        settings.models[0].router.policy = Policy::Latency;
+        let gateway = gateway(settings).await;
+        let asked = || workers.each_ref().map(|worker| worker.requests().len());
+        let turn = turn(&gateway, headers, 6_400, max_tokens).await;
+        let mut head = [0; 1];
+        turn.peek(&mut head).await.expect("an answer");
+        let home = usize::from(asked()[0] == 0);
+        let next = self::turn(&gateway, headers, 6_600, max_tokens).await;
+        until("the next turn is sent", || asked().iter().sum::<usize>() == 2).await;
+        assert_eq!(asked()[home] == 2, follows, "{headers:?} and {max_tokens}: {:?}", asked());
+        drop((turn, next));
+        at_rest(&gateway).await;
+    }
+}
+
+async fn turn(gateway: &Gateway, headers: &str, tokens: u32, max_tokens: u32) -> TcpStream {
+    let prompt: Vec<u32> = (1..=tokens).collect();
+    let body = json!({ "model": "mock", "prompt": prompt, "max_tokens": max_tokens, "stream": true });
+    send(gateway.address(), "POST", COMPLETIONS, headers, body.to_string().as_bytes()).await
+}

@@ -1,0 +1,44 @@
+//! Which of the ranks is chosen whose costs are as good as equal.
+//!
+//! Owns what ties, and the draw. Leaves to `decide` which ranks come into question: those whose exact cost is at most
+//! [`Settings::tie_factor`](super::Settings) times the least.
+
+use smallvec::SmallVec;
+
+use super::rank::Candidate as Prospect;
+use super::{Numbered, Schedule};
+use crate::select::{Draw, TierOverlap};
+
+impl<T> Schedule<T> {
+    /// One of the ranks whose costs tie. The cheapest is chosen, and costs that are equal are a tie for every policy.
+    /// Under `latency` costs are estimates: where the cheapest rank is idle, others tie with it that are idle too and
+    /// have no fewer tokens of the prompt cached, so that neither load nor a hit is traded for a draw.
+    pub(super) fn one_of_ties(
+        &self,
+        candidate: Prospect<'_>,
+        numbered: &Numbered<T>,
+        draw: Draw,
+        overlaps: &[TierOverlap],
+        near: SmallVec<[(usize, f64); 16]>,
+    ) -> Option<usize> {
+        let ranks = self.ranks.as_slice();
+        let lot = |position: usize| draw.key(ranks[position].rank);
+        let cheapest = draw.cheapest(near.iter().map(|&(position, cost)| (position, ranks[position].rank, cost)))?;
+        if near.len() == 1 || self.settings.tie_factor == 1.0 {
+            return Some(cheapest);
+        }
+        let cached_tokens = |position: usize| {
+            let (rank, overlap) = (&ranks[position], overlaps[position]);
+            self.expected_cached_tokens(numbered, rank, overlap, &rank.project(candidate))
+        };
+        let is_idle = |position: usize| ranks[position].project(candidate).requests == 0;
+        if !is_idle(cheapest) {
+            return Some(cheapest);
+        }
+        let cached = cached_tokens(cheapest);
+        // Most ties are of prompts that are cached nowhere.
+        let is_tie = |position: &usize| is_idle(*position) && (cached == 0 || cached_tokens(*position) >= cached);
+        let ties = near.iter().map(|(position, _)| *position).filter(is_tie);
+        ties.max_by_key(|&position| lot(position))
+    }
+}

@@ -1,0 +1,123 @@
+//! What a prompt weighs that is longer than any engine takes, and one whose answer comes whole.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{BLOCK_SIZE, config, loads, rank, tokens};
+use pointsman::config::RouterConfig;
+use pointsman::error::RouteError;
+use pointsman::load::PromptLimits;
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::select::{Constraints, Policy};
+use pointsman::{Prompt, RouteRequest, Router};
+
+/// Blocks of a prompt that is longer than any engine takes.
+const HUGE_BLOCKS: u32 = 1_000_000 / BLOCK_SIZE;
+
+async fn with(policy: Policy, workers: u64, worker: impl Fn(WorkerConfig) -> WorkerConfig) -> Router {
+    let mut builder = Router::builder(RouterConfig { policy, ..config() });
+    for n in 0..workers {
+        builder = builder.worker(WorkerId(n), worker(WorkerConfig::at(format!("http://engine-{n}"))));
+    }
+    builder.start().await.expect("valid")
+}
+
+/// One such prompt on each rank, and still a prompt goes where it is cached: they weigh what a rank can hold.
+#[tokio::test(start_paused = true)]
+async fn a_huge_prompt_weighs_what_a_rank_can_hold() {
+    for (what, total_kv_blocks, most) in [
+        ("nothing is known", None, PromptLimits::WEIGHT_TOKENS_UNKNOWN),
+        ("the cache is", Some(2_048), 2_048 * BLOCK_SIZE),
+        ("the larger cache is", Some(4_096), 4_096 * BLOCK_SIZE),
+    ] {
+        for policy in [Policy::Latency, Policy::Kv] {
+            let router = with(policy, 3, |worker| WorkerConfig { total_kv_blocks, ..worker }).await;
+            let mut held = Vec::new();
+            for n in 0..3 {
+                let (id, prompt) = (format!("huge-{n}"), tokens(700 + n, HUGE_BLOCKS));
+                let placed = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+                assert!(
+                    placed.predicted_ttft().is_none_or(|ttft| ttft < Duration::from_secs(60)),
+                    "{what}: {:?}",
+                    placed.predicted_ttft()
+                );
+                held.push(placed);
+            }
+            for (_, blocks, prefill_tokens) in loads(&router).await {
+                assert!(prefill_tokens <= u64::from(most), "{what}, {policy:?}: {prefill_tokens} tokens");
+                assert!(blocks <= u64::from(most / BLOCK_SIZE), "{what}, {policy:?}: {blocks} blocks");
+            }
+            drop(held);
+            common::assert_at_rest(&router).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_longer_than_every_model_is_refused_by_name() {
+    let of = |max_model_len| move |worker| WorkerConfig { max_model_len, ..worker };
+    let known = with(Policy::Latency, 2, of(Some(4_096))).await;
+    let prompt = tokens(1, 4_096 / BLOCK_SIZE + 1);
+    let refused = known.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect_err("too long");
+    assert_eq!(refused, RouteError::ContextLength { isl_tokens: prompt.len(), max_model_len: 4_096 });
+    assert_eq!(refused.to_string(), "prompt has 4100 tokens, must be at most 4096, the model's length");
+    let fits = &prompt[..4_096];
+    drop(known.route(RouteRequest::new("b", Prompt::Tokens(fits))).await.expect("placed"));
+    let unknown = with(Policy::Latency, 2, of(None)).await;
+    drop(unknown.route(RouteRequest::new("c", Prompt::Tokens(&prompt))).await.expect("placed"));
+}
+
+/// Nobody reports the prefill of an answer that comes whole: it counts for as long as it is expected to take, under
+/// either policy, and not until the answer's end.
+#[tokio::test(start_paused = true)]
+async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
+    for policy in [Policy::Latency, Policy::Kv] {
+        let router = with(policy, 1, |worker| worker).await;
+        let prompt = tokens(1, 2_000);
+        let whole = RouteRequest { not_streamed: true, ..RouteRequest::new("whole", Prompt::Tokens(&prompt)) };
+        let placed = router.route(whole).await.expect("placed");
+        assert_eq!(loads(&router).await[0].2, 8_000, "{policy:?}: it begins");
+        tokio::time::advance(Duration::from_secs(2)).await; // 10,000 tokens a second, as is assumed
+        assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is over");
+        tokio::time::advance(Duration::from_secs(600)).await;
+        assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is never overdue");
+        drop(placed);
+        common::assert_at_rest(&router).await;
+    }
+}
+
+/// A prompt that a hung request would have computed is not cached, and the rank waits for as long as it is overdue.
+#[tokio::test(start_paused = true)]
+async fn what_an_overdue_prefill_would_have_computed_is_not_cached() {
+    let router = with(Policy::Latency, 2, |worker| worker).await;
+    let mut served = Vec::new();
+    for n in 0..32_u32 {
+        let (id, prompt) = (format!("good-{n}"), tokens(100 + n, 1_000));
+        let placed = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
+        tokio::time::advance(Duration::from_millis(400)).await;
+        placed.prefill_completed();
+        served.push(placed.rank());
+    }
+    assert!(served.contains(&rank(0)) && served.contains(&rank(1)), "both ranks report");
+    let (prompt, sibling) = (tokens(1, 2_000), tokens(1, 2_010));
+    let hung = router.route(RouteRequest::new("hung", Prompt::Tokens(&prompt))).await.expect("placed");
+    tokio::time::advance(Duration::from_secs(30)).await;
+    // The rank looks for what is overdue when something is booked there.
+    let there = Constraints { allowed_workers: Some([hung.rank().worker].into()), ..Constraints::default() };
+    let probe = tokens(2, 1);
+    let probe = RouteRequest { constraints: Some(&there), ..RouteRequest::new("probe", Prompt::Tokens(&probe)) };
+    let probe = router.route(probe).await.expect("placed");
+    let table = router.explain(RouteRequest::query(Prompt::Tokens(&sibling))).await.expect("up");
+    let terms = |is_hung: bool| {
+        let row = table.ranks.iter().find(|row| (row.facts.rank == hung.rank()) == is_hung).expect("two ranks");
+        row.latency_terms.expect("the policy is latency")
+    };
+    assert!(table.chosen.is_some_and(|chosen| chosen != hung.rank()), "{table:?}");
+    let (hangs, serves) = (terms(true).ttft_seconds, terms(false).ttft_seconds);
+    assert!((29.0..32.0).contains(&(hangs - serves)), "nothing is cached, and it is overdue: {hangs} and {serves} s");
+    hung.prefill_completed();
+    let table = router.explain(RouteRequest::query(Prompt::Tokens(&sibling))).await.expect("up");
+    assert_eq!(table.chosen, Some(hung.rank()), "it was late, and now all is there");
+    drop((hung, probe));
+}
