@@ -1,0 +1,370 @@
+"""Two real vLLM servers behind the gateway: does the index predict what the engines' caches hold?
+
+usage: client.py POINTSMAN DIRECTORY REQUESTS SEED. Exits with 1 if one prediction was wrong, and lists what differs.
+
+Most requests come one after the other, so that every event of the one before has arrived. 5 % of the first half and 10 %
+of the second half repeat an earlier prompt exactly, of a length that is a multiple of the block size: the engine then
+computes the last block again and keeps a copy of it. Others continue an earlier prompt, and find what is behind the copies.
+Now and then three requests that generate the same tokens run at once; they are counted, and compared only afterwards.
+Of every tenth prompt the engine that was not chosen is asked, too, past the gateway. An interrupt (SIGINT) ends the run
+early, with the comparison of what was sent.
+"""
+
+import collections
+import http.client
+import json
+import os
+import pathlib
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+BLOCK = 32  # tokens: the attention on CPUs wants multiples of 32
+BLOCKS = 400  # of each engine's cache
+VOCABULARY = 4096
+MODEL = "tiny"
+ENGINES = 2
+TOKEN = secrets.token_hex(32)  # of the admin API
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def make_model(directory):
+    """A random Qwen2 of two layers, and a tokenizer of one word for each token."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = ["<unk>", "<end>"] + [f"w{n}" for n in range(VOCABULARY - 2)]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {word: n for n, word in enumerate(words)}, "unk_token": "<unk>"},
+    }
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    named = {
+        "config.json": config,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "unk_token": "<unk>"},
+    }
+    for name, content in named.items():
+        (directory / name).write_text(json.dumps(content))
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+class Process:
+    """A child that ends with this program; its output goes to a file."""
+
+    def __init__(self, arguments, log, environment=None):
+        self.log = log
+        with open(log, "wb") as output:
+            self.child = subprocess.Popen(arguments, stdout=output, stderr=output, start_new_session=True, env=environment)
+
+    def stop(self):
+        if self.child.poll() is None:
+            os.killpg(self.child.pid, signal.SIGTERM)
+            try:
+                self.child.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.child.pid, signal.SIGKILL)
+
+    def wait_for(self, port, path, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.child.poll() is not None:
+                sys.exit(f"{self.log}: ended with {self.child.returncode}")
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", path)
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.5)
+        sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
+
+
+def start_engine(directory, n):
+    http_port, events, replay = free_port(), free_port(), free_port()
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    published = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "topic": "kv-events",
+    }
+    flags = {
+        "--model": directory / "model",
+        "--served-model-name": MODEL,
+        "--host": "127.0.0.1",
+        "--port": http_port,
+        "--load-format": "dummy",
+        "--dtype": "float32",
+        "--generation-config": "vllm",
+        "--block-size": BLOCK,
+        "--num-gpu-blocks-override": BLOCKS,
+        "--max-model-len": 4096,
+        "--max-num-seqs": 16,
+        "--kv-events-config": json.dumps(published),
+    }
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments += [str(word) for flag in flags.items() for word in flag]
+    arguments += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    process = Process(arguments, directory / f"vllm-{n}.log", environment)
+    return process, http_port, {"endpoint": f"tcp://127.0.0.1:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+
+
+def start_gateway(binary, directory, engines):
+    listen, admin = free_port(), free_port()
+    access, token = directory / "access.log", directory / "admin.token"
+    access.unlink(missing_ok=True)
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    lines = [
+        "[gateway]",
+        f'listen = "127.0.0.1:{listen}"',
+        f'access_log = "{access}"',
+        "[admin]",
+        f'listen = "127.0.0.1:{admin}"',
+        f'token_file = "{token}"',
+        "[router]",
+        f"block_size = {BLOCK}",
+        "[[models]]",
+        f'name = "{MODEL}"',
+    ]
+    for _, port, kv_events in engines:
+        endpoints = ", ".join(f'{name} = "{endpoint}"' for name, endpoint in kv_events.items())
+        lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{port}"', f"kv_events = {{ {endpoints} }}"]
+    config = directory / "gateway.toml"
+    config.write_text("\n".join(lines) + "\n")
+    process = Process([binary, "serve", "--config", str(config)], directory / "gateway.log")
+    return process, listen, admin, access
+
+
+def call(port, path, body, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | (headers or {}))
+    answer = connection.getresponse()
+    content = answer.read()
+    if answer.status != 200:
+        sys.exit(f"{path}: {answer.status} {content[:500]!r}")
+    return json.loads(content)
+
+
+def complete(port, tokens, max_tokens, request_id=None):
+    """Cached tokens as the engine reports them."""
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = call(port, "/v1/completions", body, {"X-Request-Id": request_id} if request_id else None)
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0
+
+
+def reusable(tokens):
+    """What the engine can take from its cache at most: the last token is always computed."""
+    return (len(tokens) - 1) // BLOCK * BLOCK
+
+
+class Prompts:
+    """Conversations that begin with one of a few system prompts."""
+
+    def __init__(self, seed):
+        self.dice = random.Random(seed)
+        self.systems = [self.words(BLOCK * self.dice.randint(2, 6)) for _ in range(10)]
+        self.whole = collections.deque(maxlen=40)  # prompts of complete blocks
+        self.recent = collections.deque(maxlen=40)
+
+    def words(self, count):
+        return [self.dice.randint(2, VOCABULARY - 1) for _ in range(count)]
+
+    def next(self, repeats):
+        draw = self.dice.random()
+        if draw < repeats and self.whole:
+            return "repeated", self.dice.choice(self.whole)
+        if draw < repeats + 0.3 and self.recent:
+            kind, tokens = "continued", self.dice.choice(self.recent)
+        else:
+            kind, tokens = "new", self.dice.choice(self.systems)
+        count = self.dice.randint(1, 8 * BLOCK)
+        if self.dice.random() < 0.4:
+            count += -(len(tokens) + count) % BLOCK
+        tokens = tokens + self.words(count)
+        if len(tokens) > 40 * BLOCK:
+            return self.next(repeats)
+        (self.whole if len(tokens) % BLOCK == 0 else self.recent).append(tokens)
+        if len(tokens) % BLOCK == 0:
+            self.recent.append(tokens)
+        return kind, tokens
+
+
+def at_once(port, prompts, n):
+    """Three requests that generate the same two blocks, two of them at once with the first."""
+    tokens = prompts.words(BLOCK * 2 + 5)
+    ids = [f"burst-{n}-{copy}" for copy in range(3)]
+    threads = [threading.Thread(target=complete, args=(port, tokens, 2 * BLOCK + 8, name)) for name in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(ids)
+
+
+def overlaps(admin, tokens):
+    """What the index has of a prompt, rank by rank."""
+    return call(admin, f"/admin/models/{MODEL}/overlap", {"tokens": tokens}, AUTHORIZED)["overlap"]["ranks"]
+
+
+def blocks_of(metrics_port):
+    connection = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=10)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    return [line for line in lines if line.startswith(("pointsman_kv_event_blocks_total", "pointsman_kv_events_refused_total"))]
+
+
+def main():
+    binary, directory, count, seed = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    make_model(directory / "model")
+    processes = []
+    try:
+        engines = [start_engine(directory, n) for n in range(ENGINES)]
+        processes += [engine[0] for engine in engines]
+        for process, port, _ in engines:
+            process.wait_for(port, "/health", 900)
+        gateway, listen, admin, access = start_gateway(binary, directory, engines)
+        processes.append(gateway)
+        gateway.wait_for(listen, "/ready", 120)
+        sys.exit(compare(listen, admin, access, engines, count, Prompts(seed)))
+    finally:
+        for process in reversed(processes):
+            process.stop()
+
+
+def compare(listen, admin, access, engines, count, prompts):
+    begun, sent, asked, others = time.monotonic(), 0, {}, collections.Counter()
+    differences, kinds = [], collections.Counter()
+    log, is_stopped = None, threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: is_stopped.set())
+    ports = {f"http://127.0.0.1:{port}": port for _, port, _ in engines}
+    ids = worker_ids(admin)
+    while sent < count and not is_stopped.is_set():
+        if sent % 250 == 0:
+            print(f"{sent} requests, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        repeats = 0.05 if sent < count // 2 else 0.10
+        if sent % 60 == 59:
+            sent += at_once(listen, prompts, sent)
+            time.sleep(0.1)
+            continue
+        kind, tokens = prompts.next(repeats)
+        name = f"request-{sent}"
+        known = overlaps(admin, tokens) if sent % 10 == 0 else None
+        complete(listen, tokens, prompts.dice.randint(1, 4), name)
+        asked[name] = (kind, tokens)
+        sent += 1
+        time.sleep(0.01)  # the last events are on their way
+        if known is None:
+            continue
+        log = log or access.open()
+        chosen = line_of(log, name)["worker"]
+        for url, port in ports.items():
+            if url != chosen:
+                predicted = min(overlap_of(known, ids[url]) * BLOCK, reusable(tokens))
+                delivered = complete(port, tokens, 1)
+                others["equal" if predicted == delivered else "different"] += 1
+                if predicted != delivered:
+                    differences.append(f"{name} ({kind}, {len(tokens)} tokens), asked of {url} too: "
+                                       f"index {predicted}, engine {delivered}")
+                time.sleep(0.01)
+    time.sleep(1)
+    table = collections.defaultdict(collections.Counter)
+    for line in map(json.loads, access.read_text().splitlines()):
+        name = line.get("request_id")
+        if name not in asked:
+            kinds["at once, not compared"] += str(name).startswith("burst-")
+            continue
+        kind, tokens = asked[name]
+        predicted, delivered = line["predicted_cached_tokens"] or 0, line["cached_tokens"] or 0
+        expected = min(predicted, reusable(tokens))
+        outcome = "equal" if expected == delivered else "different"
+        table[kind][outcome] += 1
+        table[kind]["hits"] += delivered > 0
+        if outcome == "different":
+            differences.append(f"{name} ({kind}, {len(tokens)} tokens): index {predicted}, engine {delivered}")
+    compared = sum(row["equal"] + row["different"] for row in table.values())
+    print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['at once, not compared']} of them at once")
+    print(f"{'prompts':<12} {'requests':>9} {'with hits':>9} {'equal':>7} {'different':>9}")
+    for kind, row in sorted(table.items()):
+        print(f"{kind:<12} {row['equal'] + row['different']:>9} {row['hits']:>9} {row['equal']:>7} {row['different']:>9}")
+    print(f"asked of the other engine, too: {others['equal']} equal, {others['different']} different")
+    for line in blocks_of(listen):
+        print(line)
+    for line in differences:
+        print("DIFFERENT:", line)
+    if compared != len(asked):
+        print(f"of {len(asked)} requests only {compared} are in the access log")
+        return 1
+    return int(bool(differences))
+
+
+def worker_ids(admin):
+    connection = http.client.HTTPConnection("127.0.0.1", admin, timeout=10)
+    connection.request("GET", f"/admin/models/{MODEL}/workers", headers=AUTHORIZED)
+    workers = json.loads(connection.getresponse().read())["workers"]
+    return {worker["config"]["endpoint"]: worker["id"] for worker in workers}
+
+
+def overlap_of(known, worker):
+    """Blocks on the device of one worker's only rank."""
+    return sum(row["device_blocks"] for row in known if row["rank"]["worker"] == worker)
+
+
+def line_of(log, name):
+    """The request's line in the access log, which is written when it has ended."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        line = log.readline()
+        if line.endswith("\n"):
+            line = json.loads(line)
+            if line.get("request_id") == name:
+                return line
+        elif line:
+            log.seek(log.tell() - len(line.encode()))
+        else:
+            time.sleep(0.005)
+    sys.exit(f"{name} is not in the access log")
+
+
+main()
