@@ -198,7 +198,8 @@ async fn what_a_body_says_of_its_rank_is_what_happened() {
     assert_eq!(left_after(good, false).await, 2, "the client has gone");
     assert_eq!(left_after(|| answer(StatusCode::BAD_REQUEST, vec![token(1)]), true).await, 2);
     assert_eq!(left_after(|| answer(StatusCode::OK, vec![token(1), reset()]), true).await, 1);
-    assert_eq!(left_after(|| answer(StatusCode::SERVICE_UNAVAILABLE, vec![token(1)]), true).await, 1);
+    let refuse = || answer(StatusCode::SERVICE_UNAVAILABLE, vec![token(1)]);
+    assert_eq!(left_after(refuse, true).await, 2, "refusals at once are one back-off, not an ejection");
     assert_eq!(left_after(|| answer(StatusCode::BAD_GATEWAY, vec![]), true).await, 1);
 }
 
@@ -335,7 +336,7 @@ fn asked(mut request: Request<()>) -> PlacementInput {
 async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
     let failing = service_fn(async |_: Request<()>| Err::<Response<Empty<Bytes>>, _>(io::Error::other("no route")));
     for (layer_of, left) in [
-        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 1),
+        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 0), // no rank can be connected to
         (|router| PlacementLayer::new(router).outcomes(|_| Outcome::Ok), 2),
     ] {
         let router = router(config(), 2).await;

@@ -68,14 +68,16 @@ impl Subscriber for Keeper {
     fn exit(&self, _: &Id) {}
 }
 
-/// The spans and events of a scenario, run on this thread.
+/// The spans of a scenario, run on this thread, and its events about requests: lifecycle events of workers are left out.
 fn traced(level: Level, scenario: impl AsyncFnOnce()) -> (Vec<Seen>, Vec<Seen>) {
     let (spans, events) = (Arc::default(), Arc::default());
     let keeper = Keeper { level, spans: Arc::clone(&spans), events: Arc::clone(&events) };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     tracing::subscriber::with_default(keeper, || runtime.expect("a runtime").block_on(scenario()));
     let seen = |kept: Arc<Mutex<Vec<Seen>>>| std::mem::take(&mut *kept.lock().expect("no panic"));
-    (seen(spans), seen(events))
+    let (spans, mut events) = (seen(spans), seen(events));
+    events.retain(|event| ["pointsman::route", "pointsman::decision"].contains(&event.0["target"].as_str()));
+    (spans, events)
 }
 
 #[test]

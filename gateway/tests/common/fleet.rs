@@ -33,7 +33,7 @@ pub(crate) struct Fleet {
     engines: Vec<Option<MockEngine>>,
     formats: Vec<EventFormat>,
     asked: u64,
-    lone: u64,
+    lone: AtomicU64,
     /// Attempts that an engine did not answer.
     pub(crate) failures: Arc<AtomicU64>,
     direct: Client,
@@ -58,7 +58,7 @@ impl Fleet {
             engines: Vec::new(),
             formats: formats.to_vec(),
             asked: 0,
-            lone: 0,
+            lone: AtomicU64::new(0),
             failures: Arc::default(),
             direct: Client::default(),
         };
@@ -142,12 +142,13 @@ impl Fleet {
     }
 
     /// A prompt of its own for each rank, past the router: whoever has published nothing since it began does so now.
-    pub(crate) async fn nudge_all(&mut self) {
+    pub(crate) async fn nudge_all(&self) {
+        let mut client = Client::default();
         for n in 0..self.engines.len() {
             for rank in 0..2 {
-                self.lone += 1;
+                let lone = 1 + self.lone.fetch_add(1, Ordering::Relaxed);
                 let address = self.engine(n).address();
-                let answer = self.direct.complete(address, rank, &Ask::lone(self.lone)).await;
+                let answer = client.complete(address, rank, &Ask::lone(lone)).await;
                 answer.expect("the engine answers");
             }
         }
