@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use pointsman::protocol::KvEventsConfig;
 use pointsman::select::Policy;
@@ -19,7 +20,7 @@ use proxy_support::{
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 const KEY: &str = "acme-key-0123456789";
 
@@ -82,6 +83,16 @@ impl Process {
         let listening = log.wait_for("listening", |line| line["message"] == "listening").await;
         let address = listening["address"].as_str().expect("an address").parse().expect("an address");
         Self { child, address, log, access, directory }
+    }
+
+    /// Waits until a worker serves. Probes write no access line.
+    async fn ready(&self) {
+        let wait = async {
+            while request(self.address, "GET", "/ready", "", b"").await.status != 200 {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(PATIENCE, wait).await.expect("the gateway becomes ready");
     }
 
     async fn post(&self, id: &str, key: &str, body: &Value) -> Answer {
@@ -166,6 +177,7 @@ async fn each_request_writes_one_access_line() {
     );
     let files = [("salt", "0123456789abcdef0123456789abcdef"), ("keys", KEY)];
     let process = Process::start("access", &settings, &files).await;
+    process.ready().await;
     process.log.message("worker joined").await;
     let chat = |stream: bool| json!({ "model": "mock", "stream": stream, "messages": [{ "role": "user", "content": "the secret prompt" }] });
 
@@ -252,6 +264,7 @@ async fn the_access_log_goes_to_a_file_or_nowhere() {
     let chat = json!({ "messages": [{ "role": "user", "content": "hi" }] });
     let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("access-{}.jsonl", std::process::id()));
     let mut process = Process::start("access-file", &settings(file.to_str().expect("text")), &[]).await;
+    process.ready().await;
     assert_eq!(process.post("one", KEY, &chat).await.status, 200);
     end(&mut process.child).await;
     let written = std::fs::read_to_string(&file).expect("it is there");
@@ -261,6 +274,7 @@ async fn the_access_log_goes_to_a_file_or_nowhere() {
     assert_eq!(process.access.all(), Vec::<Value>::new());
 
     let mut process = Process::start("access-off", &settings("off"), &[]).await;
+    process.ready().await;
     assert_eq!(process.post("one", KEY, &chat).await.status, 200);
     end(&mut process.child).await;
     assert_eq!(process.access.all(), Vec::<Value>::new());
