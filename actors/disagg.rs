@@ -81,7 +81,7 @@ impl Disaggregated {
     /// prefill side follows the decode rank's KV-transfer domain.
     ///
     /// Costs one decision of each pool, and hashes the prompt once where both cut it alike. Where load matters it also
-    /// costs one survey of the pool in question, and one more decision of the prefill pool. Cancel-safe: dropping the
+    /// costs one load snapshot of the pool in question, and one more decision of the prefill pool. Cancel-safe: dropping the
     /// future frees whatever was booked.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ use super::clock::Clock;
 use super::gather::{Leg, Onward};
 use super::kv_source::{Doubted, SourceCell};
 use super::predict::Beliefs;
-use super::scheduler::{Scheduler, SchedulerMsg, Ticket};
+use super::scheduler::{RequestContext, Scheduler, SchedulerMsg};
 use super::shared::{Seat, Shared};
 use super::shared_cache::SharedCacheFailure;
 use super::supervisor::SupervisorMsg;
@@ -96,7 +96,7 @@ impl Tenant {
 /// Who wants to know the overlap, and what then.
 pub(crate) enum Ask {
     /// A request: on to the scheduler with it.
-    Decide(Request<Ticket>),
+    Decide(Request<RequestContext>),
     /// A waiting request, once more.
     Refresh(BookingId),
     /// A caller who only asks.
@@ -142,7 +142,7 @@ impl Onward<RankOverlap> for OverlapNext {
         let scheduler = self.scheduler.upgrade();
         match (ask, scheduler) {
             (Some(Ask::Decide(request)), Some(scheduler)) => {
-                if let Some(marks) = &request.ticket.marks {
+                if let Some(marks) = &request.context.marks {
                     marks.mark_found();
                 }
                 let shared_cache = self.shared_cache.get().and_then(|found| found.as_ref().ok()).cloned();

@@ -27,7 +27,7 @@ pub use request::{AddRequest, BestMatch, Prompt, RouteRequest};
 use super::gather::Leg;
 use super::placement::Placement;
 use super::radix::{Ask, OverlapNext, RadixMsg};
-use super::scheduler::{Answered, SchedulerMsg, Ticket};
+use super::scheduler::{Reply, RequestContext, SchedulerMsg};
 use super::shared::{Hold, Phase, Seat, Shared};
 use super::shared_cache;
 use super::supervisor::SupervisorMsg;
@@ -173,9 +173,9 @@ impl Router {
         let prepared = self.prepare(&request)?;
         let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
         match self.ask(&prepared, Purpose::Report).await? {
-            Answered::Placed(decision) => Ok(BestMatch::new(&decision, &self.shared().config, hashes)),
-            Answered::Rejected(reason) => Err(reason.into()),
-            Answered::Surveyed(_) | Answered::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
+            Reply::Placed(decision) => Ok(BestMatch::new(&decision, &self.shared().config, hashes)),
+            Reply::Rejected(reason) => Err(reason.into()),
+            Reply::LoadSnapshot(_) | Reply::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
         }
     }
 
@@ -296,17 +296,17 @@ impl Router {
             let marks = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, marks.clone());
             match self.shared().answer_of(answer).await {
-                Some(Answered::Placed(decision)) => {
+                Some(Reply::Placed(decision)) => {
                     if let Some(marks) = marks {
                         meters.phases.record(&marks, prepared.started(), hold.lease(), span);
                     }
                     return Ok((hold, decision));
                 }
-                Some(Answered::Rejected(reason)) => {
+                Some(Reply::Rejected(reason)) => {
                     hold.was_refused();
                     return Err(reason.into());
                 }
-                Some(Answered::Surveyed(_) | Answered::Explained(_)) => {}
+                Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => {}
                 None if hold.lease().is_freed() => return Err(RouteError::Freed),
                 None => {
                     drop(hold); // the id is free again for the next try
@@ -318,7 +318,7 @@ impl Router {
     }
 
     /// Asks without booking, and tries again what is lost with an actor.
-    async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Answered, RouteError> {
+    async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Reply, RouteError> {
         for _ in 0..ATTEMPTS_MAX {
             let permit = self.admit()?;
             let restarts = self.shared().status.borrow().restarts;
@@ -352,7 +352,7 @@ impl Router {
         lease: Option<Arc<Lease>>,
         permit: OwnedSemaphorePermit,
         marks: Option<Arc<Marks>>,
-    ) -> oneshot::Receiver<Answered> {
+    ) -> oneshot::Receiver<Reply> {
         let (sender, answer) = oneshot::channel();
         let shared = self.shared();
         // Only a booking may wait; whoever chose its rank by itself does not.
@@ -365,10 +365,10 @@ impl Router {
             })
         });
         let guess = lease.as_ref().and_then(|_| prepared.guess()).map(Box::new);
-        let ticket = Ticket { lease, answer: sender, permit, guess, marks };
-        let terms = prepared.terms();
-        let plain = Request::new(ticket, prepared.prompt(), prepared.isl_tokens());
-        let request = Request { target, purpose, terms, waits, ..plain };
+        let context = RequestContext { lease, answer: sender, permit, guess, marks };
+        let options = prepared.options();
+        let plain = Request::new(context, prepared.prompt(), prepared.isl_tokens());
+        let request = Request { target, purpose, options, waits, ..plain };
         match prepared.block_hashes() {
             Some(hashes) => self.ask_overlap(hashes, Ask::Decide(request), target == Target::Any),
             None => shared.scheduler.tell(SchedulerMsg::Decide(request)),

@@ -38,7 +38,7 @@ use crate::select::{RankConditions, RankOverlap, RankTraits};
 /// What the scheduler can be told.
 pub(crate) enum SchedulerMsg {
     /// A request wants a decision.
-    Decide(Request<Ticket>),
+    Decide(Request<RequestContext>),
     /// Answers to a load query.
     Loads { batch: u64, answers: Vec<LoadAnswer> },
     /// The timer of load queries has fired.
@@ -72,11 +72,11 @@ pub(crate) enum SchedulerMsg {
     Fault(super::faults::Trip),
 }
 
-/// What a caller waits for, and how it is told.
-pub(crate) struct Ticket {
+/// Context of one request at the scheduler: its lease and its reply channel.
+pub(crate) struct RequestContext {
     /// Present when a booking is wanted.
     pub(crate) lease: Option<Arc<Lease>>,
-    pub(crate) answer: oneshot::Sender<Answered>,
+    pub(crate) answer: oneshot::Sender<Reply>,
     /// Its place in the waiting room, given back when it is answered or lost.
     pub(crate) permit: OwnedSemaphorePermit,
     /// What its booking will leave in a cache, where that is guessed.
@@ -85,10 +85,10 @@ pub(crate) struct Ticket {
     pub(crate) marks: Option<Arc<Marks>>,
 }
 
-/// What a caller is told.
-pub(crate) enum Answered {
+/// Reply of the scheduler to one request.
+pub(crate) enum Reply {
     Placed(Decision),
-    Surveyed(Vec<PotentialLoad>),
+    LoadSnapshot(Vec<PotentialLoad>),
     Explained(Box<Explanation>),
     Rejected(Rejection),
 }
@@ -169,10 +169,10 @@ impl Onward<LoadAnswer> for LoadNext {
 
 /// The scheduler's state.
 pub(crate) struct Scheduler {
-    schedule: Schedule<Ticket>,
+    schedule: Schedule<RequestContext>,
     /// By slot: whose turn it is, and of which incarnation.
     peers: Vec<Option<(Generation, Arc<Turn<Sequence>>)>>,
-    effects: VecDeque<Effect<Ticket>>,
+    effects: VecDeque<Effect<RequestContext>>,
     after: SchedulerAfter,
     /// The batch in flight: since when, and its answers so far.
     in_flight: Option<(Instant, Watch<LoadAnswer, LoadNext>)>,
@@ -195,8 +195,8 @@ pub(crate) struct SchedulerAfter {
     shards: Vec<Afters<RadixAfter>>,
     /// Askers' own legs: the last to go tells the scheduler, so none may go in its turn.
     legs: Vec<Leg<RankOverlap, OverlapNext>>,
-    answers: Vec<(Ticket, Answered)>,
-    cancelled: Vec<Ticket>,
+    answers: Vec<(RequestContext, Reply)>,
+    cancelled: Vec<RequestContext>,
     pending: Vec<(oneshot::Sender<Vec<PendingClass>>, Vec<PendingClass>)>,
     conditions: Vec<oneshot::Sender<()>>,
 }
@@ -249,10 +249,10 @@ impl Scheduler {
     }
 
     /// A request whose caller went while the index was asked must not wait: its cancellation has come and gone.
-    fn on_decide(&mut self, request: Request<Ticket>) {
+    fn on_decide(&mut self, request: Request<RequestContext>) {
         let over = |lease: &Arc<Lease>| lease.state() == LeaseState::Ended;
-        if self.queueing && request.ticket.lease.as_ref().is_some_and(over) {
-            return self.after.cancelled.push(request.ticket);
+        if self.queueing && request.context.lease.as_ref().is_some_and(over) {
+            return self.after.cancelled.push(request.context);
         }
         self.step_schedule(Input::Request(request));
     }
@@ -323,7 +323,7 @@ impl Scheduler {
         }
     }
 
-    fn step_schedule(&mut self, input: Input<Ticket>) {
+    fn step_schedule(&mut self, input: Input<RequestContext>) {
         self.schedule.step(input, self.around.clock.now(), &mut self.effects);
     }
 
@@ -339,11 +339,11 @@ impl Scheduler {
                     }
                 }
                 Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
-                Effect::Book { ticket, decision, number, trace } => {
+                Effect::Book { context, decision, number, trace } => {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
                     }
-                    let Ticket { lease: Some(lease), answer, permit, guess, marks } = ticket else { continue };
+                    let RequestContext { lease: Some(lease), answer, permit, guess, marks } = context else { continue };
                     if let Some(marks) = marks {
                         marks.mark_decided();
                     }
@@ -356,13 +356,15 @@ impl Scheduler {
                     let book = Book { lease, decision, number, answer, permit, claim, now };
                     turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
                 }
-                Effect::Report { ticket, decision } => self.after.answers.push((ticket, Answered::Placed(decision))),
-                Effect::Survey { ticket, loads } => self.after.answers.push((ticket, Answered::Surveyed(loads))),
-                Effect::Explain { ticket, explanation } => {
-                    self.after.answers.push((ticket, Answered::Explained(explanation)));
+                Effect::Report { context, decision } => self.after.answers.push((context, Reply::Placed(decision))),
+                Effect::LoadSnapshot { context, loads } => {
+                    self.after.answers.push((context, Reply::LoadSnapshot(loads)))
                 }
-                Effect::Reject { ticket, reason } => self.after.answers.push((ticket, Answered::Rejected(reason))),
-                Effect::Cancelled { ticket } => self.after.cancelled.push(ticket),
+                Effect::Explain { context, explanation } => {
+                    self.after.answers.push((context, Reply::Explained(explanation)));
+                }
+                Effect::Reject { context, reason } => self.after.answers.push((context, Reply::Rejected(reason))),
+                Effect::Cancelled { context } => self.after.cancelled.push(context),
             }
         }
         if self.schedule.batch_in_flight().is_none() {
@@ -375,7 +377,7 @@ impl Scheduler {
     }
 
     /// The next effect; when there is none and requests wait, looks at the boards once more behind the raised flag.
-    fn next_effect(&mut self, now: Timestamp) -> Option<Effect<Ticket>> {
+    fn next_effect(&mut self, now: Timestamp) -> Option<Effect<RequestContext>> {
         if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.around.wake.raise() {
             self.schedule.step(Input::Wake, now, &mut self.effects);
         }
@@ -493,8 +495,8 @@ impl After for SchedulerAfter {
         self.shards.into_iter().for_each(Afters::deliver);
         self.sequences.into_iter().for_each(Afters::deliver);
         drop(self.legs);
-        for (ticket, answer) in self.answers {
-            let Ticket { answer: caller, permit, .. } = ticket;
+        for (context, answer) in self.answers {
+            let RequestContext { answer: caller, permit, .. } = context;
             drop(permit);
             drop(caller.send(answer)); // a caller that has gone wants no answer
         }

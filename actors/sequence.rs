@@ -13,7 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::clock::Clock;
 use super::gather::Leg;
 use super::predict::Claim;
-use super::scheduler::{Answered, LoadNext, Scheduler, SchedulerMsg, WakeFlag};
+use super::scheduler::{LoadNext, Reply, Scheduler, SchedulerMsg, WakeFlag};
 use super::supervisor::{DrainAck, RetireAck};
 use super::turn::{After, Step, Turn};
 use crate::directory::{Directory, Lease, LeaseState};
@@ -49,7 +49,7 @@ pub(crate) struct Book {
     pub(crate) lease: Arc<Lease>,
     pub(crate) decision: Decision,
     pub(crate) number: BookNumber,
-    pub(crate) answer: oneshot::Sender<Answered>,
+    pub(crate) answer: oneshot::Sender<Reply>,
     /// The request's place in the waiting room.
     pub(crate) permit: OwnedSemaphorePermit,
     /// What a modelled cache holds for it.
@@ -97,7 +97,7 @@ pub(crate) struct Fittings {
 /// What a sequence actor answers once its turn is given back.
 pub(crate) enum SequenceAfter {
     Booked {
-        answer: oneshot::Sender<Answered>,
+        answer: oneshot::Sender<Reply>,
         decision: Decision,
         permit: OwnedSemaphorePermit,
         /// Present when requests wait for load to fall, and what the scheduler had added for Books has fallen away.
@@ -284,7 +284,7 @@ impl After for SequenceAfter {
             Self::Booked { answer, decision, permit, fell } => {
                 drop(permit);
                 // A caller that has gone has ended its lease, and asked for the look that frees the booking.
-                drop(answer.send(Answered::Placed(decision)));
+                drop(answer.send(Reply::Placed(decision)));
                 if let Some(scheduler) = fell {
                     scheduler.tell(SchedulerMsg::Wake { at: None });
                 }

@@ -13,7 +13,7 @@ use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
 use pointsman::protocol::Timestamp;
-use pointsman::queue::{ClassId, Depth, LaneKey, Queue, TenantKey, Terms};
+use pointsman::queue::{ClassId, Depth, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
 
 fn secs(secs: u64) -> Timestamp {
@@ -51,18 +51,18 @@ struct Row {
     id: u64,
     class: usize,
     lane: LaneKey,
-    terms: Terms,
+    entry: QueueEntry,
     sequence: u64,
 }
 
 impl Row {
     fn cost(&self) -> u64 {
-        u64::from((self.terms.isl_tokens - self.terms.cached_tokens).max(1))
+        u64::from((self.entry.isl_tokens - self.entry.cached_tokens).max(1))
     }
 
     fn score(&self, order: QueueOrder) -> f64 {
-        let arrival_secs = self.terms.arrival.since(Timestamp::default()).as_secs_f64();
-        let jump = self.terms.priority_jump.max(0.0);
+        let arrival_secs = self.entry.arrival.since(Timestamp::default()).as_secs_f64();
+        let jump = self.entry.priority_jump.max(0.0);
         match order {
             QueueOrder::Fcfs => jump - arrival_secs,
             QueueOrder::Lcfs => jump + arrival_secs,
@@ -71,11 +71,11 @@ impl Row {
     }
 
     fn goes_before(&self, other: &Self, order: QueueOrder) -> bool {
-        if self.terms.strict_priority != other.terms.strict_priority {
-            return self.terms.strict_priority > other.terms.strict_priority;
+        if self.entry.strict_priority != other.entry.strict_priority {
+            return self.entry.strict_priority > other.entry.strict_priority;
         }
-        if self.terms.due != other.terms.due {
-            let due = |row: &Self| row.terms.due.map_or(u64::MAX, |due| due.0);
+        if self.entry.due != other.entry.due {
+            let due = |row: &Self| row.entry.due.map_or(u64::MAX, |due| due.0);
             return due(self) < due(other);
         }
         let (mine, others) = (self.score(order), other.score(order));
@@ -92,17 +92,17 @@ impl Model {
     }
 
     fn push(&mut self, row: Row) {
-        self.starts.entry((row.class, row.terms.tenant)).or_insert(self.clocks[row.class]);
+        self.starts.entry((row.class, row.entry.tenant)).or_insert(self.clocks[row.class]);
         self.rows.push(row);
         self.pushed += 1;
     }
 
     fn finish(&self, row: &Row) -> u64 {
-        self.starts[&(row.class, row.terms.tenant)] + row.cost()
+        self.starts[&(row.class, row.entry.tenant)] + row.cost()
     }
 
     fn place(&self, row: &Row) -> Place {
-        (Reverse(row.terms.strict_priority), self.finish(row), row.sequence)
+        (Reverse(row.entry.strict_priority), self.finish(row), row.sequence)
     }
 
     /// The row that a class sends next of those in free lanes. A tenant ranks by its first row, or by its first free one
@@ -110,8 +110,8 @@ impl Model {
     fn next(&self, class: usize, free: impl Fn(&Row) -> bool) -> Option<&Row> {
         let tenants = self.starts.keys().filter(|(of, _)| *of == class).map(|(_, tenant)| *tenant);
         let of = tenants.filter_map(|tenant| {
-            let first = self.first(class, |row| row.terms.tenant == tenant)?;
-            let first_free = self.first(class, |row| row.terms.tenant == tenant && free(row))?;
+            let first = self.first(class, |row| row.entry.tenant == tenant)?;
+            let first_free = self.first(class, |row| row.entry.tenant == tenant && free(row))?;
             Some((self.place(first).max(self.place(first_free)), first_free))
         });
         of.min_by_key(|(place, _)| *place).map(|(_, row)| row)
@@ -139,9 +139,9 @@ impl Model {
         if self.rows.iter().all(|other| other.class != row.class) {
             self.deficits[row.class] = 0;
         }
-        let of_tenant = |other: &Row| (other.class, other.terms.tenant) == (row.class, row.terms.tenant);
+        let of_tenant = |other: &Row| (other.class, other.entry.tenant) == (row.class, row.entry.tenant);
         if !self.rows.iter().any(of_tenant) {
-            self.starts.remove(&(row.class, row.terms.tenant));
+            self.starts.remove(&(row.class, row.entry.tenant));
         }
         Some(row)
     }
@@ -165,7 +165,7 @@ impl Model {
         self.deficits[class] -= row.cost();
         self.last = class;
         self.clocks[class] = self.clocks[class].max(self.finish(row));
-        self.starts.insert((class, row.terms.tenant), self.clocks[class]);
+        self.starts.insert((class, row.entry.tenant), self.clocks[class]);
         self.remove(row.id).map(|row| row.id)
     }
 
@@ -173,14 +173,14 @@ impl Model {
         let of = || self.rows.iter().filter(|row| row.class == class);
         Depth {
             requests: of().count() as u64,
-            raw_tokens: of().map(|row| u64::from(row.terms.isl_tokens)).sum(),
-            cached_tokens: of().map(|row| u64::from(row.terms.cached_tokens)).sum(),
-            oldest: of().map(|row| row.terms.arrival).min(),
+            raw_tokens: of().map(|row| u64::from(row.entry.isl_tokens)).sum(),
+            cached_tokens: of().map(|row| u64::from(row.entry.cached_tokens)).sum(),
+            oldest: of().map(|row| row.entry.arrival).min(),
         }
     }
 
     fn next_due(&self) -> Option<Timestamp> {
-        self.rows.iter().filter_map(|row| row.terms.due).min()
+        self.rows.iter().filter_map(|row| row.entry.due).min()
     }
 }
 
@@ -189,7 +189,7 @@ enum Step {
     Push {
         class: usize,
         lane: LaneKey,
-        terms: Terms,
+        entry: QueueEntry,
         /// In how many milliseconds it is due.
         due_ms: Option<u64>,
         /// How long ago it came.
@@ -221,19 +221,19 @@ enum Step {
 const CLASSES_MAX: usize = 4;
 const LANES: u64 = 4;
 
-fn terms() -> impl Strategy<Value = Terms> {
+fn entry() -> impl Strategy<Value = QueueEntry> {
     // Few values each, so that most comparisons are ties but for one thing.
     let jump = prop_oneof![5 => Just(0.0), 1 => -1.0..0.0f64, 2 => 0.0..9.0f64, 1 => Just(1e300)];
     let tokens = prop_oneof![3 => 0u32..400, 1 => 0u32..20_000, 2 => Just(128)];
     let tenant = prop_oneof![3 => Just(0u64), 3 => 1u64..4, 1 => Just(u64::MAX)];
     (prop_oneof![4 => Just(0u32), 1 => 0..3u32, 1 => Just(u32::MAX)], jump, tokens, 0u32..=4, tenant).prop_map(
-        |(strict_priority, priority_jump, isl_tokens, quarters, tenant)| Terms {
+        |(strict_priority, priority_jump, isl_tokens, quarters, tenant)| QueueEntry {
             tenant: TenantKey(tenant),
             strict_priority,
             priority_jump,
             isl_tokens,
             cached_tokens: isl_tokens / 4 * quarters,
-            ..Terms::default()
+            ..QueueEntry::default()
         },
     )
 }
@@ -250,8 +250,8 @@ fn lane_bit(class: usize, lane: LaneKey) -> u16 {
 fn step() -> impl Strategy<Value = Step> {
     let due = prop_oneof![3 => Just(None), 1 => (0u64..4_000).prop_map(|ms| Some(ms / 500 * 500))];
     prop_oneof![
-        8 => (0..CLASSES_MAX, lane(), terms(), due, 0u64..5).prop_map(|(class, lane, terms, due_ms, age)| {
-            Step::Push { class, lane, terms, due_ms, age_ms: age * 100 }
+        8 => (0..CLASSES_MAX, lane(), entry(), due, 0u64..5).prop_map(|(class, lane, entry, due_ms, age)| {
+            Step::Push { class, lane, entry, due_ms, age_ms: age * 100 }
         }),
         2 => (0u64..30).prop_map(|back| Step::Remove { back }),
         2 => (0u64..30, 0u32..500).prop_map(|(back, cached_tokens)| Step::Refresh { back, cached_tokens }),
@@ -283,13 +283,13 @@ impl Pair {
         let classes = self.model.classes.len();
         let recent = |pushed: u64, back: u64| pushed.saturating_sub(back);
         match *step {
-            Step::Push { class, lane, terms, due_ms, age_ms } => {
+            Step::Push { class, lane, entry, due_ms, age_ms } => {
                 let due = due_ms.map(|ms| self.now + Duration::from_millis(ms));
                 let arrival = Timestamp(self.now.0 - age_ms * 1_000_000);
-                let (class, terms) = (class % classes, Terms { due, arrival, ..terms });
+                let (class, entry) = (class % classes, QueueEntry { due, arrival, ..entry });
                 let id = self.model.pushed;
-                self.queue.push(id, ClassId(class as u32), lane, terms, id * 10);
-                self.model.push(Row { id, class, lane, terms, sequence: id });
+                self.queue.push(id, ClassId(class as u32), lane, entry, id * 10);
+                self.model.push(Row { id, class, lane, entry, sequence: id });
             }
             Step::Remove { back } => {
                 let id = recent(self.model.pushed, back);
@@ -299,7 +299,7 @@ impl Pair {
                 let id = recent(self.model.pushed, back);
                 self.queue.set_cached_tokens(id, cached_tokens);
                 if let Some(row) = self.model.rows.iter_mut().find(|row| row.id == id) {
-                    row.terms.cached_tokens = cached_tokens.min(row.terms.isl_tokens);
+                    row.entry.cached_tokens = cached_tokens.min(row.entry.isl_tokens);
                 }
             }
             Step::Pop { free, times } => {
@@ -309,10 +309,10 @@ impl Pair {
             }
             Step::Expire => {
                 while let Some((id, _)) = self.queue.pop_expired(self.now) {
-                    let rows = self.model.rows.iter().filter(|row| row.terms.due.is_some());
+                    let rows = self.model.rows.iter().filter(|row| row.entry.due.is_some());
                     let first =
-                        rows.min_by_key(|row| (row.terms.due, row.sequence)).expect("who expires has a deadline");
-                    assert_eq!((first.id, first.terms.due <= Some(self.now)), (id, true));
+                        rows.min_by_key(|row| (row.entry.due, row.sequence)).expect("who expires has a deadline");
+                    assert_eq!((first.id, first.entry.due <= Some(self.now)), (id, true));
                     self.model.remove(id);
                 }
                 assert!(self.model.next_due().is_none_or(|due| due > self.now));
@@ -357,7 +357,7 @@ impl Pair {
         let expected: Vec<_> = expected.into_iter().map(|(class, lane)| (class, lane, head(class, lane))).collect();
         assert_eq!(lanes, expected);
         for row in &self.model.rows {
-            assert_eq!((self.queue.get(row.id), self.queue.terms(row.id)), (Some(&(row.id * 10)), Some(&row.terms)));
+            assert_eq!((self.queue.get(row.id), self.queue.entry(row.id)), (Some(&(row.id * 10)), Some(&row.entry)));
             assert!(!self.queue.is_lane_empty(ClassId(row.class as u32), row.lane));
         }
     }

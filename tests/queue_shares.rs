@@ -9,7 +9,7 @@ use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::QueueClass;
 use pointsman::protocol::Timestamp;
-use pointsman::queue::{ClassId, LaneKey, Queue, TenantKey, Terms};
+use pointsman::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
 
 fn config_of(quanta: &[u32]) -> RouterConfig {
@@ -54,8 +54,8 @@ impl Tenants {
         // What goes before a tenant's own requests does not go before those of others.
         let due = self.pushed.is_multiple_of(3).then_some(Timestamp(self.pushed));
         let priority_jump = self.pushed as f64;
-        let terms = Terms { tenant: tenant_key, isl_tokens: cost, due, priority_jump, ..Terms::default() };
-        self.queue.push(self.pushed, ClassId(0), lane, terms, (tenant, u64::from(cost)));
+        let entry = QueueEntry { tenant: tenant_key, isl_tokens: cost, due, priority_jump, ..QueueEntry::default() };
+        self.queue.push(self.pushed, ClassId(0), lane, entry, (tenant, u64::from(cost)));
         self.pushed += 1;
     }
 
@@ -89,8 +89,8 @@ impl Backlog {
     }
 
     fn push(&mut self, class: usize) {
-        let terms = Terms { isl_tokens: scattered(self.pushed, self.costs[class]), ..Terms::default() };
-        self.queue.push(self.pushed, ClassId(class as u32), LaneKey(0), terms, class as u32);
+        let entry = QueueEntry { isl_tokens: scattered(self.pushed, self.costs[class]), ..QueueEntry::default() };
+        self.queue.push(self.pushed, ClassId(class as u32), LaneKey(0), entry, class as u32);
         self.pushed += 1;
     }
 
@@ -205,8 +205,8 @@ proptest! {
 fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
     let mut queue = Queue::new(&RouterConfig::default());
     let push = |queue: &mut Queue<&'static str>, id: u64, tenant: &'static str| {
-        let terms = Terms { tenant: TenantKey::of(tenant), isl_tokens: 500, ..Terms::default() };
-        queue.push(id, ClassId(0), LaneKey(0), terms, tenant);
+        let entry = QueueEntry { tenant: TenantKey::of(tenant), isl_tokens: 500, ..QueueEntry::default() };
+        queue.push(id, ClassId(0), LaneKey(0), entry, tenant);
     };
     (0..120).for_each(|id| push(&mut queue, id, "many"));
     let pop = |queue: &mut Queue<&'static str>| queue.pop(Timestamp::default(), |_, _, _| true).expect("some wait").1;

@@ -17,7 +17,7 @@ use pointsman::RouterConfig;
 use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
 use pointsman::health::Exclusions;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, Target, Terms};
+use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, ResolvedOptions, Target};
 use pointsman::select::{
     Candidate, Constraints, Filter, Pin, PinMode, Policy, RankTraits, Selection, SelectorError, SharedHits,
     WorkerSelector,
@@ -30,14 +30,14 @@ fn hits(range: Range<u32>) -> SharedHits {
 }
 
 fn overriding(overrides: RouterConfigOverride) -> Ask {
-    asks(Terms { overrides, ..Terms::default() })
+    asks(ResolvedOptions { overrides, ..ResolvedOptions::default() })
 }
 
 /// Books `blocks` on a rank; they are to be prefilled.
-fn occupy(fleet: &mut Fleet, ticket: u64, worker: u64, blocks: u32) {
+fn occupy(fleet: &mut Fleet, id: u64, worker: u64, blocks: u32) {
     let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
-    fleet.ask(ticket, &Ask { blocks, prompt: 900 + ticket, target, waits: false, ..Ask::default() });
-    assert_eq!(fleet.worker(ticket), worker);
+    fleet.ask(id, &Ask { blocks, prompt: 900 + id, target, waits: false, ..Ask::default() });
+    assert_eq!(fleet.worker(id), worker);
 }
 
 /// The worker that this override leads to, and the one that is chosen without.
@@ -50,9 +50,9 @@ fn with_and_without(
     [otherwise, RouterConfigOverride::default()].map(|overrides| {
         let mut fleet = Fleet::new(config.clone(), 2);
         prepare(&mut fleet);
-        let terms = Terms { overrides, ..ask.terms.clone() };
-        fleet.ask(0, &Ask { terms: terms.clone(), purpose: Purpose::Explain, ..ask.clone() });
-        fleet.ask(1, &Ask { terms, ..ask.clone() });
+        let options = ResolvedOptions { overrides, ..ask.options.clone() };
+        fleet.ask(0, &Ask { options: options.clone(), purpose: Purpose::Explain, ..ask.clone() });
+        fleet.ask(1, &Ask { options, ..ask.clone() });
         assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank));
         fleet.worker(1)
     })
@@ -93,11 +93,11 @@ fn an_override_of_the_temperature_spreads_one_request() {
     let mut fleet = Fleet::new(config(), 2);
     let overrides = RouterConfigOverride { temperature: Some(1.0), ..RouterConfigOverride::default() };
     let mut dear = [0; 2];
-    for ticket in 0..200 {
-        let ask = if ticket % 2 == 0 { overriding(overrides) } else { Ask::default() };
-        fleet.ask(ticket, &Ask { cached: vec![(0, 4)], ..ask });
-        dear[(ticket % 2) as usize] += fleet.worker(ticket);
-        fleet.free(ticket);
+    for id in 0..200 {
+        let ask = if id % 2 == 0 { overriding(overrides) } else { Ask::default() };
+        fleet.ask(id, &Ask { cached: vec![(0, 4)], ..ask });
+        dear[(id % 2) as usize] += fleet.worker(id);
+        fleet.free(id);
     }
     assert!((15..40).contains(&dear[0]), "27 % of 100 by the softmax of two: {dear:?}");
     assert_eq!(dear[1], 0, "the others take the least cost");
@@ -188,9 +188,9 @@ fn a_selector_is_shown_exact_facts_of_every_eligible_rank() {
 #[test]
 fn a_selectors_wrong_answer_is_one_requests_error() {
     let (mut fleet, selector) = told(config(), 2);
-    let refused = |fleet: &mut Fleet, ticket: u64| {
-        fleet.ask(ticket, &Ask::default());
-        let Rejection::Selector(error) = fleet.rejection(ticket).clone() else { panic!("the selector's error") };
+    let refused = |fleet: &mut Fleet, id: u64| {
+        fleet.ask(id, &Ask::default());
+        let Rejection::Selector(error) = fleet.rejection(id).clone() else { panic!("the selector's error") };
         error
     };
     assert_eq!(refused(&mut fleet, 0), SelectorError::Refused { candidates: 2 });
@@ -270,15 +270,15 @@ fn an_explanation_has_the_decayed_credit() {
 fn decisions_are_traced_in_the_share_asked_for() {
     let traced = |share: f64, seed: u64| -> Vec<u64> {
         let mut fleet = Fleet::new(RouterConfig { decision_trace: share, seed, ..config() }, 3);
-        for ticket in 0..1_000 {
-            fleet.ask(ticket, &Ask { cached: vec![((ticket % 3) as usize, 4)], ..Ask::default() });
-            fleet.free(ticket);
+        for id in 0..1_000 {
+            fleet.ask(id, &Ask { cached: vec![((id % 3) as usize, 4)], ..Ask::default() });
+            fleet.free(id);
         }
-        let traces = fleet.left.iter().filter_map(|(ticket, outcome)| match outcome {
+        let traces = fleet.left.iter().filter_map(|(id, outcome)| match outcome {
             Outcome::Booked(decision, Some(trace)) => {
                 assert_eq!((trace.request, trace.chosen), (decision.request, Some(decision.rank)));
                 assert_eq!(trace.ranks.len(), 3);
-                Some(*ticket)
+                Some(*id)
             }
             _ => None,
         });
@@ -292,8 +292,8 @@ fn decisions_are_traced_in_the_share_asked_for() {
     assert_ne!(some, traced(0.1, 2));
 }
 
-/// Terms of all kinds, by the digits of a number that looks random.
-fn some_terms(noise: u64, workers: u64) -> Terms {
+/// Request options of all kinds, by the digits of a number that looks random.
+fn some_options(noise: u64, workers: u64) -> ResolvedOptions {
     let pick = |at: u32, of: u64| (noise >> at) % of;
     let mut constraints = Constraints::default();
     if pick(0, 4) == 0 {
@@ -311,7 +311,7 @@ fn some_terms(noise: u64, workers: u64) -> Terms {
         constraints.preferred_taints = [("odd".to_owned(), pick(27, 5) as f64 - 2.0), ("third".to_owned(), 0.7)].into();
     }
     let given = |at: u32, value: f64| (pick(at, 5) == 0).then_some(value);
-    Terms {
+    ResolvedOptions {
         constraints,
         lora_name: (pick(30, 6) == 0).then(|| "sql".into()),
         session_id: (pick(33, 2) == 0).then(|| SessionId::new(&format!("s{}", pick(34, 4))).expect("a good id")),
@@ -323,7 +323,7 @@ fn some_terms(noise: u64, workers: u64) -> Terms {
             shared_cache_multiplier: given(51, 1.0),
             ..RouterConfigOverride::default()
         },
-        ..Terms::default()
+        ..ResolvedOptions::default()
     }
 }
 
@@ -345,7 +345,7 @@ fn placed(
         fleet.nodes[node].holdings.publish(7 * node, fleet.now);
     }
     fleet.prompt_answers = burst.is_none();
-    for (ticket, &seed) in (0..).zip(seeds) {
+    for (id, &seed) in (0..).zip(seeds) {
         if burst.is_none() {
             match scattered(seed) % 16 {
                 0 => fleet.drain((seed % workers) as usize),
@@ -367,28 +367,28 @@ fn placed(
             prompt: (seed >> 16) % 4,
             cached: cached.filter(|(_, blocks)| *blocks > 0).collect(),
             shared_cache: hits(0..(seed >> 20) as u32 % 9),
-            terms: some_terms(scattered(seed ^ 7), workers),
+            options: some_options(scattered(seed ^ 7), workers),
             waits: false,
             ..Ask::default()
         };
-        fleet.ask(ticket, &ask);
+        fleet.ask(id, &ask);
         if let Some(burst) = burst {
-            while (ticket as usize).is_multiple_of(burst) && !fleet.asked.is_empty() {
+            while (id as usize).is_multiple_of(burst) && !fleet.asked.is_empty() {
                 fleet.answer(&[]);
             }
             continue;
         }
         if seed % 3 == 0 {
-            fleet.complete_prefill(ticket);
+            fleet.complete_prefill(id);
         }
-        if ticket > 8 {
-            fleet.free(ticket - 8);
+        if id > 8 {
+            fleet.free(id - 8);
         }
     }
     while !fleet.asked.is_empty() {
         fleet.answer(&[]);
     }
-    fleet.left.sort_by_key(|(ticket, _)| *ticket);
+    fleet.left.sort_by_key(|(id, _)| *id);
     let placed = fleet.left.iter().map(|(_, outcome)| match outcome {
         Outcome::Booked(decision, _) => Some(decision.rank),
         _ => None,

@@ -13,7 +13,7 @@ use pointsman::config::{QueueClass, SessionAffinity};
 use pointsman::error::ErrorKind;
 use pointsman::health::Exclusions;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
-use pointsman::schedule::{Input, Purpose, Rejection, Target, Terms};
+use pointsman::schedule::{Input, Purpose, Rejection, ResolvedOptions, Target};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, preference_factor};
 use pointsman::session::SessionId;
 use std::time::Duration;
@@ -31,7 +31,7 @@ fn with_adapter(name: &str) -> RankTraits {
 }
 
 fn constrained(constraints: Constraints) -> Ask {
-    asks(Terms { constraints, ..Terms::default() })
+    asks(ResolvedOptions { constraints, ..ResolvedOptions::default() })
 }
 
 fn pinned(worker: u64, mode: PinMode) -> Constraints {
@@ -46,8 +46,8 @@ fn excluding(workers: &[u64]) -> Constraints {
     Constraints { excluded_ranks: workers.iter().copied().map(rank).collect(), ..Constraints::default() }
 }
 
-fn of_session(id: &str) -> Terms {
-    Terms { session_id: Some(SessionId::new(id).expect("a good id")), ..Terms::default() }
+fn of_session(id: &str) -> ResolvedOptions {
+    ResolvedOptions { session_id: Some(SessionId::new(id).expect("a good id")), ..ResolvedOptions::default() }
 }
 
 /// A rank is busy with more than `tokens` to prefill.
@@ -57,14 +57,14 @@ fn busy_above(tokens: u64) -> RouterConfig {
 }
 
 /// Gives a rank one block to prefill and hold.
-fn occupy(fleet: &mut Fleet, ticket: u64, worker: u64) {
-    occupy_with(fleet, ticket, worker, 1);
+fn occupy(fleet: &mut Fleet, id: u64, worker: u64) {
+    occupy_with(fleet, id, worker, 1);
 }
 
-fn occupy_with(fleet: &mut Fleet, ticket: u64, worker: u64, blocks: u32) {
+fn occupy_with(fleet: &mut Fleet, id: u64, worker: u64, blocks: u32) {
     let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
-    fleet.ask(ticket, &Ask { blocks, prompt: 900 + ticket, target, waits: false, ..Ask::default() });
-    assert_eq!(fleet.worker(ticket), worker);
+    fleet.ask(id, &Ask { blocks, prompt: 900 + id, target, waits: false, ..Ask::default() });
+    assert_eq!(fleet.worker(id), worker);
 }
 
 /// What a fresh fleet of two says to this request.
@@ -99,7 +99,7 @@ fn every_filter_is_named_with_its_count() {
         fleet.describe(1, with_adapter("sql"));
         fleet.set_conditions(&[1], &[]);
     };
-    let ask = asks(Terms { lora_name: Some("sql".into()), ..Terms::default() });
+    let ask = asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() });
     assert_eq!(
         refused(adapter, &ask).to_string(),
         "all eligible workers are overloaded: 1 without the LoRA adapter, 1 overloaded"
@@ -107,7 +107,7 @@ fn every_filter_is_named_with_its_count() {
     let silent = |fleet: &mut Fleet| {
         fleet.prompt_answers = false;
         occupy(fleet, 8, 1);
-        fleet.ask(9, &Ask { purpose: Purpose::Survey, prompt: 908, ..Ask::default() });
+        fleet.ask(9, &Ask { purpose: Purpose::LoadSnapshot, prompt: 908, ..Ask::default() });
         fleet.answer(&[1]);
         fleet.set_conditions(&[0], &[]);
     };
@@ -198,8 +198,8 @@ fn a_pinned_worker_has_all_its_ranks() {
     fleet.admit(WorkerRank::new(WorkerId(7), 0), RankTraits::default());
     fleet.admit(WorkerRank::new(WorkerId(7), 1), RankTraits::default());
     let ask = constrained(pinned(7, PinMode::Hard));
-    (0..4).for_each(|ticket| fleet.ask(ticket, &Ask { prompt: ticket, ..ask.clone() }));
-    let ranks: BTreeSet<WorkerRank> = (0..4).map(|ticket| fleet.decision(ticket).rank).collect();
+    (0..4).for_each(|id| fleet.ask(id, &Ask { prompt: id, ..ask.clone() }));
+    let ranks: BTreeSet<WorkerRank> = (0..4).map(|id| fleet.decision(id).rank).collect();
     assert_eq!(ranks, [0, 1].map(|n| WorkerRank::new(WorkerId(7), n)).into());
 }
 
@@ -223,14 +223,20 @@ fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
 
 #[test]
 fn adapters_narrow_the_choice_where_anybody_has_them() {
-    let sql = Ask { cached: vec![(0, 4)], ..asks(Terms { lora_name: Some("sql".into()), ..Terms::default() }) };
+    let sql = Ask {
+        cached: vec![(0, 4)],
+        ..asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() })
+    };
     let mut fleet = Fleet::new(config(), 3);
     fleet.ask(0, &sql);
     assert_eq!(fleet.worker(0), 0, "nobody has it: the warmest");
     fleet.describe(1, with_adapter("sql"));
     fleet.ask(1, &sql);
     assert_eq!(fleet.worker(1), 1);
-    fleet.ask(2, &Ask { terms: Terms { constraints: allowed(&[0, 2]), ..sql.terms.clone() }, ..sql.clone() });
+    fleet.ask(
+        2,
+        &Ask { options: ResolvedOptions { constraints: allowed(&[0, 2]), ..sql.options.clone() }, ..sql.clone() },
+    );
     assert_eq!(fleet.worker(2), 0, "nobody of those allowed has it");
     fleet.drain(1);
     fleet.ask(3, &sql);
@@ -243,7 +249,7 @@ fn who_waits_for_an_adapter_holds_nobody_else_up() {
     fleet.describe(0, with_adapter("sql"));
     occupy(&mut fleet, 90, 0);
     occupy(&mut fleet, 91, 1);
-    fleet.ask(0, &asks(Terms { lora_name: Some("sql".into()), ..Terms::default() }));
+    fleet.ask(0, &asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() }));
     fleet.ask(1, &Ask::default());
     assert_eq!(fleet.waiting(), 2);
     fleet.complete_prefill(91);
@@ -376,9 +382,9 @@ fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
         let ejected = workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
         fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, ..Exclusions::default() })));
     };
-    let open = |fleet: &mut Fleet, ticket: u64| {
-        fleet.ask(ticket, &Ask { purpose: Purpose::Explain, ..Ask::default() });
-        let rows = fleet.explanation(ticket).ranks.iter();
+    let open = |fleet: &mut Fleet, id: u64| {
+        fleet.ask(id, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+        let rows = fleet.explanation(id).ranks.iter();
         rows.filter(|row| row.refused_by.is_none()).map(|row| row.facts.rank.worker.0).collect::<Vec<_>>()
     };
     eject(&mut fleet, &[1, 2]);
@@ -404,22 +410,24 @@ fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy(
     for policy in Policy::ALL {
         let mut fleet = Fleet::new(RouterConfig { policy, slow_start_return_ms: 0, ..config() }, 4);
         fleet.prompt_answers = true;
-        let mut ticket = 0;
+        let mut id = 0;
         let mut draws = |fleet: &mut Fleet, [down, refusing]: [&[u64]; 2], only: Option<u64>| {
             let set = |workers: &[u64]| workers.iter().copied().map(rank).collect();
             let exclusions = Exclusions { down: set(down), refusing: set(refusing), ..Exclusions::default() };
             fleet.step(Input::Exclusions(Arc::new(exclusions)));
             let allowed_workers = only.map(|worker| [WorkerId(worker)].into());
-            let terms =
-                Terms { constraints: Constraints { allowed_workers, ..Constraints::default() }, ..Terms::default() };
+            let options = ResolvedOptions {
+                constraints: Constraints { allowed_workers, ..Constraints::default() },
+                ..ResolvedOptions::default()
+            };
             let mut drawn = BTreeSet::new();
             for _ in 0..40 {
                 // Few excluded ranks have all of it cached, and are passed over; else nobody has, and the load is spread.
                 let cached = if down.len() + refusing.len() < 3 { vec![(0, 4), (1, 4)] } else { Vec::new() };
-                fleet.ask(ticket, &Ask { blocks: 4, prompt: ticket, cached, ..asks(terms.clone()) });
-                drawn.insert(fleet.worker(ticket));
-                fleet.free(ticket);
-                ticket += 1;
+                fleet.ask(id, &Ask { blocks: 4, prompt: id, cached, ..asks(options.clone()) });
+                drawn.insert(fleet.worker(id));
+                fleet.free(id);
+                id += 1;
             }
             drawn.into_iter().collect::<Vec<_>>()
         };
@@ -443,9 +451,9 @@ fn a_session_stays_with_a_rank_that_refuses_and_leaves_one_that_is_down() {
     assert_eq!([fleet.worker(0), fleet.worker(1), fleet.worker(2)], [0, 0, 1]);
 }
 
-fn new_ranks_cost(fleet: &mut Fleet, ticket: u64) -> f64 {
-    fleet.ask(ticket, &Ask { purpose: Purpose::Explain, ..Ask::default() });
-    let row = fleet.explanation(ticket).ranks.last().expect("a row a rank");
+fn new_ranks_cost(fleet: &mut Fleet, id: u64) -> f64 {
+    fleet.ask(id, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+    let row = fleet.explanation(id).ranks.last().expect("a row a rank");
     assert_eq!(row.cost_hi, row.cost_terms.total() * row.facts.preference);
     row.facts.preference
 }
@@ -506,15 +514,15 @@ fn backpressure_names_class_limit_current_and_when_to_come_back() {
     let mut fleet = Fleet::new(RouterConfig { queue_classes: vec![class], ..config() }, 2);
     occupy(&mut fleet, 90, 0);
     occupy(&mut fleet, 91, 1);
-    (0..3).for_each(|ticket| fleet.ask(ticket, &Ask::default()));
+    (0..3).for_each(|id| fleet.ask(id, &Ask::default()));
     assert_eq!(
         fleet.rejection(2).to_string(),
         "class only takes no more waiting requests: limit requests is 2, 2 are waiting, retry after 1s"
     );
-    fleet.ask(3, &asks(Terms { do_not_queue: true, ..Terms::default() }));
+    fleet.ask(3, &asks(ResolvedOptions { do_not_queue: true, ..ResolvedOptions::default() }));
     let Rejection::Backpressure(refused) = fleet.rejection(3) else { panic!("it may not wait") };
     assert_eq!((&*refused.class, refused.limit.name(), refused.current), ("only", "do_not_queue", 2));
-    fleet.ask(4, &asks(Terms { policy_class: Some("gold".into()), ..Terms::default() }));
+    fleet.ask(4, &asks(ResolvedOptions { policy_class: Some("gold".into()), ..ResolvedOptions::default() }));
     assert_eq!(
         fleet.rejection(4).to_string(),
         "class is \"gold\", must be the name or the family of one of queue_classes"

@@ -17,7 +17,7 @@ use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
 use pointsman::protocol::{BookingId, WorkerId};
-use pointsman::schedule::{Input, Purpose, Target, Terms};
+use pointsman::schedule::{Input, Purpose, ResolvedOptions, Target};
 use pointsman::select::{Pin, PinMode};
 use proptest::prelude::*;
 use world::World;
@@ -59,25 +59,25 @@ fn one_at_a_time(classes: &[(&str, u32)]) -> RouterConfig {
 }
 
 fn of_class(class: &str, blocks: u32) -> Ask {
-    let terms = Terms { policy_class: Some(class.into()), ..Terms::default() };
-    Ask { blocks, ..asks(terms) }
+    let options = ResolvedOptions { policy_class: Some(class.into()), ..ResolvedOptions::default() };
+    Ask { blocks, ..asks(options) }
 }
 
 /// Gives each worker something to prefill.
-fn occupy(fleet: &mut Fleet, tickets: Range<u64>) {
-    for (worker, ticket) in (0..).zip(tickets) {
+fn occupy(fleet: &mut Fleet, ids: Range<u64>) {
+    for (worker, id) in (0..).zip(ids) {
         let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
-        fleet.ask(ticket, &Ask { blocks: 1, prompt: 1_000 + ticket, target, waits: false, ..Ask::default() });
+        fleet.ask(id, &Ask { blocks: 1, prompt: 1_000 + id, target, waits: false, ..Ask::default() });
     }
 }
 
-fn complete(fleet: &mut Fleet, ticket: u64) {
-    fleet.complete_prefill(ticket);
+fn complete(fleet: &mut Fleet, id: u64) {
+    fleet.complete_prefill(id);
     fleet.wake();
 }
 
-fn finish(fleet: &mut Fleet, ticket: u64) {
-    fleet.free(ticket);
+fn finish(fleet: &mut Fleet, id: u64) {
+    fleet.free(id);
     fleet.wake();
 }
 
@@ -101,19 +101,19 @@ impl Backlog {
         backlog
     }
 
-    fn cost(&self, ticket: u64) -> u32 {
-        let (least, most) = self.costs[self.classes[ticket as usize]];
-        least + (scattered(ticket) % u64::from(most - least + 1)) as u32
+    fn cost(&self, id: u64) -> u32 {
+        let (least, most) = self.costs[self.classes[id as usize]];
+        least + (scattered(id) % u64::from(most - least + 1)) as u32
     }
 
     fn ask(&mut self, class: usize) {
-        let ticket = self.classes.len() as u64;
+        let id = self.classes.len() as u64;
         self.classes.push(class);
         // A pinned request waits in a lane of its own, and shares as the others do.
-        let mut ask = of_class(&self.names[class], self.cost(ticket));
+        let mut ask = of_class(&self.names[class], self.cost(id));
         let pin = Pin { worker: WorkerId(0), rank: None, mode: PinMode::Hard };
-        ask.terms.constraints.pin = ticket.is_multiple_of(3).then_some(pin);
-        self.fleet.ask(ticket, &ask);
+        ask.options.constraints.pin = id.is_multiple_of(3).then_some(pin);
+        self.fleet.ask(id, &ask);
     }
 
     /// Ends what runs, so that the next one is sent: its class, and what it cost.
@@ -186,12 +186,12 @@ fn classes_share_as_in_the_worked_example() {
 fn ten_thousand_wait_half_are_cancelled_and_the_rest_are_served_in_order() {
     let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
     occupy(&mut fleet, 20_000..20_001);
-    let blocks = |ticket: u64| 1 + (scattered(ticket) % 5) as u32;
+    let blocks = |id: u64| 1 + (scattered(id) % 5) as u32;
     let mut depth = (0, 0);
-    for ticket in 0..10_000 {
+    for id in 0..10_000 {
         fleet.now = fleet.now + Duration::from_micros(1);
-        fleet.ask(ticket, &Ask { blocks: blocks(ticket), ..Ask::default() });
-        depth = (depth.0 + 1, depth.1 + u64::from(blocks(ticket)));
+        fleet.ask(id, &Ask { blocks: blocks(id), ..Ask::default() });
+        depth = (depth.0 + 1, depth.1 + u64::from(blocks(id)));
     }
     let depth_of = |fleet: &Fleet| {
         let (_, depth) = fleet.schedule.depths().next().expect("the only class");
@@ -199,21 +199,21 @@ fn ten_thousand_wait_half_are_cancelled_and_the_rest_are_served_in_order() {
     };
     assert_eq!(depth_of(&fleet), depth);
     let mut order: Vec<u64> = (0..10_000).collect();
-    order.sort_unstable_by_key(|ticket| scattered(*ticket));
+    order.sort_unstable_by_key(|id| scattered(*id));
     let (cancelled, mut kept) = (order[..5_000].to_vec(), order[5_000..].to_vec());
-    for ticket in cancelled {
-        fleet.cancel(ticket);
-        depth = (depth.0 - 1, depth.1 - u64::from(blocks(ticket)));
+    for id in cancelled {
+        fleet.cancel(id);
+        depth = (depth.0 - 1, depth.1 - u64::from(blocks(id)));
         assert_eq!(depth_of(&fleet), depth);
-        assert!(matches!(fleet.left.last(), Some((last, Outcome::Cancelled)) if *last == ticket));
+        assert!(matches!(fleet.left.last(), Some((last, Outcome::Cancelled)) if *last == id));
     }
     fleet.left.clear();
     let mut running = 20_000;
     kept.sort_unstable();
-    for ticket in kept {
+    for id in kept {
         finish(&mut fleet, running);
         let [(sent, Outcome::Booked(..))] = fleet.left[..] else { panic!("one at a time: {:?}", fleet.left) };
-        assert_eq!(sent, ticket, "first come, first served");
+        assert_eq!(sent, id, "first come, first served");
         fleet.left.clear();
         running = sent;
     }
@@ -258,7 +258,7 @@ fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
 /// Whoever is let through to a rank that goes while it is asked about is held like an arrival.
 #[test]
 fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
-    let terms = |do_not_queue| Terms { do_not_queue, ..Terms::default() };
+    let options = |do_not_queue| ResolvedOptions { do_not_queue, ..ResolvedOptions::default() };
     let limited = |requests_max_per_rank| {
         let class = one_at_a_time(&[("only", 2_048)]).queue_classes[0].clone();
         RouterConfig { queue_classes: vec![QueueClass { requests_max_per_rank, ..class }], ..config() }
@@ -280,7 +280,7 @@ fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
         fleet
     };
     assert_eq!(asked_about(limited(None), &Ask::default()).waiting(), 1);
-    let refused = asked_about(limited(None), &asks(terms(true))).rejection(0).to_string();
+    let refused = asked_about(limited(None), &asks(options(true))).rejection(0).to_string();
     assert!(refused.starts_with("class only takes no more waiting requests: limit do_not_queue"), "{refused}");
     let refused = asked_about(limited(Some(0)), &Ask::default()).rejection(0).to_string();
     assert!(refused.starts_with("class only takes no more waiting requests: limit requests is 0"), "{refused}");
@@ -298,15 +298,15 @@ fn deadlines_pass_while_others_are_asked_about() {
     occupy(&mut fleet, 90..92);
     let due = |fleet: &Fleet, millis: u64| {
         let due = Some(fleet.now + Duration::from_millis(millis));
-        Ask { prompt: 1_090, ..asks(Terms { due, ..Terms::default() }) }
+        Ask { prompt: 1_090, ..asks(ResolvedOptions { due, ..ResolvedOptions::default() }) }
     };
     let (soon, later) = (due(&fleet, 5), due(&fleet, 6));
     fleet.ask(0, &soon);
-    assert_eq!((fleet.waiting(), fleet.schedule.next_wake()), (1, soon.terms.due));
+    assert_eq!((fleet.waiting(), fleet.schedule.next_wake()), (1, soon.options.due));
     fleet.prompt_answers = false;
-    fleet.ask(1, &Ask { purpose: Purpose::Survey, prompt: 1_090, ..Ask::default() });
+    fleet.ask(1, &Ask { purpose: Purpose::LoadSnapshot, prompt: 1_090, ..Ask::default() });
     fleet.ask(2, &later);
-    assert_eq!(fleet.asked.len(), 1, "the third is behind the survey");
+    assert_eq!(fleet.asked.len(), 1, "the third is behind the load snapshot");
     fleet.now = fleet.now + Duration::from_millis(5);
     fleet.wake();
     assert_eq!(fleet.rejection(0).to_string(), "the deadline passed after 5 ms");

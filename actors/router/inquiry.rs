@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 
 use super::{RouteRequest, Router};
 use crate::actors::radix::{Ask, Found};
-use crate::actors::scheduler::{Answered, PendingClass, SchedulerMsg};
+use crate::actors::scheduler::{PendingClass, Reply, SchedulerMsg};
 use crate::error::{Down, RouteError};
 use crate::protocol::WorkerRank;
 use crate::schedule::{Explanation, PotentialLoad, Purpose};
@@ -76,10 +76,10 @@ impl Router {
     /// See [`RouteError`].
     pub async fn potential_loads(&self, request: RouteRequest<'_>) -> Result<Vec<PotentialLoad>, RouteError> {
         let prepared = self.prepare(&request)?;
-        match self.ask(&prepared, Purpose::Survey).await? {
-            Answered::Surveyed(loads) => Ok(loads),
-            Answered::Rejected(reason) => Err(reason.into()),
-            Answered::Placed(_) | Answered::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
+        match self.ask(&prepared, Purpose::LoadSnapshot).await? {
+            Reply::LoadSnapshot(loads) => Ok(loads),
+            Reply::Rejected(reason) => Err(reason.into()),
+            Reply::Placed(_) | Reply::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
         }
     }
 
@@ -91,9 +91,9 @@ impl Router {
     pub async fn explain(&self, request: RouteRequest<'_>) -> Result<Explanation, RouteError> {
         let prepared = self.prepare(&request)?;
         match self.ask(&prepared, Purpose::Explain).await? {
-            Answered::Explained(explanation) => Ok(*explanation),
-            Answered::Rejected(reason) => Err(reason.into()),
-            Answered::Placed(_) | Answered::Surveyed(_) => Err(RouteError::Lost { attempts: 0 }),
+            Reply::Explained(explanation) => Ok(*explanation),
+            Reply::Rejected(reason) => Err(reason.into()),
+            Reply::Placed(_) | Reply::LoadSnapshot(_) => Err(RouteError::Lost { attempts: 0 }),
         }
     }
 

@@ -12,7 +12,7 @@ use crate::load::{LengthKeys, PrefillLoadHint, PromptBlocks, PromptLimits};
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::queue::{TenantKey, UnknownClass};
-use crate::schedule::{Decision, Rejection, Terms};
+use crate::schedule::{Decision, Rejection, ResolvedOptions};
 use crate::select::{Constraints, TierOverlap};
 use crate::session::SessionId;
 
@@ -91,8 +91,8 @@ impl<'a> RouteRequest<'a> {
         }
     }
 
-    /// What it asks for beyond its prompt; nothing for most.
-    fn terms(&self, shared: &Shared, now: Timestamp) -> Result<Option<Box<Terms>>, RouteError> {
+    /// The options as the scheduler reads them; `None` for a request with default options, which most have.
+    fn resolve(&self, shared: &Shared, now: Timestamp) -> Result<Option<Box<ResolvedOptions>>, RouteError> {
         let config = &shared.config;
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
         let tenant = self.tenant.filter(|_| config.queueing()).map(TenantKey::of); // elsewhere nobody waits
@@ -123,7 +123,7 @@ impl<'a> RouteRequest<'a> {
         constraints.validate()?;
         let overrides = self.overrides.copied().unwrap_or_default();
         overrides.validate()?;
-        Ok(Some(Box::new(Terms {
+        Ok(Some(Box::new(ResolvedOptions {
             tenant: tenant.unwrap_or_default(),
             strict_priority: self.strict_priority,
             priority_jump: self.priority_jump.max(0.0),
@@ -325,7 +325,7 @@ pub(super) struct Prepared {
     /// The blocks it will be charged for.
     prompt: PromptBlocks,
     isl_tokens: u32,
-    terms: Option<Box<Terms>>,
+    options: Option<Box<ResolvedOptions>>,
     length_keys: LengthKeys,
     /// What a booking will leave in a cache, where that is guessed.
     guess: Option<Guess>,
@@ -337,7 +337,7 @@ pub(super) struct Prepared {
 impl Prepared {
     pub(super) fn new(shared: &Shared, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
         let (config, now) = (&shared.config, shared.clock.now());
-        let terms = request.terms(shared, now)?;
+        let options = request.resolve(shared, now)?;
         let overrides = request.overrides.copied().unwrap_or_default();
         let scheme = HashScheme {
             block_size: config.block_size_nonzero(),
@@ -386,7 +386,7 @@ impl Prepared {
         let guess = hashes.as_ref().filter(|_| shared.predicts);
         let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
         let (length_keys, kind) = (request.length_keys(), request.kind());
-        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, terms, length_keys, guess, kind, started: now })
+        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, options, length_keys, guess, kind, started: now })
     }
 
     /// The caller knows what is cached: nobody need be asked.
@@ -407,8 +407,8 @@ impl Prepared {
         self.guess.clone()
     }
 
-    pub(super) fn terms(&self) -> Option<Box<Terms>> {
-        self.terms.clone()
+    pub(super) fn options(&self) -> Option<Box<ResolvedOptions>> {
+        self.options.clone()
     }
 
     pub(super) fn length_keys(&self) -> LengthKeys {

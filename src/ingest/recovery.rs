@@ -24,7 +24,7 @@ const LINK_TROUBLES_MAX: u32 = 3;
 
 /// Why a replay is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Purpose {
+pub(super) enum ReplayPurpose {
     /// Nothing is known yet, or any more.
     All,
     /// The connection is new: is the publisher the one it was, and what has it said meanwhile?
@@ -38,13 +38,13 @@ pub(super) enum Purpose {
 /// A replay that was asked for, or will be.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Replay {
-    Waiting { purpose: Purpose, at: Timestamp },
+    Waiting { purpose: ReplayPurpose, at: Timestamp },
     Running(Running),
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Running {
-    pub(super) purpose: Purpose,
+    pub(super) purpose: ReplayPurpose,
     /// The message that it must begin with.
     pub(super) from: u64,
     /// The first that was not there when it was asked for; the one before it, if any, was applied.
@@ -66,10 +66,10 @@ impl Replay {
 
     /// Whether something is known to be missing, or who is there is not.
     pub(super) fn doubts(self) -> bool {
-        self.purpose() != Purpose::End
+        self.purpose() != ReplayPurpose::End
     }
 
-    fn purpose(&self) -> Purpose {
+    fn purpose(&self) -> ReplayPurpose {
         match self {
             Self::Waiting { purpose, .. } => *purpose,
             Self::Running(running) => running.purpose,
@@ -92,7 +92,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         (self.live_next, self.tries) = (None, 0);
         self.drop_held(effects);
         if self.config.has_replay {
-            self.ask(if self.next.unwrap_or(0) == 0 { Purpose::All } else { Purpose::Verify }, effects);
+            self.ask(if self.next.unwrap_or(0) == 0 { ReplayPurpose::All } else { ReplayPurpose::Verify }, effects);
         } else if let Some(from) = self.next {
             // The engine may have restarted and published just as many messages: nothing can verify that it did not.
             self.lose(None, Doubt::NoReplay { from }, effects);
@@ -106,13 +106,13 @@ impl<P: AsRef<[u8]>> Source<P> {
         if !self.config.has_replay {
             self.lose(None, Doubt::NoReplay { from: 0 }, effects);
         } else if self.link.is_connected() {
-            self.ask(Purpose::All, effects);
+            self.ask(ReplayPurpose::All, effects);
         }
     }
 
     pub(super) fn on_replay_ended(&mut self, effects: &mut Vec<Effect<P>>) {
         let Some(Replay::Running(running)) = self.replay else { return };
-        if running.purpose == Purpose::End {
+        if running.purpose == ReplayPurpose::End {
             self.replay = None;
             if self.asks_at.is_some() {
                 effects.push(Effect::Noted(Note::Recovered)); // what was brought has been applied in its turn
@@ -135,7 +135,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             self.complete(effects);
         } else if self.next.unwrap_or(0) > running.first_lacking {
             self.tries = 0;
-            self.ask(Purpose::Gap, effects);
+            self.ask(ReplayPurpose::Gap, effects);
         } else {
             effects.push(Effect::Noted(Note::ReplayFailed));
             self.try_again(running.purpose, Doubt::ReplayHole { from: self.next.unwrap_or(0) }, effects);
@@ -145,7 +145,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     pub(super) fn on_replay_failed(&mut self, effects: &mut Vec<Effect<P>>) {
         let Some(Replay::Running(running)) = self.replay else { return };
         effects.push(Effect::Noted(Note::ReplayFailed));
-        if running.purpose == Purpose::End {
+        if running.purpose == ReplayPurpose::End {
             self.replay = None;
             self.look_for_end_later();
             return self.suspect_link(effects);
@@ -154,7 +154,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     }
 
     /// Asks for everything from the last message applied on, that one included.
-    pub(super) fn ask(&mut self, purpose: Purpose, effects: &mut Vec<Effect<P>>) {
+    pub(super) fn ask(&mut self, purpose: ReplayPurpose, effects: &mut Vec<Effect<P>>) {
         let first_lacking = self.next.unwrap_or(0);
         let from = first_lacking.saturating_sub(1);
         self.asks_at = None;
@@ -184,7 +184,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         if is_late {
             self.look_for_end_later();
         } else {
-            self.ask(Purpose::End, effects);
+            self.ask(ReplayPurpose::End, effects);
         }
     }
 
@@ -225,7 +225,7 @@ impl<P: AsRef<[u8]>> Source<P> {
                 }
             }
         }
-        let closes_gap = self.replay.is_some_and(|replay| replay.purpose() == Purpose::Gap);
+        let closes_gap = self.replay.is_some_and(|replay| replay.purpose() == ReplayPurpose::Gap);
         if closes_gap && !self.is_incomplete() {
             self.complete(effects);
         }
@@ -260,10 +260,10 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
         if self.link.is_connected() {
             if self.is_settled {
-                self.ask(Purpose::All, effects);
+                self.ask(ReplayPurpose::All, effects);
             } else {
                 let at = self.now + self.backoff.next_delay();
-                self.replay = Some(Replay::Waiting { purpose: Purpose::All, at });
+                self.replay = Some(Replay::Waiting { purpose: ReplayPurpose::All, at });
             }
         }
         self.is_settled = false;
@@ -312,7 +312,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         effects.push(Effect::Noted(Note::Recovered));
     }
 
-    fn try_again(&mut self, purpose: Purpose, cause: Doubt, effects: &mut Vec<Effect<P>>) {
+    fn try_again(&mut self, purpose: ReplayPurpose, cause: Doubt, effects: &mut Vec<Effect<P>>) {
         self.tries += 1;
         if self.tries < TRIES_MAX {
             let at = self.now + self.backoff.next_delay();

@@ -7,7 +7,7 @@
 use super::fit::Fit;
 use super::held::{Held, Offered};
 use super::link::Link;
-use super::recovery::{Cold, Purpose, Replay, Running};
+use super::recovery::{Cold, Replay, ReplayPurpose, Running};
 use super::seen::{Memory, Seen};
 use super::{Applied, Backoff, Doubt, Effect, Input, Note, SourceConfig, Trust};
 use crate::protocol::Timestamp;
@@ -285,13 +285,13 @@ impl<P: AsRef<[u8]>> Source<P> {
         // Live messages may have gone on where the replay was to begin.
         let is_overtaken = self.next.is_some_and(|next| next > running.first_lacking && sequence <= next);
         // The connection has lasted: who asks for the end need not verify who answers.
-        let first_due = if running.purpose == Purpose::End { running.first_lacking } else { running.from };
+        let first_due = if running.purpose == ReplayPurpose::End { running.first_lacking } else { running.from };
         let is_short = was_awaited && sequence > first_due && !is_overtaken;
         if was_awaited {
             (running.is_awaited, running.progressed_at) = (false, self.now);
             self.replay = Some(Replay::Running(running));
         }
-        if is_short && running.purpose == Purpose::End && !self.end_is_gone {
+        if is_short && running.purpose == ReplayPurpose::End && !self.end_is_gone {
             return self.mistrust_end(effects);
         }
         if is_short {
@@ -364,9 +364,9 @@ impl<P: AsRef<[u8]>> Source<P> {
     fn takes_live(&self) -> bool {
         match self.replay {
             None => self.link.is_connected() || !self.config.has_replay,
-            Some(Replay::Waiting { purpose: Purpose::Gap | Purpose::End, .. }) => true,
-            Some(Replay::Waiting { purpose: Purpose::All | Purpose::Verify, .. }) => false,
-            Some(Replay::Running(Running { purpose: Purpose::Gap | Purpose::End, .. })) => true,
+            Some(Replay::Waiting { purpose: ReplayPurpose::Gap | ReplayPurpose::End, .. }) => true,
+            Some(Replay::Waiting { purpose: ReplayPurpose::All | ReplayPurpose::Verify, .. }) => false,
+            Some(Replay::Running(Running { purpose: ReplayPurpose::Gap | ReplayPurpose::End, .. })) => true,
             Some(Replay::Running(running)) => !running.is_awaited,
         }
     }
@@ -392,14 +392,14 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
         self.known_last = self.known_last.max(Some(sequence));
         if let Some(Replay::Running(running)) = &mut self.replay
-            && running.purpose == Purpose::End
+            && running.purpose == ReplayPurpose::End
         {
-            running.purpose = Purpose::Gap; // more is missing than the end
+            running.purpose = ReplayPurpose::Gap; // more is missing than the end
             effects.push(Effect::Noted(Note::Gap));
         }
         if self.replay.is_none() && self.link.is_connected() {
             effects.push(Effect::Noted(Note::Gap));
-            self.ask(Purpose::Gap, effects);
+            self.ask(ReplayPurpose::Gap, effects);
         }
     }
 

@@ -20,7 +20,7 @@ enum Block {
 }
 
 #[derive(Clone, Debug)]
-struct Request {
+struct ReferenceRequest {
     prompt: Vec<Block>,
     output: Vec<Weight>,
     prefill: Option<Prefill>,
@@ -47,7 +47,7 @@ struct Prefill {
 #[derive(Clone, Debug)]
 pub struct ReferenceSequences {
     assume_kv_reuse: bool,
-    requests: BTreeMap<BookingId, Request>,
+    requests: BTreeMap<BookingId, ReferenceRequest>,
     weights: BTreeMap<Block, Weight>,
     now: Timestamp,
     arrivals: u64,
@@ -97,7 +97,7 @@ impl ReferenceSequences {
             is_overdue: false,
         });
         let booked = Booked { shared_blocks: (prompt.len() - added) as u32, added_blocks: added as u32 };
-        self.requests.insert(booking, Request { prompt, output: Vec::new(), prefill, arrival: self.arrivals });
+        self.requests.insert(booking, ReferenceRequest { prompt, output: Vec::new(), prefill, arrival: self.arrivals });
         self.arrivals += 1;
         Some(booked)
     }
@@ -207,7 +207,7 @@ impl ReferenceSequences {
             return;
         }
         let now = u128::from(self.now.0);
-        let mut line: Vec<&mut Request> = self.requests.values_mut().collect();
+        let mut line: Vec<&mut ReferenceRequest> = self.requests.values_mut().collect();
         line.sort_by_key(|request| request.arrival);
         let mut prefills: Vec<&mut Prefill> = line.into_iter().filter_map(|request| request.prefill.as_mut()).collect();
         let oldest = prefills.iter().find(|prefill| prefill.done && prefill.is_reported);
@@ -231,7 +231,7 @@ impl ReferenceSequences {
         let mut time = u128::from(now.0.saturating_sub(self.now.0));
         let mut clock = u128::from(self.now.0);
         self.now = self.now.max(now);
-        let mut line: Vec<&mut Request> = self.requests.values_mut().collect();
+        let mut line: Vec<&mut ReferenceRequest> = self.requests.values_mut().collect();
         line.sort_by_key(|request| request.arrival);
         for prefill in line.into_iter().filter_map(|request| request.prefill.as_mut()) {
             if prefill.done {

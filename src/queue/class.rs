@@ -17,7 +17,7 @@ use ahash::AHashMap;
 use crate::config::QueueClass;
 use crate::protocol::Timestamp;
 
-use super::key::{Key, Terms};
+use super::key::{Key, QueueEntry};
 use super::limits::{Backpressure, Drain, LimitKind};
 use super::share::{Place, Share};
 use super::{Depth, LaneKey, TenantKey};
@@ -55,29 +55,34 @@ impl Class {
         }
     }
 
-    pub(super) fn insert(&mut self, lane: LaneKey, key: Key, terms: &Terms) {
-        self.change(terms.tenant, |share| share.insert(lane, key));
+    pub(super) fn insert(&mut self, lane: LaneKey, key: Key, entry: &QueueEntry) {
+        self.change(entry.tenant, |share| share.insert(lane, key));
         *self.lanes.entry(lane).or_default() += 1;
-        self.arrivals.insert((terms.arrival, key.sequence));
-        self.raw_tokens += u64::from(terms.isl_tokens);
-        self.cached_tokens += u64::from(terms.cached_tokens);
+        self.arrivals.insert((entry.arrival, key.sequence));
+        self.raw_tokens += u64::from(entry.isl_tokens);
+        self.cached_tokens += u64::from(entry.cached_tokens);
     }
 
-    pub(super) fn remove(&mut self, lane: LaneKey, key: Key, terms: &Terms) {
-        self.change(terms.tenant, |share| share.remove(lane, key));
+    pub(super) fn remove(&mut self, lane: LaneKey, key: Key, entry: &QueueEntry) {
+        self.change(entry.tenant, |share| share.remove(lane, key));
         if let Some(requests) = self.lanes.get_mut(&lane) {
             *requests -= 1;
             if *requests == 0 {
                 self.lanes.remove(&lane);
             }
         }
-        self.arrivals.remove(&(terms.arrival, key.sequence));
-        self.raw_tokens -= u64::from(terms.isl_tokens);
-        self.cached_tokens -= u64::from(terms.cached_tokens);
+        self.arrivals.remove(&(entry.arrival, key.sequence));
+        self.raw_tokens -= u64::from(entry.isl_tokens);
+        self.cached_tokens -= u64::from(entry.cached_tokens);
     }
 
     /// A request's cached tokens are others than before, and so are its key and its cost.
-    pub(super) fn replace(&mut self, lane: LaneKey, (old, new): (Key, Key), (before, after): (&Terms, &Terms)) {
+    pub(super) fn replace(
+        &mut self,
+        lane: LaneKey,
+        (old, new): (Key, Key),
+        (before, after): (&QueueEntry, &QueueEntry),
+    ) {
         self.change(before.tenant, |share| {
             share.remove(lane, old);
             share.insert(lane, new);
@@ -86,12 +91,12 @@ impl Class {
     }
 
     /// A request is sent: its tenant's next one counts from its finish. To be followed by its removal.
-    pub(super) fn sent(&mut self, key: Key, terms: &Terms) {
-        if let Some(share) = self.shares.get(&terms.tenant) {
+    pub(super) fn sent(&mut self, key: Key, entry: &QueueEntry) {
+        if let Some(share) = self.shares.get(&entry.tenant) {
             self.clock_tokens = self.clock_tokens.max(share.finish_tokens(key));
         }
         let clock_tokens = self.clock_tokens;
-        self.change(terms.tenant, |share| share.start_at(clock_tokens));
+        self.change(entry.tenant, |share| share.start_at(clock_tokens));
     }
 
     /// Changes a tenant's requests, and its place with them.
@@ -199,19 +204,19 @@ impl Class {
 
     /// Checks what [`Queue::check_invariants`](super::Queue::check_invariants) promises of one class. `waiting` says
     /// what is known of the request with a key.
-    pub(super) fn check_invariants<'a>(&self, waiting: impl Fn(LaneKey, Key) -> &'a Terms) {
+    pub(super) fn check_invariants<'a>(&self, waiting: impl Fn(LaneKey, Key) -> &'a QueueEntry) {
         let (mut requests, mut raw_tokens, mut cached_tokens) = (0, 0, 0);
         let mut lanes: BTreeMap<LaneKey, usize> = BTreeMap::new();
         for (&tenant, share) in &self.shares {
             share.check_invariants(self.clock_tokens);
             for (lane, key) in share.keys() {
-                let terms = waiting(lane, key);
-                assert_eq!(terms.tenant, tenant);
+                let entry = waiting(lane, key);
+                assert_eq!(entry.tenant, tenant);
                 requests += 1;
                 *lanes.entry(lane).or_default() += 1;
-                raw_tokens += u64::from(terms.isl_tokens);
-                cached_tokens += u64::from(terms.cached_tokens);
-                assert!(self.arrivals.contains(&(terms.arrival, key.sequence)), "{key:?} has no arrival");
+                raw_tokens += u64::from(entry.isl_tokens);
+                cached_tokens += u64::from(entry.cached_tokens);
+                assert!(self.arrivals.contains(&(entry.arrival, key.sequence)), "{key:?} has no arrival");
             }
         }
         assert!(self.order.iter().copied().eq(self.shares.values().filter_map(Share::place).collect::<BTreeSet<_>>()));

@@ -1,4 +1,4 @@
-//! What a waiting request weighs, and the key that puts the requests of one class in order.
+//! Queue entries, and the key that orders the entries of one class.
 //!
 //! Owns the comparison and nothing else. Promises a total order, the same for the same requests on every machine: times
 //! and priorities are compared as numbers, scores by `f64::total_cmp` and never NaN, and what is still equal by the
@@ -11,17 +11,17 @@ use crate::protocol::Timestamp;
 
 use super::TenantKey;
 
-/// What a waiting request weighs: what puts it before others, and what it counts and costs.
+/// One waiting request: the inputs of its queue order, its share of the queue limits, and its cost.
 ///
 /// ```
-/// use pointsman::queue::Terms;
+/// use pointsman::queue::QueueEntry;
 ///
-/// let terms = Terms { isl_tokens: 4096, cached_tokens: 3584, ..Terms::default() };
-/// assert_eq!((terms.uncached_tokens(), terms.cost_tokens()), (512, 512));
-/// assert_eq!(Terms::default().cost_tokens(), 1); // nothing is free
+/// let entry = QueueEntry { isl_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
+/// assert_eq!((entry.uncached_tokens(), entry.cost_tokens()), (512, 512));
+/// assert_eq!(QueueEntry::default().cost_tokens(), 1); // nothing is free
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Terms {
+pub struct QueueEntry {
     /// Whose it is: the tenants of a class share it.
     pub tenant: TenantKey,
     /// Higher goes first, before anything else is looked at.
@@ -39,7 +39,7 @@ pub struct Terms {
     pub cached_tokens: u32,
 }
 
-impl Terms {
+impl QueueEntry {
     /// Tokens that have to be computed.
     #[must_use]
     pub fn uncached_tokens(&self) -> u32 {
@@ -90,14 +90,14 @@ impl Key {
         cost_tokens: 0,
     };
 
-    pub(super) fn new(order: QueueOrder, terms: &Terms, sequence: u64, id: u64) -> Self {
+    pub(super) fn new(order: QueueOrder, entry: &QueueEntry, sequence: u64, id: u64) -> Self {
         Self {
-            strict_priority: Reverse(terms.strict_priority),
-            due: terms.due.unwrap_or(Timestamp(u64::MAX)),
-            score: Score(terms.score(order)),
+            strict_priority: Reverse(entry.strict_priority),
+            due: entry.due.unwrap_or(Timestamp(u64::MAX)),
+            score: Score(entry.score(order)),
             sequence,
             id,
-            cost_tokens: terms.cost_tokens(),
+            cost_tokens: entry.cost_tokens(),
         }
     }
 }
@@ -132,12 +132,12 @@ mod tests {
 
     use super::*;
 
-    fn arrived(secs: u64, priority_jump: f64) -> Terms {
-        Terms { arrival: Timestamp::default() + Duration::from_secs(secs), priority_jump, ..Terms::default() }
+    fn arrived(secs: u64, priority_jump: f64) -> QueueEntry {
+        QueueEntry { arrival: Timestamp::default() + Duration::from_secs(secs), priority_jump, ..QueueEntry::default() }
     }
 
     /// Whether the first of two goes first, whichever came first.
-    fn precedes(order: QueueOrder, first: Terms, second: Terms) -> bool {
+    fn precedes(order: QueueOrder, first: QueueEntry, second: QueueEntry) -> bool {
         Key::new(order, &first, 2, 2) < Key::new(order, &second, 1, 1)
             && Key::new(order, &first, 1, 1) < Key::new(order, &second, 2, 2)
     }
@@ -149,24 +149,27 @@ mod tests {
         assert!(precedes(QueueOrder::Fcfs, arrived(12, 5.0), arrived(10, 0.0)));
         assert!(precedes(QueueOrder::Lcfs, arrived(12, 0.0), arrived(10, 0.0)));
         assert!(precedes(QueueOrder::Lcfs, arrived(10, 3.0), arrived(12, 0.0)));
-        let warm = Terms { isl_tokens: 4096, cached_tokens: 3584, ..Terms::default() };
-        let cold = Terms { isl_tokens: 1024, ..Terms::default() };
+        let warm = QueueEntry { isl_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
+        let cold = QueueEntry { isl_tokens: 1024, ..QueueEntry::default() };
         assert_eq!((warm.score(QueueOrder::Wspt), cold.score(QueueOrder::Wspt)), (1.0 / 512.0, 1.0 / 1024.0));
         assert!(precedes(QueueOrder::Wspt, warm, cold));
-        let jumps = Terms { priority_jump: 3.0, ..cold };
+        let jumps = QueueEntry { priority_jump: 3.0, ..cold };
         assert_eq!(jumps.score(QueueOrder::Wspt), 4.0 / 1024.0);
-        assert_eq!(Terms { cached_tokens: 7, isl_tokens: 5, ..Terms::default() }.score(QueueOrder::Wspt), 1.0);
+        assert_eq!(
+            QueueEntry { cached_tokens: 7, isl_tokens: 5, ..QueueEntry::default() }.score(QueueOrder::Wspt),
+            1.0
+        );
     }
 
     #[test]
     fn priority_comes_before_deadline_and_deadline_before_score() {
         for order in [QueueOrder::Fcfs, QueueOrder::Lcfs, QueueOrder::Wspt] {
             let (late, early) = (Some(Timestamp(20)), Some(Timestamp(10)));
-            let best = Terms { priority_jump: 1e9, ..Terms::default() };
-            let strict = Terms { strict_priority: 1, ..Terms::default() };
-            assert!(precedes(order, strict, Terms { due: early, ..best }));
-            let due = |due| Terms { due, ..Terms::default() };
-            assert!(precedes(order, due(early), Terms { due: late, ..best }));
+            let best = QueueEntry { priority_jump: 1e9, ..QueueEntry::default() };
+            let strict = QueueEntry { strict_priority: 1, ..QueueEntry::default() };
+            assert!(precedes(order, strict, QueueEntry { due: early, ..best }));
+            let due = |due| QueueEntry { due, ..QueueEntry::default() };
+            assert!(precedes(order, due(early), QueueEntry { due: late, ..best }));
             assert!(precedes(order, due(late), best));
             assert!(Key::new(order, &best, 3, 9) < Key::new(order, &best, 4, 8), "else whoever came first");
         }
@@ -183,7 +186,10 @@ mod tests {
         for order in orders {
             let score = arrived(u64::MAX / 1_000_000_000, f64::INFINITY).score(order);
             assert!(score.is_finite(), "{score}");
-            assert!(Key::FIRST < Key::new(order, &Terms { priority_jump: f64::INFINITY, ..Terms::default() }, 0, 0));
+            assert!(
+                Key::FIRST
+                    < Key::new(order, &QueueEntry { priority_jump: f64::INFINITY, ..QueueEntry::default() }, 0, 0)
+            );
         }
     }
 }

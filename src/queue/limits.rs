@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::protocol::Timestamp;
 
-use super::Terms;
+use super::QueueEntry;
 
 /// Nobody is told to come back sooner.
 pub const RETRY_AFTER_MIN: Duration = Duration::from_millis(100);
@@ -110,13 +110,13 @@ impl Drain {
     }
 
     /// A request has been sent.
-    pub(super) fn sent(&mut self, now: Timestamp, terms: &Terms) {
+    pub(super) fn sent(&mut self, now: Timestamp, entry: &QueueEntry) {
         let secs = self.uncounted_secs(now);
         let kept = (-secs / MEMORY_SECS).exp();
         self.secs = self.secs * kept + secs;
         self.requests = self.requests * kept + 1.0;
-        self.raw_tokens = self.raw_tokens * kept + f64::from(terms.isl_tokens);
-        self.cached_tokens = self.cached_tokens * kept + f64::from(terms.cached_tokens);
+        self.raw_tokens = self.raw_tokens * kept + f64::from(entry.isl_tokens);
+        self.cached_tokens = self.cached_tokens * kept + f64::from(entry.cached_tokens);
         self.resume(now);
     }
 
@@ -157,8 +157,8 @@ mod tests {
     fn draining(every_ms: u64, until_ms: u64) -> Drain {
         let mut drain = Drain::default();
         drain.resume(START);
-        let terms = Terms { isl_tokens: 1000, cached_tokens: 100, ..Terms::default() };
-        (1..=until_ms / every_ms).for_each(|n| drain.sent(at(n * every_ms), &terms));
+        let entry = QueueEntry { isl_tokens: 1000, cached_tokens: 100, ..QueueEntry::default() };
+        (1..=until_ms / every_ms).for_each(|n| drain.sent(at(n * every_ms), &entry));
         drain
     }
 
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(drain.retry_after(at(10_000), LimitKind::Requests, u64::MAX), RETRY_AFTER_MAX);
         assert_eq!(Drain::default().retry_after(at(0), LimitKind::Requests, 1), RETRY_AFTER_UNKNOWN);
         let mut uncached = draining(1, 0);
-        uncached.sent(at(0), &Terms { isl_tokens: 5, ..Terms::default() });
+        uncached.sent(at(0), &QueueEntry { isl_tokens: 5, ..QueueEntry::default() });
         assert_eq!(uncached.retry_after(at(0), LimitKind::CachedTokens, 1), RETRY_AFTER_UNKNOWN);
         assert_eq!(uncached.retry_after(at(0), LimitKind::Requests, 1), RETRY_AFTER_MIN, "no time has passed");
     }
@@ -205,8 +205,8 @@ mod tests {
     #[test]
     fn a_new_pace_is_learnt() {
         let mut drain = draining(1_000, 100_000);
-        let terms = Terms::default();
-        (1..=1000).for_each(|n| drain.sent(at(100_000 + n * 100), &terms));
+        let entry = QueueEntry::default();
+        (1..=1000).for_each(|n| drain.sent(at(100_000 + n * 100), &entry));
         assert!(near(drain.retry_after(at(200_000), LimitKind::Requests, 20), 2_000));
     }
 }

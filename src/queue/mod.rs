@@ -39,7 +39,7 @@ use key::Key;
 use rounds::Rounds;
 
 pub use classify::UnknownClass;
-pub use key::Terms;
+pub use key::QueueEntry;
 pub use limits::{Backpressure, LimitKind, RETRY_AFTER_MAX, RETRY_AFTER_MIN, RETRY_AFTER_UNKNOWN};
 
 /// A class by its position in [`Queue::classes`].
@@ -97,9 +97,9 @@ pub struct Depth {
 struct Waiting<E> {
     class: ClassId,
     lane: LaneKey,
-    terms: Terms,
+    entry: QueueEntry,
     key: Key,
-    entry: E,
+    payload: E,
 }
 
 /// What one class can send now, once it has been found out.
@@ -114,7 +114,7 @@ struct Head {
 /// # Whose turn it is
 ///
 /// Deficit round robin: each class has a deficit, tokens it may still send. The class served last goes on as long as its
-/// deficit pays for its next request ([`Terms::cost_tokens`]). Then the others have their turn in a ring: whoever cannot
+/// deficit pays for its next request ([`QueueEntry::cost_tokens`]). Then the others have their turn in a ring: whoever cannot
 /// pay is given `quantum_tokens` and looked at again, and rounds in which nobody could pay are skipped in one step. Only
 /// classes with a request that can be sent take part; the others keep what they have, but an empty class loses it.
 ///
@@ -132,7 +132,7 @@ struct Head {
 ///
 /// # Tenants
 ///
-/// Within a class tenants ([`Terms::tenant`]) send in turn, equal in tokens. A strict priority goes before any turn;
+/// Within a class tenants ([`QueueEntry::tenant`]) send in turn, equal in tokens. A strict priority goes before any turn;
 /// deadlines, jumps and the class's order only sort a tenant's own requests. A tenant whose next request costs c tokens,
 /// can be sent, and has the highest strict priority there is, is served before the other tenants of the class together
 /// have sent more than Σ (mᵢ + c) tokens, where mᵢ is the most that a request of tenant i costs. Among one tenant's
@@ -142,21 +142,21 @@ struct Head {
 /// use std::time::Duration;
 /// use pointsman::RouterConfig;
 /// use pointsman::protocol::Timestamp;
-/// use pointsman::queue::{LaneKey, Queue, Terms};
+/// use pointsman::queue::{LaneKey, Queue, QueueEntry};
 ///
 /// let mut queue = Queue::new(&RouterConfig::default());
 /// let class = queue.class_of(None, 800)?;
 /// let start = Timestamp::default();
-/// let terms = |secs, priority_jump| Terms {
+/// let entry = |secs, priority_jump| QueueEntry {
 ///     arrival: start + Duration::from_secs(secs),
 ///     priority_jump,
 ///     isl_tokens: 800,
-///     ..Terms::default()
+///     ..QueueEntry::default()
 /// };
 /// queue.check_limits(class, 8, start)?;
-/// queue.push(1, class, LaneKey::default(), terms(10, 0.0), "first");
-/// queue.push(2, class, LaneKey::default(), terms(12, 5.0), "five seconds ahead");
-/// queue.push(3, class, LaneKey(7), terms(11, 9.0), "its only rank is busy");
+/// queue.push(1, class, LaneKey::default(), entry(10, 0.0), "first");
+/// queue.push(2, class, LaneKey::default(), entry(12, 5.0), "five seconds ahead");
+/// queue.push(3, class, LaneKey(7), entry(11, 9.0), "its only rank is busy");
 /// let pop = |queue: &mut Queue<_>| queue.pop(start, |_, lane, _| lane == LaneKey::default());
 /// assert_eq!(pop(&mut queue), Some((2, "five seconds ahead")));
 /// assert_eq!(pop(&mut queue), Some((1, "first")));
@@ -239,18 +239,18 @@ impl<E> Queue<E> {
     /// # Panics
     ///
     /// A request with this id waits already, or there is no such class.
-    pub fn push(&mut self, id: u64, class: ClassId, lane: LaneKey, terms: Terms, entry: E) {
-        let terms = Terms { cached_tokens: terms.cached_tokens.min(terms.isl_tokens), ..terms };
-        let key = Key::new(self.settings[class.position()].order, &terms, self.sequence, id);
-        let before = self.waiting.insert(id, Waiting { class, lane, terms, key, entry });
+    pub fn push(&mut self, id: u64, class: ClassId, lane: LaneKey, entry: QueueEntry, payload: E) {
+        let entry = QueueEntry { cached_tokens: entry.cached_tokens.min(entry.isl_tokens), ..entry };
+        let key = Key::new(self.settings[class.position()].order, &entry, self.sequence, id);
+        let before = self.waiting.insert(id, Waiting { class, lane, entry, key, payload });
         assert!(before.is_none(), "request {id} waits already");
         self.sequence += 1;
         let of = &mut self.classes[class.position()];
         if of.is_empty() {
-            of.drain.resume(terms.arrival);
+            of.drain.resume(entry.arrival);
         }
-        of.insert(lane, key, &terms);
-        if let Some(due) = terms.due {
+        of.insert(lane, key, &entry);
+        if let Some(due) = entry.due {
             self.dues.insert((due, key.sequence, id));
         }
     }
@@ -259,14 +259,14 @@ impl<E> Queue<E> {
     pub fn remove(&mut self, id: u64) -> Option<E> {
         let waiting = self.waiting.remove(&id)?;
         let class = &mut self.classes[waiting.class.position()];
-        class.remove(waiting.lane, waiting.key, &waiting.terms);
+        class.remove(waiting.lane, waiting.key, &waiting.entry);
         if class.is_empty() {
             self.rounds.forget(waiting.class.position());
         }
-        if let Some(due) = waiting.terms.due {
+        if let Some(due) = waiting.entry.due {
             self.dues.remove(&(due, waiting.key.sequence, id));
         }
-        Some(waiting.entry)
+        Some(waiting.payload)
     }
 
     /// Says how much of a request's prompt the best eligible rank has now: what it costs and counts changes, and under
@@ -274,13 +274,13 @@ impl<E> Queue<E> {
     pub fn set_cached_tokens(&mut self, id: u64, cached_tokens: u32) {
         let Some(waiting) = self.waiting.get_mut(&id) else { return };
         let position = waiting.class.position();
-        let terms = Terms { cached_tokens: cached_tokens.min(waiting.terms.isl_tokens), ..waiting.terms };
-        if terms.cached_tokens == waiting.terms.cached_tokens {
+        let entry = QueueEntry { cached_tokens: cached_tokens.min(waiting.entry.isl_tokens), ..waiting.entry };
+        if entry.cached_tokens == waiting.entry.cached_tokens {
             return;
         }
-        let key = Key::new(self.settings[position].order, &terms, waiting.key.sequence, id);
-        self.classes[position].replace(waiting.lane, (waiting.key, key), (&waiting.terms, &terms));
-        (waiting.key, waiting.terms) = (key, terms);
+        let key = Key::new(self.settings[position].order, &entry, waiting.key.sequence, id);
+        self.classes[position].replace(waiting.lane, (waiting.key, key), (&waiting.entry, &entry));
+        (waiting.key, waiting.entry) = (key, entry);
     }
 
     /// Takes out the request that goes next: of the class whose turn it is and the tenant whose turn it is there, the first
@@ -300,16 +300,16 @@ impl<E> Queue<E> {
             let head = heads[position].get_or_insert_with(|| {
                 let next = classes[position].next(answers, |lane, Key { id, .. }| {
                     let head = waiting.get(&id).expect("every key is that of a waiting request");
-                    dispatchable(head.class, lane, &head.entry)
+                    dispatchable(head.class, lane, &head.payload)
                 });
                 next.map(|Key { id, cost_tokens, .. }| Head { id, cost_tokens: u64::from(cost_tokens) })
             });
             head.map(|head| head.cost_tokens)
         })?;
         let Head { id, .. } = heads[next].flatten().expect("only a class with a head has a turn");
-        let Waiting { key, terms, .. } = waiting.get(&id).expect("it has just been seen");
-        classes[next].drain.sent(now, terms);
-        classes[next].sent(*key, terms);
+        let Waiting { key, entry, .. } = waiting.get(&id).expect("it has just been seen");
+        classes[next].drain.sent(now, entry);
+        classes[next].sent(*key, entry);
         Some((id, self.remove(id).expect("it has just been seen")))
     }
 
@@ -333,7 +333,7 @@ impl<E> Queue<E> {
     pub fn lanes(&self) -> impl Iterator<Item = (ClassId, LaneKey, &E)> {
         self.classes.iter().flat_map(Class::heads).map(|(lane, key)| {
             let head = self.waiting.get(&key.id).expect("every key is that of a waiting request");
-            (head.class, lane, &head.entry)
+            (head.class, lane, &head.payload)
         })
     }
 
@@ -353,18 +353,18 @@ impl<E> Queue<E> {
     /// What waits under an id.
     #[must_use]
     pub fn get(&self, id: u64) -> Option<&E> {
-        self.waiting.get(&id).map(|waiting| &waiting.entry)
+        self.waiting.get(&id).map(|waiting| &waiting.payload)
     }
 
     /// What waits under an id, to be changed. Its place stays.
     pub fn get_mut(&mut self, id: u64) -> Option<&mut E> {
-        self.waiting.get_mut(&id).map(|waiting| &mut waiting.entry)
+        self.waiting.get_mut(&id).map(|waiting| &mut waiting.payload)
     }
 
     /// What a waiting request weighs, as last said.
     #[must_use]
-    pub fn terms(&self, id: u64) -> Option<&Terms> {
-        self.waiting.get(&id).map(|waiting| &waiting.terms)
+    pub fn entry(&self, id: u64) -> Option<&QueueEntry> {
+        self.waiting.get(&id).map(|waiting| &waiting.entry)
     }
 
     /// How much of a class waits.
@@ -385,7 +385,7 @@ impl<E> Queue<E> {
         self.waiting.is_empty()
     }
 
-    /// Checks that every request stands exactly where its terms put it, that sums, heads and deadlines are those of the
+    /// Checks that every request stands exactly where its entry puts it, that sums, heads and deadlines are those of the
     /// requests that wait, and that an empty class has nothing saved. O(n log n), for tests.
     ///
     /// # Panics
@@ -398,14 +398,14 @@ impl<E> Queue<E> {
             class.check_invariants(|lane, key| {
                 let waiting = self.waiting.get(&key.id).expect("every key is that of a waiting request");
                 assert_eq!((waiting.class, waiting.lane, waiting.key), (id, lane, key));
-                assert_eq!(key, Key::new(settings.order, &waiting.terms, key.sequence, key.id));
-                assert!(waiting.terms.cached_tokens <= waiting.terms.isl_tokens);
+                assert_eq!(key, Key::new(settings.order, &waiting.entry, key.sequence, key.id));
+                assert!(waiting.entry.cached_tokens <= waiting.entry.isl_tokens);
                 assert!(key.sequence < self.sequence);
-                &waiting.terms
+                &waiting.entry
             });
             for key in class.heads().into_iter().flat_map(|(lane, _)| class.lane(lane)) {
                 requests += 1;
-                let due = self.waiting.get(&key.id).and_then(|waiting| waiting.terms.due);
+                let due = self.waiting.get(&key.id).and_then(|waiting| waiting.entry.due);
                 dues.extend(due.map(|due| (due, key.sequence, key.id)));
             }
             assert_eq!(self.depth(id).oldest.is_none(), class.is_empty());

@@ -21,23 +21,23 @@ fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
     config
 }
 
-fn prompt(isl_tokens: u32) -> Terms {
-    Terms { isl_tokens, ..Terms::default() }
+fn prompt(isl_tokens: u32) -> QueueEntry {
+    QueueEntry { isl_tokens, ..QueueEntry::default() }
 }
 
 #[test]
 fn the_worked_examples_leave_in_their_order() {
-    let order = |queue_policy, requests: [Terms; 2]| {
+    let order = |queue_policy, requests: [QueueEntry; 2]| {
         let mut queue = Queue::new(&RouterConfig { queue_policy, ..RouterConfig::default() });
-        for (id, terms) in requests.into_iter().enumerate() {
-            queue.push(id as u64, ClassId(0), ANY, terms, ());
+        for (id, entry) in requests.into_iter().enumerate() {
+            queue.push(id as u64, ClassId(0), ANY, entry, ());
         }
         [0; 2].map(|_| queue.pop(secs(20), |_, _, ()| true).unwrap().0)
     };
-    let arrived = |arrival, priority_jump| Terms { arrival, priority_jump, ..prompt(100) };
+    let arrived = |arrival, priority_jump| QueueEntry { arrival, priority_jump, ..prompt(100) };
     assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 5.0)]), [1, 0]);
     assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 1.0)]), [0, 1]);
-    let cached = |isl_tokens, cached_tokens| Terms { cached_tokens, ..prompt(isl_tokens) };
+    let cached = |isl_tokens, cached_tokens| QueueEntry { cached_tokens, ..prompt(isl_tokens) };
     assert_eq!(order(QueueOrder::Wspt, [cached(1024, 0), cached(4096, 3584)]), [1, 0]);
 }
 
@@ -45,7 +45,8 @@ fn the_worked_examples_leave_in_their_order() {
 fn thousands_wait_and_half_of_them_leave() {
     let mut queue = Queue::new(&RouterConfig::default());
     let class = queue.class_of(None, 0).unwrap();
-    let of = |id: u64| Terms { arrival: Timestamp(id * 1_000_000), cached_tokens: 16, ..prompt(32 + id as u32 % 7) };
+    let of =
+        |id: u64| QueueEntry { arrival: Timestamp(id * 1_000_000), cached_tokens: 16, ..prompt(32 + id as u32 % 7) };
     // Pushed in an order of its own: 7,919 and 10,000 have no common factor.
     for id in (0..10_000u64).map(|n| n * 7_919 % 10_000) {
         queue.push(id, class, LaneKey(id % 3), of(id), id);
@@ -72,7 +73,7 @@ fn thousands_wait_and_half_of_them_leave() {
 fn lanes_neither_block_nor_are_blocked() {
     let mut queue = Queue::new(&RouterConfig::default());
     let class = ClassId(0);
-    let urgent = Terms { strict_priority: 9, ..prompt(10) };
+    let urgent = QueueEntry { strict_priority: 9, ..prompt(10) };
     queue.push(1, class, LaneKey(5), urgent, "pinned");
     queue.push(2, class, LaneKey(5), urgent, "behind it");
     queue.push(3, class, ANY, prompt(10), "anywhere");
@@ -149,7 +150,7 @@ fn a_refusal_says_when_there_will_be_room() {
 #[test]
 fn deadlines_end_in_their_order() {
     let mut queue = Queue::new(&RouterConfig::default());
-    let due = |due| Terms { due, ..prompt(10) };
+    let due = |due| QueueEntry { due, ..prompt(10) };
     queue.push(1, ClassId(0), ANY, due(None), ());
     queue.push(2, ClassId(0), ANY, due(Some(secs(7))), ());
     queue.push(3, ClassId(0), ANY, due(Some(secs(5))), ());

@@ -11,10 +11,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::decide::Scratch;
 use super::eligible::Asked;
-use super::{Effect, Numbered, Purpose, Rejection, Request, Schedule, Target};
+use super::{Effect, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
-use crate::queue::{Backpressure, ClassId, Depth, LaneKey, TenantKey};
+use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
 use crate::select::{Draw, Filter, Policy, RankOverlap};
 
 /// Requests decided from one round of load queries.
@@ -26,14 +26,14 @@ const REFRESHES_MAX: usize = 64;
 /// How often waiting requests look at load that falls with time alone.
 const DECAY_RECHECK: Duration = Duration::from_millis(20);
 
-impl<T> Numbered<T> {
+impl<T> PendingRequest<T> {
     /// What its eligibility depends on, the class where it is one that waits.
     pub(super) fn asked(&self) -> Asked<'_> {
-        Asked { terms: self.request.terms.as_deref(), session: self.session, class: self.class }
+        Asked { options: self.request.options.as_deref(), session: self.session, class: self.class }
     }
 
     pub(super) fn due(&self) -> Option<Timestamp> {
-        self.request.terms.as_ref().and_then(|terms| terms.due)
+        self.request.options.as_ref().and_then(|options| options.due)
     }
 
     fn arrival(&self) -> Option<Timestamp> {
@@ -57,30 +57,31 @@ impl<T> Schedule<T> {
         self.requests += 1;
         let mark = request.prompt.mark();
         let session = self.session_rank(&request);
-        let numbered = Numbered { number, mark, request, session, class: None, overlaps_at: None, cancelled: false };
-        if self.is_expired(&numbered) {
-            effects.push_back(self.expired(numbered));
+        let pending =
+            PendingRequest { number, mark, request, session, class: None, overlaps_at: None, cancelled: false };
+        if self.is_expired(&pending) {
+            effects.push_back(self.expired(pending));
         } else {
-            self.arrivals.push_back(numbered);
+            self.arrivals.push_back(pending);
         }
     }
 
     fn session_rank(&mut self, request: &Request<T>) -> Option<WorkerRank> {
-        let session_id = request.terms.as_ref()?.session_id.as_deref()?;
+        let session_id = request.options.as_ref()?.session_id.as_deref()?;
         self.sessions.rank_of(session_id, self.now)
     }
 
     /// Looks the session up again: one decided since may have begun it, or its rank may have gone.
-    pub(super) fn renew_session(&mut self, numbered: &mut Numbered<T>) {
-        let session = self.session_rank(&numbered.request);
-        if session != numbered.session {
-            numbered.session = session;
+    pub(super) fn renew_session(&mut self, pending: &mut PendingRequest<T>) {
+        let session = self.session_rank(&pending.request);
+        if session != pending.session {
+            pending.session = session;
             self.scratch.forget();
         }
     }
 
     /// The requests to decide next; none when all that are here wait.
-    pub(super) fn next_batch(&mut self, effects: &mut VecDeque<Effect<T>>) -> VecDeque<Numbered<T>> {
+    pub(super) fn next_batch(&mut self, effects: &mut VecDeque<Effect<T>>) -> VecDeque<PendingRequest<T>> {
         self.ranks.refresh(self.now);
         if self.settings.policy == Policy::Latency {
             self.typical.look_at_speeds(self.ranks.iter_mut(), self.now);
@@ -100,103 +101,107 @@ impl<T> Schedule<T> {
                 }
                 return VecDeque::from([first]);
             }
-            if let Some(numbered) = self.pop_dispatchable() {
-                return VecDeque::from([numbered]);
+            if let Some(pending) = self.pop_dispatchable() {
+                return VecDeque::from([pending]);
             }
             let Some(arrival) = self.arrivals.pop_front() else { return VecDeque::new() };
-            if let Some(numbered) = self.admit(arrival, effects) {
-                return VecDeque::from([numbered]);
+            if let Some(pending) = self.admit(arrival, effects) {
+                return VecDeque::from([pending]);
             }
         }
     }
 
     /// Puts requests back that must be asked about once more, before all others.
-    pub(super) fn ask_again(&mut self, mut requests: VecDeque<Numbered<T>>) {
+    pub(super) fn ask_again(&mut self, mut requests: VecDeque<PendingRequest<T>>) {
         let line = if self.queueing { &mut self.again } else { &mut self.arrivals };
-        while let Some(numbered) = requests.pop_back() {
-            line.push_front(numbered);
+        while let Some(pending) = requests.pop_back() {
+            line.push_front(pending);
         }
     }
 
     /// Decides whether an arrival goes on at once: it comes back if so, else it waits or is refused.
-    fn admit(&mut self, mut numbered: Numbered<T>, effects: &mut VecDeque<Effect<T>>) -> Option<Numbered<T>> {
-        if self.is_expired(&numbered) {
-            effects.push_back(self.expired(numbered));
+    fn admit(
+        &mut self,
+        mut pending: PendingRequest<T>,
+        effects: &mut VecDeque<Effect<T>>,
+    ) -> Option<PendingRequest<T>> {
+        if self.is_expired(&pending) {
+            effects.push_back(self.expired(pending));
             return None;
         }
-        if numbered.request.purpose == Purpose::Survey || numbered.request.target != Target::Any {
-            return Some(numbered);
+        if pending.request.purpose == Purpose::LoadSnapshot || pending.request.target != Target::Any {
+            return Some(pending);
         }
-        self.renew_session(&mut numbered);
-        let name = numbered.request.terms.as_ref().and_then(|terms| terms.policy_class.as_deref());
-        let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
-        let uncached_tokens = numbered.request.isl_tokens.saturating_sub(cached_tokens);
+        self.renew_session(&mut pending);
+        let name = pending.request.options.as_ref().and_then(|options| options.policy_class.as_deref());
+        let cached_tokens = self.best_cached_tokens(pending.asked(), &pending.request.overlaps);
+        let uncached_tokens = pending.request.isl_tokens.saturating_sub(cached_tokens);
         let class = match self.queue.class_of(name, uncached_tokens) {
             Ok(class) => class,
             Err(unknown) => {
                 let reason = Rejection::UnknownClass(unknown);
-                effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+                effects.push_back(Effect::Reject { context: pending.request.context, reason });
                 return None;
             }
         };
-        numbered.class = Some(class);
-        if !numbered.asks_for_place() {
-            return Some(numbered); // it is explained that it would have to wait
+        pending.class = Some(class);
+        if !pending.asks_for_place() {
+            return Some(pending); // it is explained that it would have to wait
         }
-        self.rules.judge(&self.ranks, numbered.asked(), &mut self.scratch.verdicts);
+        self.rules.judge(&self.ranks, pending.asked(), &mut self.scratch.verdicts);
         let verdicts = &self.scratch.verdicts;
         // Only a busy rank is worth waiting for; everything else is said at once.
         if verdicts.any_open() || !verdicts.has(Filter::Busy) {
-            return Some(numbered);
+            return Some(pending);
         }
-        self.hold(numbered, class, effects)
+        self.hold(pending, class, effects)
     }
 
     /// Lets a request wait for which everybody is busy, or refuses it. Comes back what is not for waiting: a question,
     /// or a booking that nobody could cancel. It is decided as if nobody were busy.
     pub(super) fn hold(
         &mut self,
-        mut numbered: Numbered<T>,
+        mut pending: PendingRequest<T>,
         class: ClassId,
         effects: &mut VecDeque<Effect<T>>,
-    ) -> Option<Numbered<T>> {
-        let waited = numbered.overlaps_at.is_some(); // it was let in once
-        if !waited && let Err(backpressure) = self.may_wait(&numbered, class) {
+    ) -> Option<PendingRequest<T>> {
+        let waited = pending.overlaps_at.is_some(); // it was let in once
+        if !waited && let Err(backpressure) = self.may_wait(&pending, class) {
             let reason = Rejection::Backpressure(backpressure);
-            effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+            effects.push_back(Effect::Reject { context: pending.request.context, reason });
             return None;
         }
-        let Some(waits) = numbered.request.waits.as_ref().filter(|_| numbered.request.purpose == Purpose::Book) else {
-            numbered.class = None;
-            return Some(numbered);
+        let Some(waits) = pending.request.waits.as_ref().filter(|_| pending.request.purpose == Purpose::Book) else {
+            pending.class = None;
+            return Some(pending);
         };
         let refreshes = waits.block_hashes.is_some() && self.overlap_refresh_after.is_some();
         let booking = waits.booking;
-        let cached_tokens = self.best_cached_tokens(numbered.asked(), &numbered.request.overlaps);
-        let (terms, lane) = (queue_terms(&numbered, cached_tokens), self.lane_of(&numbered));
-        let overlaps_at = *numbered.overlaps_at.get_or_insert(self.now);
-        self.queue.push(booking.0, class, lane, terms, numbered);
+        let cached_tokens = self.best_cached_tokens(pending.asked(), &pending.request.overlaps);
+        let (entry, lane) = (queue_entry(&pending, cached_tokens), self.lane_of(&pending));
+        let overlaps_at = *pending.overlaps_at.get_or_insert(self.now);
+        self.queue.push(booking.0, class, lane, entry, pending);
         if refreshes {
             self.overlap_ages.insert((overlaps_at, booking));
         }
         None
     }
 
-    fn may_wait(&self, numbered: &Numbered<T>, class: ClassId) -> Result<(), Backpressure> {
+    fn may_wait(&self, pending: &PendingRequest<T>, class: ClassId) -> Result<(), Backpressure> {
         let ranks = u32::try_from(self.ranks.as_slice().len()).unwrap_or(u32::MAX);
-        if numbered.request.terms.as_ref().is_some_and(|terms| terms.do_not_queue) {
+        if pending.request.options.as_ref().is_some_and(|options| options.do_not_queue) {
             return Err(self.queue.do_not_queue(class, self.now));
         }
         self.queue.check_limits(class, ranks, self.now)
     }
 
     /// Those who wait for the same ranks stand in one lane: whatever narrows the choice is part of its key.
-    fn lane_of(&self, numbered: &Numbered<T>) -> LaneKey {
-        let Some(terms) = numbered.request.terms.as_deref() else { return LaneKey::default() };
-        let adapter = terms.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
-        let bound = numbered.session.filter(|_| self.rules.session_affinity == SessionAffinity::Hard);
+    fn lane_of(&self, pending: &PendingRequest<T>) -> LaneKey {
+        let Some(options) = pending.request.options.as_deref() else { return LaneKey::default() };
+        let adapter = options.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
+        let bound = pending.session.filter(|_| self.rules.session_affinity == SessionAffinity::Hard);
         let bound = bound.map_or(0, |rank| Draw { seed: 1, request: 0 }.key(rank));
-        LaneKey(terms.constraints.lane() ^ adapter ^ bound)
+        LaneKey(options.constraints.lane() ^ adapter ^ bound)
     }
 
     /// Prompt tokens cached on the best of the ranks that may serve the request, now or after a wait.
@@ -215,60 +220,60 @@ impl<T> Schedule<T> {
     ///
     /// When nobody can be sent, the lanes are not looked at again before some rank may have opened: what arrives, leaves
     /// or is booked opens none.
-    fn pop_dispatchable(&mut self) -> Option<Numbered<T>> {
+    fn pop_dispatchable(&mut self) -> Option<PendingRequest<T>> {
         self.look_again |= self.ranks.take_eased();
         if !self.look_again {
             return None;
         }
         let Self { queue, rules, ranks, scratch, .. } = self;
-        let popped = queue.pop(self.now, |_, _, numbered: &Numbered<T>| {
-            rules.is_open_to(ranks, numbered.asked(), &mut scratch.verdicts)
+        let popped = queue.pop(self.now, |_, _, pending: &PendingRequest<T>| {
+            rules.is_open_to(ranks, pending.asked(), &mut scratch.verdicts)
         });
         self.look_again = popped.is_some();
-        let (_, numbered) = popped?;
-        self.forget_age(&numbered);
-        Some(numbered)
+        let (_, pending) = popped?;
+        self.forget_age(&pending);
+        Some(pending)
     }
 
     /// A request that leaves the queue needs no refresh.
-    fn forget_age(&mut self, numbered: &Numbered<T>) {
-        if let Some((since, waits)) = numbered.overlaps_at.zip(numbered.request.waits.as_ref()) {
+    fn forget_age(&mut self, pending: &PendingRequest<T>) {
+        if let Some((since, waits)) = pending.overlaps_at.zip(pending.request.waits.as_ref()) {
             self.overlap_ages.remove(&(since, waits.booking));
         }
     }
 
     /// Answers those whose time is up.
     pub(super) fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
-        while let Some((_, numbered)) = self.queue.pop_expired(self.now) {
-            self.forget_age(&numbered);
-            effects.push_back(self.expired(numbered));
+        while let Some((_, pending)) = self.queue.pop_expired(self.now) {
+            self.forget_age(&pending);
+            effects.push_back(self.expired(pending));
         }
     }
 
-    pub(super) fn is_expired(&self, numbered: &Numbered<T>) -> bool {
-        numbered.asks_for_place() && numbered.due().is_some_and(|due| due <= self.now)
+    pub(super) fn is_expired(&self, pending: &PendingRequest<T>) -> bool {
+        pending.asks_for_place() && pending.due().is_some_and(|due| due <= self.now)
     }
 
-    pub(super) fn expired(&self, numbered: Numbered<T>) -> Effect<T> {
-        let waited = numbered.arrival().map_or(Duration::ZERO, |arrival| self.now.since(arrival));
-        Effect::Reject { ticket: numbered.request.ticket, reason: Rejection::DeadlineExceeded { waited } }
+    pub(super) fn expired(&self, pending: PendingRequest<T>) -> Effect<T> {
+        let waited = pending.arrival().map_or(Duration::ZERO, |arrival| self.now.since(arrival));
+        Effect::Reject { context: pending.request.context, reason: Rejection::DeadlineExceeded { waited } }
     }
 
     /// A request's caller has gone: it leaves from wherever it stands, or when its answers are in.
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
         let removed = self.queue.remove(booking.0).or_else(|| {
             [&mut self.again, &mut self.arrivals].into_iter().find_map(|line| {
-                let at = line.iter().position(|numbered| numbered.is(booking))?;
+                let at = line.iter().position(|pending| pending.is(booking))?;
                 line.remove(at)
             })
         });
-        if let Some(numbered) = removed {
-            self.forget_age(&numbered);
-            effects.push_back(Effect::Cancelled { ticket: numbered.request.ticket });
+        if let Some(pending) = removed {
+            self.forget_age(&pending);
+            effects.push_back(Effect::Cancelled { context: pending.request.context });
             return;
         }
         let in_flight = self.in_flight.iter_mut().flat_map(|batch| &mut batch.requests);
-        in_flight.filter(|numbered| numbered.is(booking)).for_each(|numbered| numbered.cancelled = true);
+        in_flight.filter(|pending| pending.is(booking)).for_each(|pending| pending.cancelled = true);
     }
 
     /// Asks the index again about those whose overlap has aged.
@@ -280,11 +285,11 @@ impl<T> Schedule<T> {
                 return;
             }
             self.overlap_ages.pop_first();
-            let Some(numbered) = self.queue.get_mut(booking.0) else { continue }; // not waiting, or not just now
-            let block_hashes = numbered.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone());
+            let Some(pending) = self.queue.get_mut(booking.0) else { continue }; // not waiting, or not just now
+            let block_hashes = pending.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone());
             let Some(block_hashes) = block_hashes else { continue };
             // Should the answer be lost, it is asked for again when as much time has passed.
-            numbered.overlaps_at = Some(self.now);
+            pending.overlaps_at = Some(self.now);
             self.overlap_ages.insert((self.now, booking));
             effects.push_back(Effect::Refresh { booking, block_hashes });
         }
@@ -292,12 +297,12 @@ impl<T> Schedule<T> {
 
     /// The key of a waiting request follows its overlap.
     pub(super) fn on_overlaps(&mut self, booking: BookingId, overlaps: Vec<RankOverlap>) {
-        let Some(numbered) = self.queue.get(booking.0) else { return };
-        let (terms, session, class) = (numbered.request.terms.clone(), numbered.session, numbered.class);
-        let cached_tokens = self.best_cached_tokens(Asked { terms: terms.as_deref(), session, class }, &overlaps);
-        if let Some(numbered) = self.queue.get_mut(booking.0) {
-            numbered.request.overlaps = overlaps;
-            let since = numbered.overlaps_at.replace(self.now);
+        let Some(pending) = self.queue.get(booking.0) else { return };
+        let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
+        let cached_tokens = self.best_cached_tokens(Asked { options: options.as_deref(), session, class }, &overlaps);
+        if let Some(pending) = self.queue.get_mut(booking.0) {
+            pending.request.overlaps = overlaps;
+            let since = pending.overlaps_at.replace(self.now);
             if since.is_some_and(|since| self.overlap_ages.remove(&(since, booking))) {
                 self.overlap_ages.insert((self.now, booking));
             }
@@ -309,18 +314,18 @@ impl<T> Schedule<T> {
     pub(super) fn reject_unservable(&mut self, effects: &mut VecDeque<Effect<T>>) {
         let Scratch { verdicts, .. } = &mut self.scratch;
         let mut lanes = Vec::new();
-        for (class, lane, numbered) in self.queue.lanes() {
-            self.rules.judge(&self.ranks, numbered.asked(), verdicts);
+        for (class, lane, pending) in self.queue.lanes() {
+            self.rules.judge(&self.ranks, pending.asked(), verdicts);
             if !verdicts.may_open() {
                 lanes.push((class, lane));
             }
         }
         for (class, lane) in lanes {
-            for (_, numbered) in self.queue.take_lane(class, lane) {
-                self.forget_age(&numbered);
-                self.rules.judge(&self.ranks, numbered.asked(), &mut self.scratch.verdicts);
-                let reason = self.rejection(&numbered, &self.scratch.verdicts);
-                effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+            for (_, pending) in self.queue.take_lane(class, lane) {
+                self.forget_age(&pending);
+                self.rules.judge(&self.ranks, pending.asked(), &mut self.scratch.verdicts);
+                let reason = self.rejection(&pending, &self.scratch.verdicts);
+                effects.push_back(Effect::Reject { context: pending.request.context, reason });
             }
         }
     }
@@ -350,15 +355,15 @@ impl<T> Schedule<T> {
     }
 }
 
-fn queue_terms<T>(numbered: &Numbered<T>, cached_tokens: u32) -> crate::queue::Terms {
-    let terms = numbered.request.terms.as_deref();
-    crate::queue::Terms {
-        tenant: terms.map_or_else(TenantKey::default, |terms| terms.tenant),
-        strict_priority: terms.map_or(0, |terms| terms.strict_priority),
-        priority_jump: terms.map_or(0.0, |terms| terms.priority_jump),
-        due: numbered.due(),
-        arrival: numbered.arrival().unwrap_or_default(),
-        isl_tokens: numbered.request.isl_tokens,
+fn queue_entry<T>(pending: &PendingRequest<T>, cached_tokens: u32) -> QueueEntry {
+    let options = pending.request.options.as_deref();
+    QueueEntry {
+        tenant: options.map_or_else(TenantKey::default, |options| options.tenant),
+        strict_priority: options.map_or(0, |options| options.strict_priority),
+        priority_jump: options.map_or(0.0, |options| options.priority_jump),
+        due: pending.due(),
+        arrival: pending.arrival().unwrap_or_default(),
+        isl_tokens: pending.request.isl_tokens,
         cached_tokens,
     }
 }

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::decide::Scratch;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
-use super::{Numbered, Schedule};
+use super::{PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;
 use crate::select::{
@@ -45,34 +45,34 @@ impl<T> Schedule<T> {
     pub(super) fn fill_bounds(
         &self,
         candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         settle: bool,
         scratch: &mut Scratch,
     ) {
-        self.fill_overlaps(&numbered.request.overlaps, scratch);
-        let cost = self.cost_of(numbered);
+        self.fill_overlaps(&pending.request.overlaps, scratch);
+        let cost = self.cost_of(pending);
         let Scratch { verdicts, overlaps, bounds, .. } = scratch;
         bounds.clear();
         if verdicts.is_plain() {
             let ranks = self.ranks.as_slice().iter().zip(overlaps);
             let plain = |(rank, overlap): (&Rank, &mut TierOverlap)| {
-                self.plain_bounds(&cost, rank, settle, candidate, numbered, *overlap)
+                self.plain_bounds(&cost, rank, settle, candidate, pending, *overlap)
             };
             bounds.extend(ranks.map(plain));
             return;
         }
         for (position, overlap) in overlaps.iter().enumerate() {
-            bounds.push(self.bounds(&cost, position, settle, candidate, numbered, *overlap, verdicts));
+            bounds.push(self.bounds(&cost, position, settle, candidate, pending, *overlap, verdicts));
         }
     }
 
     /// Brings bounds that were filled before the queries up to date: only who was asked can have changed, or lost its
     /// standing.
-    pub(super) fn update_bounds(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
-        let cost = self.cost_of(numbered);
+    pub(super) fn update_bounds(&self, candidate: Prospect<'_>, pending: &PendingRequest<T>, scratch: &mut Scratch) {
+        let cost = self.cost_of(pending);
         let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
         for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
-            bounds[position] = self.bounds(&cost, position, false, candidate, numbered, overlaps[position], verdicts);
+            bounds[position] = self.bounds(&cost, position, false, candidate, pending, overlaps[position], verdicts);
         }
     }
 
@@ -85,7 +85,7 @@ impl<T> Schedule<T> {
         position: usize,
         settle: bool,
         candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         overlap: TierOverlap,
         verdicts: &Verdicts,
     ) -> Bounds {
@@ -94,7 +94,7 @@ impl<T> Schedule<T> {
         }
         let settle = settle || self.ranks.standings()[position].suspect;
         let rank = &self.ranks.as_slice()[position];
-        let bounds = self.plain_bounds(cost, rank, settle, candidate, numbered, overlap);
+        let bounds = self.plain_bounds(cost, rank, settle, candidate, pending, overlap);
         let factor = verdicts.factor(position);
         Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
     }
@@ -107,7 +107,7 @@ impl<T> Schedule<T> {
         rank: &Rank,
         settle: bool,
         candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         overlap: TierOverlap,
     ) -> Bounds {
         let mut projected = rank.project(candidate);
@@ -116,17 +116,17 @@ impl<T> Schedule<T> {
         }
         match cost {
             Cost::Kv(cost) => {
-                let facts = self.cost_facts(numbered, overlap, &projected);
+                let facts = self.cost_facts(pending, overlap, &projected);
                 cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
             }
             Cost::Latency(cost) => {
-                let facts = self.latency_facts(numbered, rank, overlap, &projected);
+                let facts = self.latency_facts(pending, rank, overlap, &projected);
                 let hi = cost.cost(&facts);
                 if projected.potential_blocks.0 == projected.potential_blocks.1 {
                     return Bounds { lo: hi, hi };
                 }
                 let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
-                let credits_shared = self.credits_cache(numbered) && !rank.is_overdue();
+                let credits_shared = self.credits_cache(pending) && !rank.is_overdue();
                 let shared_tokens = if credits_shared { self.tokens(shared_blocks) } else { 0 };
                 let lo = cost.cost(&LatencyFacts {
                     cached_tokens: facts.cached_tokens.max(shared_tokens).min(facts.isl_tokens),
@@ -139,39 +139,39 @@ impl<T> Schedule<T> {
     }
 
     /// The cost that the policy compares, with its parameters as the request has them.
-    pub(super) fn cost_of(&self, numbered: &Numbered<T>) -> Cost {
+    pub(super) fn cost_of(&self, pending: &PendingRequest<T>) -> Cost {
         match self.settings.policy {
-            Policy::Latency => Cost::Latency(self.latency_cost_of(numbered)),
+            Policy::Latency => Cost::Latency(self.latency_cost_of(pending)),
             Policy::Kv
             | Policy::CacheAware
             | Policy::RoundRobin
             | Policy::Random
             | Policy::PowerOfTwo
-            | Policy::LeastLoaded => Cost::Kv(self.kv_cost_of(numbered)),
+            | Policy::LeastLoaded => Cost::Kv(self.kv_cost_of(pending)),
         }
     }
 
-    pub(super) fn latency_cost_of(&self, numbered: &Numbered<T>) -> LatencyCost {
+    pub(super) fn latency_cost_of(&self, pending: &PendingRequest<T>) -> LatencyCost {
         LatencyCost {
             block_size: self.settings.cost.block_size.max(1),
-            track_prefill_tokens: self.tracks_prefill(numbered),
+            track_prefill_tokens: self.tracks_prefill(pending),
             output_tokens: match self.settings.role {
                 PoolRole::Prefill => 1.0,
-                PoolRole::Aggregated | PoolRole::Decode => self.expected_output_tokens(numbered),
+                PoolRole::Aggregated | PoolRole::Decode => self.expected_output_tokens(pending),
             },
-            common_tokens: self.common_tokens(&numbered.request.overlaps),
+            common_tokens: self.common_tokens(&pending.request.overlaps),
             displaced: self.typical.displaced(),
         }
     }
 
     /// Output tokens that the request is expected to have: what its caller expects, else what is usual for it, and no
     /// more than it may have.
-    fn expected_output_tokens(&self, numbered: &Numbered<T>) -> f64 {
+    fn expected_output_tokens(&self, pending: &PendingRequest<T>) -> f64 {
         let typical = self.typical.output_tokens;
-        let Some(terms) = &numbered.request.terms else { return typical };
-        let usual = terms.usual_output_tokens.unwrap_or(typical);
-        let expected = terms.expected_output_tokens.map_or(usual, f64::from);
-        terms.output_tokens_max.map_or(expected, |most| expected.min(f64::from(most)))
+        let Some(options) = &pending.request.options else { return typical };
+        let usual = options.usual_output_tokens.unwrap_or(typical);
+        let expected = options.expected_output_tokens.map_or(usual, f64::from);
+        options.output_tokens_max.map_or(expected, |most| expected.min(f64::from(most)))
     }
 
     /// Leading tokens that more than a quarter of the ranks have cached, and more than one.
@@ -188,7 +188,7 @@ impl<T> Schedule<T> {
     /// The facts of a rank: taken at their upper ends, with the least that it may share.
     pub(super) fn latency_facts(
         &self,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         rank: &Rank,
         overlap: TierOverlap,
         projected: &Projected,
@@ -199,8 +199,8 @@ impl<T> Schedule<T> {
         let wait = rank.wait();
         let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
         LatencyFacts {
-            isl_tokens: numbered.request.isl_tokens,
-            cached_tokens: self.expected_cached_tokens(numbered, rank, overlap, projected),
+            isl_tokens: pending.request.isl_tokens,
+            cached_tokens: self.expected_cached_tokens(pending, rank, overlap, projected),
             wait_seconds: wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
             requests: projected.requests,
             active_blocks: projected.active_blocks.1,
@@ -213,25 +213,25 @@ impl<T> Schedule<T> {
     /// before it computes, unless that is overdue.
     pub(super) fn expected_cached_tokens(
         &self,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         rank: &Rank,
         overlap: TierOverlap,
         projected: &Projected,
     ) -> u32 {
-        if !self.credits_cache(numbered) {
+        if !self.credits_cache(pending) {
             return 0;
         }
         let cost = &self.settings.cost;
         let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
-        let block_count = u64::from(numbered.request.prompt.block_count());
+        let block_count = u64::from(pending.request.prompt.block_count());
         let (shared_blocks, _) = if rank.is_overdue() { (0, 0) } else { projected.shared_blocks(block_count) };
-        cached.max(self.tokens(shared_blocks)).min(numbered.request.isl_tokens)
+        cached.max(self.tokens(shared_blocks)).min(pending.request.isl_tokens)
     }
 
     /// Whether caches count for the request at all.
-    fn credits_cache(&self, numbered: &Numbered<T>) -> bool {
-        let terms = numbered.request.terms.as_ref();
-        let otherwise = terms.and_then(|terms| terms.overrides.overlap_score_credit);
+    fn credits_cache(&self, pending: &PendingRequest<T>) -> bool {
+        let options = pending.request.options.as_ref();
+        let otherwise = options.and_then(|options| options.overrides.overlap_score_credit);
         otherwise.unwrap_or(self.settings.cost.overlap_score_credit) > 0.0
     }
 
@@ -245,12 +245,12 @@ impl<T> Schedule<T> {
     }
 
     /// The parameters of the `kv` cost, as the request has them.
-    pub(super) fn kv_cost_of(&self, numbered: &Numbered<T>) -> KvCost {
+    pub(super) fn kv_cost_of(&self, pending: &PendingRequest<T>) -> KvCost {
         let cost = self.settings.cost;
-        let Some(terms) = &numbered.request.terms else { return cost };
-        let otherwise = terms.overrides;
+        let Some(options) = &pending.request.options else { return cost };
+        let otherwise = options.overrides;
         let overlap_score_credit = otherwise.overlap_score_credit.unwrap_or(cost.overlap_score_credit);
-        let track_prefill_tokens = self.tracks_prefill(numbered);
+        let track_prefill_tokens = self.tracks_prefill(pending);
         KvCost {
             overlap_score_credit,
             prefill_load_scale: otherwise.prefill_load_scale.unwrap_or(cost.prefill_load_scale),
@@ -261,23 +261,30 @@ impl<T> Schedule<T> {
         }
     }
 
-    pub(super) fn temperature(&self, numbered: &Numbered<T>) -> f64 {
-        let terms = numbered.request.terms.as_ref();
-        terms.and_then(|terms| terms.overrides.temperature).unwrap_or(self.settings.temperature)
+    pub(super) fn temperature(&self, pending: &PendingRequest<T>) -> f64 {
+        let options = pending.request.options.as_ref();
+        options.and_then(|options| options.overrides.temperature).unwrap_or(self.settings.temperature)
     }
 
-    pub(super) fn tracks_prefill(&self, numbered: &Numbered<T>) -> bool {
-        let terms = numbered.request.terms.as_ref();
-        terms.and_then(|terms| terms.overrides.track_prefill_tokens).unwrap_or(self.settings.cost.track_prefill_tokens)
+    pub(super) fn tracks_prefill(&self, pending: &PendingRequest<T>) -> bool {
+        let options = pending.request.options.as_ref();
+        options
+            .and_then(|options| options.overrides.track_prefill_tokens)
+            .unwrap_or(self.settings.cost.track_prefill_tokens)
     }
 
     /// The facts of a rank taken at their upper ends, which for exact ones are the only ends.
     #[inline]
-    pub(super) fn cost_facts(&self, numbered: &Numbered<T>, overlap: TierOverlap, projected: &Projected) -> CostFacts {
+    pub(super) fn cost_facts(
+        &self,
+        pending: &PendingRequest<T>,
+        overlap: TierOverlap,
+        projected: &Projected,
+    ) -> CostFacts {
         CostFacts {
-            isl_tokens: u64::from(numbered.request.isl_tokens),
+            isl_tokens: u64::from(pending.request.isl_tokens),
             overlap,
-            shared_cache_blocks: numbered.request.shared_cache.beyond(overlap.device_blocks),
+            shared_cache_blocks: pending.request.shared_cache.beyond(overlap.device_blocks),
             prefill_tokens: projected.prefill_tokens.1,
             prefill_tokens_least: 0,
             potential_blocks: projected.potential_blocks.1,
@@ -288,7 +295,7 @@ impl<T> Schedule<T> {
     /// Everything known of a rank and the request, raw. Expects overlaps and verdicts in `scratch`.
     pub(super) fn candidate_facts(
         &self,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         position: usize,
         projected: &Projected,
         scratch: &Scratch,
@@ -297,7 +304,7 @@ impl<T> Schedule<T> {
         Candidate {
             rank: rank.rank,
             overlap,
-            shared_cache_blocks: numbered.request.shared_cache.beyond(overlap.device_blocks),
+            shared_cache_blocks: pending.request.shared_cache.beyond(overlap.device_blocks),
             prefill_tokens: projected.prefill_tokens.1,
             potential_blocks: projected.potential_blocks.1,
             active_requests: projected.requests,

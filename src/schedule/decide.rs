@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::cost::Cost;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
-use super::{Decision, Effect, Numbered, PotentialLoad, Purpose, Rejection, Schedule, Target};
+use super::{Decision, Effect, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
 use crate::protocol::Slot;
@@ -38,7 +38,7 @@ impl Scratch {
     }
 }
 
-impl<T> Numbered<T> {
+impl<T> PendingRequest<T> {
     pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
         let prompt = &self.request.prompt;
         Prospect { prompt, block_count: u64::from(prompt.block_count()), mark: &self.mark, in_batch }
@@ -57,24 +57,24 @@ enum Choice {
 
 impl<T> Schedule<T> {
     /// Ranks whose exact load these requests need, in slot order. Whoever is known exactly need not be asked.
-    pub(super) fn shortlist(&mut self, requests: &VecDeque<Numbered<T>>) -> Vec<Slot> {
+    pub(super) fn shortlist(&mut self, requests: &VecDeque<PendingRequest<T>>) -> Vec<Slot> {
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.listed.clear();
-        for (in_batch, numbered) in requests.iter().enumerate() {
-            let candidate = numbered.candidate(in_batch);
-            match self.needs(numbered) {
+        for (in_batch, pending) in requests.iter().enumerate() {
+            let candidate = pending.candidate(in_batch);
+            match self.needs(pending) {
                 Needs::Board => {}
                 Needs::All => self.list(&mut scratch, candidate, 0..self.ranks.as_slice().len()),
                 Needs::Two => {
-                    self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
-                    let two = self.two_drawn(self.draw(numbered), &scratch.verdicts);
+                    self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
+                    let two = self.two_drawn(self.draw(pending), &scratch.verdicts);
                     self.list(&mut scratch, candidate, two.into_iter().flatten());
                 }
-                Needs::Bounded => self.list_bounded(candidate, numbered, &mut scratch),
+                Needs::Bounded => self.list_bounded(candidate, pending, &mut scratch),
             }
         }
-        let alone = requests.len() == 1 && requests.iter().all(|numbered| self.needs(numbered) == Needs::Bounded);
-        scratch.bounds_of = requests.front().filter(|_| alone).map(|numbered| numbered.number);
+        let alone = requests.len() == 1 && requests.iter().all(|pending| self.needs(pending) == Needs::Bounded);
+        scratch.bounds_of = requests.front().filter(|_| alone).map(|pending| pending.number);
         scratch.listed.sort_unstable();
         scratch.listed.dedup();
         let slots = scratch.listed.clone();
@@ -83,13 +83,13 @@ impl<T> Schedule<T> {
     }
 
     /// What must be known to decide the request as if everything were known.
-    fn needs(&self, numbered: &Numbered<T>) -> Needs {
-        let request = &numbered.request;
+    fn needs(&self, pending: &PendingRequest<T>) -> Needs {
+        let request = &pending.request;
         match (request.purpose, request.target) {
-            (Purpose::Survey | Purpose::Explain, _) => Needs::All,
+            (Purpose::LoadSnapshot | Purpose::Explain, _) => Needs::All,
             (Purpose::Book | Purpose::Report, Target::Exactly { .. }) => Needs::Board,
             (Purpose::Book | Purpose::Report, Target::Any) if self.extensions.selector.is_some() => Needs::All,
-            (Purpose::Book | Purpose::Report, Target::Any) if self.temperature(numbered) > 0.0 => {
+            (Purpose::Book | Purpose::Report, Target::Any) if self.temperature(pending) > 0.0 => {
                 self.settings.needs_at_temperature
             }
             (Purpose::Book | Purpose::Report, Target::Any) => self.settings.needs,
@@ -105,9 +105,9 @@ impl<T> Schedule<T> {
     }
 
     /// Lists every rank whose least cost does not exceed the least of the highest costs by more than ties may.
-    fn list_bounded(&self, candidate: Prospect<'_>, numbered: &Numbered<T>, scratch: &mut Scratch) {
-        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
-        self.fill_bounds(candidate, numbered, false, scratch);
+    fn list_bounded(&self, candidate: Prospect<'_>, pending: &PendingRequest<T>, scratch: &mut Scratch) {
+        self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
+        self.fill_bounds(candidate, pending, false, scratch);
         let Scratch { bounds, listed, .. } = scratch;
         let least_hi = bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, lesser);
         let most = least_hi * self.settings.tie_factor;
@@ -123,36 +123,36 @@ impl<T> Schedule<T> {
     /// Where nobody was `asked`, asking again would find nothing new: bounds that do not meet are taken at their worst.
     pub(super) fn decide(
         &mut self,
-        mut requests: VecDeque<Numbered<T>>,
+        mut requests: VecDeque<PendingRequest<T>>,
         asked: bool,
         effects: &mut VecDeque<Effect<T>>,
     ) {
         let mut in_batch = 0;
-        while let Some(mut numbered) = requests.pop_front() {
+        while let Some(mut pending) = requests.pop_front() {
             let settle = !asked && in_batch == 0;
-            self.renew_session(&mut numbered);
-            match numbered.request.purpose {
-                Purpose::Survey => effects.push_back(self.survey(in_batch, numbered)),
-                Purpose::Explain => effects.push_back(self.explain(in_batch, numbered)),
-                Purpose::Book | Purpose::Report if self.is_expired(&numbered) => {
-                    effects.push_back(self.expired(numbered));
+            self.renew_session(&mut pending);
+            match pending.request.purpose {
+                Purpose::LoadSnapshot => effects.push_back(self.load_snapshot(in_batch, pending)),
+                Purpose::Explain => effects.push_back(self.explain(in_batch, pending)),
+                Purpose::Book | Purpose::Report if self.is_expired(&pending) => {
+                    effects.push_back(self.expired(pending));
                 }
-                Purpose::Book | Purpose::Report if numbered.cancelled => {
-                    effects.push_back(Effect::Cancelled { ticket: numbered.request.ticket });
+                Purpose::Book | Purpose::Report if pending.cancelled => {
+                    effects.push_back(Effect::Cancelled { context: pending.request.context });
                 }
-                Purpose::Book | Purpose::Report => match (self.choose(in_batch, settle, &numbered), numbered.class) {
-                    (Choice::Rank(position), _) => effects.push_back(self.place(in_batch, position, numbered)),
+                Purpose::Book | Purpose::Report => match (self.choose(in_batch, settle, &pending), pending.class) {
+                    (Choice::Rank(position), _) => effects.push_back(self.place(in_batch, position, pending)),
                     (Choice::None(reason), _) => {
-                        effects.push_back(Effect::Reject { ticket: numbered.request.ticket, reason });
+                        effects.push_back(Effect::Reject { context: pending.request.context, reason });
                     }
                     (Choice::Wait, Some(class)) => {
-                        if let Some(numbered) = self.hold(numbered, class, effects) {
-                            requests.push_front(numbered);
+                        if let Some(pending) = self.hold(pending, class, effects) {
+                            requests.push_front(pending);
                             break;
                         }
                     }
                     (Choice::AskAgain, _) | (Choice::Wait, None) => {
-                        requests.push_front(numbered);
+                        requests.push_front(pending);
                         break;
                     }
                 },
@@ -163,36 +163,36 @@ impl<T> Schedule<T> {
     }
 
     /// Judges the request, and chooses among those left.
-    fn choose(&mut self, in_batch: usize, settle: bool, numbered: &Numbered<T>) -> Choice {
-        if let Target::Exactly { rank, .. } = numbered.request.target {
+    fn choose(&mut self, in_batch: usize, settle: bool, pending: &PendingRequest<T>) -> Choice {
+        if let Target::Exactly { rank, .. } = pending.request.target {
             return self.ranks.position(rank).map_or(Choice::None(Rejection::UnknownRank(rank)), Choice::Rank);
         }
         let mut scratch = std::mem::take(&mut self.scratch);
-        let choice = self.choose_with(in_batch, settle, numbered, &mut scratch);
+        let choice = self.choose_with(in_batch, settle, pending, &mut scratch);
         self.scratch = scratch;
         choice
     }
 
-    fn choose_with(&self, in_batch: usize, settle: bool, numbered: &Numbered<T>, scratch: &mut Scratch) -> Choice {
-        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
+    fn choose_with(&self, in_batch: usize, settle: bool, pending: &PendingRequest<T>, scratch: &mut Scratch) -> Choice {
+        self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
         if !scratch.verdicts.any_open() {
             let busy = scratch.verdicts.has(Filter::Busy);
-            return if busy { Choice::Wait } else { Choice::None(self.rejection(numbered, &scratch.verdicts)) };
+            return if busy { Choice::Wait } else { Choice::None(self.rejection(pending, &scratch.verdicts)) };
         }
         if self.extensions.selector.is_some() {
-            return self.choose_by_selector(in_batch, numbered, scratch);
+            return self.choose_by_selector(in_batch, pending, scratch);
         }
-        let draw = self.draw(numbered);
+        let draw = self.draw(pending);
         let verdicts = &scratch.verdicts;
         let position = match self.settings.policy {
-            Policy::Kv | Policy::Latency => return self.choose_by_cost(in_batch, settle, numbered, draw, scratch),
-            Policy::CacheAware => self.choose_cache_aware(numbered, draw, verdicts),
+            Policy::Kv | Policy::Latency => return self.choose_by_cost(in_batch, settle, pending, draw, scratch),
+            Policy::CacheAware => self.choose_cache_aware(pending, draw, verdicts),
             Policy::RoundRobin => self.in_turn(verdicts),
             Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
             Policy::PowerOfTwo => {
                 let two = self.two_drawn(draw, verdicts);
                 // What the batch booked before may have closed a rank, and so drawn one that nobody asked.
-                let candidate = numbered.candidate(in_batch);
+                let candidate = pending.candidate(in_batch);
                 let is_unknown = |position: usize| {
                     let (rank, standing) = (&self.ranks.as_slice()[position], self.ranks.standings()[position]);
                     !standing.suspect && !rank.project(candidate).is_exact()
@@ -201,36 +201,36 @@ impl<T> Schedule<T> {
                     return Choice::AskAgain;
                 }
                 self.least(draw, two.into_iter().flatten(), |rank| {
-                    let projected = rank.project(numbered.candidate(in_batch));
+                    let projected = rank.project(pending.candidate(in_batch));
                     (projected.requests, projected.potential_blocks.1)
                 })
             }
             Policy::LeastLoaded => self.least(draw, verdicts.open(), Rank::requests),
         };
-        position.map_or_else(|| Choice::None(self.rejection(numbered, verdicts)), Choice::Rank)
+        position.map_or_else(|| Choice::None(self.rejection(pending, verdicts)), Choice::Rank)
     }
 
     fn choose_by_cost(
         &self,
         in_batch: usize,
         settle: bool,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         draw: Draw,
         scratch: &mut Scratch,
     ) -> Choice {
-        let candidate = numbered.candidate(in_batch);
-        if self.needs(numbered) == Needs::All {
-            return self.cheapest_of_all(candidate, numbered, draw, scratch);
+        let candidate = pending.candidate(in_batch);
+        if self.needs(pending) == Needs::All {
+            return self.cheapest_of_all(candidate, pending, draw, scratch);
         }
-        if scratch.bounds_of.take() == Some(numbered.number) {
-            self.update_bounds(candidate, numbered, scratch);
+        if scratch.bounds_of.take() == Some(pending.number) {
+            self.update_bounds(candidate, pending, scratch);
         } else {
-            self.fill_bounds(candidate, numbered, false, scratch);
+            self.fill_bounds(candidate, pending, false, scratch);
         }
-        match self.cheapest_within_bounds(candidate, numbered, draw, scratch) {
+        match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
             Choice::AskAgain if settle => {
-                self.fill_bounds(candidate, numbered, true, scratch);
-                match self.cheapest_within_bounds(candidate, numbered, draw, scratch) {
+                self.fill_bounds(candidate, pending, true, scratch);
+                match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
                     // Every open rank costs infinitely much, or no number: another query would not change that.
                     Choice::AskAgain => self.drawn(draw, &scratch.verdicts),
                     choice => choice,
@@ -244,67 +244,67 @@ impl<T> Schedule<T> {
     fn cheapest_of_all(
         &self,
         candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         draw: Draw,
         scratch: &mut Scratch,
     ) -> Choice {
-        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        self.fill_overlaps(&pending.request.overlaps, scratch);
         let ranks = self.ranks.as_slice();
         let open: Vec<(usize, Projected)> =
             scratch.verdicts.open().map(|position| (position, ranks[position].project(candidate))).collect();
         let least = open.iter().map(|(_, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
-        let cost = self.cost_of(numbered);
+        let cost = self.cost_of(pending);
         let costs: Vec<f64> = open
             .iter()
             .map(|(position, projected)| {
                 let overlap = scratch.overlaps[*position];
                 let cost = match &cost {
                     Cost::Kv(cost) => {
-                        let facts = self.cost_facts(numbered, overlap, projected);
+                        let facts = self.cost_facts(pending, overlap, projected);
                         cost.cost(&CostFacts { prefill_tokens_least: least, ..facts })
                     }
                     Cost::Latency(cost) => {
-                        cost.cost(&self.latency_facts(numbered, &ranks[*position], overlap, projected))
+                        cost.cost(&self.latency_facts(pending, &ranks[*position], overlap, projected))
                     }
                 };
                 cost * scratch.verdicts.factor(*position)
             })
             .collect();
-        let temperature = self.temperature(numbered);
+        let temperature = self.temperature(pending);
         let picked = if temperature > 0.0 {
             draw.sampled(&costs, temperature).map(|picked| open[picked].0)
         } else {
             let most = costs.iter().copied().fold(f64::INFINITY, lesser) * self.settings.tie_factor;
             let near = open.iter().zip(&costs).filter(|(_, cost)| **cost <= most);
             let near = near.map(|((position, _), cost)| (*position, *cost)).collect();
-            self.one_of_ties(candidate, numbered, draw, &scratch.overlaps, near)
+            self.one_of_ties(candidate, pending, draw, &scratch.overlaps, near)
         };
         match picked {
             Some(position) => Choice::Rank(position),
-            None => Choice::None(self.rejection(numbered, &scratch.verdicts)),
+            None => Choice::None(self.rejection(pending, &scratch.verdicts)),
         }
     }
 
     /// The embedder's choice, shown everything.
-    fn choose_by_selector(&self, in_batch: usize, numbered: &Numbered<T>, scratch: &mut Scratch) -> Choice {
+    fn choose_by_selector(&self, in_batch: usize, pending: &PendingRequest<T>, scratch: &mut Scratch) -> Choice {
         let Some(selector) = &self.extensions.selector else { return Choice::None(Rejection::NoRanks) };
-        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        self.fill_overlaps(&pending.request.overlaps, scratch);
         let open: Vec<usize> = scratch.verdicts.open().collect();
         let candidates: Vec<Candidate> = open
             .iter()
             .map(|&position| {
-                let projected = self.ranks.as_slice()[position].project(numbered.candidate(in_batch));
-                self.candidate_facts(numbered, position, &projected, scratch)
+                let projected = self.ranks.as_slice()[position].project(pending.candidate(in_batch));
+                self.candidate_facts(pending, position, &projected, scratch)
             })
             .collect();
-        let terms = numbered.request.terms.as_deref();
+        let options = pending.request.options.as_deref();
         let selection = Selection {
-            request: numbered.number,
-            isl_tokens: numbered.request.isl_tokens,
+            request: pending.number,
+            isl_tokens: pending.request.isl_tokens,
             block_size: self.settings.cost.block_size,
-            expected_output_tokens: terms.and_then(|terms| terms.expected_output_tokens),
-            lora_name: terms.and_then(|terms| terms.lora_name.as_deref()),
-            session_id: terms.and_then(|terms| terms.session_id.as_deref()),
+            expected_output_tokens: options.and_then(|options| options.expected_output_tokens),
+            lora_name: options.and_then(|options| options.lora_name.as_deref()),
+            session_id: options.and_then(|options| options.session_id.as_deref()),
             candidates: &candidates,
         };
         match chosen(&**selector, &selection) {
@@ -314,9 +314,9 @@ impl<T> Schedule<T> {
     }
 
     /// Why nobody is left.
-    pub(super) fn rejection(&self, numbered: &Numbered<T>, verdicts: &Verdicts) -> Rejection {
+    pub(super) fn rejection(&self, pending: &PendingRequest<T>, verdicts: &Verdicts) -> Rejection {
         let ranks = self.ranks.as_slice();
-        if let Some(pin) = numbered.request.terms.as_ref().and_then(|terms| terms.constraints.hard_pin()) {
+        if let Some(pin) = pending.request.options.as_ref().and_then(|options| options.constraints.hard_pin()) {
             let named = ranks.iter().position(|rank| pin.names(rank.rank));
             return Rejection::Pinned { pin, refused_by: named.and_then(|position| verdicts.of(position)) };
         }
@@ -334,7 +334,7 @@ impl<T> Schedule<T> {
     fn cheapest_within_bounds(
         &self,
         candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         draw: Draw,
         scratch: &Scratch,
     ) -> Choice {
@@ -354,7 +354,7 @@ impl<T> Schedule<T> {
         }
         let near = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == bounds.hi && bounds.hi <= most);
         let near = near.map(|(position, bounds)| (position, bounds.hi)).collect();
-        self.one_of_ties(candidate, numbered, draw, overlaps, near).map_or(Choice::AskAgain, Choice::Rank)
+        self.one_of_ties(candidate, pending, draw, overlaps, near).map_or(Choice::AskAgain, Choice::Rank)
     }
 
     /// One of the open ranks, by lot alone.
@@ -375,12 +375,12 @@ impl<T> Schedule<T> {
     }
 
     /// The longest match while load is even, else the fewest requests.
-    fn choose_cache_aware(&self, numbered: &Numbered<T>, draw: Draw, verdicts: &Verdicts) -> Option<usize> {
+    fn choose_cache_aware(&self, pending: &PendingRequest<T>, draw: Draw, verdicts: &Verdicts) -> Option<usize> {
         let ranks = self.ranks.as_slice();
         let requests = || verdicts.open().map(|position| ranks[position].requests());
         let (least, most) = (requests().min()?, requests().max()?);
         let cost = &self.settings.cost;
-        let matches = numbered.request.overlaps.iter().filter_map(|known| {
+        let matches = pending.request.overlaps.iter().filter_map(|known| {
             let position = self.ranks.position_of(known.slot, known.generation)?;
             let cached_tokens = known.overlap.cached_tokens(cost.tier_weights, cost.block_size);
             verdicts.is_open(position).then_some((position, cached_tokens))
@@ -391,7 +391,7 @@ impl<T> Schedule<T> {
         match best {
             Some((position, cached_tokens))
                 if CacheAware::is_even(least, most)
-                    && CacheAware::is_match(cached_tokens, numbered.request.isl_tokens) =>
+                    && CacheAware::is_match(cached_tokens, pending.request.isl_tokens) =>
             {
                 Some(position)
             }
@@ -420,49 +420,49 @@ impl<T> Schedule<T> {
         best.map(|lot| lot.map(|(_, position)| position))
     }
 
-    fn draw(&self, numbered: &Numbered<T>) -> Draw {
-        Draw { seed: self.settings.seed, request: numbered.number }
+    fn draw(&self, pending: &PendingRequest<T>) -> Draw {
+        Draw { seed: self.settings.seed, request: pending.number }
     }
 
     /// Books, or reports, the request on the rank at `position`.
-    fn place(&mut self, in_batch: usize, position: usize, numbered: Numbered<T>) -> Effect<T> {
-        let request = &numbered.request;
+    fn place(&mut self, in_batch: usize, position: usize, pending: PendingRequest<T>) -> Effect<T> {
+        let request = &pending.request;
         let books = request.purpose == Purpose::Book;
-        let decision = self.decision(in_batch, position, &numbered);
+        let decision = self.decision(in_batch, position, &pending);
         if !books {
-            return Effect::Report { ticket: numbered.request.ticket, decision };
+            return Effect::Report { context: pending.request.context, decision };
         }
-        let trace = self.is_traced(numbered.number).then(|| {
+        let trace = self.is_traced(pending.number).then(|| {
             let mut scratch = std::mem::take(&mut self.scratch);
-            let explanation = self.explanation(in_batch, &numbered, Ok(decision.rank), &mut scratch);
+            let explanation = self.explanation(in_batch, &pending, Ok(decision.rank), &mut scratch);
             self.scratch = scratch;
             explanation
         });
         let remembers = self.rules.session_affinity != SessionAffinity::Off;
         if let Some(session_id) =
-            request.terms.as_ref().and_then(|terms| terms.session_id.as_ref()).filter(|_| remembers)
+            request.options.as_ref().and_then(|options| options.session_id.as_ref()).filter(|_| remembers)
         {
             self.sessions.bind(session_id, decision.rank, self.now);
         }
-        let tracks = self.tracks_prefill(&numbered);
+        let tracks = self.tracks_prefill(&pending);
         let rank = self.ranks.at_mut(position);
-        let number = rank.book(numbered.candidate(in_batch), decision.hint);
+        let number = rank.book(pending.candidate(in_batch), decision.hint);
         if self.settings.policy == Policy::Latency {
             let new_tokens = decision.hint.map_or(0, PrefillLoadHint::effective_tokens);
             let isl_tokens = if tracks { request.isl_tokens } else { 0 };
             self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), &rank.about.speed);
         }
         self.turns += 1;
-        Effect::Book { ticket: numbered.request.ticket, decision, number, trace }
+        Effect::Book { context: pending.request.context, decision, number, trace }
     }
 
-    fn decision(&self, in_batch: usize, position: usize, numbered: &Numbered<T>) -> Decision {
-        let (rank, request) = (&self.ranks.as_slice()[position], &numbered.request);
+    fn decision(&self, in_batch: usize, position: usize, pending: &PendingRequest<T>) -> Decision {
+        let (rank, request) = (&self.ranks.as_slice()[position], &pending.request);
         let overlap = overlap_on(&request.overlaps, rank);
         let is_latency = self.settings.policy == Policy::Latency;
-        let projected = is_latency.then(|| rank.project(numbered.candidate(in_batch)));
+        let projected = is_latency.then(|| rank.project(pending.candidate(in_batch)));
         let known = match &projected {
-            Some(projected) => self.expected_cached_tokens(numbered, rank, overlap, projected),
+            Some(projected) => self.expected_cached_tokens(pending, rank, overlap, projected),
             None => overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size),
         };
         let (cached_tokens, expected_duration) = match request.target {
@@ -471,12 +471,12 @@ impl<T> Schedule<T> {
             }
             Target::Any => (known, None),
         };
-        let is_reported = !request.terms.as_ref().is_some_and(|terms| terms.not_streamed);
+        let is_reported = !request.options.as_ref().is_some_and(|options| options.not_streamed);
         let expected_duration =
             expected_duration.or_else(|| self.expected_duration(rank, request.isl_tokens, cached_tokens)).or_else(
                 || if is_reported { None } else { self.assumed_duration(rank, request.isl_tokens, cached_tokens) },
             );
-        let track = self.tracks_prefill(numbered);
+        let track = self.tracks_prefill(pending);
         // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
         let reachable = request.overlaps.iter().filter(|known| match request.target {
             Target::Any if self.scratch.verdicts.is_plain() => true,
@@ -487,7 +487,7 @@ impl<T> Schedule<T> {
             Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot, rank.generation),
         });
         Decision {
-            request: numbered.number,
+            request: pending.number,
             rank: rank.rank,
             slot: rank.slot,
             generation: rank.generation,
@@ -497,8 +497,8 @@ impl<T> Schedule<T> {
             hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
                 .map(|hint| if is_reported { hint } else { hint.unreported() }),
             predicted_ttft: projected.filter(|_| track).map(|projected| {
-                let facts = self.latency_facts(numbered, rank, overlap, &projected);
-                let seconds = self.latency_cost_of(numbered).terms(&facts).ttft_seconds;
+                let facts = self.latency_facts(pending, rank, overlap, &projected);
+                let seconds = self.latency_cost_of(pending).terms(&facts).ttft_seconds;
                 Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
             }),
         }
@@ -537,15 +537,15 @@ impl<T> Schedule<T> {
         Duration::try_from_secs_f64(self.speed_of(rank).prefill(work_tokens)).ok()
     }
 
-    fn survey(&mut self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
-        let (weights, track) = (self.settings.cost.tier_weights, self.tracks_prefill(&numbered));
+    fn load_snapshot(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {
+        let (weights, track) = (self.settings.cost.tier_weights, self.tracks_prefill(&pending));
         let mut scratch = std::mem::take(&mut self.scratch);
-        self.fill_overlaps(&numbered.request.overlaps, &mut scratch);
+        self.fill_overlaps(&pending.request.overlaps, &mut scratch);
         let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
         let loads = ranks.map(|(rank, overlap)| {
-            let projected = rank.project(numbered.candidate(in_batch));
+            let projected = rank.project(pending.candidate(in_batch));
             let cached_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
-            let new = PrefillLoadHint::new(numbered.request.isl_tokens, cached_tokens, track, None);
+            let new = PrefillLoadHint::new(pending.request.isl_tokens, cached_tokens, track, None);
             let new_tokens = new.map_or(0, |hint| u64::from(hint.effective_tokens()));
             PotentialLoad {
                 rank: rank.rank,
@@ -556,19 +556,19 @@ impl<T> Schedule<T> {
         });
         let loads = loads.collect();
         self.scratch = scratch;
-        Effect::Survey { ticket: numbered.request.ticket, loads }
+        Effect::LoadSnapshot { context: pending.request.context, loads }
     }
 
-    fn explain(&mut self, in_batch: usize, numbered: Numbered<T>) -> Effect<T> {
-        let outcome = match self.choose(in_batch, true, &numbered) {
+    fn explain(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {
+        let outcome = match self.choose(in_batch, true, &pending) {
             Choice::Rank(position) => Ok(self.ranks.as_slice()[position].rank),
             Choice::None(reason) => Err(reason.to_string()),
             Choice::AskAgain | Choice::Wait => Err(Filter::Busy.name().to_owned()),
         };
         let mut scratch = std::mem::take(&mut self.scratch);
-        let explanation = self.explanation(in_batch, &numbered, outcome, &mut scratch);
+        let explanation = self.explanation(in_batch, &pending, outcome, &mut scratch);
         self.scratch = scratch;
-        Effect::Explain { ticket: numbered.request.ticket, explanation }
+        Effect::Explain { context: pending.request.context, explanation }
     }
 }
 

@@ -1,12 +1,12 @@
 //! Who may serve one request: each rank's verdict, and what preferences do to its cost.
 //!
 //! Owns how constraints, standings, load and class come together. Promises one verdict a rank, that of the first
-//! [`Filter`] that refuses it, and that a request without terms in a pool without limits and troubles costs nothing.
+//! [`Filter`] that refuses it, and that a request without options in a pool without limits and troubles costs nothing.
 //! Leaves to `admission` what a verdict means for a wait, and to `decide` the choice among those left.
 
 use std::time::Duration;
 
-use super::Terms;
+use super::ResolvedOptions;
 use super::rank::{Rank, Ranks};
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
 use crate::engine_load::EngineLimits;
@@ -67,7 +67,7 @@ impl Limits {
 /// What of a request its eligibility depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked<'a> {
-    pub(super) terms: Option<&'a Terms>,
+    pub(super) options: Option<&'a ResolvedOptions>,
     /// Where its session was served last.
     pub(super) session: Option<WorkerRank>,
     /// The class whose busy ranks it keeps away from.
@@ -177,16 +177,16 @@ impl Rules {
         let (all, standings) = (ranks.as_slice(), ranks.standings());
         verdicts.factors.clear();
         verdicts.refused_by.clear();
-        let plain = self.lenient && asked.terms.is_none() && asked.class.is_none();
+        let plain = self.lenient && asked.options.is_none() && asked.class.is_none();
         let good = ranks.all_good();
         verdicts.all_open = (plain && good).then_some(all.len());
         if verdicts.is_plain() {
             return;
         }
         verdicts.refused_by.resize(all.len(), None);
-        if let Some(terms) = asked.terms {
+        if let Some(options) = asked.options {
             for (verdict, rank) in verdicts.refused_by.iter_mut().zip(all) {
-                *verdict = terms.constraints.refused_by(rank.rank, &rank.about.traits);
+                *verdict = options.constraints.refused_by(rank.rank, &rank.about.traits);
             }
         }
         if !good {
@@ -204,7 +204,7 @@ impl Rules {
             // When every rank refuses, the load is spread over all of them.
             verdicts.narrow(Filter::Refusing, |position| !standings[position].refusing);
         }
-        if let Some(adapter) = asked.terms.and_then(|terms| terms.lora_name.as_deref()) {
+        if let Some(adapter) = asked.options.and_then(|options| options.lora_name.as_deref()) {
             verdicts.narrow(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));
         }
         verdicts.refuse(Filter::Overloaded, |position| {
@@ -215,8 +215,8 @@ impl Rules {
         if let Some(limits) = asked.class.and_then(|class| self.busy.get(class.0 as usize)) {
             verdicts.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
         }
-        if let Some(terms) = asked.terms.filter(|terms| terms.constraints.pin.is_some()) {
-            verdicts.narrow(Filter::Pin, |position| terms.constraints.prefers(all[position].rank));
+        if let Some(options) = asked.options.filter(|options| options.constraints.pin.is_some()) {
+            verdicts.narrow(Filter::Pin, |position| options.constraints.prefers(all[position].rank));
         }
         self.weigh(ranks, asked, verdicts);
     }
@@ -224,8 +224,8 @@ impl Rules {
     /// Whether anybody would be open to the request. The same as judging it, but a look at one rank where it is pinned to
     /// one: many may wait so.
     pub(super) fn is_open_to(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) -> bool {
-        let pin = asked.terms.and_then(|terms| terms.constraints.hard_pin());
-        let Some((terms, rank)) = asked.terms.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
+        let pin = asked.options.and_then(|options| options.constraints.hard_pin());
+        let Some((options, rank)) = asked.options.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
         else {
             self.judge(ranks, asked, verdicts);
             return verdicts.any_open();
@@ -233,7 +233,7 @@ impl Rules {
         let Some(position) = ranks.position(rank) else { return false };
         let (rank, standing) = (&ranks.as_slice()[position], ranks.standings()[position]);
         let busy = asked.class.and_then(|class| self.busy.get(class.0 as usize));
-        let refused = terms.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
+        let refused = options.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
         let stands_against =
             standing.unavailable || standing.draining || standing.overloaded || standing.engine_overloaded;
         let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
@@ -241,13 +241,13 @@ impl Rules {
     }
 
     fn weigh(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
-        let liked = asked.terms.filter(|terms| !terms.constraints.preferred_taints.is_empty());
+        let liked = asked.options.filter(|options| !options.constraints.preferred_taints.is_empty());
         let session = asked.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
         if liked.is_none() && session.is_none() && self.slow_start.is_none() && !ranks.any_returning() {
             return;
         }
         verdicts.factors.extend(ranks.as_slice().iter().map(|rank| {
-            let taints = liked.map_or(1.0, |terms| terms.constraints.cost_factor(&rank.about.traits));
+            let taints = liked.map_or(1.0, |options| options.constraints.cost_factor(&rank.about.traits));
             let session = if session == Some(rank.rank) { self.session_factor } else { 1.0 };
             taints * session * rank.about.start_factor()
         }));

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::cost::Cost;
 use super::decide::Scratch;
-use super::{Numbered, Schedule};
+use super::{PendingRequest, Schedule};
 use crate::protocol::WorkerRank;
 use crate::select::{Bounds, Candidate, CostFacts, CostTerms, Draw, Filter, LatencyTerms, Policy};
 
@@ -74,21 +74,21 @@ impl<T> Schedule<T> {
     pub(super) fn explanation(
         &self,
         in_batch: usize,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         outcome: Result<WorkerRank, String>,
         scratch: &mut Scratch,
     ) -> Box<Explanation> {
-        self.rules.judge(&self.ranks, numbered.asked(), &mut scratch.verdicts);
-        self.fill_overlaps(&numbered.request.overlaps, scratch);
+        self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
+        self.fill_overlaps(&pending.request.overlaps, scratch);
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
-        let (cost, kv_cost) = (self.cost_of(numbered), self.kv_cost_of(numbered));
+        let (cost, kv_cost) = (self.cost_of(pending), self.kv_cost_of(pending));
         let all = self.ranks.as_slice();
         // What the others have to prefill matters only to a credit that decays.
-        let open = scratch.verdicts.open().map(|position| all[position].project(numbered.candidate(in_batch)));
+        let open = scratch.verdicts.open().map(|position| all[position].project(pending.candidate(in_batch)));
         let prefill_tokens_least = open.map(|projected| projected.prefill_tokens.1).min().unwrap_or(0);
         let ranks = all.iter().enumerate().map(|(position, rank)| {
-            let projected = rank.project(numbered.candidate(in_batch));
-            let facts = self.cost_facts(numbered, scratch.overlaps[position], &projected);
+            let projected = rank.project(pending.candidate(in_batch));
+            let facts = self.cost_facts(pending, scratch.overlaps[position], &projected);
             let facts = CostFacts { prefill_tokens_least, ..facts };
             let lowest = CostFacts {
                 potential_blocks: projected.potential_blocks.0,
@@ -100,20 +100,20 @@ impl<T> Schedule<T> {
             let (latency_terms, bounds) = match &cost {
                 Cost::Kv(cost) => (None, Bounds { lo: cost.cost(&lowest), hi: terms.total() }),
                 Cost::Latency(latency) => {
-                    let facts = self.latency_facts(numbered, rank, scratch.overlaps[position], &projected);
+                    let facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
                     let bounds = self.plain_bounds(
                         &cost,
                         rank,
                         false,
-                        numbered.candidate(in_batch),
-                        numbered,
+                        pending.candidate(in_batch),
+                        pending,
                         scratch.overlaps[position],
                     );
                     (Some(latency.terms(&facts)), bounds)
                 }
             };
             ExplainedRank {
-                facts: self.candidate_facts(numbered, position, &projected, scratch),
+                facts: self.candidate_facts(pending, position, &projected, scratch),
                 refused_by: scratch.verdicts.of(position),
                 exact: projected.is_exact(),
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
@@ -129,10 +129,10 @@ impl<T> Schedule<T> {
         };
         Box::new(Explanation {
             schema: Explanation::SCHEMA,
-            request: numbered.number,
+            request: pending.number,
             policy: self.settings.policy,
             custom_selector: self.extensions.selector.is_some(),
-            isl_tokens: numbered.request.isl_tokens,
+            isl_tokens: pending.request.isl_tokens,
             block_size,
             chosen,
             refused,

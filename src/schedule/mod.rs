@@ -7,7 +7,7 @@
 //! effects, and to the sequence actors the bookings.
 //!
 //! ```text
-//! Request ─► arrivals ─► batch ─(shortlist)─► Query ─► Loads ─► Book | Report | Survey | Explain | Reject
+//! Request ─► arrivals ─► batch ─(shortlist)─► Query ─► Loads ─► Book | Report | LoadSnapshot | Explain | Reject
 //!               └► queue ─┘
 //! ```
 
@@ -16,10 +16,10 @@ mod cost;
 mod decide;
 mod eligible;
 mod explain;
+mod options;
 mod projected;
 mod rank;
 mod standing;
-mod terms;
 #[cfg(test)]
 mod tests;
 mod ties;
@@ -32,7 +32,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use explain::{ExplainedRank, Explanation};
-pub use terms::Terms;
+pub use options::ResolvedOptions;
 pub use types::{
     Admission, BookNumber, Decision, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request,
     Target, Waits,
@@ -78,10 +78,10 @@ pub struct Schedule<T> {
     extensions: Extensions,
     ranks: Ranks,
     sessions: Sessions,
-    arrivals: VecDeque<Numbered<T>>,
+    arrivals: VecDeque<PendingRequest<T>>,
     /// Requests that are not decided though they were asked about: next, before all others.
-    again: VecDeque<Numbered<T>>,
-    queue: Queue<Numbered<T>>,
+    again: VecDeque<PendingRequest<T>>,
+    queue: Queue<PendingRequest<T>>,
     /// Whether somebody who waits may be sent: since the last look at all of them, somebody may have opened.
     look_again: bool,
     /// Waiting requests by the age of their overlap, oldest first; those that have left are skipped.
@@ -139,7 +139,7 @@ impl Settings {
 }
 
 #[derive(Debug)]
-struct Numbered<T> {
+struct PendingRequest<T> {
     number: u64,
     /// Where the prompt stands in ranks' sketches.
     mark: PromptMark,
@@ -158,7 +158,7 @@ struct Numbered<T> {
 #[derive(Debug)]
 struct Batch<T> {
     number: u64,
-    requests: VecDeque<Numbered<T>>,
+    requests: VecDeque<PendingRequest<T>>,
 }
 
 impl<T> Schedule<T> {
@@ -293,7 +293,7 @@ impl<T> Schedule<T> {
                 continue;
             }
             self.ranks.asked(&slots);
-            let prompts = requests.iter().map(|numbered| numbered.request.prompt.clone()).collect();
+            let prompts = requests.iter().map(|pending| pending.request.prompt.clone()).collect();
             effects.push_back(Effect::Query(LoadQuery { batch: number, slots, prompts }));
             self.in_flight = Some(Batch { number, requests });
         }

@@ -72,29 +72,32 @@ impl Fleet {
                     self.asked_ranks += query.slots.len();
                     self.asked.push_back(query);
                 }
-                Effect::Book { ticket, decision, number, .. } => {
+                Effect::Book { context: id, decision, number, .. } => {
                     let node = &mut self.nodes[decision.slot.index()];
                     assert_eq!(number.number, node.applied + 1, "Books are numbered without a gap");
                     node.applied = number.number;
-                    let prompt = self.prompts[&ticket].clone();
-                    node.active.book(BookingId(ticket), prompt, decision.hint, NOW).expect("booked once");
+                    let prompt = self.prompts[&id].clone();
+                    node.active.book(BookingId(id), prompt, decision.hint, NOW).expect("booked once");
                     node.publish();
-                    self.placed.push((ticket, decision.rank));
+                    self.placed.push((id, decision.rank));
                 }
-                Effect::Report { ticket, decision } => self.placed.push((ticket, decision.rank)),
-                Effect::Survey { .. } | Effect::Explain { .. } | Effect::Refresh { .. } | Effect::Cancelled { .. } => {}
-                Effect::Reject { ticket, reason } => self.rejected.push((ticket, reason)),
+                Effect::Report { context: id, decision } => self.placed.push((id, decision.rank)),
+                Effect::LoadSnapshot { .. }
+                | Effect::Explain { .. }
+                | Effect::Refresh { .. }
+                | Effect::Cancelled { .. } => {}
+                Effect::Reject { context: id, reason } => self.rejected.push((id, reason)),
             }
         }
     }
 
-    fn request(&mut self, ticket: u64, asked: &Asked, config: &RouterConfig) {
+    fn request(&mut self, id: u64, asked: &Asked, config: &RouterConfig) {
         let blocks: Vec<BlockHash> = asked.prompt.iter().copied().map(BlockHash).collect();
         let hashes = sequence_hashes(&blocks);
         let blocks = hashes.len() as u32;
         let shared = config.assume_kv_reuse;
         let prompt = if shared { PromptBlocks::Hashed(hashes) } else { PromptBlocks::Counted(blocks) };
-        self.prompts.insert(ticket, prompt.clone());
+        self.prompts.insert(id, prompt.clone());
         let overlap = |(slot, device_blocks): (usize, &u32)| RankOverlap {
             slot: Slot(slot as u32),
             generation: Generation(1),
@@ -102,7 +105,7 @@ impl Fleet {
         };
         let overlaps = asked.overlaps.iter().take(self.nodes.len()).enumerate().map(overlap).collect();
         let isl_tokens = blocks * config.block_size;
-        self.step(Input::Request(Request { overlaps, ..Request::new(ticket, prompt, isl_tokens) }));
+        self.step(Input::Request(Request { overlaps, ..Request::new(id, prompt, isl_tokens) }));
     }
 
     /// Answers the oldest open query, except for the ranks in `missing`.
@@ -124,9 +127,9 @@ impl Fleet {
         assert_eq!(self.schedule.pending(), 0, "every request has left");
     }
 
-    fn free(&mut self, ticket: u64) {
+    fn free(&mut self, id: u64) {
         for node in &mut self.nodes {
-            node.active.free(BookingId(ticket), NOW);
+            node.active.free(BookingId(id), NOW);
             node.publish();
         }
     }
@@ -166,11 +169,11 @@ fn deterministic_policy() -> impl Strategy<Value = Policy> {
 /// One request after the other, each answered before the next comes.
 fn serially(config: &RouterConfig, ranks: usize, requests: &[Asked]) -> Fleet {
     let mut fleet = Fleet::new(config.clone(), ranks);
-    for (ticket, asked) in requests.iter().enumerate() {
-        fleet.request(ticket as u64, asked, config);
+    for (id, asked) in requests.iter().enumerate() {
+        fleet.request(id as u64, asked, config);
         fleet.settle();
         if let Some(back) = asked.frees {
-            fleet.free((ticket as u64).saturating_sub(u64::from(back)));
+            fleet.free((id as u64).saturating_sub(u64::from(back)));
         }
     }
     fleet
@@ -224,9 +227,9 @@ proptest! {
         let requests: Vec<Asked> = requests.into_iter().map(|asked| Asked { frees: None, ..asked }).collect();
         let serial = serially(&config, ranks, &requests);
         let mut batched = Fleet::new(config.clone(), ranks);
-        for (ticket, asked) in requests.iter().enumerate() {
-            batched.request(ticket as u64, asked, &config);
-            if ticket % burst == burst - 1 {
+        for (id, asked) in requests.iter().enumerate() {
+            batched.request(id as u64, asked, &config);
+            if id % burst == burst - 1 {
                 batched.answer(&[]);
             }
         }
@@ -240,12 +243,12 @@ proptest! {
     ) {
         let config = config(policy, true, Fanout::Shortlist);
         let mut fleet = Fleet::new(config.clone(), ranks);
-        let mut tickets = 0;
+        let mut requests_sent = 0;
         for (step, asked) in steps {
             match step {
                 0..5 => {
-                    fleet.request(tickets, &asked, &config);
-                    tickets += 1;
+                    fleet.request(requests_sent, &asked, &config);
+                    requests_sent += 1;
                 }
                 5 => fleet.answer(&[0, 2]), // those two are wedged
                 6 => {
@@ -264,10 +267,10 @@ proptest! {
             }
         }
         fleet.settle();
-        let mut left: Vec<u64> = fleet.placed.iter().map(|(ticket, _)| *ticket).collect();
-        left.extend(fleet.rejected.iter().map(|(ticket, _)| *ticket));
+        let mut left: Vec<u64> = fleet.placed.iter().map(|(id, _)| *id).collect();
+        left.extend(fleet.rejected.iter().map(|(id, _)| *id));
         left.sort_unstable();
-        prop_assert_eq!(left, (0..tickets).collect::<Vec<_>>());
+        prop_assert_eq!(left, (0..requests_sent).collect::<Vec<_>>());
     }
 }
 
@@ -276,16 +279,16 @@ fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
     let config = config(Policy::Kv, true, Fanout::All);
     let mut fleet = Fleet::new(config.clone(), 2);
     let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
-    for ticket in 0..2 {
-        fleet.request(ticket, &asked(7), &config);
+    for id in 0..2 {
+        fleet.request(id, &asked(7), &config);
         fleet.settle();
     }
     fleet.request(2, &asked(7), &config);
     let late = fleet.asked.front().cloned().expect("both are busy and asked");
     assert_eq!(late.slots, [Slot(0), Slot(1)]);
     fleet.answer(&[0]); // the timer closes the batch without rank 0
-    for ticket in 3..7 {
-        fleet.request(ticket, &asked(7), &config);
+    for id in 3..7 {
+        fleet.request(id, &asked(7), &config);
         fleet.settle();
     }
     assert!(fleet.placed[2..].iter().all(|(_, rank)| rank.worker == WorkerId(1)), "{:?}", fleet.placed);
@@ -301,8 +304,8 @@ fn a_single_suspect_rank_is_still_better_than_none() {
     let config = config(Policy::Kv, true, Fanout::All);
     let mut fleet = Fleet::new(config.clone(), 1);
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
-    for ticket in 0..3 {
-        fleet.request(ticket, &asked, &config);
+    for id in 0..3 {
+        fleet.request(id, &asked, &config);
         fleet.answer(&[0]);
     }
     assert_eq!(fleet.placed.len(), 3);
@@ -343,8 +346,8 @@ fn ranks_that_all_cost_infinitely_much_are_drawn_by_lot() {
     for prefill_load_scale in [f64::INFINITY, f64::NAN] {
         let config = RouterConfig { prefill_load_scale, ..config(Policy::Kv, true, Fanout::Shortlist) };
         let mut fleet = Fleet::new(config.clone(), 4);
-        for ticket in 0..64 {
-            fleet.request(ticket, &Asked { prompt: vec![ticket], overlaps: vec![], frees: None }, &config);
+        for id in 0..64 {
+            fleet.request(id, &Asked { prompt: vec![id], overlaps: vec![], frees: None }, &config);
             fleet.settle();
         }
         let chosen: BTreeSet<_> = fleet.placed.iter().map(|(_, rank)| *rank).collect();
@@ -427,11 +430,11 @@ fn ages_are_kept_only_where_overlaps_are_refreshed() {
         let queueing = config(Policy::Kv, true, Fanout::Shortlist);
         let config = RouterConfig { queue_threshold: Some(0.0), overlap_refresh_after_ms, ..queueing };
         let mut fleet = Fleet::new(config, 1);
-        for ticket in 0..2 {
-            let block_hashes = Some([BlockHash(ticket)].into());
-            let waits = Some(Waits { booking: BookingId(ticket), arrival: NOW, block_hashes });
-            let plain = Request::new(ticket, PromptBlocks::Counted(1), 4);
-            fleet.prompts.insert(ticket, plain.prompt.clone());
+        for id in 0..2 {
+            let block_hashes = Some([BlockHash(id)].into());
+            let waits = Some(Waits { booking: BookingId(id), arrival: NOW, block_hashes });
+            let plain = Request::new(id, PromptBlocks::Counted(1), 4);
+            fleet.prompts.insert(id, plain.prompt.clone());
             fleet.step(Input::Request(Request { waits: waits.map(Box::new), ..plain }));
         }
         assert_eq!((fleet.schedule.queue.len(), fleet.schedule.overlap_ages.len()), (1, kept));

@@ -6,7 +6,7 @@
 use smallvec::SmallVec;
 
 use super::rank::Candidate as Prospect;
-use super::{Numbered, Schedule};
+use super::{PendingRequest, Schedule};
 use crate::select::{Draw, TierOverlap};
 
 impl<T> Schedule<T> {
@@ -16,7 +16,7 @@ impl<T> Schedule<T> {
     pub(super) fn one_of_ties(
         &self,
         candidate: Prospect<'_>,
-        numbered: &Numbered<T>,
+        pending: &PendingRequest<T>,
         draw: Draw,
         overlaps: &[TierOverlap],
         near: SmallVec<[(usize, f64); 16]>,
@@ -29,7 +29,7 @@ impl<T> Schedule<T> {
         }
         let cached_tokens = |position: usize| {
             let (rank, overlap) = (&ranks[position], overlaps[position]);
-            self.expected_cached_tokens(numbered, rank, overlap, &rank.project(candidate))
+            self.expected_cached_tokens(pending, rank, overlap, &rank.project(candidate))
         };
         let is_idle = |position: usize| ranks[position].project(candidate).requests == 0;
         if !is_idle(cheapest) {

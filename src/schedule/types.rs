@@ -1,11 +1,11 @@
-//! What the scheduler is told and what it wants done.
+//! Inputs and effects of the scheduler.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{Explanation, Terms};
+use super::{Explanation, ResolvedOptions};
 use crate::engine_load::EngineLoadCell;
 use crate::health::Exclusions;
 use crate::index::Holdings;
@@ -16,11 +16,11 @@ use crate::select::{
     Filter, Pin, RankConditions, RankOverlap, RankTraits, Removed, SelectorError, SharedHits, TierOverlap,
 };
 
-/// One request as the scheduler sees it. `T` is whatever the caller wants back with the decision.
+/// One request as the scheduler receives it. `T` is the caller's context, returned with the decision.
 #[derive(Debug)]
 pub struct Request<T> {
-    /// Handed back in exactly one effect.
-    pub ticket: T,
+    /// The caller's context, returned in exactly one effect.
+    pub context: T,
     /// The blocks it will hold while it runs.
     pub prompt: PromptBlocks,
     /// Prompt length in tokens.
@@ -33,25 +33,25 @@ pub struct Request<T> {
     pub target: Target,
     /// What is wanted.
     pub purpose: Purpose,
-    /// What it asks for beyond that.
-    pub terms: Option<Box<Terms>>,
+    /// Its options; `None` stands for the defaults.
+    pub options: Option<Box<ResolvedOptions>>,
     /// What makes it wait and be cancelled: absent for what never waits.
     pub waits: Option<Box<Waits>>,
 }
 
 impl<T> Request<T> {
-    /// A request for a booking that asks for nothing else, never waits, and of which nothing is known to be cached.
+    /// A booking request with default options that never waits and has no known cached blocks.
     #[must_use]
-    pub fn new(ticket: T, prompt: PromptBlocks, isl_tokens: u32) -> Self {
+    pub fn new(context: T, prompt: PromptBlocks, isl_tokens: u32) -> Self {
         Self {
-            ticket,
+            context,
             prompt,
             isl_tokens,
             overlaps: Vec::new(),
             shared_cache: SharedHits::default(),
             target: Target::Any,
             purpose: Purpose::Book,
-            terms: None,
+            options: None,
             waits: None,
         }
     }
@@ -91,8 +91,8 @@ pub enum Purpose {
     Book,
     /// The rank that a booking would get, without one.
     Report,
-    /// What every rank's load would be with this request on it.
-    Survey,
+    /// A load snapshot: each rank's load with this request added.
+    LoadSnapshot,
     /// The candidate table: what a booking would be decided by, and how.
     Explain,
 }
@@ -215,10 +215,10 @@ pub enum Effect<T> {
         /// Its blocks.
         block_hashes: Arc<[BlockHash]>,
     },
-    /// Book the ticket's request on the decision's rank.
+    /// Book the request on the decision's rank.
     Book {
-        /// The request's ticket.
-        ticket: T,
+        /// The request's context.
+        context: T,
         /// Where it goes.
         decision: Decision,
         /// The Book's number on that rank.
@@ -226,38 +226,38 @@ pub enum Effect<T> {
         /// Everything it was decided by, where this decision was drawn for the trace.
         trace: Option<Box<Explanation>>,
     },
-    /// Tell the caller where it would go.
+    /// Return the decision to the caller, without a booking.
     Report {
-        /// The request's ticket.
-        ticket: T,
+        /// The request's context.
+        context: T,
         /// Where it would go.
         decision: Decision,
     },
-    /// Tell the caller what each rank's load would be.
-    Survey {
-        /// The request's ticket.
-        ticket: T,
+    /// Return the load snapshot to the caller.
+    LoadSnapshot {
+        /// The request's context.
+        context: T,
         /// One row a rank, in rank order.
         loads: Vec<PotentialLoad>,
     },
-    /// Tell the caller what a booking would be decided by.
+    /// Return the candidate table to the caller.
     Explain {
-        /// The request's ticket.
-        ticket: T,
+        /// The request's context.
+        context: T,
         /// The table.
         explanation: Box<Explanation>,
     },
-    /// Tell the caller that no rank can be had, and why.
+    /// Return the reason for which no rank was chosen.
     Reject {
-        /// The request's ticket.
-        ticket: T,
+        /// The request's context.
+        context: T,
         /// Why.
         reason: Rejection,
     },
     /// The request has left the queue as its caller wished. Nobody waits for an answer.
     Cancelled {
-        /// The request's ticket.
-        ticket: T,
+        /// The request's context.
+        context: T,
     },
 }
 

@@ -11,7 +11,7 @@ use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankL
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose,
-    Rejection, Request, Schedule, Target, Terms, Waits,
+    Rejection, Request, ResolvedOptions, Schedule, Target, Waits,
 };
 use pointsman::select::{Policy, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
 
@@ -51,7 +51,7 @@ impl Node {
 pub enum Outcome {
     Booked(Decision, Option<Box<Explanation>>),
     Reported(Decision),
-    Surveyed(Vec<PotentialLoad>),
+    LoadSnapshot(Vec<PotentialLoad>),
     Explained(Box<Explanation>),
     Rejected(Rejection),
     Cancelled,
@@ -66,7 +66,7 @@ pub struct Ask {
     /// Device blocks by node.
     pub cached: Vec<(usize, u32)>,
     pub shared_cache: SharedHits,
-    pub terms: Terms,
+    pub options: ResolvedOptions,
     pub purpose: Purpose,
     pub target: Target,
     pub waits: bool,
@@ -80,7 +80,7 @@ impl Default for Ask {
             prompt: 1,
             cached: Vec::new(),
             shared_cache: SharedHits::default(),
-            terms: Terms::default(),
+            options: ResolvedOptions::default(),
             purpose: Purpose::Book,
             target: Target::Any,
             waits: true,
@@ -89,8 +89,8 @@ impl Default for Ask {
     }
 }
 
-pub fn asks(terms: Terms) -> Ask {
-    Ask { terms, ..Ask::default() }
+pub fn asks(options: ResolvedOptions) -> Ask {
+    Ask { options, ..Ask::default() }
 }
 
 pub struct Fleet {
@@ -209,7 +209,7 @@ impl Fleet {
         cached.iter().map(overlap).collect()
     }
 
-    pub fn ask(&mut self, ticket: u64, ask: &Ask) {
+    pub fn ask(&mut self, id: u64, ask: &Ask) {
         let blocks: Vec<BlockHash> =
             (0..u64::from(ask.blocks)).map(|n| BlockHash((ask.prompt << 32) ^ n ^ 0x5eed)).collect();
         let prompt = if self.config.assume_kv_reuse {
@@ -217,23 +217,23 @@ impl Fleet {
         } else {
             PromptBlocks::Counted(ask.blocks)
         };
-        self.prompts.insert(ticket, prompt.clone());
+        self.prompts.insert(id, prompt.clone());
         let waits = ask.waits.then(|| {
             Box::new(Waits {
-                booking: BookingId(ticket),
+                booking: BookingId(id),
                 arrival: self.now,
                 block_hashes: ask.refreshes.then(|| blocks.into()),
             })
         });
-        let terms = (ask.terms != Terms::default()).then(|| Box::new(ask.terms.clone()));
+        let options = (ask.options != ResolvedOptions::default()).then(|| Box::new(ask.options.clone()));
         let request = Request {
             overlaps: self.overlaps(&ask.cached),
             shared_cache: ask.shared_cache.clone(),
             target: ask.target,
             purpose: ask.purpose,
-            terms,
+            options,
             waits,
-            ..Request::new(ticket, prompt, ask.blocks * self.config.block_size)
+            ..Request::new(id, prompt, ask.blocks * self.config.block_size)
         };
         self.step(Input::Request(request));
     }
@@ -247,8 +247,8 @@ impl Fleet {
         self.step(Input::Wake);
     }
 
-    pub fn cancel(&mut self, ticket: u64) {
-        self.step(Input::Cancel(BookingId(ticket)));
+    pub fn cancel(&mut self, id: u64) {
+        self.step(Input::Cancel(BookingId(id)));
     }
 
     fn perform(&mut self) {
@@ -262,22 +262,22 @@ impl Fleet {
                     }
                 }
                 Effect::Refresh { booking, block_hashes } => self.refreshes.push((booking, block_hashes.len())),
-                Effect::Book { ticket, decision, number, trace } => {
+                Effect::Book { context: id, decision, number, trace } => {
                     let node = &mut self.nodes[decision.slot.index()];
                     assert_eq!((node.rank, node.generation), (decision.rank, decision.generation));
                     assert_eq!((number.incarnation, number.number), (node.incarnation, node.applied + 1));
                     node.applied = number.number;
-                    self.before.insert(ticket, node.active.load(self.now));
-                    let prompt = self.prompts.get(&ticket).expect("it was asked for").clone();
-                    node.active.book(BookingId(ticket), prompt, decision.hint, self.now).expect("booked once");
+                    self.before.insert(id, node.active.load(self.now));
+                    let prompt = self.prompts.get(&id).expect("it was asked for").clone();
+                    node.active.book(BookingId(id), prompt, decision.hint, self.now).expect("booked once");
                     node.publish(self.now);
-                    self.left.push((ticket, Outcome::Booked(decision, trace)));
+                    self.left.push((id, Outcome::Booked(decision, trace)));
                 }
-                Effect::Report { ticket, decision } => self.left.push((ticket, Outcome::Reported(decision))),
-                Effect::Survey { ticket, loads } => self.left.push((ticket, Outcome::Surveyed(loads))),
-                Effect::Explain { ticket, explanation } => self.left.push((ticket, Outcome::Explained(explanation))),
-                Effect::Reject { ticket, reason } => self.left.push((ticket, Outcome::Rejected(reason))),
-                Effect::Cancelled { ticket } => self.left.push((ticket, Outcome::Cancelled)),
+                Effect::Report { context: id, decision } => self.left.push((id, Outcome::Reported(decision))),
+                Effect::LoadSnapshot { context: id, loads } => self.left.push((id, Outcome::LoadSnapshot(loads))),
+                Effect::Explain { context: id, explanation } => self.left.push((id, Outcome::Explained(explanation))),
+                Effect::Reject { context: id, reason } => self.left.push((id, Outcome::Rejected(reason))),
+                Effect::Cancelled { context: id } => self.left.push((id, Outcome::Cancelled)),
             }
         }
     }
@@ -300,60 +300,60 @@ impl Fleet {
     }
 
     /// Frees a request wherever it runs. Wakes nobody.
-    pub fn free(&mut self, ticket: u64) {
+    pub fn free(&mut self, id: u64) {
         for node in &mut self.nodes {
-            node.active.free(BookingId(ticket), self.now);
+            node.active.free(BookingId(id), self.now);
             node.publish(self.now);
         }
     }
 
-    pub fn complete_prefill(&mut self, ticket: u64) {
+    pub fn complete_prefill(&mut self, id: u64) {
         for node in &mut self.nodes {
-            node.active.complete_prefill(BookingId(ticket), self.now);
+            node.active.complete_prefill(BookingId(id), self.now);
             node.publish(self.now);
         }
     }
 
     /// How a request left, which it must have.
-    pub fn outcome(&self, ticket: u64) -> &Outcome {
-        let outcome = self.left.iter().find(|(left, _)| *left == ticket);
-        &outcome.unwrap_or_else(|| panic!("{ticket} has not left")).1
+    pub fn outcome(&self, id: u64) -> &Outcome {
+        let outcome = self.left.iter().find(|(left, _)| *left == id);
+        &outcome.unwrap_or_else(|| panic!("{id} has not left")).1
     }
 
-    pub fn has_left(&self, ticket: u64) -> bool {
-        self.left.iter().any(|(left, _)| *left == ticket)
+    pub fn has_left(&self, id: u64) -> bool {
+        self.left.iter().any(|(left, _)| *left == id)
     }
 
-    pub fn decision(&self, ticket: u64) -> &Decision {
-        match self.outcome(ticket) {
+    pub fn decision(&self, id: u64) -> &Decision {
+        match self.outcome(id) {
             Outcome::Booked(decision, _) | Outcome::Reported(decision) => decision,
-            other => panic!("{ticket} was to be placed, not {other:?}"),
+            other => panic!("{id} was to be placed, not {other:?}"),
         }
     }
 
     /// The worker that a request was placed on.
-    pub fn worker(&self, ticket: u64) -> u64 {
-        self.decision(ticket).rank.worker.0
+    pub fn worker(&self, id: u64) -> u64 {
+        self.decision(id).rank.worker.0
     }
 
-    pub fn rejection(&self, ticket: u64) -> &Rejection {
-        match self.outcome(ticket) {
+    pub fn rejection(&self, id: u64) -> &Rejection {
+        match self.outcome(id) {
             Outcome::Rejected(reason) => reason,
-            other => panic!("{ticket} was to be refused, not {other:?}"),
+            other => panic!("{id} was to be refused, not {other:?}"),
         }
     }
 
-    pub fn explanation(&self, ticket: u64) -> &Explanation {
-        match self.outcome(ticket) {
+    pub fn explanation(&self, id: u64) -> &Explanation {
+        match self.outcome(id) {
             Outcome::Explained(explanation) => explanation,
-            other => panic!("{ticket} was to be explained, not {other:?}"),
+            other => panic!("{id} was to be explained, not {other:?}"),
         }
     }
 
     /// Tickets booked, in order.
     pub fn booked(&self) -> Vec<u64> {
         let booked = self.left.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Booked(..)));
-        booked.map(|(ticket, _)| *ticket).collect()
+        booked.map(|(id, _)| *id).collect()
     }
 
     /// Requests that wait, of all classes.

@@ -51,7 +51,7 @@ pub fn cleared(rank: WorkerRank) -> RouterEvent {
 
 /// (requests, blocks, prefill tokens) of each rank, without any request on top.
 pub async fn loads(router: &Router) -> Vec<(u32, u64, u64)> {
-    let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("a survey");
+    let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("a load snapshot");
     loads.iter().map(|l| (l.active_requests, l.potential_decode_blocks, l.potential_prefill_tokens)).collect()
 }
 

@@ -12,7 +12,7 @@ use pointsman::config::{Fanout, QueueClass, QueueOrder, RouterConfigOverride, Se
 use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{BookingId, Generation, Timestamp, WorkerId, WorkerRank};
 use pointsman::queue::LimitKind;
-use pointsman::schedule::{Decision, Extensions, Input, LoadQuery, Purpose, Rejection, Target, Terms};
+use pointsman::schedule::{Decision, Extensions, Input, LoadQuery, Purpose, Rejection, ResolvedOptions, Target};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, SharedHits};
 use pointsman::session::SessionId;
 
@@ -61,7 +61,7 @@ pub struct World {
     fleet: Fleet,
     pending: BTreeMap<u64, Pending>,
     running: Vec<u64>,
-    tickets: u64,
+    ids: u64,
     /// By node: it let a question time out and has given no sign since.
     suspect: Vec<bool>,
     /// Queries closed without all their answers.
@@ -135,7 +135,7 @@ impl World {
             fleet,
             pending: BTreeMap::new(),
             running: Vec::new(),
-            tickets: 0,
+            ids: 0,
             suspect: Vec::new(),
             late: VecDeque::new(),
             overloaded: BTreeSet::new(),
@@ -158,25 +158,25 @@ impl World {
             44..49 => self.answer(dice.below(1 << WORKERS)),
             49..52 => self.answer_late(),
             52..62 => {
-                if let Some(ticket) = self.some_running(dice) {
-                    self.fleet.complete_prefill(ticket);
+                if let Some(id) = self.some_running(dice) {
+                    self.fleet.complete_prefill(id);
                 }
             }
             62..75 => {
-                if let Some(ticket) = self.some_running(dice) {
-                    self.running.retain(|running| *running != ticket);
-                    self.fleet.free(ticket);
+                if let Some(id) = self.some_running(dice) {
+                    self.running.retain(|running| *running != id);
+                    self.fleet.free(id);
                 }
             }
             75..80 => {
-                if let Some(ticket) = self.some_pending(dice) {
-                    self.cancel(ticket);
+                if let Some(id) = self.some_pending(dice) {
+                    self.cancel(id);
                 }
             }
             80..88 => self.pass_time(Duration::from_millis(dice.below(60))),
             88..90 => {
-                if let Some(ticket) = self.some_pending(dice) {
-                    self.tell_overlaps(ticket, dice);
+                if let Some(id) = self.some_pending(dice) {
+                    self.tell_overlaps(id, dice);
                 }
             }
             90..92 => {
@@ -255,7 +255,7 @@ impl World {
         }
     }
 
-    fn some_terms(&mut self, dice: &mut Dice) -> Terms {
+    fn some_options(&mut self, dice: &mut Dice) -> ResolvedOptions {
         let mut constraints = Constraints::default();
         if dice.one_in(8) {
             constraints.allowed_workers = Some((0..3).map(|_| WorkerId(dice.below(WORKERS))).collect());
@@ -276,7 +276,7 @@ impl World {
         }
         let class = if dice.one_in(40) { "unknown" } else { CLASSES[dice.below(3) as usize] };
         let classes = !self.fleet.config.queue_classes.is_empty();
-        Terms {
+        ResolvedOptions {
             strict_priority: dice.below(8).saturating_sub(6) as u32,
             priority_jump: if dice.one_in(4) { dice.below(5) as f64 } else { 0.0 },
             due: dice.one_in(4).then(|| self.fleet.now + Duration::from_millis(dice.below(80))),
@@ -291,19 +291,19 @@ impl World {
                 track_prefill_tokens: dice.one_in(8).then_some(false),
                 ..RouterConfigOverride::default()
             },
-            ..Terms::default()
+            ..ResolvedOptions::default()
         }
     }
 
     fn ask(&mut self, dice: &mut Dice) {
         let (purpose, waits) = match dice.below(20) {
             0 => (Purpose::Report, false),
-            1 => (Purpose::Survey, false),
+            1 => (Purpose::LoadSnapshot, false),
             2 => (Purpose::Explain, false),
             3 => (Purpose::Book, false),
             _ => (Purpose::Book, true),
         };
-        let terms = if dice.one_in(3) { Terms::default() } else { self.some_terms(dice) };
+        let options = if dice.one_in(3) { ResolvedOptions::default() } else { self.some_options(dice) };
         let exactly = Target::Exactly { rank: rank(dice.below(WORKERS)), cached_tokens: None, expected_duration: None };
         let exact = dice.one_in(30);
         let ask = Ask {
@@ -311,17 +311,17 @@ impl World {
             prompt: dice.below(5),
             cached: self.some_overlaps(dice),
             shared_cache: SharedHits::new(std::iter::once(0..dice.below(3) as u32).collect()),
-            terms,
+            options,
             purpose,
             target: if exact { exactly } else { Target::Any },
             waits: waits && !exact,
             refreshes: dice.one_in(2),
         };
-        let ticket = self.tickets;
-        self.tickets += 1;
+        let id = self.ids;
+        self.ids += 1;
         let pending = Pending { ask: ask.clone(), waited: false, cancelled: false, overlaps_at: self.fleet.now };
-        self.pending.insert(ticket, pending);
-        self.fleet.ask(ticket, &ask);
+        self.pending.insert(id, pending);
+        self.fleet.ask(id, &ask);
     }
 
     fn some_overlaps(&self, dice: &mut Dice) -> Vec<(usize, u32)> {
@@ -329,19 +329,19 @@ impl World {
         (0..nodes).map(|node| (node, dice.below(5) as u32)).filter(|(_, blocks)| *blocks > 1).collect()
     }
 
-    fn tell_overlaps(&mut self, ticket: u64, dice: &mut Dice) {
+    fn tell_overlaps(&mut self, id: u64, dice: &mut Dice) {
         let overlaps = self.fleet.overlaps(&self.some_overlaps(dice));
-        if let Some(known) = self.pending.get_mut(&ticket).filter(|_| self.fleet.asked.is_empty()) {
+        if let Some(known) = self.pending.get_mut(&id).filter(|_| self.fleet.asked.is_empty()) {
             known.overlaps_at = self.fleet.now;
         }
-        self.fleet.step(Input::Overlaps { booking: BookingId(ticket), overlaps });
+        self.fleet.step(Input::Overlaps { booking: BookingId(id), overlaps });
     }
 
-    fn cancel(&mut self, ticket: u64) {
-        if let Some(pending) = self.pending.get_mut(&ticket) {
+    fn cancel(&mut self, id: u64) {
+        if let Some(pending) = self.pending.get_mut(&id) {
             pending.cancelled = true;
         }
-        self.fleet.cancel(ticket);
+        self.fleet.cancel(id);
     }
 
     /// Answers the open query, except for the nodes in `missing`.
@@ -384,11 +384,11 @@ impl World {
         !known.retired
             && !known.draining
             && !self.unavailable.contains(&known.rank)
-            && ask.terms.constraints.refused_by(known.rank, &known.traits).is_none()
+            && ask.options.constraints.refused_by(known.rank, &known.traits).is_none()
     }
 
     fn is_bound(&self, ask: &Ask) -> bool {
-        self.fleet.config.session_affinity == SessionAffinity::Hard && ask.terms.session_id.is_some()
+        self.fleet.config.session_affinity == SessionAffinity::Hard && ask.options.session_id.is_some()
     }
 
     /// Nodes that may serve the request, whatever their load.
@@ -400,7 +400,7 @@ impl World {
         if nodes.iter().any(|node| !self.suspect[*node]) {
             nodes.retain(|node| !self.suspect[*node]);
         }
-        if let Some(adapter) = ask.terms.lora_name.as_deref() {
+        if let Some(adapter) = ask.options.lora_name.as_deref() {
             let has = |node: &usize| self.fleet.nodes[*node].traits.lora_adapters.contains(adapter);
             if nodes.iter().any(has) {
                 nodes.retain(has);
@@ -418,7 +418,7 @@ impl World {
     }
 
     fn class(&self, ask: &Ask) -> Option<usize> {
-        let name = ask.terms.policy_class.as_deref();
+        let name = ask.options.policy_class.as_deref();
         name.map_or(Some(0), |name| CLASSES.iter().position(|class| *class == name))
     }
 
@@ -456,18 +456,18 @@ impl World {
 
     fn check_who_left(&mut self) {
         let left: Vec<(u64, Outcome)> = self.fleet.left.drain(..).collect();
-        for (ticket, outcome) in left {
-            let known = self.pending.remove(&ticket).expect("it is answered once");
+        for (id, outcome) in left {
+            let known = self.pending.remove(&id).expect("it is answered once");
             self.seen += 1;
             match (outcome, known.ask.purpose) {
                 (Outcome::Booked(decision, _), Purpose::Book) => {
-                    self.check_book(ticket, &known, &decision);
-                    self.running.push(ticket);
+                    self.check_book(id, &known, &decision);
+                    self.running.push(id);
                 }
                 (Outcome::Cancelled, Purpose::Book) => assert!(known.cancelled && known.ask.waits),
                 (Outcome::Rejected(reason), _) => self.check_rejection(&known, &reason),
                 (Outcome::Reported(_), Purpose::Report)
-                | (Outcome::Surveyed(_), Purpose::Survey)
+                | (Outcome::LoadSnapshot(_), Purpose::LoadSnapshot)
                 | (Outcome::Explained(_), Purpose::Explain) => {}
                 (outcome, purpose) => panic!("{outcome:?} is no answer to {purpose:?}"),
             }
@@ -475,9 +475,9 @@ impl World {
         self.check_refreshes();
     }
 
-    fn check_book(&mut self, ticket: u64, known: &Pending, decision: &Decision) {
+    fn check_book(&mut self, id: u64, known: &Pending, decision: &Decision) {
         let (node, ask) = (decision.slot.index(), &known.ask);
-        let before = self.fleet.before.remove(&ticket).expect("noted at every Book");
+        let before = self.fleet.before.remove(&id).expect("noted at every Book");
         assert!(!(known.cancelled && ask.waits), "its caller has gone");
         assert!(!is_late(ask, self.fleet.now), "booked too late");
         assert!(!self.fleet.nodes[node].retired);
@@ -498,13 +498,13 @@ impl World {
             Rejection::NoneEligible { .. } => assert!(!with_standing, "somebody could serve it"),
             Rejection::Pinned { refused_by, .. } => {
                 let passing = refused_by.is_some_and(Filter::passes);
-                assert!(ask.terms.constraints.hard_pin().is_some() && passing == with_standing);
+                assert!(ask.options.constraints.hard_pin().is_some() && passing == with_standing);
             }
             Rejection::AllOverloaded { removed } => assert!(with_standing && removed.by(Filter::Overloaded) > 0),
             Rejection::DeadlineExceeded { .. } => assert!(is_late(ask, self.fleet.now), "too early"),
             Rejection::Backpressure(refused) => {
                 assert!(!known.waited, "let in and turned away");
-                assert_eq!(ask.terms.do_not_queue, refused.limit == LimitKind::DoNotQueue);
+                assert_eq!(ask.options.do_not_queue, refused.limit == LimitKind::DoNotQueue);
             }
             Rejection::UnknownClass(_) => assert!(self.class(ask).is_none()),
             Rejection::Selector(_) => unreachable!("there is none"),
@@ -513,9 +513,9 @@ impl World {
 
     fn check_refreshes(&mut self) {
         let asked: Vec<u64> = self.fleet.refreshes.drain(..).map(|(booking, _)| booking.0).collect();
-        for ticket in asked {
+        for id in asked {
             self.refreshed += 1;
-            let known = self.pending.get_mut(&ticket).expect("only who waits is asked for");
+            let known = self.pending.get_mut(&id).expect("only who waits is asked for");
             let after = Duration::from_millis(self.fleet.config.overlap_refresh_after_ms);
             assert!(known.ask.refreshes && !after.is_zero() && known.overlaps_at + after <= self.fleet.now);
             known.overlaps_at = self.fleet.now;
@@ -544,10 +544,10 @@ impl World {
         for known in self.pending.values() {
             let ask = &known.ask;
             assert!(ask.waits && ask.purpose == Purpose::Book && ask.target == Target::Any, "no waiter waits");
-            assert!(!known.cancelled && !ask.terms.do_not_queue);
+            assert!(!known.cancelled && !ask.options.do_not_queue);
             assert!(self.may_open(ask), "nobody can ever serve it");
             assert!(self.is_bound(ask) || !self.is_any_open(ask), "it waits though somebody could serve it");
-            if let Some(due) = ask.terms.due {
+            if let Some(due) = ask.options.due {
                 assert!(self.fleet.schedule.next_wake().is_some_and(|wake| wake <= due), "nobody will look in time");
             }
         }
@@ -577,15 +577,15 @@ impl World {
             self.check();
         }
         let waiting: Vec<u64> = self.pending.keys().copied().collect();
-        for ticket in waiting {
-            self.cancel(ticket);
+        for id in waiting {
+            self.cancel(id);
             self.check();
         }
-        for ticket in std::mem::take(&mut self.running) {
-            self.fleet.free(ticket);
+        for id in std::mem::take(&mut self.running) {
+            self.fleet.free(id);
         }
         self.check();
-        assert_eq!((self.fleet.schedule.pending(), self.seen as u64), (0, self.tickets));
+        assert_eq!((self.fleet.schedule.pending(), self.seen as u64), (0, self.ids));
         for (class, depth) in self.fleet.schedule.depths() {
             assert_eq!((depth, class), (pointsman::queue::Depth::default(), class));
         }
@@ -595,5 +595,5 @@ impl World {
 }
 
 fn is_late(ask: &Ask, now: Timestamp) -> bool {
-    matches!(ask.purpose, Purpose::Book | Purpose::Report) && ask.terms.due.is_some_and(|due| due <= now)
+    matches!(ask.purpose, Purpose::Book | Purpose::Report) && ask.options.due.is_some_and(|due| due <= now)
 }

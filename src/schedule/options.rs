@@ -1,4 +1,4 @@
-//! What a request asks for beyond a prompt: most ask for nothing, and pay for nothing.
+//! Request options as the scheduler reads them: times resolved, tenant names hashed. Most requests have none.
 
 use std::sync::Arc;
 
@@ -8,16 +8,16 @@ use crate::queue::TenantKey;
 use crate::select::Constraints;
 use crate::session::SessionId;
 
-/// A request's terms. The default asks for nothing.
+/// Options of one request, resolved against clock and configuration. The default sets none.
 ///
 /// ```
-/// use pointsman::schedule::Terms;
+/// use pointsman::schedule::ResolvedOptions;
 ///
-/// let urgent = Terms { strict_priority: 1, do_not_queue: true, ..Terms::default() };
+/// let urgent = ResolvedOptions { strict_priority: 1, do_not_queue: true, ..ResolvedOptions::default() };
 /// assert!(urgent.due.is_none());
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Terms {
+pub struct ResolvedOptions {
     /// Whose it is: tenants take turns in the queue.
     pub tenant: TenantKey,
     /// Higher leaves the queue first, whatever else.
