@@ -1,66 +1,55 @@
-//! The actors: who owns which state, who talks to whom, and the handle that embedders hold.
+//! The runtime half of the crate: the actors, what lies between them, and the handle that embedders hold.
 //!
-//! Owns mailboxes, turns, permits, lifecycles and the way of a message. Promises that no actor awaits another,
-//! that every accepted request is answered exactly once, and that what is lost is answered as lost. Leaves
-//! every decision to the pure modules of the crate.
+//! Owns mailboxes, permits, lifecycles and message paths; the pure modules of the crate decide. No actor awaits another,
+//! every accepted request is answered exactly once, and a lost message is answered as lost. A folder imports from folders
+//! below it only:
 //!
 //! ```text
-//!                Supervisor           lifecycles, restart budget, membership
-//!      ┌────────┬─────┴─────┬────────┐
-//!   Ingest    Radix     Scheduler  Sequence
-//!   events    prefix    decisions  one rank's
-//!   in        index                bookings
+//! handle         what embedders call: router, builder, requests, placements
+//! supervisor     lifecycles, restart budget, membership
+//! health, engine_load, ingest, discovery, gauges, lease_expiry
+//! scheduler      decisions
+//! sequence       one rank's bookings
+//! radix          prefix index
+//! telemetry      instruments
+//! views          data that an owner publishes and others read
+//! io, delivery   clock, HTTP, sockets; strands and scatter-gather
 //! ```
 
-#[cfg(feature = "http")]
-mod body;
-mod clock;
-mod disagg;
+mod delivery;
 mod discovery;
 mod engine_load;
-#[cfg(feature = "zmq")]
-mod engine_socket;
-#[cfg(feature = "faults")]
-mod faults;
-mod gather;
+mod gauges;
+mod handle;
 mod health;
-#[cfg(feature = "discovery")]
-mod http;
 #[cfg(feature = "zmq")]
 mod ingest;
-mod kv_source;
-mod liveness;
-#[cfg(any(feature = "discovery", feature = "zmq"))]
-mod per_worker;
-mod placement;
-mod predict;
+mod io;
+mod lease_expiry;
 mod radix;
-mod router;
 mod scheduler;
 mod sequence;
 mod shared;
-mod shared_cache;
 mod supervisor;
 mod telemetry;
-#[cfg(feature = "tower")]
-mod tower;
-mod turn;
+mod views;
+#[cfg(any(feature = "discovery", feature = "zmq"))]
+mod worker_tasks;
 
-#[cfg(feature = "http")]
-pub use body::PlacedBody;
-pub use disagg::{DisaggPlacement, Disaggregated};
 pub use discovery::{DiscoverySource, DiscoveryStatus, StaticList};
 #[cfg(feature = "discovery")]
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
-#[cfg(feature = "faults")]
-pub use faults::{Fault, Wedge};
-pub use kv_source::KvSourceStatus;
-pub use placement::Placement;
-pub use router::{
-    AddRequest, BestMatch, CacheHit, Health, OverlapScores, Prompt, RankScores, RouteRequest, Router, RouterBuilder,
-    SharedSummary, WorkerEntry,
+#[cfg(feature = "http")]
+pub use handle::PlacedBody;
+pub use handle::{
+    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, Prompt,
+    RankScores, RouteRequest, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
+    SharedCacheFailure, SharedSummary,
 };
-pub use scheduler::PendingClass;
-pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
+#[cfg(feature = "faults")]
+pub use handle::{Fault, Hang};
 #[cfg(feature = "tower")]
-pub use tower::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
+pub use handle::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
+pub use scheduler::PendingClass;
+pub use views::kv_source::KvSourceStatus;
+pub use views::worker::WorkerEntry;

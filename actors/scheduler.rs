@@ -14,14 +14,14 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::Instant;
 
-use super::clock::Clock;
-use super::gather::{Leg, Onward, Watch};
-use super::predict::Believers;
-use super::radix::{Ask, OverlapNext, Radix, RadixAfter, RadixMsg};
-use super::sequence::{Book, Sequence, SequenceAfter, SequenceMsg};
-use super::supervisor::{DrainAck, RetireAck};
-use super::telemetry::{Marks, QueueMeters};
-use super::turn::{After, Afters, Step, Turn};
+use crate::actors::delivery::join::{Continuation, JoinObserver, ReplyToken};
+use crate::actors::delivery::strand::{DeferredReplies, DeferredReply, Step, Strand};
+use crate::actors::io::clock::Clock;
+use crate::actors::radix::speculation::SpeculationSender;
+use crate::actors::radix::{Ask, OverlapContinuation, Radix, RadixMsg, RadixReply};
+use crate::actors::sequence::{Book, Sequence, SequenceMsg, SequenceReply};
+use crate::actors::supervisor::{DrainAck, RetireAck};
+use crate::actors::telemetry::{PhaseTimestamps, QueueMeters};
 use crate::config::RouterConfig;
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
@@ -54,7 +54,7 @@ pub(crate) enum SchedulerMsg {
     /// Show in metrics what waits. Dropped when that is done or lost.
     ShowQueue(Arc<()>),
     /// A rank joins.
-    Admit(Peer),
+    Admit(SequenceHandle),
     /// A rank's worker says otherwise of itself.
     Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
     /// A rank gets no new work, and its sequence actor hears so behind the last Book.
@@ -69,7 +69,7 @@ pub(crate) enum SchedulerMsg {
     Exclusions,
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
-    Fault(super::faults::Trip),
+    Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// Context of one request at the scheduler: its lease and its reply channel.
@@ -82,7 +82,7 @@ pub(crate) struct RequestContext {
     /// What its booking will leave in a cache, where that is guessed.
     pub(crate) guess: Option<Box<Guess>>,
     /// Present when its time is measured.
-    pub(crate) marks: Option<Arc<Marks>>,
+    pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
 }
 
 /// Reply of the scheduler to one request.
@@ -105,9 +105,9 @@ pub struct PendingClass {
 }
 
 /// A rank's sequence actor, as the scheduler knows it.
-pub(crate) struct Peer {
+pub(crate) struct SequenceHandle {
     pub(crate) admission: Admission,
-    pub(crate) turn: Arc<Turn<Sequence>>,
+    pub(crate) strand: Arc<Strand<Sequence>>,
 }
 
 /// Set while the scheduler has requests that wait for some rank's load to fall: whoever takes it down owes it a
@@ -134,9 +134,9 @@ impl WakeFlag {
 }
 
 /// Who the scheduler talks to besides the ranks.
-pub(crate) struct Surroundings {
-    pub(crate) shards: Vec<Arc<Turn<Radix>>>,
-    pub(crate) believers: Believers,
+pub(crate) struct SchedulerDependencies {
+    pub(crate) shards: Vec<Arc<Strand<Radix>>>,
+    pub(crate) speculation: SpeculationSender,
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks: looked at when told to, so that what was said last holds.
     pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
@@ -147,20 +147,20 @@ pub(crate) struct Surroundings {
 }
 
 /// Where load answers go on to.
-pub(crate) struct LoadNext {
+pub(crate) struct LoadContinuation {
     batch: u64,
     prompts: Arc<[PromptBlocks]>,
-    scheduler: Weak<Turn<Scheduler>>,
+    scheduler: Weak<Strand<Scheduler>>,
 }
 
-impl LoadNext {
+impl LoadContinuation {
     pub(crate) fn prompts(&self) -> &[PromptBlocks] {
         &self.prompts
     }
 }
 
-impl Onward<LoadAnswer> for LoadNext {
-    fn onward(&self, answers: Vec<LoadAnswer>) {
+impl Continuation<LoadAnswer> for LoadContinuation {
+    fn run(&self, answers: Vec<LoadAnswer>) {
         if let Some(scheduler) = self.scheduler.upgrade() {
             scheduler.tell(SchedulerMsg::Loads { batch: self.batch, answers });
         }
@@ -171,11 +171,11 @@ impl Onward<LoadAnswer> for LoadNext {
 pub(crate) struct Scheduler {
     schedule: Schedule<RequestContext>,
     /// By slot: whose turn it is, and of which incarnation.
-    peers: Vec<Option<(Generation, Arc<Turn<Sequence>>)>>,
+    sequences: Vec<Option<(Generation, Arc<Strand<Sequence>>)>>,
     effects: VecDeque<Effect<RequestContext>>,
-    after: SchedulerAfter,
+    replies: SchedulerReplies,
     /// The batch in flight: since when, and its answers so far.
-    in_flight: Option<(Instant, Watch<LoadAnswer, LoadNext>)>,
+    in_flight: Option<(Instant, JoinObserver<LoadAnswer, LoadContinuation>)>,
     /// One timer at a time; when it fires it goes on for the batch then in flight.
     timer_armed: bool,
     load_query_timeout: Duration,
@@ -184,17 +184,17 @@ pub(crate) struct Scheduler {
     queue_meters: Option<QueueMeters>,
     /// When the earliest timer for waiting requests fires.
     wake_at: Option<Timestamp>,
-    around: Surroundings,
-    myself: Weak<Turn<Scheduler>>,
+    dependencies: SchedulerDependencies,
+    myself: Weak<Strand<Scheduler>>,
 }
 
 /// What callers hear once the scheduler's turn is given back.
 #[derive(Default)]
-pub(crate) struct SchedulerAfter {
-    sequences: Vec<Afters<SequenceAfter>>,
-    shards: Vec<Afters<RadixAfter>>,
-    /// Askers' own legs: the last to go tells the scheduler, so none may go in its turn.
-    legs: Vec<Leg<RankOverlap, OverlapNext>>,
+pub(crate) struct SchedulerReplies {
+    sequences: Vec<DeferredReplies<SequenceReply>>,
+    shards: Vec<DeferredReplies<RadixReply>>,
+    /// Askers' own tokens: the last to go tells the scheduler, so none may go in its strand.
+    tokens: Vec<ReplyToken<RankOverlap, OverlapContinuation>>,
     answers: Vec<(RequestContext, Reply)>,
     cancelled: Vec<RequestContext>,
     pending: Vec<(oneshot::Sender<Vec<PendingClass>>, Vec<PendingClass>)>,
@@ -206,45 +206,45 @@ impl Scheduler {
         config: RouterConfig,
         incarnation: u32,
         extensions: Extensions,
-        around: Surroundings,
-        myself: &Arc<Turn<Self>>,
+        dependencies: SchedulerDependencies,
+        myself: &Arc<Strand<Self>>,
     ) -> Self {
         Self {
             load_query_timeout: config.load_query_timeout(),
             queueing: config.queueing(),
             queue_meters: config.queueing().then(|| QueueMeters::new(&config)),
             schedule: Schedule::new(config, incarnation, extensions),
-            peers: Vec::new(),
+            sequences: Vec::new(),
             effects: VecDeque::new(),
-            after: SchedulerAfter::default(),
+            replies: SchedulerReplies::default(),
             in_flight: None,
             timer_armed: false,
             wake_at: None,
-            around,
+            dependencies,
             myself: Arc::downgrade(myself),
         }
     }
 
     /// Makes a rank known. Also used to fill a fresh scheduler before it opens.
-    pub(crate) fn admit(&mut self, peer: Peer) {
-        let Peer { admission, turn } = peer;
+    pub(crate) fn admit(&mut self, sequence_handle: SequenceHandle) {
+        let SequenceHandle { admission, strand } = sequence_handle;
         let slot = admission.slot;
-        if self.peers.len() <= slot.index() {
-            self.peers.resize_with(slot.index() + 1, || None);
+        if self.sequences.len() <= slot.index() {
+            self.sequences.resize_with(slot.index() + 1, || None);
         }
-        self.peers[slot.index()] = Some((admission.generation, turn));
+        self.sequences[slot.index()] = Some((admission.generation, strand));
         self.step_schedule(Input::Admit(admission));
     }
 
     /// Takes over what the embedder knows. Also used to fill a fresh scheduler before it opens.
-    pub(crate) fn look_at_conditions(&mut self) {
-        let conditions = Arc::clone(&self.around.conditions.lock().unwrap_or_else(PoisonError::into_inner));
+    pub(crate) fn load_conditions(&mut self) {
+        let conditions = Arc::clone(&self.dependencies.conditions.lock().unwrap_or_else(PoisonError::into_inner));
         self.step_schedule(Input::Conditions(conditions));
     }
 
     /// Takes over which ranks are excluded for their health. Also used to fill a fresh scheduler before it opens.
-    pub(crate) fn look_at_exclusions(&mut self) {
-        let exclusions = Arc::clone(&self.around.exclusions.lock().unwrap_or_else(PoisonError::into_inner));
+    pub(crate) fn load_exclusions(&mut self) {
+        let exclusions = Arc::clone(&self.dependencies.exclusions.lock().unwrap_or_else(PoisonError::into_inner));
         self.step_schedule(Input::Exclusions(exclusions));
     }
 
@@ -252,17 +252,17 @@ impl Scheduler {
     fn on_decide(&mut self, request: Request<RequestContext>) {
         let over = |lease: &Arc<Lease>| lease.state() == LeaseState::Ended;
         if self.queueing && request.context.lease.as_ref().is_some_and(over) {
-            return self.after.cancelled.push(request.context);
+            return self.replies.cancelled.push(request.context);
         }
         self.step_schedule(Input::Request(request));
     }
 
     fn on_drain(&mut self, slot: Slot, generation: Generation, ack: DrainAck) {
         self.step_schedule(Input::Drain { slot, generation });
-        if let Some(Some((seated, turn))) = self.peers.get(slot.index())
-            && *seated == generation
+        if let Some(Some((current, strand))) = self.sequences.get(slot.index())
+            && *current == generation
         {
-            turn.send(SequenceMsg::Drain(ack)).keep_in(&mut self.after.sequences);
+            strand.send(SequenceMsg::Drain(ack)).keep_in(&mut self.replies.sequences);
         }
     }
 
@@ -271,19 +271,21 @@ impl Scheduler {
             return self.step_schedule(Input::Drain { slot, generation });
         }
         self.step_schedule(Input::Undrain { slot, generation });
-        if let Some(Some((seated, turn))) = self.peers.get(slot.index())
-            && *seated == generation
+        if let Some(Some((current, strand))) = self.sequences.get(slot.index())
+            && *current == generation
         {
-            turn.send(SequenceMsg::Undrain).keep_in(&mut self.after.sequences);
+            strand.send(SequenceMsg::Undrain).keep_in(&mut self.replies.sequences);
         }
     }
 
     fn on_retire(&mut self, slot: Slot, generation: Generation, ack: RetireAck) {
         self.step_schedule(Input::Retire { slot, generation });
-        let here = |peer: &&mut Option<(Generation, _)>| peer.as_ref().is_some_and(|(seated, _)| *seated == generation);
-        if let Some((_, turn)) = self.peers.get_mut(slot.index()).filter(here).and_then(Option::take) {
+        let here = |sequence_handle: &&mut Option<(Generation, _)>| {
+            sequence_handle.as_ref().is_some_and(|(current, _)| *current == generation)
+        };
+        if let Some((_, strand)) = self.sequences.get_mut(slot.index()).filter(here).and_then(Option::take) {
             // The ack goes with the message: whatever becomes of it, the supervisor hears.
-            turn.send(SequenceMsg::Retire(ack)).keep_in(&mut self.after.sequences);
+            strand.send(SequenceMsg::Retire(ack)).keep_in(&mut self.replies.sequences);
         }
     }
 
@@ -308,28 +310,28 @@ impl Scheduler {
     }
 
     fn on_pending(&mut self, answer: oneshot::Sender<Vec<PendingClass>>) {
-        let now = self.around.clock.now();
+        let now = self.dependencies.clock.now();
         let pending = self.schedule.depths().map(|(class, depth)| PendingClass {
             class: class.to_owned(),
             depth,
             oldest_age: depth.oldest.map(|oldest| now.since(oldest)),
         });
-        self.after.pending.push((answer, pending.collect()));
+        self.replies.pending.push((answer, pending.collect()));
     }
 
     fn on_show_queue(&self) {
         if let Some(meters) = &self.queue_meters {
-            meters.show(self.schedule.depths(), self.around.clock.now());
+            meters.show(self.schedule.depths(), self.dependencies.clock.now());
         }
     }
 
     fn step_schedule(&mut self, input: Input<RequestContext>) {
-        self.schedule.step(input, self.around.clock.now(), &mut self.effects);
+        self.schedule.step(input, self.dependencies.clock.now(), &mut self.effects);
     }
 
     /// Performs effects until none are left, those that follow from answers that came at once included.
-    fn perform(&mut self) -> SchedulerAfter {
-        let now = self.around.clock.now();
+    fn perform(&mut self) -> SchedulerReplies {
+        let now = self.dependencies.clock.now();
         while let Some(effect) = self.next_effect(now) {
             match effect {
                 Effect::Query(query) => {
@@ -343,28 +345,30 @@ impl Scheduler {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
                     }
-                    let RequestContext { lease: Some(lease), answer, permit, guess, marks } = context else { continue };
-                    if let Some(marks) = marks {
-                        marks.mark_decided();
+                    let RequestContext { lease: Some(lease), answer, permit, guess, timestamps } = context else {
+                        continue;
+                    };
+                    if let Some(timestamps) = timestamps {
+                        timestamps.set_decided();
                     }
-                    let Some(Some((_, turn))) = self.peers.get(decision.slot.index()) else { continue };
+                    let Some(Some((_, strand))) = self.sequences.get(decision.slot.index()) else { continue };
                     // Before the Book, so that whoever hears of the booking and asks again finds the guess.
                     let claim = guess.and_then(|guess| {
-                        let believers = &self.around.believers;
-                        believers.routed(&decision, lease.booking(), *guess, &mut self.after.shards)
+                        let speculation = &self.dependencies.speculation;
+                        speculation.routed(&decision, lease.booking(), *guess, &mut self.replies.shards)
                     });
                     let book = Book { lease, decision, number, answer, permit, claim, now };
-                    turn.send(SequenceMsg::Book(book)).keep_in(&mut self.after.sequences);
+                    strand.send(SequenceMsg::Book(book)).keep_in(&mut self.replies.sequences);
                 }
-                Effect::Report { context, decision } => self.after.answers.push((context, Reply::Placed(decision))),
+                Effect::Report { context, decision } => self.replies.answers.push((context, Reply::Placed(decision))),
                 Effect::LoadSnapshot { context, loads } => {
-                    self.after.answers.push((context, Reply::LoadSnapshot(loads)))
+                    self.replies.answers.push((context, Reply::LoadSnapshot(loads)))
                 }
                 Effect::Explain { context, explanation } => {
-                    self.after.answers.push((context, Reply::Explained(explanation)));
+                    self.replies.answers.push((context, Reply::Explained(explanation)));
                 }
-                Effect::Reject { context, reason } => self.after.answers.push((context, Reply::Rejected(reason))),
-                Effect::Cancelled { context } => self.after.cancelled.push(context),
+                Effect::Reject { context, reason } => self.replies.answers.push((context, Reply::Rejected(reason))),
+                Effect::Cancelled { context } => self.replies.cancelled.push(context),
             }
         }
         if self.schedule.batch_in_flight().is_none() {
@@ -373,12 +377,13 @@ impl Scheduler {
         if self.queueing {
             self.arm_wake();
         }
-        std::mem::take(&mut self.after)
+        std::mem::take(&mut self.replies)
     }
 
     /// The next effect; when there is none and requests wait, looks at the boards once more behind the raised flag.
     fn next_effect(&mut self, now: Timestamp) -> Option<Effect<RequestContext>> {
-        if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.around.wake.raise() {
+        if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.dependencies.wake.raise()
+        {
             self.schedule.step(Input::Wake, now, &mut self.effects);
         }
         self.effects.pop_front()
@@ -386,15 +391,16 @@ impl Scheduler {
 
     /// Asks the shortlisted ranks. The answers, if all of them came while asking.
     fn fan_out(&mut self, query: LoadQuery) -> Option<Vec<LoadAnswer>> {
-        let now = self.around.clock.now();
-        let next = LoadNext { batch: query.batch, prompts: query.prompts, scheduler: Weak::clone(&self.myself) };
-        let first = Leg::first(query.slots.len(), next);
+        let now = self.dependencies.clock.now();
+        let next =
+            LoadContinuation { batch: query.batch, prompts: query.prompts, scheduler: Weak::clone(&self.myself) };
+        let first = ReplyToken::open(query.slots.len(), next);
         for slot in query.slots {
-            if let Some(Some((_, turn))) = self.peers.get(slot.index()) {
-                turn.send(SequenceMsg::Load { leg: first.fork(), now }).keep_in(&mut self.after.sequences);
+            if let Some(Some((_, strand))) = self.sequences.get(slot.index()) {
+                strand.send(SequenceMsg::Load { token: first.fork(), now }).keep_in(&mut self.replies.sequences);
             }
         }
-        let answers = first.watch();
+        let answers = first.observe();
         let complete = first.finish();
         if complete.is_none() {
             self.in_flight = Some((Instant::now(), answers));
@@ -405,12 +411,12 @@ impl Scheduler {
 
     /// Asks the index again about a waiting request.
     fn ask_shards(&mut self, booking: BookingId, block_hashes: Arc<[BlockHash]>) {
-        let next = OverlapNext::new(block_hashes, Ask::Refresh(booking), Weak::clone(&self.myself));
-        let first = Leg::first(0, next);
-        for shard in &self.around.shards {
-            shard.send(RadixMsg::Overlap(first.fork())).keep_in(&mut self.after.shards);
+        let next = OverlapContinuation::new(block_hashes, Ask::Refresh(booking), Weak::clone(&self.myself));
+        let first = ReplyToken::open(0, next);
+        for shard in &self.dependencies.shards {
+            shard.send(RadixMsg::Overlap(first.fork())).keep_in(&mut self.replies.shards);
         }
-        self.after.legs.push(first);
+        self.replies.tokens.push(first);
     }
 
     fn arm_timer(&mut self) {
@@ -419,7 +425,7 @@ impl Scheduler {
             return;
         }
         let (due, myself) = (*since + self.load_query_timeout, Weak::clone(&self.myself));
-        self.around.runtime.spawn(async move {
+        self.dependencies.runtime.spawn(async move {
             tokio::time::sleep_until(due).await;
             if let Some(scheduler) = myself.upgrade() {
                 scheduler.tell(SchedulerMsg::Timeout);
@@ -434,8 +440,8 @@ impl Scheduler {
             return;
         }
         self.wake_at = Some(at);
-        let (sleep, myself) = (at.since(self.around.clock.now()), Weak::clone(&self.myself));
-        self.around.runtime.spawn(async move {
+        let (sleep, myself) = (at.since(self.dependencies.clock.now()), Weak::clone(&self.myself));
+        self.dependencies.runtime.spawn(async move {
             tokio::time::sleep(sleep).await;
             if let Some(scheduler) = myself.upgrade() {
                 scheduler.tell(SchedulerMsg::Wake { at: Some(at) });
@@ -456,9 +462,9 @@ fn trace_decision(explanation: &Explanation) {
 
 impl Step for Scheduler {
     type Msg = SchedulerMsg;
-    type After = SchedulerAfter;
+    type Deferred = SchedulerReplies;
 
-    fn step(&mut self, msg: SchedulerMsg) -> Option<SchedulerAfter> {
+    fn step(&mut self, msg: SchedulerMsg) -> Option<SchedulerReplies> {
         match msg {
             SchedulerMsg::Decide(request) => self.on_decide(request),
             SchedulerMsg::Loads { batch, answers } => self.step_schedule(Input::Loads { batch, answers }),
@@ -471,7 +477,7 @@ impl Step for Scheduler {
                 self.on_show_queue();
                 drop(asked);
             }
-            SchedulerMsg::Admit(peer) => self.admit(peer),
+            SchedulerMsg::Admit(sequence_handle) => self.admit(sequence_handle),
             SchedulerMsg::Describe { slot, generation, traits } => {
                 self.step_schedule(Input::Describe { slot, generation, traits });
             }
@@ -479,22 +485,22 @@ impl Step for Scheduler {
             SchedulerMsg::Cordon { slot, generation, cordoned } => self.on_cordon(slot, generation, cordoned),
             SchedulerMsg::Retire { slot, generation, ack } => self.on_retire(slot, generation, ack),
             SchedulerMsg::Conditions { done } => {
-                self.look_at_conditions();
-                self.after.conditions.extend(done);
+                self.load_conditions();
+                self.replies.conditions.extend(done);
             }
-            SchedulerMsg::Exclusions => self.look_at_exclusions(),
+            SchedulerMsg::Exclusions => self.load_exclusions(),
             #[cfg(feature = "faults")]
-            SchedulerMsg::Fault(trip) => trip.happen(),
+            SchedulerMsg::Fault(injected) => injected.apply(),
         }
         Some(self.perform())
     }
 }
 
-impl After for SchedulerAfter {
+impl DeferredReply for SchedulerReplies {
     fn deliver(self) {
-        self.shards.into_iter().for_each(Afters::deliver);
-        self.sequences.into_iter().for_each(Afters::deliver);
-        drop(self.legs);
+        self.shards.into_iter().for_each(DeferredReplies::deliver);
+        self.sequences.into_iter().for_each(DeferredReplies::deliver);
+        drop(self.tokens);
         for (context, answer) in self.answers {
             let RequestContext { answer: caller, permit, .. } = context;
             drop(permit);

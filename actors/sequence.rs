@@ -10,12 +10,12 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use super::clock::Clock;
-use super::gather::Leg;
-use super::predict::Claim;
-use super::scheduler::{LoadNext, Reply, Scheduler, SchedulerMsg, WakeFlag};
-use super::supervisor::{DrainAck, RetireAck};
-use super::turn::{After, Step, Turn};
+use crate::actors::delivery::join::ReplyToken;
+use crate::actors::delivery::strand::{DeferredReply, Step, Strand};
+use crate::actors::io::clock::Clock;
+use crate::actors::radix::speculation::SpeculationClaim;
+use crate::actors::scheduler::{LoadContinuation, Reply, Scheduler, SchedulerMsg, WakeFlag};
+use crate::actors::supervisor::{DrainAck, RetireAck};
 use crate::directory::{Directory, Lease, LeaseState};
 use crate::load::{ActiveSequences, BoardLoad, BoardSlot, SpeedCell, SpeedMeter};
 use crate::protocol::{Generation, Slot, Timestamp};
@@ -26,13 +26,13 @@ pub(crate) enum SequenceMsg {
     /// What would these prompts find here?
     Load {
         /// The answer, and through it the prompts.
-        leg: Leg<LoadAnswer, LoadNext>,
+        token: ReplyToken<LoadAnswer, LoadContinuation>,
         now: Timestamp,
     },
     /// Book this lease and tell its caller.
     Book(Book),
     /// This lease has changed: make the bookings agree with it.
-    Look(Arc<Lease>),
+    Reconcile(Arc<Lease>),
     /// The rank gets no more work: say when its last booking has ended. Comes behind the last Book.
     Drain(DrainAck),
     /// The rank gets work again: forget that it was drained.
@@ -41,7 +41,7 @@ pub(crate) enum SequenceMsg {
     Retire(RetireAck),
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
-    Fault(super::faults::Trip),
+    Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// One booking to make.
@@ -53,7 +53,7 @@ pub(crate) struct Book {
     /// The request's place in the waiting room.
     pub(crate) permit: OwnedSemaphorePermit,
     /// What a modelled cache holds for it.
-    pub(crate) claim: Option<Claim>,
+    pub(crate) claim: Option<SpeculationClaim>,
     pub(crate) now: Timestamp,
 }
 
@@ -79,11 +79,11 @@ pub(crate) struct Sequence {
 /// Who wants to hear when load falls, and whether it waits for that just now.
 pub(crate) struct Wakes {
     pub(crate) flag: Arc<WakeFlag>,
-    pub(crate) scheduler: Arc<Turn<Scheduler>>,
+    pub(crate) scheduler: Arc<Strand<Scheduler>>,
 }
 
 /// What a sequence actor is made with, besides its place.
-pub(crate) struct Fittings {
+pub(crate) struct SequenceDependencies {
     pub(crate) board: Arc<BoardSlot>,
     /// Where speeds are learned.
     pub(crate) learns: Option<Arc<SpeedCell>>,
@@ -95,18 +95,18 @@ pub(crate) struct Fittings {
 }
 
 /// What a sequence actor answers once its turn is given back.
-pub(crate) enum SequenceAfter {
+pub(crate) enum SequenceReply {
     Booked {
         answer: oneshot::Sender<Reply>,
         decision: Decision,
         permit: OwnedSemaphorePermit,
         /// Present when requests wait for load to fall, and what the scheduler had added for Books has fallen away.
-        fell: Option<Arc<Turn<Scheduler>>>,
+        fell: Option<Arc<Strand<Scheduler>>>,
     },
     Drained(#[expect(dead_code, reason = "dropping it is the answer")] DrainAck),
     Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
     /// Requests wait for load to fall, and it has.
-    LoadFell(Arc<Turn<Scheduler>>),
+    LoadFell(Arc<Strand<Scheduler>>),
 }
 
 impl Sequence {
@@ -114,8 +114,12 @@ impl Sequence {
     ///
     /// A speed goes on from what `learns` has published. Restored bookings teach nothing, for when their prefills really
     /// began, or their last blocks were there, is not known.
-    pub(crate) fn restore((slot, generation): (Slot, Generation), incarnation: u32, fittings: Fittings) -> Self {
-        let Fittings { board, learns, block_size, wakes, directory, clock } = fittings;
+    pub(crate) fn restore(
+        (slot, generation): (Slot, Generation),
+        incarnation: u32,
+        dependencies: SequenceDependencies,
+    ) -> Self {
+        let SequenceDependencies { board, learns, block_size, wakes, directory, clock } = dependencies;
         let mut sequence = Self {
             slot,
             generation,
@@ -142,15 +146,15 @@ impl Sequence {
         sequence
     }
 
-    fn on_load(&self, leg: &Leg<LoadAnswer, LoadNext>, now: Timestamp) {
-        let prompts = leg.next().prompts();
+    fn on_load(&self, token: &ReplyToken<LoadAnswer, LoadContinuation>, now: Timestamp) {
+        let prompts = token.continuation().prompts();
         let shared_blocks: SmallVec<_> =
             prompts.iter().map(|prompt| self.active.project(prompt).shared_blocks).collect();
         let (slot, generation) = (self.slot, self.generation);
-        leg.push(LoadAnswer { slot, generation, load: self.active.load(now), shared_blocks });
+        token.push(LoadAnswer { slot, generation, load: self.active.load(now), shared_blocks });
     }
 
-    fn on_book(&mut self, book: Book) -> Option<SequenceAfter> {
+    fn on_book(&mut self, book: Book) -> Option<SequenceReply> {
         let Book { lease, decision, number, answer, permit, claim, now } = book;
         if number.incarnation == self.incarnation {
             self.applied = number.number;
@@ -171,36 +175,36 @@ impl Sequence {
         // What it weighs is on the board now, in place of what the scheduler had added for it, and may be less.
         let fell = self.waking();
         if !booked {
-            return fell.map(SequenceAfter::LoadFell); // a lease that ended first has no caller left; its answer is dropped
+            return fell.map(SequenceReply::LoadFell); // a lease that ended first has no caller left; its answer is dropped
         }
-        Some(SequenceAfter::Booked { answer, decision, permit, fell })
+        Some(SequenceReply::Booked { answer, decision, permit, fell })
     }
 
-    fn on_look(&mut self, lease: &Lease) -> Option<SequenceAfter> {
+    fn on_reconcile(&mut self, lease: &Lease) -> Option<SequenceReply> {
         let now = self.clock.now();
         lease.clear_dirty(); // before reading: what changes from here on asks for another look
         let before = self.wakes.as_ref().map(|_| self.active.load(now));
         self.agree_with(lease, now);
         self.publish(now);
-        let drained = if self.is_idle() { self.draining.take().map(SequenceAfter::Drained) } else { None };
+        let drained = if self.is_idle() { self.draining.take().map(SequenceReply::Drained) } else { None };
         drained.or_else(|| {
             let (before, after) = (before?, self.active.load(now));
             let fell = after.requests < before.requests
                 || after.active_blocks < before.active_blocks
                 || after.prefill_tokens < before.prefill_tokens;
-            if fell { self.waking().map(SequenceAfter::LoadFell) } else { None }
+            if fell { self.waking().map(SequenceReply::LoadFell) } else { None }
         })
     }
 
     /// The scheduler, if requests wait for load to fall: it is told once each time it asks. Call after publishing.
-    fn waking(&self) -> Option<Arc<Turn<Scheduler>>> {
+    fn waking(&self) -> Option<Arc<Strand<Scheduler>>> {
         let wakes = self.wakes.as_ref().filter(|wakes| wakes.flag.take())?;
         Some(Arc::clone(&wakes.scheduler))
     }
 
-    fn on_drain(&mut self, ack: DrainAck) -> Option<SequenceAfter> {
+    fn on_drain(&mut self, ack: DrainAck) -> Option<SequenceReply> {
         if self.is_idle() {
-            return Some(SequenceAfter::Drained(ack));
+            return Some(SequenceReply::Drained(ack));
         }
         self.draining = Some(ack);
         None
@@ -210,7 +214,7 @@ impl Sequence {
         self.active.load(self.clock.now()).requests == 0
     }
 
-    fn on_retire(&mut self, ack: RetireAck) -> SequenceAfter {
+    fn on_retire(&mut self, ack: RetireAck) -> SequenceReply {
         let now = self.clock.now();
         for lease in self.directory.booked_on(self.slot, self.generation) {
             lease.end();
@@ -218,7 +222,7 @@ impl Sequence {
             self.free(&lease, now);
         }
         self.publish(now);
-        SequenceAfter::Retired(ack)
+        SequenceReply::Retired(ack)
     }
 
     /// Counts a booked lease in.
@@ -261,24 +265,24 @@ impl Sequence {
 
 impl Step for Sequence {
     type Msg = SequenceMsg;
-    type After = SequenceAfter;
+    type Deferred = SequenceReply;
 
-    fn step(&mut self, msg: SequenceMsg) -> Option<SequenceAfter> {
+    fn step(&mut self, msg: SequenceMsg) -> Option<SequenceReply> {
         match msg {
-            SequenceMsg::Load { leg, now } => self.on_load(&leg, now),
+            SequenceMsg::Load { token, now } => self.on_load(&token, now),
             SequenceMsg::Book(book) => return self.on_book(book),
-            SequenceMsg::Look(lease) => return self.on_look(&lease),
+            SequenceMsg::Reconcile(lease) => return self.on_reconcile(&lease),
             SequenceMsg::Drain(ack) => return self.on_drain(ack),
-            SequenceMsg::Undrain => return self.draining.take().map(SequenceAfter::Drained),
+            SequenceMsg::Undrain => return self.draining.take().map(SequenceReply::Drained),
             SequenceMsg::Retire(ack) => return Some(self.on_retire(ack)),
             #[cfg(feature = "faults")]
-            SequenceMsg::Fault(trip) => trip.happen(),
+            SequenceMsg::Fault(injected) => injected.apply(),
         }
         None
     }
 }
 
-impl After for SequenceAfter {
+impl DeferredReply for SequenceReply {
     fn deliver(self) {
         match self {
             Self::Booked { answer, decision, permit, fell } => {
@@ -310,8 +314,15 @@ mod tests {
 
     fn restore(incarnation: u32, cell: &Arc<SpeedCell>, directory: &Arc<Directory>, clock: Clock) -> Sequence {
         let (board, learns) = (Arc::new(BoardSlot::default()), Some(Arc::clone(cell)));
-        let fittings = Fittings { board, learns, block_size: 64, wakes: None, directory: Arc::clone(directory), clock };
-        Sequence::restore(PLACE, incarnation, fittings)
+        let dependencies = SequenceDependencies {
+            board,
+            learns,
+            block_size: 64,
+            wakes: None,
+            directory: Arc::clone(directory),
+            clock,
+        };
+        Sequence::restore(PLACE, incarnation, dependencies)
     }
 
     fn book(sequence: &mut Sequence, id: &str, tokens: u32) -> Arc<Lease> {
@@ -341,7 +352,7 @@ mod tests {
             claim: None,
             now,
         }));
-        assert!(matches!(booked, Some(SequenceAfter::Booked { .. })), "{id} is booked");
+        assert!(matches!(booked, Some(SequenceReply::Booked { .. })), "{id} is booked");
         lease
     }
 
@@ -354,16 +365,16 @@ mod tests {
             tokio::time::advance(Duration::from_secs(1)).await;
             for _ in 0..3 {
                 let _ = lease.complete_prefill();
-                sequence.step(SequenceMsg::Look(Arc::clone(&lease)));
+                sequence.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
             }
             for _ in 0..2 {
                 tokio::time::advance(64 * Duration::from_millis(10)).await;
                 lease.push_output_block(None);
-                sequence.step(SequenceMsg::Look(Arc::clone(&lease)));
+                sequence.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
             }
             lease.end();
             directory.leave(&lease);
-            sequence.step(SequenceMsg::Look(lease));
+            sequence.step(SequenceMsg::Reconcile(lease));
         }
         let meter = sequence.meter.as_ref().expect("it learns");
         assert_eq!((meter.rate().samples(), meter.under_way()), (128, 0));
@@ -379,9 +390,9 @@ mod tests {
         tokio::time::advance(Duration::from_secs(60)).await;
         let mut restored = restore(1, &cell, &directory, clock);
         let _ = lease.complete_prefill();
-        restored.step(SequenceMsg::Look(Arc::clone(&lease)));
+        restored.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
         lease.push_output_block(None);
-        restored.step(SequenceMsg::Look(Arc::clone(&lease)));
+        restored.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
         assert_eq!(cell.speed_or(EngineSpeed::prior(64)), learned, "when it began is not known");
         let again = restored.meter.as_ref().expect("it learns").speed();
         assert!((again.work_tokens_per_second - rate).abs() < 1.0, "{again:?} after {rate}");

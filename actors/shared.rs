@@ -11,18 +11,18 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
-use super::clock::Clock;
-use super::discovery::DiscoveryStatus;
-use super::engine_load::EngineLoads;
-use super::health::{Health, HealthMsg};
-use super::kv_source::{Doubted, SourceCell};
-use super::radix::{Radix, RadixMsg, shard_of};
-use super::router::WorkerEntry;
-use super::scheduler::{Scheduler, SchedulerMsg, WakeFlag};
-use super::sequence::{Sequence, SequenceMsg};
-use super::shared_cache::SharedCache;
-use super::telemetry::Meters;
-use super::turn::Turn;
+use crate::actors::delivery::strand::Strand;
+use crate::actors::discovery::DiscoveryStatus;
+use crate::actors::engine_load::EngineLoads;
+use crate::actors::handle::shared_cache::SharedCache;
+use crate::actors::health::{Health, HealthMsg};
+use crate::actors::io::clock::Clock;
+use crate::actors::radix::{Radix, RadixMsg, shard_of};
+use crate::actors::scheduler::{Scheduler, SchedulerMsg, WakeFlag};
+use crate::actors::sequence::{Sequence, SequenceMsg};
+use crate::actors::telemetry::Meters;
+use crate::actors::views::kv_source::{Doubted, SourceCell};
+use crate::actors::views::worker::WorkerEntry;
 use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
 use crate::engine_load::EngineLoadCell;
@@ -44,9 +44,9 @@ pub(crate) struct Shared {
     pub(crate) config: RouterConfig,
     pub(crate) clock: Clock,
     pub(crate) directory: Arc<Directory>,
-    pub(crate) scheduler: Arc<Turn<Scheduler>>,
-    pub(crate) health: Arc<Turn<Health>>,
-    pub(crate) engine_loads: Arc<Turn<EngineLoads>>,
+    pub(crate) scheduler: Arc<Strand<Scheduler>>,
+    pub(crate) health: Arc<Strand<Health>>,
+    pub(crate) engine_loads: Arc<Strand<EngineLoads>>,
     /// None where overlap counts for nothing.
     pub(crate) shards: Vec<Shard>,
     /// Whether requests may have to wait.
@@ -75,7 +75,7 @@ pub(crate) struct Shared {
     pub(crate) exclusions: Arc<Mutex<Arc<Exclusions>>>,
     outcomes_gate: Arc<Semaphore>,
     /// By slot. Written by the supervisor.
-    seats: RwLock<Vec<Option<Arc<Seat>>>>,
+    entries: RwLock<Vec<Option<Arc<RankEntry>>>>,
     /// Whether the router is up, and how often a part of it was restarted.
     pub(crate) status: watch::Sender<Status>,
     /// Read views, published by the supervisor.
@@ -87,18 +87,18 @@ pub(crate) struct Shared {
 
 /// One index shard and the gate before it.
 pub(crate) struct Shard {
-    pub(crate) turn: Arc<Turn<Radix>>,
+    pub(crate) strand: Arc<Strand<Radix>>,
     /// Blocks that events waiting before it may name.
     pub(crate) gate: Arc<Semaphore>,
 }
 
 /// A rank in its slot: one incarnation.
-pub(crate) struct Seat {
+pub(crate) struct RankEntry {
     pub(crate) rank: WorkerRank,
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
     pub(crate) endpoint: Arc<str>,
-    /// Its number among its worker's ranks, from 0, or [`Seat::ALONE`]. Written by the supervisor.
+    /// Its number among its worker's ranks, from 0, or [`RankEntry::ALONE`]. Written by the supervisor.
     pub(crate) number_at_worker: AtomicU32,
     /// When it joined.
     pub(crate) since: Timestamp,
@@ -114,10 +114,10 @@ pub(crate) struct Seat {
     pub(crate) engine_load: Arc<EngineLoadCell>,
     /// Whether failed requests count against it, so that one that goes well matters. Written by the health actor.
     pub(crate) failing: AtomicBool,
-    pub(crate) turn: Arc<Turn<Sequence>>,
+    pub(crate) strand: Arc<Strand<Sequence>>,
 }
 
-impl Seat {
+impl RankEntry {
     /// The number of a rank that is its worker's only one.
     pub(crate) const ALONE: u32 = u32::MAX;
 
@@ -155,10 +155,10 @@ impl Shared {
         Self {
             clock,
             directory: Arc::default(),
-            scheduler: Turn::closed(),
-            health: Turn::closed(),
-            engine_loads: Turn::closed(),
-            shards: (0..shards).map(|_| Shard { turn: Turn::closed(), gate: gate() }).collect(),
+            scheduler: Strand::closed(),
+            health: Strand::closed(),
+            engine_loads: Strand::closed(),
+            shards: (0..shards).map(|_| Shard { strand: Strand::closed(), gate: gate() }).collect(),
             queueing: config.queueing(),
             predicts: Kind::of(&config).is_some(),
             holds_bookings: matches!(Kind::of(&config), Some(Kind::Lru { .. })),
@@ -172,7 +172,7 @@ impl Shared {
             doubted: Doubted::default(),
             exclusions: Arc::default(),
             outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)),
-            seats: RwLock::default(),
+            entries: RwLock::default(),
             status: watch::Sender::default(),
             workers: watch::Sender::new(Arc::new([])),
             cold: watch::Sender::default(),
@@ -228,7 +228,7 @@ impl Shared {
     pub(crate) fn set_conditions(&self, conditions: RankConditions) {
         *self.conditions.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(conditions);
         // Whoever is ejected may be needed now.
-        self.health.tell(HealthMsg::Look);
+        self.health.tell(HealthMsg::MembersChanged);
     }
 
     /// What the embedder says of the ranks.
@@ -256,50 +256,50 @@ impl Shared {
     }
 
     /// A request on the rank that was sent at `began` has ended so. What changes nothing costs nothing.
-    pub(crate) fn report_outcome(&self, seat: &Arc<Seat>, outcome: Outcome, began: Option<Timestamp>) {
+    pub(crate) fn report_outcome(&self, entry: &Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>) {
         let matters =
-            if outcome.is_ok() { seat.failing.load(Ordering::Relaxed) } else { self.config.outcome_failures_max > 0 };
+            if outcome.is_ok() { entry.failing.load(Ordering::Relaxed) } else { self.config.outcome_failures_max > 0 };
         if !matters {
             return;
         }
         if let Ok(permit) = Arc::clone(&self.outcomes_gate).try_acquire_owned() {
-            self.health.tell(HealthMsg::Outcome { seat: Arc::clone(seat), outcome, began, permit });
+            self.health.tell(HealthMsg::Outcome { entry: Arc::clone(entry), outcome, began, permit });
         }
     }
 
-    pub(crate) fn seat(&self, slot: Slot, generation: Generation) -> Option<Arc<Seat>> {
-        let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
-        seats.get(slot.index())?.as_ref().filter(|seat| seat.generation == generation).cloned()
+    pub(crate) fn entry(&self, slot: Slot, generation: Generation) -> Option<Arc<RankEntry>> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.get(slot.index())?.as_ref().filter(|entry| entry.generation == generation).cloned()
     }
 
     /// Whether the index is known to have every block of the rank, and has any: only then is a prediction of 0 evidence.
-    pub(crate) fn is_index_complete_for(&self, seat: &Seat) -> bool {
-        seat.holdings.held_blocks() > 0 && seat.source.is_complete() && !self.cold.borrow().contains(&seat.rank)
+    pub(crate) fn is_index_complete_for(&self, entry: &RankEntry) -> bool {
+        entry.holdings.held_blocks() > 0 && entry.source.is_complete() && !self.cold.borrow().contains(&entry.rank)
     }
 
-    /// The seat a rank has now. Visits every seat.
-    pub(crate) fn seat_of(&self, rank: WorkerRank) -> Option<Arc<Seat>> {
-        self.seats_of(rank.worker).into_iter().filter(|seat| seat.rank == rank).max_by_key(|seat| seat.since)
+    /// The entry a rank has now. Visits every entry.
+    pub(crate) fn entry_of(&self, rank: WorkerRank) -> Option<Arc<RankEntry>> {
+        self.entries_of(rank.worker).into_iter().filter(|entry| entry.rank == rank).max_by_key(|entry| entry.since)
     }
 
-    /// The seats of a worker's ranks, those on their way out included. Visits every seat.
-    pub(crate) fn seats_of(&self, worker: WorkerId) -> Vec<Arc<Seat>> {
-        let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
-        seats.iter().flatten().filter(|seat| seat.rank.worker == worker).cloned().collect()
+    /// The entries of a worker's ranks, those on their way out included. Visits every entry.
+    pub(crate) fn entries_of(&self, worker: WorkerId) -> Vec<Arc<RankEntry>> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.iter().flatten().filter(|entry| entry.rank.worker == worker).cloned().collect()
     }
 
     /// The ranks that are there, those on their way out included.
-    pub(crate) fn seats(&self) -> Vec<Arc<Seat>> {
-        let seats = self.seats.read().unwrap_or_else(PoisonError::into_inner);
-        seats.iter().flatten().cloned().collect()
+    pub(crate) fn entries(&self) -> Vec<Arc<RankEntry>> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.iter().flatten().cloned().collect()
     }
 
-    pub(crate) fn set_seat(&self, slot: Slot, seat: Option<Arc<Seat>>) {
-        let mut seats = self.seats.write().unwrap_or_else(PoisonError::into_inner);
-        if seats.len() <= slot.index() {
-            seats.resize(slot.index() + 1, None);
+    pub(crate) fn set_entry(&self, slot: Slot, entry: Option<Arc<RankEntry>>) {
+        let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() <= slot.index() {
+            entries.resize(slot.index() + 1, None);
         }
-        seats[slot.index()] = seat;
+        entries[slot.index()] = entry;
     }
 
     /// A place before a shard for so many blocks. Waits while the shard is behind.
@@ -314,29 +314,29 @@ impl Shared {
         }
     }
 
-    /// Tells a rank's shard of events of this rank, in this seat and no other. Waits while the shard is behind.
+    /// Tells a rank's shard of events of this rank, in this entry and no other. Waits while the shard is behind.
     #[cfg(feature = "zmq")]
-    pub(crate) async fn apply_of(&self, seat: &Seat, events: Vec<crate::protocol::RouterEvent>) {
-        let shard = shard_of(seat.rank, self.shards.len());
+    pub(crate) async fn apply_of(&self, entry: &RankEntry, events: Vec<crate::protocol::RouterEvent>) {
+        let shard = shard_of(entry.rank, self.shards.len());
         let blocks = events.iter().map(|event| event.data.block_count().max(1)).sum();
         if let Ok(permit) = self.pass_gate(shard, blocks).await {
-            let only = Some((seat.slot, seat.generation));
-            self.shards[shard].turn.tell(RadixMsg::Apply { events, only, permit });
+            let only = Some((entry.slot, entry.generation));
+            self.shards[shard].strand.tell(RadixMsg::Apply { events, only, permit });
         }
     }
 
     /// Notes that the lease's prefill has been computed, and tells its actor.
-    pub(crate) fn prefill_completed(&self, seat: &Seat, lease: &Arc<Lease>) {
+    pub(crate) fn prefill_completed(&self, entry: &RankEntry, lease: &Arc<Lease>) {
         if lease.prompt().block_count() > 0 {
-            seat.source.prompt_served();
+            entry.source.prompt_served();
         }
-        self.look(seat, lease);
+        self.reconcile(entry, lease);
     }
 
     /// Tells the lease's actor that it has changed, unless a look is on its way that will see it.
-    pub(crate) fn look(&self, seat: &Seat, lease: &Arc<Lease>) {
+    pub(crate) fn reconcile(&self, entry: &RankEntry, lease: &Arc<Lease>) {
         if lease.mark_dirty() {
-            seat.turn.tell(SequenceMsg::Look(Arc::clone(lease)));
+            entry.strand.tell(SequenceMsg::Reconcile(Arc::clone(lease)));
         }
     }
 
@@ -352,9 +352,9 @@ impl Shared {
         match ended {
             Ended::Booked(slot, generation) => {
                 self.learn_output_length(lease);
-                if let Some(seat) = self.seat(slot, generation) {
-                    self.look(&seat, lease);
-                    self.release(seat.rank, lease);
+                if let Some(entry) = self.entry(slot, generation) {
+                    self.reconcile(&entry, lease);
+                    self.release(entry.rank, lease);
                 }
             }
             // It may be waiting: a request whose caller has gone stops counting at once.
@@ -387,13 +387,13 @@ impl Shared {
         }
     }
 
-    /// Tells the rank's shard that a booking has ended, where a modelled cache holds it. A rank without a seat has
+    /// Tells the rank's shard that a booking has ended, where a modelled cache holds it. A rank without a entry has
     /// left, and what it held with it.
     fn release(&self, rank: WorkerRank, lease: &Lease) {
         if self.holds_bookings {
             let output_blocks = lease.progress().output.block_count();
             let shard = &self.shards[shard_of(rank, self.shards.len())];
-            shard.turn.tell(RadixMsg::Released { booking: lease.booking(), output_blocks });
+            shard.strand.tell(RadixMsg::Released { booking: lease.booking(), output_blocks });
         }
     }
 
@@ -404,23 +404,23 @@ impl Shared {
         }
     }
 
-    /// Closes every turn: what waits anywhere is dropped, and so answered as lost.
+    /// Closes every strand: what waits anywhere is dropped, and so answered as lost.
     pub(crate) fn close(&self) {
         self.scheduler.close();
         self.health.close();
         self.engine_loads.close();
         for shard in &self.shards {
-            shard.turn.close();
+            shard.strand.close();
         }
-        let seats = std::mem::take(&mut *self.seats.write().unwrap_or_else(PoisonError::into_inner));
-        for seat in seats.into_iter().flatten() {
-            seat.turn.close();
+        let entries = std::mem::take(&mut *self.entries.write().unwrap_or_else(PoisonError::into_inner));
+        for entry in entries.into_iter().flatten() {
+            entry.strand.close();
         }
     }
 }
 
 /// A lease in its holder's hand: dropping it ends the booking.
-pub(crate) struct Hold {
+pub(crate) struct LeaseGuard {
     shared: Arc<Shared>,
     lease: Arc<Lease>,
     /// Cleared when the booking is left to its request id.
@@ -429,7 +429,7 @@ pub(crate) struct Hold {
     may_wait: bool,
 }
 
-impl Hold {
+impl LeaseGuard {
     pub(crate) fn new(shared: &Arc<Shared>, lease: Arc<Lease>) -> Self {
         Self { shared: Arc::clone(shared), lease, ends_lease: true, may_wait: true }
     }
@@ -448,13 +448,13 @@ impl Hold {
     }
 
     /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
-    pub(crate) fn leave_to_id(mut self) {
+    pub(crate) fn detach(mut self) {
         self.lease.leave(self.shared.clock.now());
         self.ends_lease = false;
     }
 }
 
-impl Drop for Hold {
+impl Drop for LeaseGuard {
     fn drop(&mut self) {
         if self.ends_lease {
             self.shared.end_as(&self.lease, self.may_wait);

@@ -20,17 +20,17 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::discovery::{AnySource, News};
-use super::engine_load::EngineLoads;
-use super::health::{Health, HealthMsg};
-use super::kv_source::SourceCell;
-use super::predict::Believers;
-use super::radix::{Radix, RadixMsg, Tenant, shard_of};
-use super::scheduler::{Peer, Scheduler, SchedulerMsg, Surroundings};
-use super::sequence::{Fittings, Sequence, Wakes};
-use super::shared::{Phase, Seat, Shared, Status};
-use super::telemetry::Restarts;
-use super::turn::{Step, Turn, TurnActor, Wake};
+use crate::actors::delivery::strand::{Step, Strand, StrandActor, Wake};
+use crate::actors::discovery::{AnySource, News};
+use crate::actors::engine_load::EngineLoads;
+use crate::actors::health::{Health, HealthMsg};
+use crate::actors::radix::speculation::SpeculationSender;
+use crate::actors::radix::{Radix, RadixMsg, RegisteredRank, shard_of};
+use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg, SequenceHandle};
+use crate::actors::sequence::{Sequence, SequenceDependencies, Wakes};
+use crate::actors::shared::{Phase, RankEntry, Shared, Status};
+use crate::actors::telemetry::Restarts;
+use crate::actors::views::kv_source::SourceCell;
 use crate::config::UseKvEvents;
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerRank};
@@ -42,17 +42,17 @@ use membership::{Draining, Removal};
 
 /// What the supervisor can be told.
 pub(crate) enum SupervisorMsg {
-    /// A worker joins or changes. Answered when it can be chosen.
+    /// A worker joins or changes. Reply when it can be chosen.
     Upsert { worker: WorkerId, config: Box<WorkerConfig>, answer: oneshot::Sender<Result<(), MembershipError>> },
-    /// A worker leaves. Answered when its last booking has ended.
+    /// A worker leaves. Reply when its last booking has ended.
     Remove { worker: WorkerId, answer: oneshot::Sender<Result<(), MembershipError>> },
     /// Follow another source of workers.
     Follow { name: String, source: Box<dyn AnySource> },
-    /// A source has news. Answered when they are taken in; workers that were upserted by hand stay.
+    /// A source has news. Reply when they are taken in; workers that were upserted by hand stay.
     Reconcile { source: usize, news: News, done: Option<oneshot::Sender<()>> },
     /// Compare what the sources want with what runs.
     Pass,
-    /// A worker gets no new work and leaves when its last booking has ended, or when the deadline has passed. Answered
+    /// A worker gets no new work and leaves when its last booking has ended, or when the deadline has passed. Reply
     /// with the bookings that were cut off then.
     Drain { worker: WorkerId, deadline: Duration, answer: oneshot::Sender<Result<usize, MembershipError>> },
     /// A worker gets no new work, or gets it again; its bookings and what the index has of it stay.
@@ -69,13 +69,13 @@ pub(crate) enum SupervisorMsg {
     Warmed { rank: WorkerRank, incarnation: u32 },
     /// A drill: panic.
     #[cfg(feature = "faults")]
-    Fault(super::faults::Trip),
+    Fault(crate::actors::delivery::fault::InjectedFault),
     /// A drill, for the reader of a rank's events.
     #[cfg(all(feature = "faults", feature = "zmq"))]
-    IngestFault(WorkerRank, super::faults::Trip),
+    IngestFault(WorkerRank, crate::actors::delivery::fault::InjectedFault),
     /// A drill: let the actor that follows this source panic.
     #[cfg(feature = "faults")]
-    FaultOf(usize, super::faults::Trip),
+    FaultOf(usize, crate::actors::delivery::fault::InjectedFault),
     /// A drill: do nothing about the next news of a source.
     #[cfg(feature = "faults")]
     MissNext,
@@ -119,7 +119,7 @@ pub(crate) struct State {
     myself: ActorRef<SupervisorMsg>,
     workers: BTreeMap<WorkerId, Worker>,
     /// By slot.
-    seats: Vec<Option<Running>>,
+    entries: Vec<Option<Running>>,
     generations: Vec<Generation>,
     free_slots: BTreeSet<Slot>,
     children: AHashMap<ActorId, Role>,
@@ -157,7 +157,7 @@ struct Worker {
 
 /// A rank that runs.
 struct Running {
-    seat: Arc<Seat>,
+    entry: Arc<RankEntry>,
     /// Restarts of its sequence actor.
     incarnation: u32,
     actor: ActorId,
@@ -204,7 +204,7 @@ impl Role {
     }
 }
 
-/// Marks the router failed when the supervisor goes without having stopped it.
+/// PhaseTimestamps the router failed when the supervisor goes without having stopped it.
 struct FailGuard(Arc<Shared>);
 
 impl Drop for FailGuard {
@@ -232,7 +232,7 @@ impl Actor for Supervisor {
             shared,
             myself,
             workers: BTreeMap::new(),
-            seats: Vec::new(),
+            entries: Vec::new(),
             generations: Vec::new(),
             free_slots: BTreeSet::new(),
             children: AHashMap::new(),
@@ -285,11 +285,11 @@ impl Actor for Supervisor {
             SupervisorMsg::Retired { slot, generation } => state.on_retired(slot, generation),
             SupervisorMsg::Warmed { rank, incarnation } => state.on_warmed(rank, incarnation),
             #[cfg(feature = "faults")]
-            SupervisorMsg::Fault(trip) => trip.happen(),
+            SupervisorMsg::Fault(injected) => injected.apply(),
             #[cfg(all(feature = "faults", feature = "zmq"))]
-            SupervisorMsg::IngestFault(rank, trip) => state.on_ingest_fault(rank, trip),
+            SupervisorMsg::IngestFault(rank, injected) => state.on_ingest_fault(rank, injected),
             #[cfg(feature = "faults")]
-            SupervisorMsg::FaultOf(source, trip) => state.on_fault_of(source, trip),
+            SupervisorMsg::FaultOf(source, injected) => state.on_fault_of(source, injected),
             #[cfg(feature = "faults")]
             SupervisorMsg::MissNext => state.sources.misses_next = true,
         }
@@ -327,14 +327,14 @@ impl State {
         number_at_worker: u32,
         traits: &Arc<RankTraits>,
     ) -> Result<Slot, ActorProcessingErr> {
-        let slot = self.free_slots.pop_first().unwrap_or(Slot(u32::try_from(self.seats.len())?));
-        if self.seats.len() <= slot.index() {
-            self.seats.resize_with(slot.index() + 1, || None);
+        let slot = self.free_slots.pop_first().unwrap_or(Slot(u32::try_from(self.entries.len())?));
+        if self.entries.len() <= slot.index() {
+            self.entries.resize_with(slot.index() + 1, || None);
             self.generations.resize(slot.index() + 1, Generation(0));
         }
         self.generations[slot.index()].0 += 1;
         let generation = self.generations[slot.index()];
-        let seat = Arc::new(Seat {
+        let entry = Arc::new(RankEntry {
             rank,
             slot,
             generation,
@@ -347,31 +347,35 @@ impl State {
             source: Arc::new(SourceCell::new(&self.shared.doubted)),
             engine_load: Arc::default(),
             failing: AtomicBool::new(false),
-            turn: Turn::closed(),
+            strand: Strand::closed(),
         });
-        let actor = self.start_sequence(&seat, 0).await?;
-        self.shared.set_seat(slot, Some(Arc::clone(&seat)));
-        self.register(&seat, traits);
+        let actor = self.start_sequence(&entry, 0).await?;
+        self.shared.set_entry(slot, Some(Arc::clone(&entry)));
+        self.register(&entry, traits);
         let cordoned = self.workers.get(&rank.worker).is_some_and(|known| known.cordoned);
-        self.shared.scheduler.tell(SchedulerMsg::Admit(peer(&seat, traits, cordoned)));
-        self.seats[slot.index()] = Some(Running { seat, incarnation: 0, actor, retiring: false });
+        self.shared.scheduler.tell(SchedulerMsg::Admit(sequence_handle(&entry, traits, cordoned)));
+        self.entries[slot.index()] = Some(Running { entry, incarnation: 0, actor, retiring: false });
         Ok(slot)
     }
 
     /// Tells a rank's shard of it, or of its capacity.
-    pub(super) fn register(&self, seat: &Seat, traits: &RankTraits) {
-        if let Some(shard) = self.shard(seat.rank) {
-            shard.tell(RadixMsg::Register(Tenant::of(seat, traits)));
+    pub(super) fn register(&self, entry: &RankEntry, traits: &RankTraits) {
+        if let Some(shard) = self.shard(entry.rank) {
+            shard.tell(RadixMsg::Register(RegisteredRank::of(entry, traits)));
         }
     }
 
-    async fn start_sequence(&mut self, seat: &Arc<Seat>, incarnation: u32) -> Result<ActorId, ActorProcessingErr> {
-        let actor = self.spawn(&seat.turn, Role::Sequence(seat.slot)).await?;
-        let (id, place) = (actor.get_id(), (seat.slot, seat.generation));
+    async fn start_sequence(
+        &mut self,
+        entry: &Arc<RankEntry>,
+        incarnation: u32,
+    ) -> Result<ActorId, ActorProcessingErr> {
+        let actor = self.spawn(&entry.strand, Role::Sequence(entry.slot)).await?;
+        let (id, place) = (actor.get_id(), (entry.slot, entry.generation));
         let learns = self.shared.config.learns_speed();
-        let fittings = Fittings {
-            board: Arc::clone(&seat.board),
-            learns: learns.then(|| Arc::clone(&seat.speed)),
+        let dependencies = SequenceDependencies {
+            board: Arc::clone(&entry.board),
+            learns: learns.then(|| Arc::clone(&entry.speed)),
             block_size: self.shared.config.block_size,
             wakes: self
                 .shared
@@ -381,42 +385,42 @@ impl State {
             directory: Arc::clone(&self.shared.directory),
             clock: self.shared.clock,
         };
-        seat.turn.open(actor, || Sequence::restore(place, incarnation, fittings));
+        entry.strand.open(actor, || Sequence::restore(place, incarnation, dependencies));
         Ok(id)
     }
 
     async fn start_radix(&mut self, shard: usize, cold: BTreeSet<WorkerRank>) -> Result<(), ActorProcessingErr> {
-        let turn = Arc::clone(&self.shared.shards[shard].turn);
-        let actor = self.spawn(&turn, Role::Radix(shard)).await?;
-        let tenants = self.ranks_of(shard).map(|seat| Tenant::of(seat, &self.traits_of(seat.rank)));
+        let strand = Arc::clone(&self.shared.shards[shard].strand);
+        let actor = self.spawn(&strand, Role::Radix(shard)).await?;
+        let tenants = self.ranks_of(shard).map(|entry| RegisteredRank::of(entry, &self.traits_of(entry.rank)));
         let place = (shard, self.radix_incarnations[shard]);
-        turn.open(actor, || Radix::new(&self.shared, place, tenants, cold, self.myself.clone()));
+        strand.open(actor, || Radix::new(&self.shared, place, tenants, cold, self.myself.clone()));
         Ok(())
     }
 
     async fn start_scheduler(&mut self) -> Result<(), ActorProcessingErr> {
-        let turn = Arc::clone(&self.shared.scheduler);
-        let actor = self.spawn(&turn, Role::Scheduler).await?;
+        let strand = Arc::clone(&self.shared.scheduler);
+        let actor = self.spawn(&strand, Role::Scheduler).await?;
         let shared = &self.shared;
-        let around = Surroundings {
-            shards: shared.shards.iter().map(|shard| Arc::clone(&shard.turn)).collect(),
-            believers: Believers::of(shared),
+        let dependencies = SchedulerDependencies {
+            shards: shared.shards.iter().map(|shard| Arc::clone(&shard.strand)).collect(),
+            speculation: SpeculationSender::of(shared),
             wake: Arc::clone(&shared.wake),
             conditions: Arc::clone(&shared.conditions),
             exclusions: Arc::clone(&shared.exclusions),
             clock: shared.clock,
             runtime: Handle::current(),
         };
-        turn.open(actor, || {
+        strand.open(actor, || {
             let (config, extensions) = (shared.config.clone(), shared.extensions.clone());
-            let mut scheduler = Scheduler::new(config, self.scheduler_incarnation, extensions, around, &turn);
-            for running in self.seats.iter().flatten().filter(|running| !running.retiring) {
-                let rank = running.seat.rank;
+            let mut scheduler = Scheduler::new(config, self.scheduler_incarnation, extensions, dependencies, &strand);
+            for running in self.entries.iter().flatten().filter(|running| !running.retiring) {
+                let rank = running.entry.rank;
                 let draining = self.workers.get(&rank.worker).is_some_and(|known| known.draining || known.cordoned);
-                scheduler.admit(peer(&running.seat, &self.traits_of(rank), draining));
+                scheduler.admit(sequence_handle(&running.entry, &self.traits_of(rank), draining));
             }
-            scheduler.look_at_conditions();
-            scheduler.look_at_exclusions();
+            scheduler.load_conditions();
+            scheduler.load_exclusions();
             scheduler
         });
         Ok(())
@@ -424,17 +428,17 @@ impl State {
 
     /// What was held against ranks is lost with it: all of them are in service again, and start slowly.
     async fn start_health(&mut self) -> Result<(), ActorProcessingErr> {
-        let turn = Arc::clone(&self.shared.health);
-        let actor = self.spawn(&turn, Role::Health).await?;
-        turn.open(actor, || Health::new(&self.shared, Handle::current()));
-        turn.tell(HealthMsg::Look);
+        let strand = Arc::clone(&self.shared.health);
+        let actor = self.spawn(&strand, Role::Health).await?;
+        strand.open(actor, || Health::new(&self.shared, Handle::current()));
+        strand.tell(HealthMsg::MembersChanged);
         Ok(())
     }
 
     async fn start_engine_loads(&mut self) -> Result<(), ActorProcessingErr> {
-        let turn = Arc::clone(&self.shared.engine_loads);
-        let actor = self.spawn(&turn, Role::EngineLoads).await?;
-        turn.open(actor, || EngineLoads::new(&self.shared));
+        let strand = Arc::clone(&self.shared.engine_loads);
+        let actor = self.spawn(&strand, Role::EngineLoads).await?;
+        strand.open(actor, || EngineLoads::new(&self.shared));
         Ok(())
     }
 
@@ -444,10 +448,11 @@ impl State {
 
     async fn spawn<S: Step>(
         &mut self,
-        turn: &Arc<Turn<S>>,
+        strand: &Arc<Strand<S>>,
         role: Role,
     ) -> Result<ActorRef<Wake<S>>, ActorProcessingErr> {
-        let (actor, _) = Actor::spawn_linked(None, TurnActor::new(), Arc::clone(turn), self.myself.get_cell()).await?;
+        let (actor, _) =
+            Actor::spawn_linked(None, StrandActor::new(), Arc::clone(strand), self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), role);
         Ok(actor)
     }
@@ -489,16 +494,16 @@ impl State {
         Ok(())
     }
 
-    /// A fresh shard knows its ranks and not what they hold: their embedder must send again. Where no events are used,
+    /// A fresh shard knows its ranks and not what they guard: their embedder must send again. Where no events are used,
     /// its next decisions tell it.
     async fn restart_radix(&mut self, shard: usize) -> Result<(), ActorProcessingErr> {
         self.radix_incarnations[shard] += 1;
-        let is_lost = |seat: &&Arc<Seat>| match self.shared.config.use_kv_events {
+        let is_lost = |entry: &&Arc<RankEntry>| match self.shared.config.use_kv_events {
             UseKvEvents::No => false,
             UseKvEvents::Yes => true,
-            UseKvEvents::Auto => seat.holdings.changed_at().is_some(),
+            UseKvEvents::Auto => entry.holdings.changed_at().is_some(),
         };
-        let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).filter(is_lost).map(|seat| seat.rank).collect();
+        let lost: BTreeSet<WorkerRank> = self.ranks_of(shard).filter(is_lost).map(|entry| entry.rank).collect();
         self.start_radix(shard, lost.clone()).await?;
         self.shared.cold.send_modify(|cold| cold.extend(lost));
         #[cfg(feature = "zmq")]
@@ -507,11 +512,11 @@ impl State {
     }
 
     async fn restart_sequence(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
-        let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return Ok(()) };
+        let Some(Some(running)) = self.entries.get_mut(slot.index()) else { return Ok(()) };
         running.incarnation += 1;
-        let (seat, incarnation) = (Arc::clone(&running.seat), running.incarnation);
-        let actor = self.start_sequence(&seat, incarnation).await?;
-        if let Some(Some(running)) = self.seats.get_mut(slot.index()) {
+        let (entry, incarnation) = (Arc::clone(&running.entry), running.incarnation);
+        let actor = self.start_sequence(&entry, incarnation).await?;
+        if let Some(Some(running)) = self.entries.get_mut(slot.index()) {
             running.actor = actor;
         }
         if self.shared.config.queueing() {
@@ -521,31 +526,31 @@ impl State {
         Ok(())
     }
 
-    fn ranks_of(&self, shard: usize) -> impl Iterator<Item = &Arc<Seat>> {
+    fn ranks_of(&self, shard: usize) -> impl Iterator<Item = &Arc<RankEntry>> {
         let shards = self.shared.shards.len();
-        let running = self.seats.iter().flatten().filter(|running| !running.retiring).map(|running| &running.seat);
-        running.filter(move |seat| shard_of(seat.rank, shards) == shard)
+        let running = self.entries.iter().flatten().filter(|running| !running.retiring).map(|running| &running.entry);
+        running.filter(move |entry| shard_of(entry.rank, shards) == shard)
     }
 
-    fn shard(&self, rank: WorkerRank) -> Option<&Turn<Radix>> {
+    fn shard(&self, rank: WorkerRank) -> Option<&Strand<Radix>> {
         let shards = &self.shared.shards;
-        shards.get(shard_of(rank, shards.len())).map(|shard| &*shard.turn)
+        shards.get(shard_of(rank, shards.len())).map(|shard| &*shard.strand)
     }
 }
 
 /// A rank as the scheduler is told of it.
-fn peer(seat: &Seat, traits: &Arc<RankTraits>, draining: bool) -> Peer {
+fn sequence_handle(entry: &RankEntry, traits: &Arc<RankTraits>, draining: bool) -> SequenceHandle {
     let admission = Admission {
-        rank: seat.rank,
-        slot: seat.slot,
-        generation: seat.generation,
-        board: Arc::clone(&seat.board),
-        speed: Arc::clone(&seat.speed),
-        holdings: Arc::clone(&seat.holdings),
-        engine_load: Arc::clone(&seat.engine_load),
+        rank: entry.rank,
+        slot: entry.slot,
+        generation: entry.generation,
+        board: Arc::clone(&entry.board),
+        speed: Arc::clone(&entry.speed),
+        holdings: Arc::clone(&entry.holdings),
+        engine_load: Arc::clone(&entry.engine_load),
         traits: Arc::clone(traits),
-        since: seat.since,
+        since: entry.since,
         draining,
     };
-    Peer { admission, turn: Arc::clone(&seat.turn) }
+    SequenceHandle { admission, strand: Arc::clone(&entry.strand) }
 }

@@ -96,7 +96,7 @@ pub use actors::{
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
-pub use actors::{Fault, Wedge};
+pub use actors::{Fault, Hang};
 #[cfg(feature = "tower")]
 pub use actors::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
 pub use config::RouterConfig;

@@ -209,9 +209,9 @@ async fn assert_down(router: &Router, down: Down) {
     assert_eq!(upsert, Err(MembershipError::Down(down)));
 }
 
-/// Callers that wait at a wedged scheduler, and those of them who were answered.
+/// Callers that wait at a hung scheduler, and those of them who were answered.
 async fn with_callers_waiting(router: &Router, callers: usize, fail: impl AsyncFnOnce()) {
-    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("there is one");
     let waiting: Vec<_> = (0..callers as u32)
         .map(|n| {
             let router = router.clone();
@@ -225,7 +225,7 @@ async fn with_callers_waiting(router: &Router, callers: usize, fail: impl AsyncF
         tokio::task::yield_now().await;
     }
     fail().await;
-    drop(wedge);
+    drop(hang);
     for caller in waiting {
         match caller.await.expect("no panic") {
             Ok(_) | Err(RouteError::Down(_)) => {} // decided before the end, or told of it
@@ -261,7 +261,7 @@ async fn a_shutdown_waits_for_no_actor_that_is_stuck() {
 #[tokio::test]
 async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
     let router = router(config(), 1).await;
-    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("there is one");
     let booking = tokio::spawn({
         let router = router.clone();
         async move { router.add_request(AddRequest::new("a", rank(0), Prompt::Tokens(&[1, 2, 3, 4]))).await }
@@ -270,7 +270,7 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
         tokio::task::yield_now().await;
     }
     router.free("a").expect("entered");
-    drop(wedge);
+    drop(hang);
     assert_eq!(booking.await.expect("no panic"), Err(RouteError::Freed));
     assert_at_rest(&router).await;
 }
@@ -278,18 +278,18 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
 /// The last answer to a load query waits in the scheduler's inbox, behind the timer that has fired meanwhile.
 #[tokio::test]
 async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive() {
-    // Not in paused time: a wedge's thread, which handles the inbox in the end, is outside the runtime and its clock.
+    // Not in paused time: a hang's thread, which handles the inbox in the end, is outside the runtime and its clock.
     let router = router(config(), 4).await; // the idle one need not be queried, and would be left alone in service
     let prompt = tokens(1, 50);
     let held = one_on_each(&router, 3, &prompt).await;
-    let sequence = router.wedge(Fault::Sequence(rank(0))).expect("registered");
+    let sequence = router.hang(Fault::Sequence(rank(0))).expect("registered");
     let mut explained = Box::pin(router.explain(RouteRequest::query(Prompt::Tokens(&prompt))));
     tokio::select! {
         biased;
         early = &mut explained => panic!("rank 0 has not answered, and yet: {early:?}"),
         () = std::future::ready(()) => {}
     }
-    let scheduler = router.wedge(Fault::Scheduler).expect("there is one");
+    let scheduler = router.hang(Fault::Scheduler).expect("there is one");
     let timeout = router.config().load_query_timeout();
     tokio::time::sleep(timeout * 2).await; // the timer's message is in the inbox
     drop(sequence); // returns once the answer is there too
@@ -317,8 +317,8 @@ async fn a_rank_that_recovers_is_chosen_again_though_another_stays_stuck() {
     let router = router(config(), 3).await;
     let prompt = tokens(1, 50);
     let mut held = one_on_each(&router, 3, &prompt).await;
-    let recovers = router.wedge(Fault::Sequence(rank(0))).expect("registered");
-    let stays = router.wedge(Fault::Sequence(rank(1))).expect("registered");
+    let recovers = router.hang(Fault::Sequence(rank(0))).expect("registered");
+    let stays = router.hang(Fault::Sequence(rank(1))).expect("registered");
     held.push(router.route(RouteRequest::new("both", Prompt::Tokens(&prompt))).await.expect("placed"));
     assert_eq!(held[3].rank(), rank(2));
     drop(recovers);
@@ -356,23 +356,23 @@ async fn ten_thousand_deaths_under_flood_strand_nobody() {
 }
 
 #[tokio::test]
-async fn a_wedged_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
+async fn a_hung_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
     tokio::time::pause();
     let router = router(config(), 3).await;
     let prompt = tokens(1, 50);
     let mut held = one_on_each(&router, 3, &prompt).await;
-    let wedge = router.wedge(Fault::Sequence(rank(1))).expect("registered");
+    let hang = router.hang(Fault::Sequence(rank(1))).expect("registered");
     for n in 0..20 {
         let before = tokio::time::Instant::now();
-        let id = format!("wedged-{n}");
+        let id = format!("hung-{n}");
         let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
         let took = before.elapsed();
         let most = Duration::from_millis(if n == 0 { 5 + 1 } else { 0 });
         assert!(took <= most, "request {n} took {took:?}"); // a tick of the paused clock is a millisecond
-        assert_ne!(placement.rank(), rank(1), "the wedged rank is avoided");
+        assert_ne!(placement.rank(), rank(1), "the hung rank is avoided");
         held.push(placement);
     }
-    drop(wedge); // and catches up
+    drop(hang); // and catches up
     drop(held);
     assert_at_rest(&router).await;
     let placement = router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("placed");
@@ -400,7 +400,7 @@ async fn workers_come_and_go_under_load() {
 #[tokio::test]
 async fn callers_that_leave_early_leave_nothing_behind() {
     let router = router(config(), 2).await;
-    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("there is one");
     let callers: Vec<_> = (0..50u32)
         .map(|n| {
             let (router, id) = (router.clone(), n.to_string());
@@ -417,14 +417,14 @@ async fn callers_that_leave_early_leave_nothing_behind() {
         assert!(caller.await.expect_err("aborted while it waited").is_cancelled());
     }
     assert_eq!(router.health().leases, 0, "their ids are free at once");
-    drop(wedge);
+    drop(hang);
     assert_at_rest(&router).await; // answered behind the fifty, which booked nothing
 }
 
 #[tokio::test]
 async fn requests_beyond_the_waiting_room_are_refused_by_name() {
     let router = router(RouterConfig { requests_max: 1, ..config() }, 1).await;
-    let wedge = router.wedge(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("there is one");
     let waiting = tokio::spawn({
         let router = router.clone();
         async move { router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.map(|p| p.rank()) }
@@ -434,7 +434,7 @@ async fn requests_beyond_the_waiting_room_are_refused_by_name() {
     }
     let refused = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect_err("one waits");
     assert_eq!(refused, RouteError::Overloaded { requests_max: 1 });
-    drop(wedge);
+    drop(hang);
     assert_eq!(waiting.await.expect("no panic"), Ok(rank(0)));
     assert_at_rest(&router).await;
 }
@@ -442,7 +442,7 @@ async fn requests_beyond_the_waiting_room_are_refused_by_name() {
 #[tokio::test]
 async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
     let router = router(RouterConfig { event_blocks_max: 15, index_shards: 2, ..config() }, 2).await;
-    let wedge = router.wedge(Fault::Radix(rank(0))).expect("there is one");
+    let hang = router.hang(Fault::Radix(rank(0))).expect("there is one");
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(0), &prompt)]).await.expect("room for ten blocks of fifteen");
     let beyond = tokio::spawn({
@@ -454,7 +454,7 @@ async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
     }
     assert!(!beyond.is_finished(), "ten more blocks must wait");
     router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("another shard, another gate");
-    drop(wedge);
+    drop(hang);
     beyond.await.expect("no panic").expect("up");
     router.flush().await.expect("up");
     assert_eq!(router.dump_events().await.expect("up").len(), 3);

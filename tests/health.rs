@@ -251,13 +251,13 @@ async fn a_health_actor_that_stands_still_hurts_nobody() {
     use pointsman::Fault;
 
     let router = router(config(), 2).await;
-    let wedge = router.wedge(Fault::Health).expect("it stands still");
+    let hang = router.hang(Fault::Health).expect("it stands still");
     for n in 0..5_000 {
         let request = format!("r{n}");
         let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&[1]))).await.expect("placed");
         placement.outcome(Outcome::Reset);
     }
-    drop(wedge);
+    drop(hang);
     assert_eq!(states(&router).await.len(), 2);
 }
 

@@ -14,7 +14,7 @@ use pointsman::ingest::Trust;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
-use pointsman::{Fault, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig, Wedge};
+use pointsman::{Fault, Hang, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 use zmtp::{Form, Publisher, batch, event};
 
@@ -190,14 +190,14 @@ async fn kill_reader(router: &Router, engine: &Engine) {
     until("read again", router, || engine.publisher.accepted() > accepted).await;
 }
 
-async fn wedge(router: &Router, fault: Fault) -> Wedge {
+async fn hang(router: &Router, fault: Fault) -> Hang {
     let router = router.clone();
-    let wedge = tokio::task::spawn_blocking(move || router.wedge(fault)).await.expect("no panic");
-    wedge.expect("there is one")
+    let hang = tokio::task::spawn_blocking(move || router.hang(fault)).await.expect("no panic");
+    hang.expect("there is one")
 }
 
-async fn release(wedge: Wedge) {
-    tokio::task::spawn_blocking(move || drop(wedge)).await.expect("no panic");
+async fn release(hang: Hang) {
+    tokio::task::spawn_blocking(move || drop(hang)).await.expect("no panic");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -300,7 +300,7 @@ async fn a_shard_and_a_reader_that_die_together_are_both_made_good() {
 /// A reader that stands still while its publisher goes on: `unheard` messages never reach it.
 async fn stands_still(ring_max: usize, unheard: u32) -> (Router, Vec<Engine>) {
     let (router, mut fleet) = fleet(config(), 2, ring_max).await;
-    let stuck = wedge(&router, Fault::Ingest(rank(0))).await;
+    let stuck = hang(&router, Fault::Ingest(rank(0))).await;
     fleet[0].store();
     for _ in 0..unheard {
         let payload = fleet[0].stores(2);
@@ -339,7 +339,7 @@ async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
 async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobody() {
     let config = RouterConfig { event_blocks_max: 8, index_shards: 2, ..config() };
     let (router, mut fleet) = fleet(config, 3, 100).await;
-    let stuck = wedge(&router, Fault::Radix(rank(1))).await;
+    let stuck = hang(&router, Fault::Radix(rank(1))).await;
     let received = |router: &Router| source(router, rank(1)).map(|source| source.messages);
     let before = received(&router);
     for _ in 0..10 {

@@ -59,7 +59,7 @@ async fn no_caller_hangs_when_the_router_goes_down_under_load() {
 async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
     without_reports_of_drills();
     let router = router(config(), 2).await;
-    let wedge = router.wedge(Fault::Scheduler).expect("a scheduler");
+    let hang = router.hang(Fault::Scheduler).expect("a scheduler");
     let prompt = tokens(1, 3);
     let query = RouteRequest::query(Prompt::Tokens(&prompt));
     let calls = async {
@@ -83,14 +83,14 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
     assert_eq!(pending.expect_err("it is down"), failed);
     assert_eq!(conditions.expect_err("it is down"), Down::Failed);
     assert_eq!(router.health().leases, 0, "the request's lease has ended");
-    drop(wedge);
+    drop(hang);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
     without_reports_of_drills();
     let router = router(RouterConfig { event_blocks_max: 4, index_shards: 1, ..config() }, 2).await;
-    let wedge = router.wedge(Fault::Radix(rank(0))).expect("a shard");
+    let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
     let prompt = tokens(1, 3);
     let query = RouteRequest::query(Prompt::Tokens(&prompt));
     let fill = || async { router.apply_events(vec![stored(rank(0), &prompt)]).await };
@@ -117,16 +117,16 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
     assert_eq!(flushed.expect_err("it is down"), FlushError::Down(Down::Failed));
     assert_eq!(dumped.expect_err("it is down"), FlushError::Down(Down::Failed));
     assert_eq!(applied.expect_err("the gate is full"), Down::Failed);
-    drop(wedge);
+    drop(hang);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn rank_health_ends_when_the_router_fails_around_a_stuck_health_actor() {
     without_reports_of_drills();
     let router = router(config(), 2).await;
-    let wedge = router.wedge(Fault::Health).expect("a health actor");
+    let hang = router.hang(Fault::Health).expect("a health actor");
     let both = async { tokio::join!(router.rank_health(), async { router.inject(Fault::Supervisor) }) };
     let (answer, _) = tokio::time::timeout(HANG, both).await.expect("it does not hang");
     assert_eq!(answer.expect_err("it is down"), Down::Failed);
-    drop(wedge);
+    drop(hang);
 }

@@ -58,11 +58,11 @@ async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Ro
 async fn a_book_that_nobody_wants_any_more_frees_its_rank() {
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
-    let wedge = router.wedge(Fault::Sequence(rank(0))).expect("a rank");
+    let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
     let gone = under_way(&router, "a", &prompt).await;
     let waiting = under_way(&router, "b", &prompt).await;
     drop(gone);
-    drop(wedge);
+    drop(hang);
     drop(waiting.await.expect("the rank is idle"));
     assert_at_rest(&router).await;
 }
@@ -71,11 +71,11 @@ async fn a_book_that_nobody_wants_any_more_frees_its_rank() {
 async fn a_prefill_that_was_over_before_it_was_booked_frees_its_rank() {
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
-    let wedge = router.wedge(Fault::Sequence(rank(0))).expect("a rank");
+    let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
     let early = under_way(&router, "a", &prompt).await;
     let waiting = under_way(&router, "b", &prompt).await;
     router.mark_prefill_completed("a").expect("known");
-    drop(wedge);
+    drop(hang);
     drop((early.await.expect("booked"), waiting.await.expect("nothing is left to prefill")));
     assert_at_rest(&router).await;
 }
@@ -84,10 +84,10 @@ async fn a_prefill_that_was_over_before_it_was_booked_frees_its_rank() {
 async fn load_that_begins_to_fall_when_it_is_booked_ends_a_wait() {
     let router = estimated(Takes(Duration::from_millis(50)), waits()).await;
     let prompt = tokens(1, 25);
-    let wedge = router.wedge(Fault::Sequence(rank(0))).expect("a rank");
+    let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
     let first = under_way(&router, "a", &prompt).await;
     let waiting = under_way(&router, "b", &prompt).await;
-    drop(wedge);
+    drop(hang);
     let first = first.await.expect("booked");
     drop(waiting.await.expect("its prefill is over by now, as far as anybody knows"));
     drop(first);
@@ -141,10 +141,10 @@ async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    let wedge = router.wedge(Fault::Radix(rank(0))).expect("a shard");
+    let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
     let route = under_way(&router, "b", &prompt).await;
     drop(route);
-    drop(wedge); // the shard answers at last
+    drop(hang); // the shard answers at last
     router.flush().await.expect("up");
     let waiting: u64 = router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum();
     assert_eq!(waiting, 0);

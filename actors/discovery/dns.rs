@@ -105,7 +105,7 @@ impl DnsNames {
         self
     }
 
-    async fn look(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+    async fn refresh(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
         let mut complaint = None;
         // All at once: one that nobody answers for does not keep the others waiting.
         let mut asked = JoinSet::new();
@@ -186,7 +186,7 @@ impl DiscoverySource for DnsNames {
                 return Some(Err(complaint));
             }
             sleep_until(self.next_at).await;
-            let news = self.look().await;
+            let news = self.refresh().await;
             self.next_at = Instant::now() + self.interval;
             if news.is_some() {
                 return news;

@@ -89,7 +89,7 @@ impl WatchedFile {
         self
     }
 
-    async fn look(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
+    async fn refresh(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
         match read(&self.path).await {
             Ok(content) if self.content.as_ref() == Some(&content) => {}
             Ok(content) => match self.format.parse(&content) {
@@ -136,7 +136,7 @@ impl DiscoverySource for WatchedFile {
                 return Some(Err(complaint));
             }
             sleep_until(self.next_at).await;
-            let news = self.look().await;
+            let news = self.refresh().await;
             self.next_at = Instant::now() + self.interval;
             if news.is_some() {
                 return news;

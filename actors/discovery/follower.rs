@@ -27,7 +27,7 @@ pub(crate) enum FollowerMsg {
     Panicked,
     /// A drill: panic.
     #[cfg(feature = "faults")]
-    Fault(crate::actors::faults::Trip),
+    Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// Whom to follow, for whom.
@@ -77,7 +77,7 @@ impl Actor for Follower {
                 state.following = AbortOnDrop(tokio::spawn(following));
             }
             #[cfg(feature = "faults")]
-            FollowerMsg::Fault(trip) => trip.happen(),
+            FollowerMsg::Fault(injected) => injected.apply(),
         }
         Ok(())
     }

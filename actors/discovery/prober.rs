@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 
-use crate::actors::http::{HttpError, get};
+use crate::actors::io::http::{HttpError, get};
 use crate::config::RouterConfig;
 use crate::discovery::{Described, EngineError, Expected, HttpUrl, NamedWorker};
 use crate::protocol::{WorkerConfig, WorkerId};

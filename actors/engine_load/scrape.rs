@@ -7,10 +7,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::EngineLoadMsg;
-use crate::actors::http;
-use crate::actors::per_worker::{self, first_delay};
-use crate::actors::router::WorkerEntry;
+use crate::actors::io::http;
 use crate::actors::shared::Shared;
+use crate::actors::views::worker::WorkerEntry;
+use crate::actors::worker_tasks::{self, first_delay};
 use crate::engine_load::{EngineReading, PAGE_BYTES_MAX, read_page};
 use crate::protocol::{LoadSource, WorkerId};
 
@@ -25,7 +25,7 @@ struct Asked {
 /// Starts to ask the workers, unless that is off. It ends with the router.
 pub(super) fn watch(shared: &Arc<Shared>) {
     if shared.config.engine_load_interval_ms > 0 {
-        per_worker::watch(shared, asked_of, ask);
+        worker_tasks::watch(shared, asked_of, ask);
     }
 }
 

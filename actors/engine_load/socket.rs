@@ -8,10 +8,10 @@ use std::sync::{Arc, Weak};
 use tokio::task::JoinSet;
 
 use super::said;
-use crate::actors::engine_socket::{SocketError, Subscription};
-use crate::actors::per_worker;
-use crate::actors::router::WorkerEntry;
+use crate::actors::io::engine_socket::{SocketError, Subscription};
 use crate::actors::shared::Shared;
+use crate::actors::views::worker::WorkerEntry;
+use crate::actors::worker_tasks;
 use crate::engine_load::{MESSAGE_BYTES_MAX, read_stat};
 use crate::ingest::Backoff;
 use crate::protocol::{WorkerId, WorkerRank};
@@ -29,7 +29,7 @@ type Sockets = Vec<(WorkerRank, String)>;
 
 /// Starts to listen to the workers. It ends with the router.
 pub(super) fn watch(shared: &Arc<Shared>) {
-    per_worker::watch(shared, sockets_of, listen);
+    worker_tasks::watch(shared, sockets_of, listen);
 }
 
 fn sockets_of(worker: &WorkerEntry) -> Option<Sockets> {

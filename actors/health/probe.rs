@@ -7,10 +7,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::HealthMsg;
-use crate::actors::http::{self, HttpError};
-use crate::actors::per_worker::{self, first_delay};
-use crate::actors::router::WorkerEntry;
+use crate::actors::io::http::{self, HttpError};
 use crate::actors::shared::Shared;
+use crate::actors::views::worker::WorkerEntry;
+use crate::actors::worker_tasks::{self, first_delay};
 use crate::discovery::HttpUrl;
 use crate::protocol::WorkerId;
 
@@ -23,7 +23,7 @@ const WHY_CHARS_MAX: usize = 200;
 /// Starts to probe the workers, unless that is off. It ends with the router.
 pub(super) fn watch(shared: &Arc<Shared>) {
     if shared.config.health_probe_interval_ms > 0 {
-        per_worker::watch(shared, url_of, probe);
+        worker_tasks::watch(shared, url_of, probe);
     }
 }
 

@@ -13,8 +13,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
-use crate::actors::engine_socket::{ReplayRequest, SocketError, Subscription};
-use crate::actors::shared::{Seat, Shared};
+use crate::actors::io::engine_socket::{ReplayRequest, SocketError, Subscription};
+use crate::actors::shared::{RankEntry, Shared};
 use crate::ingest::{Applied, Backoff, Doubt, Effect, Input, Source, SourceConfig, Trust, pieces};
 use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
 use crate::wire::{Decoder, Finding, Report, WireConfig};
@@ -26,7 +26,7 @@ const PIECE_BLOCKS_MAX: usize = 512;
 /// What a reader is given.
 pub(super) struct Job {
     pub(super) shared: Arc<Shared>,
-    pub(super) seat: Arc<Seat>,
+    pub(super) entry: Arc<RankEntry>,
     pub(super) endpoints: KvEventsConfig,
     pub(super) source: SourceConfig,
     pub(super) wire: WireConfig,
@@ -40,13 +40,13 @@ pub(super) enum Command {
     Resync,
     /// A drill: panic, or stand still until told to go on.
     #[cfg(feature = "faults")]
-    Fault(crate::actors::faults::Trip),
+    Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// Reads until it is dropped.
 pub(super) async fn read(job: Job) {
-    let Job { shared, seat, endpoints, source, wire, caps, mut commands } = job;
-    let cell = Arc::clone(&seat);
+    let Job { shared, entry, endpoints, source, wire, caps, mut commands } = job;
+    let cell = Arc::clone(&entry);
     let _reading = cell.source.read().await;
     let now = shared.clock.now();
     let mut link = Link::new(&endpoints, caps, source.seed);
@@ -55,7 +55,7 @@ pub(super) async fn read(job: Job) {
         source: Source::new(source, now),
         decoder: Decoder::new(wire),
         shared,
-        seat,
+        entry,
         effects: Vec::new(),
         wanted: VecDeque::new(),
         shown_doubt: None,
@@ -97,7 +97,7 @@ async fn sleep(duration: Option<Duration>) {
 
 struct Reader {
     shared: Arc<Shared>,
-    seat: Arc<Seat>,
+    entry: Arc<RankEntry>,
     source: Source<Bytes>,
     decoder: Decoder,
     effects: Vec<Effect<Bytes>>,
@@ -120,8 +120,8 @@ impl Reader {
                 Input::Resync
             }
             #[cfg(feature = "faults")]
-            Command::Fault(trip) => {
-                trip.happen_aside().await;
+            Command::Fault(injected) => {
+                injected.apply_off_runtime().await;
                 Input::Tick
             }
         }
@@ -130,11 +130,11 @@ impl Reader {
     fn on_news(&mut self, news: News) -> Input<Bytes> {
         match news {
             News::Up => {
-                self.seat.source.set_connected(true);
+                self.entry.source.set_connected(true);
                 Input::Connected
             }
             News::Message(sequence, payload) => {
-                self.seat.source.count_message(self.shared.clock.now());
+                self.entry.source.count_message(self.shared.clock.now());
                 Input::Live { sequence, payload }
             }
             News::Down { error, was_up } => {
@@ -142,8 +142,8 @@ impl Reader {
                 if !was_up {
                     return Input::Tick; // it tries again and again
                 }
-                self.seat.source.set_connected(false);
-                let (worker, rank) = (&*self.seat.endpoint, self.seat.rank.rank);
+                self.entry.source.set_connected(false);
+                let (worker, rank) = (&*self.entry.endpoint, self.entry.rank.rank);
                 tracing::info!(worker, rank, reason = %error, "KV event connection lost, reconnecting");
                 Input::Disconnected
             }
@@ -157,7 +157,7 @@ impl Reader {
     fn on_replayed(&mut self, answer: Result<Replayed<Bytes>, SocketError>) -> Input<Bytes> {
         match answer {
             Ok(Replayed::Message { sequence, payload }) => {
-                self.seat.source.count_message(self.shared.clock.now());
+                self.entry.source.count_message(self.shared.clock.now());
                 Input::Replayed { sequence, payload }
             }
             Ok(Replayed::End) => Input::ReplayEnded,
@@ -170,7 +170,7 @@ impl Reader {
 
     fn count_error(&self, error: &SocketError) {
         self.shared.meters.ingest.error(error.name());
-        self.seat.source.set_error(error.to_string());
+        self.entry.source.set_error(error.to_string());
     }
 
     /// Does what the state machine wants done; what comes of that may want more.
@@ -181,7 +181,7 @@ impl Reader {
             match effect {
                 Effect::Apply { sequence, payload } => {
                     self.decode_and_apply(&payload).await;
-                    self.seat.source.set_applied(sequence);
+                    self.entry.source.set_applied(sequence);
                 }
                 Effect::Clear => {
                     self.decoder.forget();
@@ -198,8 +198,8 @@ impl Reader {
                 Effect::Noted(note) => self.shared.meters.ingest.note(note),
             }
         }
-        self.seat.source.set_caught_up(self.source.is_caught_up());
-        self.seat.source.await_served(self.source.awaits_served());
+        self.entry.source.set_caught_up(self.source.is_caught_up());
+        self.entry.source.await_served(self.source.awaits_served());
         let doubt = self.source.doubt();
         if doubt.map(|doubt| doubt.name()) != self.shown_doubt.map(|doubt| doubt.name()) {
             self.show(doubt);
@@ -208,12 +208,12 @@ impl Reader {
 
     fn show(&mut self, doubt: Option<Doubt>) {
         self.shown_doubt = doubt;
-        self.seat.source.set_trust(self.source.trust(), doubt);
+        self.entry.source.set_trust(self.source.trust(), doubt);
     }
 
     fn on_trust(&mut self, trust: Trust) {
         let (now, doubt) = (self.shared.clock.now(), self.source.doubt());
-        let (worker, rank, state) = (&*self.seat.endpoint, self.seat.rank.rank, trust.name());
+        let (worker, rank, state) = (&*self.entry.endpoint, self.entry.rank.rank, trust.name());
         match &doubt {
             Some(doubt) => tracing::warn!(worker, rank, state, reason = %doubt, "KV event stream degraded"),
             None => tracing::debug!(worker, rank, state, "KV event stream live"),
@@ -250,13 +250,13 @@ impl Reader {
     }
 
     fn event(&self, data: KvEvent) -> RouterEvent {
-        RouterEvent { rank: self.seat.rank, tier: StorageTier::default(), data }
+        RouterEvent { rank: self.entry.rank, tier: StorageTier::default(), data }
     }
 
     /// Waits while the shard is behind. What is long is told in pieces, so that questions need not wait for all of it.
     async fn apply(&self, events: Vec<RouterEvent>) {
         for piece in pieces(events, PIECE_BLOCKS_MAX) {
-            self.shared.apply_of(&self.seat, piece).await;
+            self.shared.apply_of(&self.entry, piece).await;
         }
     }
 }

@@ -284,9 +284,9 @@ impl State {
     }
 
     #[cfg(feature = "faults")]
-    pub(super) fn on_fault_of(&self, source: usize, trip: crate::actors::faults::Trip) {
+    pub(super) fn on_fault_of(&self, source: usize, injected: crate::actors::delivery::fault::InjectedFault) {
         if let Some(followed) = self.sources.followed.get(source) {
-            drop(followed.actor.send_message(FollowerMsg::Fault(trip)));
+            drop(followed.actor.send_message(FollowerMsg::Fault(injected)));
         }
     }
 }

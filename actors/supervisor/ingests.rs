@@ -75,13 +75,13 @@ impl State {
 
     /// Nobody will say any more what becomes of the blocks that were read of.
     fn forget_events(&self, slot: Slot) {
-        let Some(Some(running)) = self.seats.get(slot.index()) else { return };
-        let (shared, seat) = (Arc::clone(&self.shared), Arc::clone(&running.seat));
+        let Some(Some(running)) = self.entries.get(slot.index()) else { return };
+        let (shared, entry) = (Arc::clone(&self.shared), Arc::clone(&running.entry));
         tokio::spawn(async move {
-            if let Some(_nobody_reads) = seat.source.once_left().await {
-                let rank = seat.rank;
+            if let Some(_nobody_reads) = entry.source.once_left().await {
+                let rank = entry.rank;
                 shared
-                    .apply_of(&seat, vec![RouterEvent { rank, tier: StorageTier::default(), data: KvEvent::Cleared }])
+                    .apply_of(&entry, vec![RouterEvent { rank, tier: StorageTier::default(), data: KvEvent::Cleared }])
                     .await;
             }
         });
@@ -93,15 +93,15 @@ impl State {
         wanted: Wanted,
         budget: RestartBudget,
     ) -> Result<(), ActorProcessingErr> {
-        let (Some(worker), Some(Some(running))) = (self.worker_of(slot), self.seats.get(slot.index())) else {
+        let (Some(worker), Some(Some(running))) = (self.worker_of(slot), self.entries.get(slot.index())) else {
             return Ok(());
         };
-        let arguments = match Arguments::of(&self.shared, &running.seat, &worker.config) {
+        let arguments = match Arguments::of(&self.shared, &running.entry, &worker.config) {
             Ok(Some(arguments)) => arguments,
             Ok(None) => return Ok(()),
             Err(error) => {
                 // Checked when the worker joined; if that was not enough, one rank is not read.
-                let (worker, rank) = (&*running.seat.endpoint, running.seat.rank.rank);
+                let (worker, rank) = (&*running.entry.endpoint, running.entry.rank.rank);
                 tracing::error!(worker, rank, %error, "a rank's KV events cannot be read");
                 return Ok(());
             }
@@ -116,8 +116,8 @@ impl State {
     pub(super) fn stop_reading(&mut self, slot: Slot) {
         if let Some(reading) = self.ingests.remove(&slot) {
             self.children.remove(&reading.actor.get_id());
-            if let Some(Some(running)) = self.seats.get(slot.index()) {
-                running.seat.source.end();
+            if let Some(Some(running)) = self.entries.get(slot.index()) {
+                running.entry.source.end();
             }
         }
     }
@@ -133,23 +133,23 @@ impl State {
             return Ok(());
         };
         let (wanted, mut budget) = (reading.wanted.clone(), reading.budget.clone());
-        let seat = self.seats.get(slot.index()).and_then(Option::as_ref).map(|running| &running.seat);
-        let (worker, rank) = (seat.map(|seat| &*seat.endpoint), seat.map(|seat| seat.rank.rank));
+        let entry = self.entries.get(slot.index()).and_then(Option::as_ref).map(|running| &running.entry);
+        let (worker, rank) = (entry.map(|entry| &*entry.endpoint), entry.map(|entry| entry.rank.rank));
         if budget.spend(now) {
             tracing::warn!(worker, rank, reason, "the reader of a rank's KV events died and is restarted");
             return self.start_ingest(slot, wanted, budget).await;
         }
         tracing::error!(worker, rank, reason, "the reader of a rank's KV events dies again and again: left alone");
-        if let Some(Some(running)) = self.seats.get(slot.index()) {
-            running.seat.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths: DEATHS_MAX + 1 }));
+        if let Some(Some(running)) = self.entries.get(slot.index()) {
+            running.entry.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths: DEATHS_MAX + 1 }));
         }
         Ok(())
     }
 
     /// A shard has lost what it knew: those of its ranks that are read are asked for it again.
     pub(super) fn resync_ingests(&self, shard: usize) {
-        for seat in self.ranks_of(shard) {
-            if let Some(reading) = self.ingests.get(&seat.slot) {
+        for entry in self.ranks_of(shard) {
+            if let Some(reading) = self.ingests.get(&entry.slot) {
                 drop(reading.actor.send_message(IngestMsg::Resync)); // a dead one starts from nothing anyway
             }
         }
@@ -157,17 +157,21 @@ impl State {
 
     /// A drill. Where the rank is not read it is dropped, which ends it.
     #[cfg(feature = "faults")]
-    pub(super) fn on_ingest_fault(&self, rank: crate::protocol::WorkerRank, trip: crate::actors::faults::Trip) {
-        let mut running = self.seats.iter().flatten().filter(|running| !running.retiring);
-        let slot = running.find(|running| running.seat.rank == rank).map(|running| running.seat.slot);
+    pub(super) fn on_ingest_fault(
+        &self,
+        rank: crate::protocol::WorkerRank,
+        injected: crate::actors::delivery::fault::InjectedFault,
+    ) {
+        let mut running = self.entries.iter().flatten().filter(|running| !running.retiring);
+        let slot = running.find(|running| running.entry.rank == rank).map(|running| running.entry.slot);
         if let Some(reading) = slot.and_then(|slot| self.ingests.get(&slot)) {
-            drop(reading.actor.send_message(IngestMsg::Fault(trip)));
+            drop(reading.actor.send_message(IngestMsg::Fault(injected)));
         }
     }
 
     fn worker_of(&self, slot: Slot) -> Option<&super::Worker> {
-        let running = self.seats.get(slot.index())?.as_ref()?;
-        self.workers.get(&running.seat.rank.worker)
+        let running = self.entries.get(slot.index())?.as_ref()?;
+        self.workers.get(&running.entry.rank.worker)
     }
 }
 

@@ -12,9 +12,9 @@ use super::discovery::Departure;
 use super::{DrainAck, RetireAck, Running, State, SupervisorMsg, Worker};
 use crate::actors::health::HealthMsg;
 use crate::actors::radix::{RadixMsg, shard_of};
-use crate::actors::router::WorkerEntry;
 use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::Seat;
+use crate::actors::shared::RankEntry;
+use crate::actors::views::worker::WorkerEntry;
 use crate::error::MembershipError;
 use crate::load::PromptLimits;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerRank};
@@ -80,7 +80,7 @@ impl State {
         let mut slots: BTreeMap<_, _> = running.into_iter().filter(|(rank, _)| wanted.contains(rank)).collect();
         let endpoint = Arc::<str>::from(config.endpoint.as_str());
         let number = |rank: WorkerRank| match config.data_parallel_size {
-            1 => Seat::ALONE,
+            1 => RankEntry::ALONE,
             _ => rank.rank - config.data_parallel_start_rank,
         };
         let traits = Arc::new(RankTraits::of(&config));
@@ -150,10 +150,10 @@ impl State {
 
     /// Shows what a rank's worker says of it now, and tells the scheduler.
     fn describe(&self, slot: Slot, number_at_worker: u32, traits: &Arc<RankTraits>) {
-        if let Some(Some(running)) = self.seats.get(slot.index()) {
-            running.seat.number_at_worker.store(number_at_worker, Ordering::Relaxed);
-            let (generation, traits) = (running.seat.generation, Arc::clone(traits));
-            self.register(&running.seat, &traits);
+        if let Some(Some(running)) = self.entries.get(slot.index()) {
+            running.entry.number_at_worker.store(number_at_worker, Ordering::Relaxed);
+            let (generation, traits) = (running.entry.generation, Arc::clone(traits));
+            self.register(&running.entry, &traits);
             self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
         }
     }
@@ -173,9 +173,9 @@ impl State {
             return;
         }
         // Ranks that are being removed already are told so, and have an end of their own.
-        let staying = self.seats.iter().flatten().filter(|running| !running.retiring).map(|running| &running.seat);
-        let staying = staying.filter(|seat| seat.rank.worker == worker);
-        let left: BTreeSet<(Slot, Generation)> = staying.map(|seat| (seat.slot, seat.generation)).collect();
+        let staying = self.entries.iter().flatten().filter(|running| !running.retiring).map(|running| &running.entry);
+        let staying = staying.filter(|entry| entry.rank.worker == worker);
+        let left: BTreeSet<(Slot, Generation)> = staying.map(|entry| (entry.slot, entry.generation)).collect();
         self.drains_started += 1;
         let drain = self.drains_started;
         self.drains.push(Draining { drain, worker, left: left.clone(), answer });
@@ -204,9 +204,9 @@ impl State {
 
     /// Shows the scheduler whether the worker's ranks get new work.
     fn show_cordon(&self, worker: WorkerId, cordoned: bool) {
-        let running = self.seats.iter().flatten().filter(|running| !running.retiring).map(|running| &running.seat);
-        for seat in running.filter(|seat| seat.rank.worker == worker) {
-            let (slot, generation) = (seat.slot, seat.generation);
+        let running = self.entries.iter().flatten().filter(|running| !running.retiring).map(|running| &running.entry);
+        for entry in running.filter(|entry| entry.rank.worker == worker) {
+            let (slot, generation) = (entry.slot, entry.generation);
             self.shared.scheduler.tell(SchedulerMsg::Cordon { slot, generation, cordoned });
         }
     }
@@ -263,7 +263,8 @@ impl State {
     /// The worker leaves now, whatever is left on it.
     fn finish_drain(&mut self, position: usize) {
         let Draining { worker, answer, .. } = self.drains.remove(position);
-        let booked = self.seats_of(worker).map(|(slot, generation)| self.shared.directory.booked_on(slot, generation));
+        let booked =
+            self.entries_of(worker).map(|(slot, generation)| self.shared.directory.booked_on(slot, generation));
         let cut_off = booked.map(|leases| leases.len()).sum();
         self.drained.insert(worker); // until discovery is seen not to name it
         let left = self.retire_worker(worker);
@@ -279,10 +280,10 @@ impl State {
         }
     }
 
-    /// The seats of a worker's ranks, those on their way out included.
-    fn seats_of(&self, worker: WorkerId) -> impl Iterator<Item = (Slot, Generation)> {
-        let seats = self.seats.iter().flatten().map(|running| &running.seat);
-        seats.filter(move |seat| seat.rank.worker == worker).map(|seat| (seat.slot, seat.generation))
+    /// The entries of a worker's ranks, those on their way out included.
+    fn entries_of(&self, worker: WorkerId) -> impl Iterator<Item = (Slot, Generation)> {
+        let entries = self.entries.iter().flatten().map(|running| &running.entry);
+        entries.filter(move |entry| entry.rank.worker == worker).map(|entry| (entry.slot, entry.generation))
     }
 
     /// Starts to remove a worker; what must end before it is gone.
@@ -300,14 +301,14 @@ impl State {
             let Draining { answer, .. } = self.drains.remove(position);
             drop(answer.send(Err(MembershipError::UnknownWorker(worker))));
         }
-        self.seats_of(worker).collect()
+        self.entries_of(worker).collect()
     }
 
     /// The index forgets the rank at once; the scheduler passes the word on behind its last Book.
     fn retire(&mut self, rank: WorkerRank, slot: Slot) {
-        let Some(Some(running)) = self.seats.get_mut(slot.index()) else { return };
+        let Some(Some(running)) = self.entries.get_mut(slot.index()) else { return };
         running.retiring = true;
-        let generation = running.seat.generation;
+        let generation = running.entry.generation;
         #[cfg(feature = "zmq")]
         self.stop_reading(slot);
         if let Some(shard) = self.shard(rank) {
@@ -319,11 +320,11 @@ impl State {
     }
 
     pub(super) fn on_retired(&mut self, slot: Slot, generation: Generation) {
-        let here = |running: &&mut Option<Running>| running.as_ref().is_some_and(|r| r.seat.generation == generation);
-        let Some(running) = self.seats.get_mut(slot.index()).filter(here).and_then(Option::take) else { return };
+        let here = |running: &&mut Option<Running>| running.as_ref().is_some_and(|r| r.entry.generation == generation);
+        let Some(running) = self.entries.get_mut(slot.index()).filter(here).and_then(Option::take) else { return };
         self.children.remove(&running.actor);
-        self.shared.set_seat(slot, None);
-        running.seat.turn.close();
+        self.shared.set_entry(slot, None);
+        running.entry.strand.close();
         // Whatever the actor did not live to end.
         for lease in self.shared.directory.booked_on(slot, generation) {
             self.shared.end(&lease);
@@ -346,7 +347,7 @@ impl State {
         let configs = self.workers.values().map(|worker| &worker.config);
         self.shared.set_prompt_limits(PromptLimits::of(configs, self.shared.config.block_size));
         self.shared.workers.send_replace(self.workers.iter().map(entry).collect());
-        self.shared.health.tell(HealthMsg::Look);
+        self.shared.health.tell(HealthMsg::MembersChanged);
     }
 
     /// News of a shard that has died since would un-name a rank that is cold again.

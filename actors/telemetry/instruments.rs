@@ -114,7 +114,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "Requests refused because they would have had to wait and might not, by the `limit` that said so.",
     ),
     gauge("pointsman_rank_active_requests", Unit::Count, RANK, "Requests booked on the rank."),
-    gauge("pointsman_rank_active_blocks", Unit::Count, RANK, "Blocks that they hold."),
+    gauge("pointsman_rank_active_blocks", Unit::Count, RANK, "Blocks that they guard."),
     gauge("pointsman_rank_prefill_tokens", Unit::Count, RANK, "Prompt tokens that the rank has yet to compute."),
     gauge("pointsman_rank_held_blocks", Unit::Count, RANK, "Blocks that the index knows on the rank, over all tiers."),
     gauge("pointsman_engine_running_requests", Unit::Count, RANK, "Requests that the rank's engine last said it runs."),

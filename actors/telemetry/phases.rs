@@ -1,6 +1,6 @@
 //! Where a request's time goes: sampled, and for each request whose span is wanted.
 //!
-//! Owns the marks that a timed request carries. A request that is not timed carries none and reads no clock for them.
+//! Owns the timestamps that a timed request carries. A request that is not timed carries none and reads no clock for them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use tracing::Span;
 use tracing::field::Empty;
 
 use super::Pool;
-use crate::actors::clock::Clock;
+use crate::actors::io::clock::Clock;
 use crate::directory::Lease;
 use crate::hashing::HashedPrompt;
 use crate::protocol::Timestamp;
@@ -23,20 +23,20 @@ pub(super) const SAMPLED_ONE_IN: u64 = 16;
 const HASHES_SHOWN: usize = 8;
 
 /// How far a timed request has come, and when.
-pub(crate) struct Marks {
+pub(crate) struct PhaseTimestamps {
     clock: Clock,
     found: AtomicU64,
     decided: AtomicU64,
 }
 
-impl Marks {
+impl PhaseTimestamps {
     /// The index has answered.
-    pub(crate) fn mark_found(&self) {
+    pub(crate) fn set_found(&self) {
         self.found.store(self.clock.now().0, Ordering::Relaxed);
     }
 
     /// Its rank is chosen.
-    pub(crate) fn mark_decided(&self) {
+    pub(crate) fn set_decided(&self) {
         self.decided.store(self.clock.now().0, Ordering::Relaxed);
     }
 }
@@ -62,18 +62,20 @@ impl Phases {
         }
     }
 
-    /// Marks for a request that is to be timed, which few are.
-    pub(crate) fn sample(&self, lease: &Lease, span: &Span, clock: Clock) -> Option<Arc<Marks>> {
+    /// PhaseTimestamps for a request that is to be timed, which few are.
+    pub(crate) fn sample(&self, lease: &Lease, span: &Span, clock: Clock) -> Option<Arc<PhaseTimestamps>> {
         let timed = lease.booking().0.is_multiple_of(SAMPLED_ONE_IN) || !span.is_disabled();
         // Without an index, overlap is known at once.
-        timed.then(|| Arc::new(Marks { clock, found: AtomicU64::new(lease.arrival().0), decided: AtomicU64::new(0) }))
+        timed.then(|| {
+            Arc::new(PhaseTimestamps { clock, found: AtomicU64::new(lease.arrival().0), decided: AtomicU64::new(0) })
+        })
     }
 
     /// A timed request, hashed from `started` on, has its answer.
-    pub(crate) fn record(&self, marks: &Marks, started: Timestamp, lease: &Lease, span: &Span) {
-        let (hashed, answered) = (lease.arrival(), marks.clock.now());
-        let found = Timestamp(marks.found.load(Ordering::Relaxed));
-        let decided = Timestamp(marks.decided.load(Ordering::Relaxed));
+    pub(crate) fn record(&self, timestamps: &PhaseTimestamps, started: Timestamp, lease: &Lease, span: &Span) {
+        let (hashed, answered) = (lease.arrival(), timestamps.clock.now());
+        let found = Timestamp(timestamps.found.load(Ordering::Relaxed));
+        let decided = Timestamp(timestamps.decided.load(Ordering::Relaxed));
         let phases = [
             (&self.hash, "hash_seconds", hashed.since(started)),
             (&self.overlap, "overlap_seconds", found.since(hashed)),

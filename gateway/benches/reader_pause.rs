@@ -162,13 +162,13 @@ async fn run(case: &Case, notes: &notes::Notes) {
     let (noted_before, rss_before) = (notes.all(), rss_bytes());
     seen.phase.store(1, Ordering::Relaxed);
     let holding = router.clone();
-    let wedge = tokio::task::spawn_blocking(move || holding.wedge(Fault::Ingest(READ))).await.expect("it stands still");
-    let wedge = wedge.expect("there is such a reader");
+    let hang = tokio::task::spawn_blocking(move || holding.hang(Fault::Ingest(READ))).await.expect("it stands still");
+    let hang = hang.expect("there is such a reader");
     sleep(PAUSE).await;
     let lag = watcher.lag();
     seen.phase.store(2, Ordering::Relaxed);
     let since = Instant::now();
-    std::thread::spawn(move || drop(wedge));
+    std::thread::spawn(move || drop(hang));
     let (noticed, caught_up) = watcher.caught_up(since).await;
     sleep(AFTER.saturating_sub(since.elapsed())).await;
     watcher.ended().await;

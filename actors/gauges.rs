@@ -1,0 +1,219 @@
+//! Gauges that nobody pays for by the request: read from what is published anyway, once a [`PERIOD`].
+//!
+//! Owns a task that lives as long as the router. Promises that a rank that has gone shows 0 and is not touched again,
+//! and that a router that has gone shows 0 everywhere.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use metrics::Gauge;
+use tokio::time::MissedTickBehavior;
+
+use crate::actors::scheduler::SchedulerMsg;
+use crate::actors::shared::{Phase, RankEntry, Shared};
+use crate::actors::telemetry::{Pool, as_f64};
+use crate::engine_load::{EngineLoad, EngineReading};
+use crate::ingest::Trust;
+use crate::protocol::{Timestamp, WorkerRank};
+
+/// How old a gauge may be.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Starts to publish, at once and then once a period, until the router is down or dropped.
+pub(crate) fn watch(shared: &Arc<Shared>) {
+    let (mut gauges, shared) = (Gauges::new(shared), Arc::downgrade(shared));
+    tokio::spawn(async move {
+        let mut ticks = tokio::time::interval(PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while gauges.publish(&shared) {
+            ticks.tick().await;
+        }
+    });
+}
+
+struct Gauges {
+    pool: Pool,
+    by_rank: BTreeMap<WorkerRank, RankGauges>,
+    /// By trust.
+    sources: [(Trust, ZeroedGauge); 5],
+    ranks: ZeroedGauge,
+    cold_ranks: ZeroedGauge,
+    ejected_ranks: ZeroedGauge,
+    eligible_ranks: ZeroedGauge,
+    refusing_ranks: ZeroedGauge,
+    leases: ZeroedGauge,
+    requests_gate: ZeroedGauge,
+    events_gate: ZeroedGauge,
+    /// One more holder while the scheduler has not answered.
+    queue_asked: Arc<()>,
+}
+
+/// A gauge that shows 0 once nobody sets it any more.
+struct ZeroedGauge(Gauge);
+
+impl Drop for ZeroedGauge {
+    fn drop(&mut self) {
+        self.0.set(0.0);
+    }
+}
+
+struct RankGauges {
+    requests: ZeroedGauge,
+    active_blocks: ZeroedGauge,
+    prefill_tokens: ZeroedGauge,
+    held_blocks: ZeroedGauge,
+    kv_doubted: ZeroedGauge,
+    /// From its engine's first word on.
+    engine: Option<EngineGauges>,
+}
+
+/// What its engine says of a rank. A value that the engine leaves out shows as no number.
+struct EngineGauges {
+    running: ZeroedGauge,
+    waiting: ZeroedGauge,
+    kv_usage: ZeroedGauge,
+    age_seconds: ZeroedGauge,
+}
+
+/// What a rank has, over its entries: for a moment it may have two, one of them on its way out.
+#[derive(Default)]
+struct RankSum {
+    requests: u64,
+    active_blocks: u64,
+    prefill_tokens: u64,
+    held_blocks: u64,
+    is_doubted: bool,
+    /// What its engine said last.
+    engine: Option<EngineLoad>,
+    is_torn: bool,
+}
+
+impl Gauges {
+    fn new(shared: &Shared) -> Self {
+        let pool = shared.meters.pool.clone();
+        let gauge = |name| ZeroedGauge(pool.gauge(name, &[]));
+        let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
+        Self {
+            by_rank: BTreeMap::new(),
+            sources: Trust::ALL
+                .map(|trust| (trust, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("trust", trust.name())])))),
+            ranks: gauge("pointsman_ranks"),
+            cold_ranks: gauge("pointsman_cold_ranks"),
+            ejected_ranks: gauge("pointsman_ejected_ranks"),
+            eligible_ranks: gauge("pointsman_eligible_ranks"),
+            refusing_ranks: gauge("pointsman_refusing_ranks"),
+            leases: gauge("pointsman_leases"),
+            requests_gate: gate("requests"),
+            events_gate: gate("events"),
+            queue_asked: Arc::default(),
+            pool,
+        }
+    }
+
+    /// Publishes once; whether there is a router to come back to.
+    fn publish(&mut self, shared: &Weak<Shared>) -> bool {
+        let Some(shared) = shared.upgrade() else { return false };
+        if matches!(shared.status.borrow().phase, Phase::Failed | Phase::Stopped) {
+            return false;
+        }
+        self.publish_ranks(&shared.entries(), shared.clock.now());
+        self.cold_ranks.0.set(as_f64(shared.cold.borrow().len() as u64));
+        let exclusions = shared.exclusions();
+        self.ejected_ranks.0.set(as_f64((exclusions.ejected.len() + exclusions.down.len()) as u64));
+        self.eligible_ranks.0.set(as_f64(shared.eligible_ranks() as u64));
+        self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
+        self.leases.0.set(as_f64(shared.directory.len() as u64));
+        let config = &shared.config;
+        let waiting = u64::from(config.requests_max) - shared.waiting_room.available_permits() as u64;
+        self.requests_gate.0.set(as_f64(waiting));
+        let free = |gate: &tokio::sync::Semaphore| gate.available_permits() as u64;
+        let in_use = shared.shards.iter().map(|shard| u64::from(config.event_blocks_max) - free(&shard.gate));
+        self.events_gate.0.set(as_f64(in_use.sum()));
+        // A scheduler that stands still is not asked again and again.
+        if config.queueing() && Arc::strong_count(&self.queue_asked) == 1 {
+            shared.scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
+        }
+        true
+    }
+
+    fn publish_ranks(&mut self, entries: &[Arc<RankEntry>], now: Timestamp) {
+        let mut sums: BTreeMap<WorkerRank, RankSum> = BTreeMap::new();
+        let mut by_trust = [0_u64; 5];
+        for entry in entries {
+            let sum = sums.entry(entry.rank).or_default();
+            if let Some(trust) = entry.source.trust() {
+                by_trust[trust as usize] += 1;
+                sum.is_doubted = trust != Trust::Live;
+            }
+            let Some(load) = entry.board.read() else {
+                sum.is_torn = true; // just being written: what was shown before stands for another period
+                continue;
+            };
+            sum.requests += u64::from(load.requests);
+            sum.active_blocks += u64::from(load.active_blocks);
+            sum.prefill_tokens = sum.prefill_tokens.saturating_add(load.prefill.bounds(now).1);
+            sum.held_blocks += u64::from(entry.holdings.held_blocks());
+            sum.engine = entry.engine_load.read().or(sum.engine);
+        }
+        self.by_rank.retain(|rank, _| sums.contains_key(rank));
+        self.ranks.0.set(as_f64(sums.len() as u64));
+        for (trust, gauge) in &self.sources {
+            gauge.0.set(as_f64(by_trust[*trust as usize]));
+        }
+        for (rank, sum) in sums {
+            let gauges = self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank));
+            gauges.set(&sum);
+            if let Some(load) = sum.engine {
+                gauges.engine.get_or_insert_with(|| EngineGauges::new(&self.pool, rank)).set(&load, now);
+            }
+        }
+    }
+}
+
+impl RankGauges {
+    fn new(pool: &Pool, rank: WorkerRank) -> Self {
+        let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
+        let gauge = |name| ZeroedGauge(pool.gauge(name, &[("worker", &worker), ("rank", &rank)]));
+        Self {
+            requests: gauge("pointsman_rank_active_requests"),
+            active_blocks: gauge("pointsman_rank_active_blocks"),
+            prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
+            held_blocks: gauge("pointsman_rank_held_blocks"),
+            kv_doubted: gauge("pointsman_rank_kv_doubted"),
+            engine: None,
+        }
+    }
+
+    fn set(&self, sum: &RankSum) {
+        self.kv_doubted.0.set(as_f64(u64::from(sum.is_doubted)));
+        if sum.is_torn {
+            return;
+        }
+        self.requests.0.set(as_f64(sum.requests));
+        self.active_blocks.0.set(as_f64(sum.active_blocks));
+        self.prefill_tokens.0.set(as_f64(sum.prefill_tokens));
+        self.held_blocks.0.set(as_f64(sum.held_blocks));
+    }
+}
+
+impl EngineGauges {
+    fn new(pool: &Pool, rank: WorkerRank) -> Self {
+        let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
+        let gauge = |name| ZeroedGauge(pool.gauge(name, &[("worker", &worker), ("rank", &rank)]));
+        Self {
+            running: gauge("pointsman_engine_running_requests"),
+            waiting: gauge("pointsman_engine_waiting_requests"),
+            kv_usage: gauge("pointsman_engine_kv_usage_ratio"),
+            age_seconds: gauge("pointsman_engine_load_age_seconds"),
+        }
+    }
+
+    fn set(&self, load: &EngineLoad, now: Timestamp) {
+        let EngineReading { running, waiting, kv_usage } = load.reading;
+        self.running.0.set(running.map_or(f64::NAN, f64::from));
+        self.waiting.0.set(waiting.map_or(f64::NAN, f64::from));
+        self.kv_usage.0.set(kv_usage.unwrap_or(f64::NAN));
+        self.age_seconds.0.set(now.since(load.at).as_secs_f64());
+    }
+}

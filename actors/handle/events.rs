@@ -1,0 +1,125 @@
+//! KV events in, and what the index holds out.
+
+use std::collections::BTreeSet;
+
+use tokio::sync::{oneshot, watch};
+
+use super::request::RouteRequest;
+use super::router::Router;
+use crate::actors::radix::{RadixMsg, shard_of};
+use crate::actors::views::kv_source::KvSourceStatus;
+use crate::error::{Down, FlushError, RouteError};
+use crate::protocol::{RouterEvent, WorkerRank};
+use crate::schedule::Rejection;
+
+impl Router {
+    /// Applies KV events, each rank's in the order given, also across calls that were awaited one after the other.
+    ///
+    /// Waits while a shard has `event_blocks_max` blocks of events waiting. Does nothing where no index is kept, and
+    /// nothing but count where `use_kv_events` is false. What is odd about an event is counted, not an error:
+    /// `pointsman_kv_events_refused_total`.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
+        self.shared().up()?;
+        if !self.shared().config.use_kv_events.reads_events() {
+            self.shared().meters.unused_events.increment(events.len() as u64);
+            return Ok(());
+        }
+        match self.shared().shards.len() {
+            0 => Ok(()),
+            1 => self.apply_to(0, events).await,
+            shards => {
+                let mut by_shard: Vec<Vec<RouterEvent>> = vec![Vec::new(); shards];
+                for event in events {
+                    by_shard[shard_of(event.rank, shards)].push(event);
+                }
+                for (shard, events) in by_shard.into_iter().enumerate().filter(|(_, events)| !events.is_empty()) {
+                    self.apply_to(shard, events).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    async fn apply_to(&self, shard: usize, events: Vec<RouterEvent>) -> Result<(), Down> {
+        let blocks = events.iter().map(|event| event.data.block_count()).sum();
+        let permit = self.shared().pass_gate(shard, blocks).await?;
+        self.shared().shards[shard].strand.tell(RadixMsg::Apply { events, only: None, permit });
+        Ok(())
+    }
+
+    /// Records that the embedder has sent a prompt to a rank by itself, without a booking: where decisions are guesses
+    /// (`use_kv_events` is false, or `auto` and the rank publishes no events, or `predicted_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
+    /// there now. Again only refreshes it. Does nothing elsewhere. Requests that are booked are recorded by that.
+    ///
+    /// Waits while the rank's shard has `event_blocks_max` blocks waiting.
+    ///
+    /// # Errors
+    /// An unknown rank, a prompt that cannot be hashed, or a router that is down.
+    pub async fn record_routing_decision(&self, request: RouteRequest<'_>, rank: WorkerRank) -> Result<(), RouteError> {
+        self.shared().up()?;
+        if !self.workers().iter().any(|worker| worker.ranks.contains(&rank)) {
+            return Err(Rejection::UnknownRank(rank).into());
+        }
+        let Some(guess) = self.prepare(&request)?.guess() else { return Ok(()) };
+        let shard = shard_of(rank, self.shared().shards.len());
+        let permit = self.shared().pass_gate(shard, guess.hashes.len()).await?;
+        self.shared().shards[shard].strand.tell(RadixMsg::Recorded { rank, guess, permit });
+        Ok(())
+    }
+
+    /// Ranks whose cache contents were lost with an index shard, as they change. Send each of them again: a
+    /// `Cleared` event, then everything the rank holds. From the `Cleared` on it counts as known.
+    #[must_use]
+    pub fn resyncs(&self) -> watch::Receiver<BTreeSet<WorkerRank>> {
+        self.shared().cold.subscribe()
+    }
+
+    /// How each rank's KV events are doing, in rank order: those of ranks that the router reads by itself
+    /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)).
+    #[must_use]
+    pub fn kv_sources(&self) -> Vec<KvSourceStatus> {
+        let now = self.shared().clock.now();
+        let mut sources: Vec<KvSourceStatus> =
+            self.shared().entries().iter().filter_map(|entry| entry.source.status(entry.rank, now)).collect();
+        sources.sort_by_key(|source| source.rank);
+        sources
+    }
+
+    /// Returns when every event accepted before this call has been applied.
+    ///
+    /// # Errors
+    /// When the router is down, or a shard was lost with events that had been accepted.
+    pub async fn flush(&self) -> Result<(), FlushError> {
+        self.each_shard(RadixMsg::Flush).await.map(drop)
+    }
+
+    /// Everything the index holds, as events that rebuild it, parents first. Reflects every event accepted before this
+    /// call.
+    ///
+    /// # Errors
+    /// When the router is down, or a shard was lost before it answered.
+    pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, FlushError> {
+        Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().collect())
+    }
+
+    async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
+        self.shared().up()?;
+        let mut asked = Vec::new();
+        for shard in &self.shared().shards {
+            let (sender, answer) = oneshot::channel();
+            shard.strand.tell(question(sender));
+            asked.push(answer);
+        }
+        let mut answers = Vec::new();
+        for answer in asked {
+            match self.shared().answer_of(answer).await {
+                Some(answer) => answers.push(answer),
+                None => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
+            }
+        }
+        Ok(answers)
+    }
+}

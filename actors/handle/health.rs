@@ -1,0 +1,94 @@
+//! How the ranks are, and how busy they say they are.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::route::RESTART_WAIT;
+use super::router::Router;
+use crate::actors::engine_load;
+use crate::actors::health::HealthMsg;
+use crate::actors::shared::RankEntry;
+use crate::engine_load::{EngineLoadFact, EngineReading};
+use crate::error::Down;
+use crate::health::{Outcome, RankHealth};
+use crate::protocol::WorkerRank;
+
+impl Router {
+    /// How a request that was sent to a rank went, for embedders that book by request id: those with a placement say it
+    /// with [`Placement::outcome`](crate::Placement::outcome). A rank that is not there is ignored. Visits every rank.
+    pub fn report_outcome(&self, rank: WorkerRank, outcome: Outcome) {
+        if let Some(entry) = self.shared().entry_of(rank) {
+            self.shared().report_outcome(&entry, outcome, None);
+        }
+    }
+
+    /// How each rank is, and why, in rank order.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn rank_health(&self) -> Result<Vec<RankHealth>, Down> {
+        loop {
+            self.shared().up()?;
+            let restarts = self.shared().status.borrow().restarts;
+            let (sender, answer) = oneshot::channel();
+            self.shared().health.tell(HealthMsg::Report(sender));
+            if let Some(report) = self.shared().answer_of(answer).await {
+                return Ok(report);
+            }
+            // Lost with the actor: its successor knows.
+            let mut status = self.shared().status.subscribe();
+            let restarted = status.wait_for(|status| status.restarts > restarts);
+            drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
+        }
+    }
+
+    /// Ranks that can serve now: registered, neither draining, cordoned nor unavailable (see [`Router::set_conditions`]) nor down
+    /// nor ejected, though where only ranks ejected on suspicion are left it is these; 0 when the router is down. How busy
+    /// they are does not count. Visits every rank and does not block.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use pointsman::protocol::{WorkerConfig, WorkerId};
+    /// use pointsman::{Router, RouterConfig};
+    ///
+    /// let router = Router::builder(RouterConfig::default()).start().await?;
+    /// assert_eq!(router.eligible_ranks(), 0); // not ready
+    /// let two_ranks = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://a") };
+    /// router.upsert_worker(WorkerId(1), two_ranks).await?;
+    /// assert_eq!(router.eligible_ranks(), 2);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn eligible_ranks(&self) -> usize {
+        self.shared().eligible_ranks()
+    }
+
+    /// The ranks whose health keeps them out of service. Does not block.
+    #[must_use]
+    pub fn out_of_service(&self) -> BTreeSet<WorkerRank> {
+        self.shared().exclusions().out_of_service()
+    }
+
+    /// What each rank's engine last said of its load, in rank order; `None` where it never has.
+    #[must_use]
+    pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {
+        let shared = self.shared();
+        let (now, stale_after) = (shared.clock.now(), Duration::from_millis(shared.config.engine_load_stale_ms));
+        let fact = |entry: &Arc<RankEntry>| entry.engine_load.read().map(|load| load.fact(now, stale_after));
+        let mut entries = shared.entries();
+        entries.sort_by_key(|entry| (entry.rank, std::cmp::Reverse(entry.since)));
+        entries.dedup_by_key(|entry| entry.rank); // of two, the one that is not on its way out
+        entries.iter().map(|entry| (entry.rank, fact(entry))).collect()
+    }
+
+    /// What a rank's engine has just said of its load, for embedders that ask their engines themselves. A rank that is not
+    /// there is ignored, and so is a report that says nothing.
+    pub fn report_engine_load(&self, rank: WorkerRank, reading: EngineReading) {
+        engine_load::said(self.shared(), rank, reading);
+    }
+}

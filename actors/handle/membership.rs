@@ -1,0 +1,236 @@
+//! Workers in and out, what is known of them, and the end of the router.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::router::{Health, Router};
+use crate::actors::discovery::{DiscoverySource, DiscoveryStatus};
+use crate::actors::scheduler::SchedulerMsg;
+use crate::actors::shared::{Phase, RankEntry};
+use crate::actors::supervisor::SupervisorMsg;
+use crate::actors::views::kv_source::KvSourceStatus;
+use crate::actors::views::worker::WorkerEntry;
+use crate::config::{PoolRole, RouterConfig, UseKvEvents};
+use crate::error::{Down, MembershipError};
+use crate::protocol::{WorkerConfig, WorkerId, WorkerRank};
+use crate::select::RankConditions;
+
+/// Longest wait of a shutdown for the actors to stop.
+const STOP_WAIT: Duration = Duration::from_millis(200);
+
+impl Router {
+    /// Adds a worker, or changes one. Returns when its ranks can be chosen.
+    ///
+    /// Another endpoint counts as another engine: bookings and cache contents of the old one are gone. Another number
+    /// of ranks adds or removes just those.
+    ///
+    /// # Errors
+    /// When the configuration breaks a rule, or the router is down.
+    pub async fn upsert_worker(&self, worker: WorkerId, config: WorkerConfig) -> Result<(), MembershipError> {
+        let config = Box::new(config);
+        self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
+    }
+
+    /// Follows one more discovery source, behind those that are followed already: see
+    /// [`RouterBuilder::discovery`](crate::RouterBuilder::discovery).
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub fn follow(&self, source: impl DiscoverySource) -> Result<(), Down> {
+        let (name, source) = (source.name(), Box::new(source));
+        self.supervisor().send_message(SupervisorMsg::Follow { name, source }).map_err(|_| Down::Failed)
+    }
+
+    /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again. One that discovery
+    /// names stays away until discovery has stopped naming it, or until [`Router::undrain_worker`].
+    ///
+    /// # Errors
+    /// When there is no such worker, or the router is down.
+    pub async fn remove_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Remove { worker, answer }).await
+    }
+
+    /// Gives a worker no new work, and removes it when its last booking has ended, or when `deadline` has passed: then
+    /// what is left is cut off. Returns the number of bookings that were.
+    ///
+    /// The drain goes on when this call is abandoned. A worker that discovery names stays away until discovery has
+    /// stopped naming it, or until [`Router::undrain_worker`].
+    ///
+    /// # Errors
+    /// When there is no such worker, it is being drained already, it was removed or undrained meanwhile, or the router is
+    /// down.
+    pub async fn drain_worker(&self, worker: WorkerId, deadline: Duration) -> Result<usize, MembershipError> {
+        self.change(|answer| SupervisorMsg::Drain { worker, deadline, answer }).await
+    }
+
+    /// Undoes a drain or a removal. A worker that is being drained serves on, and the drain's caller gets
+    /// [`MembershipError::Undrained`]. A worker that was drained away or removed, and that discovery still names, comes back
+    /// as discovery names it; [`DiscoveryStatus::removed`] lists these.
+    ///
+    /// # Errors
+    /// When the worker is registered and not being drained, when there is nothing to undo, or the router is down.
+    pub async fn undrain_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Undrain { worker, answer }).await
+    }
+
+    /// Gives a worker no new work. Its requests go on, its KV events are still read, and it stays registered: also when
+    /// discovery or the embedder changes its configuration. A cordon ends with [`Router::uncordon_worker`] or with the
+    /// worker. Again is harmless.
+    ///
+    /// # Errors
+    /// When there is no such worker, it is being drained, or the router is down.
+    pub async fn cordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Cordon { worker, cordoned: true, answer }).await
+    }
+
+    /// Gives a cordoned worker new work again. Again is harmless.
+    ///
+    /// # Errors
+    /// As [`Router::cordon_worker`].
+    pub async fn uncordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
+        self.change(|answer| SupervisorMsg::Cordon { worker, cordoned: false, answer }).await
+    }
+
+    /// Says what the embedder knows of the ranks and the router cannot: which are overloaded, which cannot be reached.
+    /// The whole truth, not a change. When this returns it holds for every decision to come.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn set_conditions(&self, conditions: RankConditions) -> Result<(), Down> {
+        self.shared().up()?;
+        self.shared().set_conditions(conditions);
+        let (done, held) = oneshot::channel();
+        self.shared().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
+        // Lost with a dying scheduler, it is what the next one starts with.
+        let _ = self.shared().answer_of(held).await;
+        self.shared().up()
+    }
+
+    /// Registers workers by id alone, single-rank and without endpoint, for embedders that dispatch by themselves.
+    /// Workers that are registered stay as they are.
+    ///
+    /// # Errors
+    /// When the router is down.
+    pub async fn register_workers(&self, workers: impl IntoIterator<Item = WorkerId>) -> Result<(), MembershipError> {
+        for worker in workers {
+            if !self.workers().iter().any(|known| known.worker == worker) {
+                self.upsert_worker(worker, WorkerConfig::at("")).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The registered workers, by id.
+    #[must_use]
+    pub fn workers(&self) -> Arc<[WorkerEntry]> {
+        Arc::clone(&self.shared().workers.borrow())
+    }
+
+    /// The one rank of a single-rank worker, so that nobody has to name it; `None` where there is no such worker, or it
+    /// has several.
+    #[must_use]
+    pub fn unique_rank(&self, worker: WorkerId) -> Option<WorkerRank> {
+        let workers = self.workers();
+        match workers.iter().find(|known| known.worker == worker)?.ranks.as_slice() {
+            [rank] => Some(*rank),
+            _ => None,
+        }
+    }
+
+    /// How each source of workers is, in the order in which they were given.
+    #[must_use]
+    pub fn discovery(&self) -> Vec<DiscoveryStatus> {
+        self.shared().discovery.borrow().clone()
+    }
+
+    /// How the router is.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        Health {
+            state: self.shared().up(),
+            ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
+            cold: self.shared().cold.borrow().clone(),
+            doubts: self.doubts(),
+            restarts: self.shared().status.borrow().restarts,
+            leases: self.shared().directory.len(),
+        }
+    }
+
+    fn doubts(&self) -> Vec<String> {
+        let sources = self.kv_sources().into_iter();
+        let sources = sources.filter_map(|KvSourceStatus { rank, trust, doubt, last_error, .. }| {
+            let last_error = last_error.map(|error| format!("; the last error was: {error}")).unwrap_or_default();
+            Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
+        });
+        sources.chain(self.unread()).chain(self.shared().meters.never_matching()).collect()
+    }
+
+    /// Ranks that serve and of which no KV event was ever applied, though events are to be used.
+    fn unread(&self) -> Vec<String> {
+        let (shared, config) = (self.shared(), self.config());
+        let consequence = match config.use_kv_events {
+            UseKvEvents::Yes if config.has_index() => "it is routed to by load only",
+            UseKvEvents::Auto if config.has_index() => "its cache is predicted from routing decisions",
+            UseKvEvents::Yes | UseKvEvents::Auto | UseKvEvents::No => return Vec::new(),
+        };
+        let mut entries = shared.entries();
+        entries.retain(|entry| entry.source.is_unread() && entry.holdings.changed_at().is_none());
+        entries.sort_by_key(|entry| entry.rank);
+        let doubt = |entry: &Arc<RankEntry>| {
+            format!(
+                "no KV event of rank {} ({}) was ever applied though it serves requests, so {consequence}: give its \
+                 worker an event endpoint (kv_events), or set use_kv_events to auto or false",
+                entry.rank, entry.endpoint
+            )
+        };
+        entries.iter().map(doubt).collect()
+    }
+
+    /// Tokens a block.
+    #[must_use]
+    pub fn block_size(&self) -> u32 {
+        self.config().block_size
+    }
+
+    /// What the pool's ranks do.
+    #[must_use]
+    pub fn role(&self) -> PoolRole {
+        self.config().role
+    }
+
+    /// The router's configuration.
+    #[must_use]
+    pub fn config(&self) -> &RouterConfig {
+        &self.shared().config
+    }
+
+    /// Stops the router: refuses new requests, waits until all bookings have ended or `deadline` has passed, stops
+    /// every actor. Returns the number of bookings that had not ended.
+    pub async fn shutdown(self, deadline: Duration) -> usize {
+        let shared = Arc::clone(self.shared());
+        shared.enter(Phase::Draining);
+        drop(tokio::time::timeout(deadline, shared.at_rest()).await);
+        let left = shared.directory.len();
+        // Stopping takes no time of its own, unless an actor is stuck; nobody waits for that one.
+        drop(self.supervisor().get_cell().stop_and_wait(None, Some(STOP_WAIT)).await);
+        shared.enter(Phase::Stopped);
+        left
+    }
+
+    async fn change<T>(
+        &self,
+        change: impl FnOnce(oneshot::Sender<Result<T, MembershipError>>) -> SupervisorMsg,
+    ) -> Result<T, MembershipError> {
+        self.shared().up()?;
+        let (sender, answer) = oneshot::channel();
+        self.supervisor().send_message(change(sender)).map_err(|_| Down::Failed)?;
+        // A supervisor that dies may take the question with it unanswered.
+        tokio::select! {
+            biased;
+            Ok(result) = answer => result,
+            down = self.shared().down() => Err(down.into()),
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! The handle: what an embedder holds of a router.
+//!
+//! Owns the edge: hashing, leases, permits, retries of lost requests. Every call ends in a placement, a rejection with its
+//! reason, or an error.
+
+#[cfg(feature = "http")]
+mod body;
+mod builder;
+mod disagg;
+mod events;
+#[cfg(feature = "faults")]
+mod faults;
+mod health;
+mod inquiry;
+mod membership;
+mod messages;
+mod placement;
+pub(crate) mod request;
+mod route;
+mod router;
+pub(crate) mod shared_cache;
+#[cfg(feature = "tower")]
+mod tower;
+
+#[cfg(feature = "http")]
+pub use body::PlacedBody;
+pub use builder::RouterBuilder;
+pub use disagg::{DisaggPlacement, Disaggregated};
+#[cfg(feature = "faults")]
+pub use faults::{Fault, Hang};
+pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
+pub use placement::Placement;
+pub use request::{AddRequest, BestMatch, Prompt, RouteRequest};
+pub use router::{Health, Router};
+pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
+#[cfg(feature = "tower")]
+pub use tower::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};

@@ -1,0 +1,436 @@
+//! What callers ask, and what they are told.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::actors::shared::Shared;
+use crate::actors::telemetry::PromptKind;
+use crate::config::{RouterConfig, RouterConfigOverride};
+use crate::error::RouteError;
+use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
+use crate::load::{LengthKeys, PrefillLoadHint, PromptBlocks, PromptLimits};
+use crate::predict::Guess;
+use crate::protocol::{BlockHash, Timestamp, WorkerRank};
+use crate::queue::{TenantKey, UnknownClass};
+use crate::schedule::{Decision, Rejection, ResolvedOptions};
+use crate::select::{Constraints, TierOverlap};
+use crate::session::SessionId;
+
+/// A prompt, as tokens or hashed already.
+#[derive(Clone, Copy, Debug)]
+pub enum Prompt<'a> {
+    /// Token ids. They are hashed by the calling task and go no further.
+    Tokens(&'a [u32]),
+    /// Hashes that the caller computed, or got from an earlier answer. LoRA name, salt and spans are in them already.
+    Hashed(&'a HashedPrompt),
+}
+
+/// A request to be placed.
+///
+/// ```
+/// use pointsman::{Prompt, RouteRequest};
+///
+/// let tokens = [1, 2, 3];
+/// let request = RouteRequest { lora_name: Some("support-bot"), ..RouteRequest::new("req-1", Prompt::Tokens(&tokens)) };
+/// assert_eq!(request.request_id, Some("req-1"));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct RouteRequest<'a> {
+    /// Names the booking; unique among those that have not ended. Queries need none.
+    pub request_id: Option<&'a str>,
+    /// The prompt.
+    pub prompt: Prompt<'a>,
+    /// The LoRA adapter it runs under; the empty name is none.
+    pub lora_name: Option<&'a str>,
+    /// Keeps its cache apart from others': only equal salts share. The empty salt is none.
+    pub cache_salt: Option<&'a str>,
+    /// Images and the like in the prompt, where the engine's events carry their hashes too.
+    pub mm_spans: &'a [MmSpan],
+    /// Whether the answer should carry the prompt's hashes.
+    pub routing_hashes: bool,
+    /// The customer it belongs to: the customers of a class take turns in the queue. Any text; none is a customer too.
+    pub tenant: Option<&'a str>,
+    /// Higher leaves the queue first, whatever else.
+    pub strict_priority: u32,
+    /// Seconds by which it goes ahead of its tenant's other requests in the queue. Finite; below 0 counts as 0.
+    pub priority_jump: f64,
+    /// How long it may take to be placed: it is answered as expired when that has passed.
+    pub deadline: Option<Duration>,
+    /// The class, or family of classes, that it waits in.
+    pub policy_class: Option<&'a str>,
+    /// Whether it would rather be refused than wait.
+    pub do_not_queue: bool,
+    /// Who may serve it, and who should.
+    pub constraints: Option<&'a Constraints>,
+    /// Its session, of at most 256 bytes: see `session_affinity`.
+    pub session_id: Option<&'a str>,
+    /// Output tokens that the caller expects, where it knows better than the router, which otherwise expects what the
+    /// request's session, its tenant or the pool had on average.
+    pub expected_output_tokens: Option<u32>,
+    /// Output tokens that it may have at most, as `max_tokens` says: caps what is expected, and is no expectation.
+    pub output_tokens_max: Option<u32>,
+    /// Whether its answer comes whole, so that nobody reports its first token: its prefill then counts as done after the
+    /// time that it is expected to take.
+    pub not_streamed: bool,
+    /// Settings that are otherwise for it.
+    pub overrides: Option<&'a RouterConfigOverride>,
+}
+
+impl<'a> RouteRequest<'a> {
+    /// What goes into its hashes besides tokens.
+    fn kind(&self) -> PromptKind {
+        let is_given = |name: Option<&str>| name.is_some_and(|name| !name.is_empty());
+        if is_given(self.lora_name) {
+            PromptKind::Lora
+        } else if is_given(self.cache_salt) {
+            PromptKind::Salt
+        } else if !self.mm_spans.is_empty() {
+            PromptKind::Images
+        } else {
+            PromptKind::Plain
+        }
+    }
+
+    /// The options as the scheduler reads them; `None` for a request with default options, which most have.
+    fn resolve(&self, shared: &Shared, now: Timestamp) -> Result<Option<Box<ResolvedOptions>>, RouteError> {
+        let config = &shared.config;
+        let lora_name = self.lora_name.filter(|name| !name.is_empty());
+        let tenant = self.tenant.filter(|_| config.queueing()).map(TenantKey::of); // elsewhere nobody waits
+        let asks = tenant.is_some()
+            || self.strict_priority != 0
+            || self.priority_jump != 0.0
+            || self.deadline.is_some()
+            || self.policy_class.is_some()
+            || self.do_not_queue
+            || self.constraints.is_some()
+            || lora_name.is_some()
+            || self.session_id.is_some()
+            || self.expected_output_tokens.is_some()
+            || self.output_tokens_max.is_some()
+            || self.not_streamed
+            || self.tenant.is_some()
+            || self.overrides.is_some();
+        if !asks {
+            return Ok(None);
+        }
+        if let Some(name) = self.policy_class.filter(|name| !config.knows_class(name)) {
+            return Err(Rejection::UnknownClass(UnknownClass(name.to_owned())).into());
+        }
+        if !self.priority_jump.is_finite() {
+            return Err(RouteError::PriorityJump(self.priority_jump));
+        }
+        let constraints = self.constraints.cloned().unwrap_or_default();
+        constraints.validate()?;
+        let overrides = self.overrides.copied().unwrap_or_default();
+        overrides.validate()?;
+        Ok(Some(Box::new(ResolvedOptions {
+            tenant: tenant.unwrap_or_default(),
+            strict_priority: self.strict_priority,
+            priority_jump: self.priority_jump.max(0.0),
+            due: self.deadline.map(|deadline| now + deadline),
+            policy_class: self.policy_class.map(Arc::from),
+            do_not_queue: self.do_not_queue,
+            constraints,
+            lora_name: lora_name.map(Arc::from),
+            session_id: self.session_id.map(SessionId::new).transpose()?,
+            expected_output_tokens: self.expected_output_tokens,
+            usual_output_tokens: shared.output_lengths.expected(self.length_keys()),
+            output_tokens_max: self.output_tokens_max,
+            not_streamed: self.not_streamed,
+            overrides,
+        })))
+    }
+
+    /// What the length of its output is remembered by.
+    fn length_keys(&self) -> LengthKeys {
+        LengthKeys::of(self.session_id, self.tenant)
+    }
+
+    /// A request with nothing but a prompt.
+    #[must_use]
+    pub fn new(request_id: &'a str, prompt: Prompt<'a>) -> Self {
+        Self { request_id: Some(request_id), ..Self::query(prompt) }
+    }
+
+    /// A question with nothing but a prompt.
+    #[must_use]
+    pub fn query(prompt: Prompt<'a>) -> Self {
+        Self {
+            request_id: None,
+            prompt,
+            lora_name: None,
+            cache_salt: None,
+            mm_spans: &[],
+            routing_hashes: false,
+            tenant: None,
+            strict_priority: 0,
+            priority_jump: 0.0,
+            deadline: None,
+            policy_class: None,
+            do_not_queue: false,
+            constraints: None,
+            session_id: None,
+            expected_output_tokens: None,
+            output_tokens_max: None,
+            not_streamed: false,
+            overrides: None,
+        }
+    }
+}
+
+/// A request that the embedder has sent to a rank of its own choice.
+#[derive(Clone, Copy, Debug)]
+pub struct AddRequest<'a> {
+    /// Names the booking.
+    pub request_id: &'a str,
+    /// Where it runs.
+    pub rank: WorkerRank,
+    /// The prompt.
+    pub prompt: Prompt<'a>,
+    /// The LoRA adapter it runs under.
+    pub lora_name: Option<&'a str>,
+    /// Its cache salt.
+    pub cache_salt: Option<&'a str>,
+    /// Tokens of the prompt that the rank has cached, or `None` for what the index says.
+    pub cached_tokens: Option<u32>,
+    /// How long its prefill will take, where known: the rank's prefill load then falls with time.
+    pub expected_prefill_duration: Option<Duration>,
+}
+
+impl<'a> AddRequest<'a> {
+    /// A request with nothing but a prompt and a place.
+    #[must_use]
+    pub fn new(request_id: &'a str, rank: WorkerRank, prompt: Prompt<'a>) -> Self {
+        let (lora_name, cache_salt, cached_tokens, expected_prefill_duration) = (None, None, None, None);
+        Self { request_id, rank, prompt, lora_name, cache_salt, cached_tokens, expected_prefill_duration }
+    }
+
+    pub(super) fn as_route(&self) -> RouteRequest<'a> {
+        let Self { lora_name, cache_salt, .. } = *self;
+        RouteRequest { lora_name, cache_salt, ..RouteRequest::new(self.request_id, self.prompt) }
+    }
+}
+
+/// The rank a request would go to, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BestMatch {
+    decision: u64,
+    rank: WorkerRank,
+    overlap: TierOverlap,
+    shared_cache_blocks: u32,
+    reachable_blocks: u32,
+    effective_overlap_blocks: f64,
+    cached_tokens: u32,
+    expected_prefill_duration: Option<Duration>,
+    predicted_ttft: Option<Duration>,
+    routing_hashes: Option<HashedPrompt>,
+}
+
+impl BestMatch {
+    pub(super) fn new(decision: &Decision, config: &RouterConfig, routing_hashes: Option<HashedPrompt>) -> Self {
+        let (overlap, weights) = (decision.overlap, config.tier_weights());
+        Self {
+            decision: decision.request,
+            rank: decision.rank,
+            overlap,
+            shared_cache_blocks: decision.shared_cache_blocks,
+            reachable_blocks: decision.reachable_blocks,
+            expected_prefill_duration: decision.hint.and_then(PrefillLoadHint::expected_duration),
+            predicted_ttft: decision.predicted_ttft,
+            effective_overlap_blocks: overlap.effective_blocks(weights),
+            cached_tokens: overlap.cached_tokens(weights, config.block_size),
+            routing_hashes,
+        }
+    }
+
+    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed. Counted from 0;
+    /// after the n-th loss of the scheduler, from n × 2^32.
+    #[must_use]
+    pub fn decision(&self) -> u64 {
+        self.decision
+    }
+
+    /// The rank.
+    #[must_use]
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
+    }
+
+    /// What it holds of the prompt, by tier.
+    #[must_use]
+    pub fn overlap(&self) -> TierOverlap {
+        self.overlap
+    }
+
+    /// Effective overlap in blocks, rounded.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a rounded count of blocks, at least 0"
+    )]
+    pub fn overlap_blocks(&self) -> u32 {
+        self.effective_overlap_blocks.round() as u32
+    }
+
+    /// Effective overlap in blocks: lower tiers count for less.
+    #[must_use]
+    pub fn effective_overlap_blocks(&self) -> f64 {
+        self.effective_overlap_blocks
+    }
+
+    /// Effective overlap in tokens, rounded.
+    #[must_use]
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached_tokens
+    }
+
+    /// Blocks that the shared cache has beyond the rank's device blocks.
+    #[must_use]
+    pub fn shared_cache_blocks(&self) -> u32 {
+        self.shared_cache_blocks
+    }
+
+    /// The most leading blocks that any eligible rank holds, in whatever tier: what could have been reached.
+    #[must_use]
+    pub fn reachable_blocks(&self) -> u32 {
+        self.reachable_blocks
+    }
+
+    /// How long the rank is expected to compute what it has not cached, where that is modelled.
+    #[must_use]
+    pub fn expected_prefill_duration(&self) -> Option<Duration> {
+        self.expected_prefill_duration
+    }
+
+    /// How long its first token is expected to take from the decision on: what the rank has to do before it, its own
+    /// uncached prompt and a step. Where the policy is `latency`.
+    #[must_use]
+    pub fn predicted_ttft(&self) -> Option<Duration> {
+        self.predicted_ttft
+    }
+
+    /// The prompt's hashes, when the request asked for them.
+    #[must_use]
+    pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
+        self.routing_hashes.as_ref()
+    }
+}
+
+/// A request whose prompt has been hashed, as far as anything will look at the hashes.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    hashes: Option<HashedPrompt>,
+    wants_overlap: bool,
+    /// The blocks it will be charged for.
+    prompt: PromptBlocks,
+    isl_tokens: u32,
+    options: Option<Box<ResolvedOptions>>,
+    length_keys: LengthKeys,
+    /// What a booking will leave in a cache, where that is guessed.
+    guess: Option<Guess>,
+    kind: PromptKind,
+    /// When hashing began.
+    started: Timestamp,
+}
+
+impl Prepared {
+    pub(super) fn new(shared: &Shared, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
+        let (config, now) = (&shared.config, shared.clock.now());
+        let options = request.resolve(shared, now)?;
+        let overrides = request.overrides.copied().unwrap_or_default();
+        let scheme = HashScheme {
+            block_size: config.block_size_nonzero(),
+            lora_name: request.lora_name,
+            cache_salt: request.cache_salt,
+            is_eagle: config.is_eagle,
+        };
+        let isl_tokens = match request.prompt {
+            Prompt::Tokens(tokens) => tokens.len(),
+            Prompt::Hashed(hashed) => hashed.isl_tokens(),
+        };
+        let assume_kv_reuse = overrides.assume_kv_reuse.unwrap_or(config.assume_kv_reuse);
+        let shares_blocks = config.track_active_blocks && assume_kv_reuse;
+        let wants_overlap = config.has_index() && overrides.overlap_score_credit != Some(0.0);
+        let wants_hashes = config.has_index() || shares_blocks || request.routing_hashes;
+        let hashes = match request.prompt {
+            Prompt::Hashed(hashed) => Some(hashed.clone()),
+            Prompt::Tokens(tokens) if wants_hashes => {
+                let mm = match request.mm_spans {
+                    [] => MmBlocks::NONE,
+                    spans => MmBlocks::split(spans, tokens.len(), scheme.block_size)?,
+                };
+                Some(HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &mm))
+            }
+            Prompt::Tokens(_) => None,
+        };
+        let PromptLimits { model_len, weight_tokens } = shared.prompt_limits();
+        if let Some(max_model_len) = model_len.filter(|longest| isl_tokens > *longest as usize) {
+            return Err(RouteError::ContextLength { isl_tokens, max_model_len });
+        }
+        let too_long = |_| RouteError::PromptTooLong { isl_tokens };
+        let blocks = u32::try_from(scheme.block_count(isl_tokens)).map_err(too_long)?;
+        // It weighs no more than a rank can guard, in blocks and in tokens, however long it is.
+        let blocks_max = weight_tokens.div_ceil(config.block_size);
+        let prompt = match &hashes {
+            _ if !config.track_active_blocks => PromptBlocks::Counted(0),
+            Some(hashed) if shares_blocks && blocks <= blocks_max => {
+                PromptBlocks::Hashed(Arc::clone(hashed.sequence_hashes()))
+            }
+            Some(hashed) if shares_blocks => {
+                PromptBlocks::Hashed(hashed.sequence_hashes().iter().copied().take(blocks_max as usize).collect())
+            }
+            Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
+        };
+        let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
+        let guess = hashes.as_ref().filter(|_| shared.predicts);
+        let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
+        let (length_keys, kind) = (request.length_keys(), request.kind());
+        Ok(Self { hashes, wants_overlap, prompt, isl_tokens, options, length_keys, guess, kind, started: now })
+    }
+
+    /// The caller knows what is cached: nobody need be asked.
+    pub(super) fn without_overlap(mut self) -> Self {
+        self.wants_overlap = false;
+        self
+    }
+
+    pub(super) fn prompt(&self) -> PromptBlocks {
+        self.prompt.clone()
+    }
+
+    pub(super) fn isl_tokens(&self) -> u32 {
+        self.isl_tokens
+    }
+
+    pub(super) fn guess(&self) -> Option<Guess> {
+        self.guess.clone()
+    }
+
+    pub(super) fn options(&self) -> Option<Box<ResolvedOptions>> {
+        self.options.clone()
+    }
+
+    pub(super) fn length_keys(&self) -> LengthKeys {
+        self.length_keys
+    }
+
+    /// What the index is asked for, where it is asked.
+    pub(super) fn block_hashes(&self) -> Option<&Arc<[BlockHash]>> {
+        self.hashes.as_ref().filter(|_| self.wants_overlap).map(HashedPrompt::block_hashes)
+    }
+
+    pub(super) fn hashes(&self) -> Option<&HashedPrompt> {
+        self.hashes.as_ref()
+    }
+
+    pub(super) fn started(&self) -> Timestamp {
+        self.started
+    }
+
+    /// The kind of request whose cached tokens are predicted; absent where nobody is asked what is cached, and for
+    /// prompts shorter than a block, of which nothing can be.
+    pub(super) fn predicted_kind(&self) -> Option<PromptKind> {
+        self.block_hashes().filter(|hashes| !hashes.is_empty()).map(|_| self.kind)
+    }
+}

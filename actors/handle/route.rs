@@ -1,0 +1,316 @@
+//! Placing and booking requests: `Router::route`, bookings by request id, and retries of lost requests.
+//!
+//! Every call ends in a placement, a rejection with its reason, or an error. Tokens stay in the calling task. The scheduler
+//! decides; the sequence actors book.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tracing::Span;
+
+use super::placement::Placement;
+use super::request::{AddRequest, BestMatch, Prepared, RouteRequest};
+use super::router::Router;
+use super::shared_cache;
+use crate::actors::delivery::join::ReplyToken;
+use crate::actors::radix::{Ask, OverlapContinuation, RadixMsg};
+use crate::actors::scheduler::{Reply, RequestContext, SchedulerMsg};
+use crate::actors::shared::{LeaseGuard, Phase, RankEntry, Shared};
+use crate::actors::telemetry::{self, PhaseTimestamps, Prediction, Verdict};
+use crate::directory::{Lease, LeaseState};
+use crate::error::{RequestError, RouteError};
+use crate::load::Weight;
+use crate::protocol::BlockHash;
+use crate::schedule::{Decision, Purpose, Rejection, Request, Target, Waits};
+
+/// Times a request that was lost with an actor is tried again.
+const ATTEMPTS_MAX: u32 = 6;
+
+/// How long one try waits for the lost actor's restart.
+pub(super) const RESTART_WAIT: Duration = Duration::from_millis(200);
+
+// Requests.
+impl Router {
+    /// Places a request: chooses its rank and books it there, in one step.
+    ///
+    /// Costs one hash of the prompt on the calling task, and for an idle router no thread is woken. Cancel-safe:
+    /// dropping the future frees whatever was booked.
+    ///
+    /// # Errors
+    /// See [`RouteError`]. A request that was lost with an actor is tried again before it is given up.
+    pub async fn route(&self, request: RouteRequest<'_>) -> Result<Placement, RouteError> {
+        let Shared { config, meters, .. } = &**self.shared();
+        let span = telemetry::route_span(&config.pool, request.request_id);
+        let undecided = meters.decisions.begin(&span);
+        let placed = self.place(&request, &span).await;
+        undecided.end(&placed, Verdict::Chosen);
+        placed
+    }
+
+    async fn place(&self, request: &RouteRequest<'_>, span: &Span) -> Result<Placement, RouteError> {
+        let request_id = request.request_id.ok_or(RouteError::MissingRequestId)?;
+        let prepared = self.prepare(request)?;
+        telemetry::trace_hashes(span, prepared.hashes());
+        let mut attempts = 0;
+        loop {
+            let (guard, decision) = self.book(request_id, &prepared, Target::Any, span).await?;
+            // A rank that was removed meanwhile has ended the booking.
+            if let Some(entry) = self.shared().entry(decision.slot, decision.generation) {
+                let Shared { config, meters, .. } = &**self.shared();
+                let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
+                let best = BestMatch::new(&decision, config, hashes);
+                // A prediction above 0 is held to account whatever else the index lacks.
+                let is_index_complete = best.cached_tokens() > 0 || self.shared().is_index_complete_for(&entry);
+                let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
+                if !span.is_disabled() {
+                    span.record("rank", tracing::field::display(best.rank()));
+                }
+                meters.placed(prepared.isl_tokens(), config.block_size, &best, prediction.kind().is_some());
+                return Ok(Placement::new(guard, entry, best, prediction));
+            }
+            attempts += 1;
+            if attempts == ATTEMPTS_MAX {
+                return Err(RouteError::Lost { attempts });
+            }
+        }
+    }
+
+    /// The rank that [`Router::route`] would choose now. Books nothing and needs no request id.
+    ///
+    /// # Errors
+    /// See [`RouteError`].
+    pub async fn find_best_match(&self, request: RouteRequest<'_>) -> Result<BestMatch, RouteError> {
+        let prepared = self.prepare(&request)?;
+        let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
+        match self.ask(&prepared, Purpose::Report).await? {
+            Reply::Placed(decision) => Ok(BestMatch::new(&decision, &self.shared().config, hashes)),
+            Reply::Rejected(reason) => Err(reason.into()),
+            Reply::LoadSnapshot(_) | Reply::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
+        }
+    }
+
+    /// Books a request on a rank that the embedder has chosen. The booking lasts until [`Router::free`], or until nothing
+    /// was heard of it for `booking_liveness_ms`.
+    ///
+    /// # Errors
+    /// See [`RouteError`]; [`UnknownRank`](crate::schedule::Rejection::UnknownRank) when the rank is not registered.
+    pub async fn add_request(&self, request: AddRequest<'_>) -> Result<(), RouteError> {
+        let span = Span::none();
+        let undecided = self.shared().meters.decisions.begin(&span);
+        let added = self.add(request, &span).await;
+        undecided.end(&added, Verdict::Given);
+        added
+    }
+
+    async fn add(&self, request: AddRequest<'_>, span: &Span) -> Result<(), RouteError> {
+        let AddRequest { rank, cached_tokens, expected_prefill_duration, .. } = request;
+        let prepared = self.prepare(&request.as_route())?;
+        let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
+        let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
+        let (guard, decision) = self.book(request.request_id, &prepared, target, span).await?;
+        if self.shared().entry(decision.slot, decision.generation).is_none() {
+            return Err(Rejection::UnknownRank(rank).into()); // removed meanwhile, and the booking with it
+        }
+        guard.detach();
+        Ok(())
+    }
+
+    /// The request's first token is out. Again is harmless.
+    ///
+    /// # Errors
+    /// When no booking has the id.
+    pub fn mark_prefill_completed(&self, request_id: &str) -> Result<(), RequestError> {
+        let lease = self.lease(request_id)?;
+        if lease.complete_prefill()
+            && let Some(entry) = self.entry_of(&lease)
+        {
+            self.shared().prefill_completed(&entry, &lease);
+        }
+        Ok(())
+    }
+
+    /// One more block of the request's output is there; `decay` as in [`Placement::output_block`].
+    ///
+    /// # Errors
+    /// When no booking has the id, or the decay is outside [0, 1].
+    pub fn add_output_block(&self, request_id: &str, decay: Option<f64>) -> Result<(), RequestError> {
+        let decay = decay.map(Weight::new).transpose()?;
+        let lease = self.lease(request_id)?;
+        if !self.shared().config.track_output_blocks {
+            return Ok(());
+        }
+        lease.push_output_block(decay);
+        self.reconcile(&lease);
+        Ok(())
+    }
+
+    /// Ends a request's booking.
+    ///
+    /// # Errors
+    /// When no booking has the id.
+    pub fn free(&self, request_id: &str) -> Result<(), RequestError> {
+        let lease = self.lease(request_id)?;
+        lease.mark_freed();
+        self.shared().end(&lease);
+        Ok(())
+    }
+
+    /// The request is still running, though nothing else can be said of it: its booking by id goes on.
+    ///
+    /// # Errors
+    /// When no booking has the id.
+    pub fn touch(&self, request_id: &str) -> Result<(), RequestError> {
+        self.lease(request_id).map(drop)
+    }
+
+    /// The lease of a request that something was heard of.
+    fn lease(&self, request_id: &str) -> Result<Arc<Lease>, RequestError> {
+        let lease = self.shared().directory.find(request_id);
+        let lease = lease.ok_or_else(|| RequestError::NotFound(request_id.to_owned()))?;
+        lease.seen(self.shared().clock.now());
+        Ok(lease)
+    }
+
+    fn reconcile(&self, lease: &Arc<Lease>) {
+        if let Some(entry) = self.entry_of(lease) {
+            self.shared().reconcile(&entry, lease);
+        }
+    }
+
+    /// The rank that a lease is booked on.
+    fn entry_of(&self, lease: &Lease) -> Option<Arc<RankEntry>> {
+        match lease.state() {
+            LeaseState::Booked { slot, generation } => self.shared().entry(slot, generation),
+            LeaseState::Pending | LeaseState::Ended => None,
+        }
+    }
+
+    /// Books, and tries again what is lost with an actor.
+    async fn book(
+        &self,
+        request_id: &str,
+        prepared: &Prepared,
+        target: Target,
+        span: &Span,
+    ) -> Result<(LeaseGuard, Decision), RouteError> {
+        for attempt in 0..ATTEMPTS_MAX {
+            let permit = self.admit()?;
+            let restarts = self.shared().status.borrow().restarts;
+            let lease = self.shared().directory.enter(request_id, prepared.prompt(), self.shared().clock.now())?;
+            if !prepared.length_keys().is_empty() {
+                lease.set_length_keys(prepared.length_keys());
+            }
+            let guard = LeaseGuard::new(self.shared(), Arc::clone(&lease));
+            // The time of a request that was lost is that of a restart.
+            let Shared { meters, clock, .. } = &**self.shared();
+            let timestamps = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
+            let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
+            match self.shared().answer_of(answer).await {
+                Some(Reply::Placed(decision)) => {
+                    if let Some(timestamps) = timestamps {
+                        meters.phases.record(&timestamps, prepared.started(), guard.lease(), span);
+                    }
+                    return Ok((guard, decision));
+                }
+                Some(Reply::Rejected(reason)) => {
+                    guard.was_refused();
+                    return Err(reason.into());
+                }
+                Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => {}
+                None if guard.lease().is_freed() => return Err(RouteError::Freed),
+                None => {
+                    drop(guard); // the id is free again for the next try
+                    self.wait_for_restart(restarts).await?;
+                }
+            }
+        }
+        Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
+    }
+
+    /// Asks without booking, and tries again what is lost with an actor.
+    pub(super) async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Reply, RouteError> {
+        for _ in 0..ATTEMPTS_MAX {
+            let permit = self.admit()?;
+            let restarts = self.shared().status.borrow().restarts;
+            let answer = self.submit(prepared, Target::Any, purpose, None, permit, None);
+            match self.shared().answer_of(answer).await {
+                Some(answered) => return Ok(answered),
+                None => self.wait_for_restart(restarts).await?,
+            }
+        }
+        Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
+    }
+
+    /// A place in the waiting room.
+    fn admit(&self) -> Result<OwnedSemaphorePermit, RouteError> {
+        self.shared().up()?;
+        let room = Arc::clone(&self.shared().waiting_room);
+        let requests_max = self.shared().config.requests_max;
+        room.try_acquire_owned().map_err(|_| RouteError::Overloaded { requests_max })
+    }
+
+    pub(super) fn prepare(&self, request: &RouteRequest<'_>) -> Result<Prepared, RouteError> {
+        Prepared::new(self.shared(), request)
+    }
+
+    /// Sends a request on its way through the shards to the scheduler.
+    fn submit(
+        &self,
+        prepared: &Prepared,
+        target: Target,
+        purpose: Purpose,
+        lease: Option<Arc<Lease>>,
+        permit: OwnedSemaphorePermit,
+        timestamps: Option<Arc<PhaseTimestamps>>,
+    ) -> oneshot::Receiver<Reply> {
+        let (sender, answer) = oneshot::channel();
+        let shared = self.shared();
+        // Only a booking may wait; whoever chose its rank by itself does not.
+        let may_wait = shared.queueing && target == Target::Any;
+        let waits = lease.as_ref().filter(|_| may_wait).map(|lease| {
+            Box::new(Waits {
+                booking: lease.booking(),
+                arrival: lease.arrival(),
+                block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
+            })
+        });
+        let guess = lease.as_ref().and_then(|_| prepared.guess()).map(Box::new);
+        let context = RequestContext { lease, answer: sender, permit, guess, timestamps };
+        let options = prepared.options();
+        let plain = Request::new(context, prepared.prompt(), prepared.isl_tokens());
+        let request = Request { target, purpose, options, waits, ..plain };
+        match prepared.block_hashes() {
+            Some(hashes) => self.ask_overlap(hashes, Ask::Decide(request), target == Target::Any),
+            None => shared.scheduler.tell(SchedulerMsg::Decide(request)),
+        }
+        answer
+    }
+
+    /// Asks every shard, and the shared cache where there is one; whoever answers last sends the answers on.
+    pub(super) fn ask_overlap(&self, hashes: &Arc<[BlockHash]>, ask: Ask, with_shared_cache: bool) {
+        let shared = self.shared();
+        let next = OverlapContinuation::new(Arc::clone(hashes), ask, Arc::downgrade(&shared.scheduler));
+        let first = ReplyToken::open(0, next);
+        if !hashes.is_empty() {
+            if let Some(cache) = shared.shared_cache.as_ref().filter(|_| with_shared_cache) {
+                let (cache, meters) = (Arc::clone(cache), shared.meters.shared_cache.clone());
+                let timeout_ms = shared.config.shared_cache_timeout_ms;
+                tokio::spawn(shared_cache::ask(cache, timeout_ms, meters, first.fork()));
+            }
+            for shard in &shared.shards {
+                shard.strand.tell(RadixMsg::Overlap(first.fork()));
+            }
+        }
+        drop(first);
+    }
+
+    /// Waits until something has been restarted since `restarts`, for so long; an error when the router is down.
+    async fn wait_for_restart(&self, restarts: u64) -> Result<(), RouteError> {
+        let mut status = self.shared().status.subscribe();
+        let restarted = status.wait_for(|status| status.restarts > restarts || status.phase != Phase::Serving);
+        // Not restarted in time: try anyway, a try costs little.
+        drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
+        Ok(self.shared().up()?)
+    }
+}

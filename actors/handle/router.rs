@@ -1,0 +1,63 @@
+//! The router handle itself: what embedders clone and drop.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use ractor::ActorRef;
+
+use crate::actors::shared::Shared;
+use crate::actors::supervisor::SupervisorMsg;
+use crate::error::Down;
+use crate::protocol::WorkerRank;
+
+/// How a router is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Health {
+    /// `Ok` while it takes requests.
+    pub state: Result<(), Down>,
+    /// Registered ranks.
+    pub ranks: usize,
+    /// Ranks whose cache contents were lost and must be sent again: routing to them goes by load alone.
+    pub cold: BTreeSet<WorkerRank>,
+    /// What is wrong with what is known of the fleet, one sentence each; empty while nothing is.
+    pub doubts: Vec<String>,
+    /// Actors restarted since the start.
+    pub restarts: u64,
+    /// Bookings and requests that have not ended.
+    pub leases: usize,
+}
+
+/// A running router of one pool: one model, one role, one block size.
+///
+/// Cheap to clone. Dropping the last handle stops every actor. Must be used inside a tokio runtime with time enabled.
+#[derive(Clone)]
+pub struct Router {
+    pub(super) inner: Arc<Inner>,
+}
+
+pub(super) struct Inner {
+    pub(super) shared: Arc<Shared>,
+    pub(super) supervisor: ActorRef<SupervisorMsg>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.supervisor.stop(None);
+    }
+}
+
+impl std::fmt::Debug for Router {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Router").field("health", &self.health()).finish()
+    }
+}
+
+impl Router {
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+
+    pub(super) fn supervisor(&self) -> &ActorRef<SupervisorMsg> {
+        &self.inner.supervisor
+    }
+}

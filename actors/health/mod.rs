@@ -1,0 +1,231 @@
+//! The health actor: who is out of service because probes of its engine or requests on it fail.
+//!
+//! Owns the [`Monitor`] and performs what follows from it: shows the scheduler who is ejected, has itself woken when an
+//! ejection ends. Promises that a request that went well, on a rank that nothing is held against, sends no message, and
+//! that nothing is computed while nothing fails. Leaves judgement to the monitor, probing to a task for each worker
+//! (feature `discovery`), and what the embedder says of ranks to the embedder: the scheduler combines the two. Restarted,
+//! it knows of no failures, and all ranks are in service.
+
+#[cfg(feature = "discovery")]
+mod probe;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, Weak};
+
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::time::Instant;
+
+use crate::actors::delivery::strand::{DeferredReplies, DeferredReply, Step};
+use crate::actors::scheduler::{SchedulerMsg, SchedulerReplies};
+use crate::actors::shared::{RankEntry, Shared};
+use crate::actors::telemetry::Ejections;
+use crate::health::{Cause, Change, Input, Member, Monitor, Outcome, RankHealth, Rules};
+use crate::protocol::{Timestamp, WorkerId, WorkerRank};
+
+/// What the health actor can be told.
+pub(crate) enum HealthMsg {
+    /// The ranks have changed, or what the embedder says of them.
+    MembersChanged,
+    /// A probe has ended.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody probes"))]
+    Probed { worker: WorkerId, prober: u64, answer: Result<(), String> },
+    /// A request has ended.
+    Outcome { entry: Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>, permit: OwnedSemaphorePermit },
+    /// It is `at`.
+    Wake { at: Timestamp },
+    /// How is everybody?
+    Report(oneshot::Sender<Vec<RankHealth>>),
+    /// A drill: panic, or hold the turn until told to go on.
+    #[cfg(feature = "faults")]
+    Fault(crate::actors::delivery::fault::InjectedFault),
+}
+
+/// The actor's state.
+pub(crate) struct Health {
+    monitor: Monitor,
+    /// Its holder, by way of the strand.
+    shared: Weak<Shared>,
+    meters: Ejections,
+    runtime: Handle,
+    /// Whether the monitor has not been told of the ranks as they are: while nothing fails it need not know them.
+    behind: bool,
+    /// When the earliest timer fires.
+    wake_at: Option<Timestamp>,
+}
+
+/// What others hear once the turn is given back.
+#[derive(Default)]
+pub(crate) struct HealthReplies {
+    scheduler: Vec<DeferredReplies<SchedulerReplies>>,
+    report: Option<(oneshot::Sender<Vec<RankHealth>>, Vec<RankHealth>)>,
+}
+
+/// Starts to probe the workers, where that is wanted. It ends with the router.
+pub(crate) fn watch(shared: &Arc<Shared>) {
+    #[cfg(feature = "discovery")]
+    probe::watch(shared);
+    #[cfg(not(feature = "discovery"))]
+    let _ = shared;
+}
+
+impl Health {
+    pub(crate) fn new(shared: &Arc<Shared>, runtime: Handle) -> Self {
+        Self {
+            monitor: Monitor::new(Rules::of(&shared.config)),
+            meters: Ejections::new(&shared.meters.pool),
+            shared: Arc::downgrade(shared),
+            runtime,
+            behind: true,
+            wake_at: None,
+        }
+    }
+
+    /// Tells the monitor, bringing it up to date on who there is before, where it matters.
+    fn step_monitor(&mut self, shared: &Shared, input: Input, replies: &mut HealthReplies) {
+        let (now, mut changes) = (shared.clock.now(), Vec::new());
+        let matters =
+            input != Input::Wake || self.monitor.next_wake().is_some() || !self.monitor.exclusions().is_empty();
+        if matters && std::mem::take(&mut self.behind) {
+            self.monitor.step(Input::Members(members(shared)), now, &mut changes);
+        }
+        self.monitor.step(input, now, &mut changes);
+        for change in changes {
+            self.tell_of(shared, change);
+        }
+        self.publish(shared, replies);
+        self.arm_wake(shared, now);
+    }
+
+    fn tell_of(&self, shared: &Shared, change: Change) {
+        let pool = shared.config.pool.as_str();
+        let url = |rank: WorkerRank| {
+            let workers = shared.workers.borrow();
+            workers.iter().find(|known| known.worker == rank.worker).map(|known| known.config.endpoint.clone())
+        };
+        match change {
+            Change::Ejected { rank, cause } => {
+                match cause {
+                    Cause::Probe => self.meters.probe.increment(1),
+                    Cause::Outcomes => self.meters.outcomes.increment(1),
+                }
+                let (cause, worker) = (cause.name(), url(rank));
+                tracing::warn!(pool, worker, worker_id = %rank.worker, rank = rank.rank, cause, "rank ejected");
+            }
+            Change::Returned { rank } => {
+                tracing::info!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank recovered");
+            }
+        }
+    }
+
+    /// Publishes the exclusions, if they have changed.
+    fn publish(&self, shared: &Shared, replies: &mut HealthReplies) {
+        if *shared.exclusions() == *self.monitor.exclusions() {
+            return;
+        }
+        // Answers of excluded ranks matter now.
+        for entry in shared.entries() {
+            entry.failing.store(self.monitor.counts_failures_of(entry.rank), Ordering::Relaxed);
+        }
+        let exclusions = Arc::new(self.monitor.exclusions().clone());
+        *shared.exclusions.lock().unwrap_or_else(PoisonError::into_inner) = exclusions;
+        shared.scheduler.send(SchedulerMsg::Exclusions).keep_in(&mut replies.scheduler);
+    }
+
+    fn arm_wake(&mut self, shared: &Shared, now: Timestamp) {
+        let Some(at) = self.monitor.next_wake() else { return };
+        if self.wake_at.is_some_and(|armed| armed <= at) {
+            return;
+        }
+        self.wake_at = Some(at);
+        let (due, strand) = (Instant::now() + at.since(now), Arc::downgrade(&shared.health));
+        self.runtime.spawn(async move {
+            tokio::time::sleep_until(due).await;
+            if let Some(strand) = strand.upgrade() {
+                strand.tell(HealthMsg::Wake { at });
+            }
+        });
+    }
+
+    fn on_wake(&mut self, shared: &Shared, at: Timestamp, replies: &mut HealthReplies) {
+        if self.wake_at == Some(at) {
+            self.wake_at = None;
+        }
+        self.step_monitor(shared, Input::Wake, replies);
+    }
+
+    fn on_members_changed(&mut self, shared: &Shared, replies: &mut HealthReplies) {
+        self.behind = true;
+        self.step_monitor(shared, Input::Wake, replies);
+    }
+
+    fn on_outcome(
+        &mut self,
+        shared: &Shared,
+        entry: &RankEntry,
+        outcome: Outcome,
+        began: Option<Timestamp>,
+        replies: &mut HealthReplies,
+    ) {
+        let (rank, incarnation) = (entry.rank, entry.incarnation());
+        self.step_monitor(shared, Input::Outcome { rank, incarnation, outcome, began }, replies);
+        entry.failing.store(self.monitor.counts_failures_of(rank), Ordering::Relaxed);
+    }
+
+    fn on_report(&mut self, shared: &Shared, answer: oneshot::Sender<Vec<RankHealth>>, replies: &mut HealthReplies) {
+        self.behind = false;
+        self.step_monitor(shared, Input::Members(members(shared)), replies);
+        replies.report = Some((answer, self.monitor.report()));
+    }
+}
+
+/// The ranks as they are, and whether each could serve if it were well.
+fn members(shared: &Shared) -> BTreeMap<WorkerRank, Member> {
+    let conditions = shared.conditions();
+    let mut entries = shared.entries();
+    entries.sort_by_key(|entry| entry.since); // where a rank has two, one is on its way out
+    let incarnations: BTreeMap<WorkerRank, u64> =
+        entries.iter().map(|entry| (entry.rank, entry.incarnation())).collect();
+    let workers = shared.workers.borrow();
+    let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, !worker.takes_requests())));
+    let member = |(rank, is_closed): (WorkerRank, bool)| {
+        let available = !is_closed && !conditions.unavailable.contains(&rank);
+        Some((rank, Member { incarnation: *incarnations.get(&rank)?, available }))
+    };
+    ranks.filter_map(member).collect()
+}
+
+impl Step for Health {
+    type Msg = HealthMsg;
+    type Deferred = HealthReplies;
+
+    fn step(&mut self, msg: HealthMsg) -> Option<HealthReplies> {
+        let shared = self.shared.upgrade()?;
+        let mut replies = HealthReplies::default();
+        match msg {
+            HealthMsg::MembersChanged => self.on_members_changed(&shared, &mut replies),
+            HealthMsg::Probed { worker, prober, answer } => {
+                self.step_monitor(&shared, Input::Probed { worker, prober, answer }, &mut replies);
+            }
+            HealthMsg::Outcome { entry, outcome, began, permit } => {
+                self.on_outcome(&shared, &entry, outcome, began, &mut replies);
+                drop(permit);
+            }
+            HealthMsg::Wake { at } => self.on_wake(&shared, at, &mut replies),
+            HealthMsg::Report(answer) => self.on_report(&shared, answer, &mut replies),
+            #[cfg(feature = "faults")]
+            HealthMsg::Fault(injected) => injected.apply(),
+        }
+        Some(replies)
+    }
+}
+
+impl DeferredReply for HealthReplies {
+    fn deliver(self) {
+        self.scheduler.into_iter().for_each(DeferredReplies::deliver);
+        if let Some((answer, report)) = self.report {
+            drop(answer.send(report)); // whoever asked may have gone
+        }
+    }
+}

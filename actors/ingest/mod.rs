@@ -1,0 +1,141 @@
+//! Ingest: one actor for each rank whose engine publishes its KV events.
+//!
+//! Owns the task that reads them (`reader`) and its end. Promises that a reader that dies takes nothing else with it and is
+//! reported to the supervisor as this actor's death, and that a rank that leaves is not read any longer. What the events
+//! mean is decided in `ingest::Source`, what their bytes mean in `wire`. No message of a request passes here.
+
+mod reader;
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use ractor::{Actor, ActorProcessingErr, ActorRef};
+use tokio::sync::mpsc;
+use tokio::task::AbortHandle;
+
+use crate::actors::shared::{RankEntry, Shared};
+use crate::config::RouterConfig;
+use crate::ingest::SourceConfig;
+use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerConfigError};
+use crate::wire::{Limits, WireConfig};
+use crate::zmtp::Caps;
+use reader::{Command, Job};
+
+/// Commands that may wait for a reader; one that is told to look again and again need not be told more.
+const COMMANDS_MAX: usize = 4;
+
+/// What an ingest actor can be told.
+pub(crate) enum IngestMsg {
+    /// The index lost what it knew of the rank.
+    Resync,
+    /// A drill for the reader.
+    #[cfg(feature = "faults")]
+    Fault(crate::actors::delivery::fault::InjectedFault),
+    /// The reader has panicked.
+    Died(String),
+}
+
+/// The actor. See the module's head.
+pub(crate) struct Ingest;
+
+/// What it is started with.
+pub(crate) struct Arguments {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) entry: Arc<RankEntry>,
+    pub(crate) endpoints: KvEventsConfig,
+    pub(crate) source: SourceConfig,
+    pub(crate) wire: WireConfig,
+}
+
+impl Arguments {
+    /// What it takes to read `entry`'s events; `None` where there are none to read or nobody wants them.
+    pub(crate) fn of(
+        shared: &Arc<Shared>,
+        entry: &Arc<RankEntry>,
+        worker: &WorkerConfig,
+    ) -> Result<Option<Self>, WorkerConfigError> {
+        let config = &shared.config;
+        let Some(kv_events) =
+            worker.kv_events.as_ref().filter(|_| config.use_kv_events.reads_events() && config.has_index())
+        else {
+            return Ok(None);
+        };
+        let endpoints = kv_events.of_rank(entry.rank.rank)?;
+        let source = SourceConfig {
+            has_replay: endpoints.replay_endpoint.is_some(),
+            capacity_blocks: worker.total_kv_blocks,
+            block_size: Some(config.block_size),
+            seed: config.seed ^ entry.rank.worker.0.rotate_left(32) ^ u64::from(entry.rank.rank),
+            ..SourceConfig::default()
+        };
+        let wire = wire_config(config, entry, worker);
+        Ok(Some(Self { shared: Arc::clone(shared), entry: Arc::clone(entry), endpoints, source, wire }))
+    }
+}
+
+fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) -> WireConfig {
+    let start = worker.data_parallel_start_rank;
+    WireConfig {
+        rank: entry.rank,
+        ranks: start..start + worker.data_parallel_size,
+        block_size: NonZeroU32::new(config.block_size).unwrap_or(NonZeroU32::MIN), // validated
+        is_eagle: config.is_eagle,
+        limits: Limits::default(),
+    }
+}
+
+/// What it keeps.
+pub(crate) struct State {
+    reader: AbortHandle,
+    commands: mpsc::Sender<Command>,
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+impl Actor for Ingest {
+    type Msg = IngestMsg;
+    type State = State;
+    type Arguments = Arguments;
+
+    async fn pre_start(&self, myself: ActorRef<IngestMsg>, arguments: Arguments) -> Result<State, ActorProcessingErr> {
+        let Arguments { shared, entry, endpoints, source, wire } = arguments;
+        entry.source.begin(&endpoints.endpoint);
+        let (commands, heard) = mpsc::channel(COMMANDS_MAX);
+        let caps = Caps::default();
+        let job = Job { shared, entry, endpoints, source, wire, caps, commands: heard };
+        let task = tokio::spawn(reader::read(job));
+        let watched = task.abort_handle();
+        tokio::spawn(async move {
+            if let Err(error) = task.await
+                && error.is_panic()
+            {
+                drop(myself.send_message(IngestMsg::Died(error.to_string())));
+            }
+        });
+        Ok(State { reader: watched, commands })
+    }
+
+    async fn handle(
+        &self,
+        _: ActorRef<IngestMsg>,
+        msg: IngestMsg,
+        state: &mut State,
+    ) -> Result<(), ActorProcessingErr> {
+        match msg {
+            IngestMsg::Resync => {
+                let _ = state.commands.try_send(Command::Resync); // full: one is on its way
+                Ok(())
+            }
+            #[cfg(feature = "faults")]
+            IngestMsg::Fault(injected) => {
+                drop(state.commands.try_send(Command::Fault(injected)));
+                Ok(())
+            }
+            IngestMsg::Died(reason) => Err(reason.into()),
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! One plain HTTP GET, for what engines say of themselves.
+//!
+//! Owns the connection while it lasts: one for each question. Promises an answer or an error within the time-out, no
+//! more than the bytes asked for, no redirect followed and no task left behind. Leaves what the answer means to callers.
+
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, Empty};
+use hyper::body::{Body as _, Bytes};
+use hyper::client::conn::http1;
+use hyper::header::{ACCEPT, CONNECTION, HOST, USER_AGENT};
+use hyper::{Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+
+use crate::discovery::{HttpUrl, HttpUrlError};
+
+/// Most bytes that are read ahead; the answer's head must fit.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// Most headers of an answer.
+const HEADERS_MAX: usize = 100;
+
+/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+const NO_DESCRIPTOR: [i32; 2] = [24, 23];
+
+/// Why a question was not answered.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum HttpError {
+    /// No address.
+    #[error(transparent)]
+    Url(#[from] HttpUrlError),
+    /// The process, or the machine, has no descriptor for a connection: nothing is known of the other side.
+    #[error("no file descriptor for a connection")]
+    NoDescriptor,
+    /// Nobody there.
+    #[error("cannot connect: {0}")]
+    Connect(String),
+    /// Slow.
+    #[error("not answered within {} ms", .0.as_millis())]
+    Timeout(Duration),
+    /// Reply, but not with 200.
+    #[error("answered with status {0}, must be 200")]
+    Status(u16),
+    /// A body beyond what was allowed for.
+    #[error("the answer is longer than {0} bytes")]
+    TooLong(usize),
+    /// Not HTTP, or cut off.
+    #[error("the answer is broken: {0}")]
+    Broken(String),
+}
+
+/// The body that `GET url` is answered with, at most `bytes_max` long, within `timeout` from start to end.
+///
+/// Cancel-safe: dropping the future closes the connection.
+///
+/// # Errors
+/// See [`HttpError`]; any status but 200 is one.
+pub(crate) async fn get(url: &str, timeout: Duration, bytes_max: usize) -> Result<Bytes, HttpError> {
+    let url = HttpUrl::parse(url)?;
+    match tokio::time::timeout(timeout, get_untimed(&url, bytes_max)).await {
+        Ok(answer) => answer,
+        Err(_) => Err(HttpError::Timeout(timeout)),
+    }
+}
+
+async fn get_untimed(url: &HttpUrl, bytes_max: usize) -> Result<Bytes, HttpError> {
+    let stream = TcpStream::connect((url.host(), url.port())).await;
+    let stream = stream.map_err(|error| match error.raw_os_error() {
+        Some(code) if NO_DESCRIPTOR.contains(&code) => HttpError::NoDescriptor,
+        _ => HttpError::Connect(error.to_string()),
+    })?;
+    let mut client = http1::Builder::new();
+    client.max_buf_size(BUFFER_BYTES).max_headers(HEADERS_MAX);
+    let (mut sender, connection) = client.handshake(TokioIo::new(stream)).await.map_err(broken)?;
+    let request = Request::get(url.path())
+        .header(HOST, url.authority())
+        .header(USER_AGENT, "pointsman")
+        .header(ACCEPT, "*/*")
+        .header(CONNECTION, "close")
+        .body(Empty::<Bytes>::new())
+        .map_err(|error| HttpError::Broken(error.to_string()))?;
+    let exchange = async {
+        let answer = sender.send_request(request).await.map_err(broken)?;
+        match answer.status() {
+            StatusCode::OK => read(answer.into_body(), bytes_max).await,
+            other => Err(HttpError::Status(other.as_u16())),
+        }
+    };
+    tokio::pin!(exchange);
+    tokio::select! {
+        biased;
+        answer = &mut exchange => answer,
+        // It has ended with the answer's last bytes handed over, or with the error that the exchange will show.
+        _ = connection => exchange.await,
+    }
+}
+
+async fn read(mut body: hyper::body::Incoming, bytes_max: usize) -> Result<Bytes, HttpError> {
+    let announced = body.size_hint().lower();
+    if announced > bytes_max as u64 {
+        return Err(HttpError::TooLong(bytes_max));
+    }
+    let mut read = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let Ok(part) = frame.map_err(broken)?.into_data() else { continue };
+        if read.len() + part.len() > bytes_max {
+            return Err(HttpError::TooLong(bytes_max));
+        }
+        read.extend_from_slice(&part);
+    }
+    Ok(read.into())
+}
+
+fn broken(error: hyper::Error) -> HttpError {
+    HttpError::Broken(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    const AN_HOUR: Duration = Duration::from_secs(3600);
+
+    /// A server that answers one connection with these bytes and hands back what it was asked.
+    async fn answering(answer: Vec<u8>) -> (String, tokio::task::JoinHandle<String>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let url = format!("http://{}/metrics?a=b", listener.local_addr().expect("bound"));
+        let asked = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.expect("a connection");
+            let mut asked = Vec::new();
+            while !asked.ends_with(b"\r\n\r\n") {
+                asked.push(stream.read_u8().await.expect("the request's head"));
+            }
+            let _ = stream.write_all(&answer).await; // the other end may have heard enough
+            String::from_utf8(asked).expect("text")
+        });
+        (url, asked)
+    }
+
+    async fn got(answer: &[u8], bytes_max: usize) -> Result<Bytes, HttpError> {
+        let (url, _) = answering(answer.to_vec()).await;
+        get(&url, AN_HOUR, bytes_max).await
+    }
+
+    #[tokio::test]
+    async fn bodies_of_every_framing_are_read() {
+        for answer in [
+            "HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+            "HTTP/1.0 200 OK\r\n\r\nhello",
+        ] {
+            assert_eq!(got(answer.as_bytes(), 5).await, Ok(Bytes::from("hello")), "{answer}");
+            assert_eq!(got(answer.as_bytes(), 4).await, Err(HttpError::TooLong(4)), "{answer}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_request_names_path_and_host() {
+        let (url, asked) = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()).await;
+        assert_eq!(get(&url, AN_HOUR, 0).await, Ok(Bytes::new()));
+        let asked = asked.await.expect("served");
+        assert!(asked.starts_with("GET /metrics?a=b HTTP/1.1\r\nhost: 127.0.0.1:"), "{asked}");
+    }
+
+    #[tokio::test]
+    async fn answers_that_are_none_are_errors() {
+        assert_eq!(got(b"HTTP/1.1 302 Found\r\nlocation: http://x\r\n\r\n", 9).await, Err(HttpError::Status(302)));
+        assert_eq!(got(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n", 9).await, Err(HttpError::TooLong(9)));
+        let long_head = [b"HTTP/1.1 200 OK\r\nx: ".as_slice(), &[b'y'; 200_000]].concat();
+        for answer in [b"SSH-2.0-x\r\n".as_slice(), b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhel", &long_head]
+        {
+            assert!(matches!(got(answer, 9).await, Err(HttpError::Broken(_))));
+        }
+        let gone = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let url = format!("http://{}", gone.local_addr().expect("bound"));
+        drop(gone);
+        assert!(matches!(get(&url, AN_HOUR, 9).await, Err(HttpError::Connect(_))));
+        assert!(matches!(get("https://e", AN_HOUR, 9).await, Err(HttpError::Url(_))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silence_ends_with_the_time_out() {
+        let silent = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let url = format!("http://{}", silent.local_addr().expect("bound"));
+        let timeout = Duration::from_millis(250);
+        let error = get(&url, timeout, 9).await.expect_err("nobody answers");
+        assert_eq!(error.to_string(), "not answered within 250 ms");
+    }
+}

@@ -1,0 +1,497 @@
+//! The radix actor: one an index shard, owner of its prefix index.
+//!
+//! Owns the [`Index`] of the ranks assigned to the shard. Promises that a rank's events apply in the order they were
+//! sent, and that a query sees every event accepted before it, and every decision that is a guess (see
+//! [`speculation`]). Leaves to the supervisor which ranks are its own, and restarted, it knows them but not what they
+//! guard: they are cold until each is sent again from a `Cleared` on.
+
+pub(crate) mod speculation;
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use ractor::ActorRef;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+
+use crate::actors::delivery::join::{Continuation, ReplyToken};
+use crate::actors::delivery::strand::{DeferredReply, Step, Strand};
+use crate::actors::handle::shared_cache::SharedCacheFailure;
+use crate::actors::io::clock::Clock;
+use crate::actors::scheduler::{RequestContext, Scheduler, SchedulerMsg};
+use crate::actors::shared::{RankEntry, Shared};
+use crate::actors::supervisor::SupervisorMsg;
+use crate::actors::telemetry::Pool;
+use crate::actors::views::kv_source::{Doubted, SourceCell};
+use crate::config::RouterConfig;
+use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
+use crate::predict::Guess;
+use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
+use crate::schedule::Request;
+use crate::select::{RankOverlap, RankTraits, SharedHits, TierOverlap};
+use speculation::SpeculativeEntries;
+
+/// Which shard keeps a rank: a pure function, so that everyone agrees without asking.
+pub(crate) fn shard_of(rank: WorkerRank, shards: usize) -> usize {
+    // Ranks of one worker, and workers numbered in a row, go round the shards.
+    let mixed = rank.worker.0.wrapping_add(u64::from(rank.rank));
+    usize::try_from(mixed % shards.max(1) as u64).unwrap_or(0)
+}
+
+/// What an index shard can be told.
+pub(crate) enum RadixMsg {
+    /// How much of these blocks does each rank hold?
+    Overlap(ReplyToken<RankOverlap, OverlapContinuation>),
+    /// Apply these events, all of ranks of this shard.
+    Apply {
+        events: Vec<RouterEvent>,
+        /// Where they are all of one rank, which one that was: an engine that has left is not heard for its successor.
+        only: Option<(Slot, Generation)>,
+        /// Their place in the queue.
+        permit: OwnedSemaphorePermit,
+    },
+    /// A rank joins.
+    Register(RegisteredRank),
+    /// A rank leaves, with what it held.
+    Remove { rank: WorkerRank },
+    /// This prompt was routed there.
+    Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, guess: Guess },
+    /// This prompt was routed there, says the embedder.
+    Recorded {
+        rank: WorkerRank,
+        guess: Guess,
+        /// Its place in the queue.
+        permit: OwnedSemaphorePermit,
+    },
+    /// A booking that a modelled cache holds has ended.
+    Released { booking: BookingId, output_blocks: u32 },
+    /// Say when everything before this has been applied.
+    Flush(oneshot::Sender<()>),
+    /// Write out what is held, as events that rebuild it.
+    Dump(oneshot::Sender<Vec<RouterEvent>>),
+    /// A drill: panic, or hold the turn until told to go on.
+    #[cfg(feature = "faults")]
+    Fault(crate::actors::delivery::fault::InjectedFault),
+}
+
+/// A rank, as its shard knows it.
+pub(crate) struct RegisteredRank {
+    pub(crate) rank: WorkerRank,
+    pub(crate) slot: Slot,
+    pub(crate) generation: Generation,
+    /// Where the shard publishes what the rank holds.
+    pub(crate) holdings: Arc<Holdings>,
+    /// How far what is known of it is trusted.
+    pub(crate) source: Arc<SourceCell>,
+    /// KV blocks that it has, where known.
+    pub(crate) capacity_blocks: Option<u32>,
+}
+
+impl RegisteredRank {
+    pub(crate) fn of(entry: &RankEntry, traits: &RankTraits) -> Self {
+        let RankEntry { rank, slot, generation, .. } = *entry;
+        let (holdings, source) = (Arc::clone(&entry.holdings), Arc::clone(&entry.source));
+        Self { rank, slot, generation, holdings, source, capacity_blocks: traits.total_kv_blocks }
+    }
+}
+
+/// Who wants to know the overlap, and what then.
+pub(crate) enum Ask {
+    /// A request: on to the scheduler with it.
+    Decide(Request<RequestContext>),
+    /// A waiting request, once more.
+    Refresh(BookingId),
+    /// A caller who only asks.
+    Answer(oneshot::Sender<Found>),
+}
+
+/// What a caller who only asks is told.
+pub(crate) struct Found {
+    pub(crate) overlaps: Vec<RankOverlap>,
+    pub(crate) shared_cache: Option<SharedFound>,
+}
+
+/// What the shared cache said, or that it failed.
+pub(crate) type SharedFound = Result<SharedHits, SharedCacheFailure>;
+
+/// Where overlaps go on to, with whoever asked for them.
+pub(crate) struct OverlapContinuation {
+    hashes: Arc<[BlockHash]>,
+    ask: Mutex<Option<Ask>>,
+    /// Filled in by the leg that asks the shared cache, where there is one.
+    shared_cache: OnceLock<SharedFound>,
+    scheduler: Weak<Strand<Scheduler>>,
+}
+
+impl OverlapContinuation {
+    pub(crate) fn new(hashes: Arc<[BlockHash]>, ask: Ask, scheduler: Weak<Strand<Scheduler>>) -> Self {
+        Self { hashes, ask: Mutex::new(Some(ask)), shared_cache: OnceLock::new(), scheduler }
+    }
+
+    pub(crate) fn hashes(&self) -> &Arc<[BlockHash]> {
+        &self.hashes
+    }
+
+    /// Takes in what the shared cache said.
+    pub(crate) fn set_shared_cache(&self, found: SharedFound) {
+        let _ = self.shared_cache.set(found); // asked once
+    }
+}
+
+impl Continuation<RankOverlap> for OverlapContinuation {
+    fn run(&self, overlaps: Vec<RankOverlap>) {
+        let ask = self.ask.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let scheduler = self.scheduler.upgrade();
+        match (ask, scheduler) {
+            (Some(Ask::Decide(request)), Some(scheduler)) => {
+                if let Some(timestamps) = &request.context.timestamps {
+                    timestamps.set_found();
+                }
+                let shared_cache = self.shared_cache.get().and_then(|found| found.as_ref().ok()).cloned();
+                let shared_cache = shared_cache.unwrap_or_default();
+                scheduler.tell(SchedulerMsg::Decide(Request { overlaps, shared_cache, ..request }));
+            }
+            (Some(Ask::Refresh(booking)), Some(scheduler)) => {
+                scheduler.tell(SchedulerMsg::Refreshed { booking, overlaps });
+            }
+            (Some(Ask::Answer(answer)), _) => {
+                let shared_cache = self.shared_cache.get().cloned();
+                drop(answer.send(Found { overlaps, shared_cache })); // a caller that has gone wants no answer
+            }
+            (Some(Ask::Decide(_) | Ask::Refresh(_)) | None, _) => {}
+        }
+    }
+}
+
+/// One shard of the index.
+pub(crate) struct Radix {
+    index: Index,
+    /// By slot: where what a rank holds is published, and how far it is trusted.
+    registered: Vec<Option<(Arc<Holdings>, Arc<SourceCell>)>>,
+    /// Ranks of the router that are not trusted in full.
+    doubted: Doubted,
+    found: Overlaps,
+    /// Present where decisions are guesses.
+    speculative: Option<SpeculativeEntries>,
+    /// Restarts of this shard.
+    incarnation: u32,
+    /// Ranks that must be sent again.
+    cold: BTreeSet<WorkerRank>,
+    clock: Clock,
+    supervisor: ActorRef<SupervisorMsg>,
+    counters: Counters,
+    /// None without a budget.
+    gauges: Option<BudgetGauges>,
+}
+
+/// What a shard answers once its turn is given back.
+pub(crate) enum RadixReply {
+    Overlap(#[expect(dead_code, reason = "dropping it is the answer")] ReplyToken<RankOverlap, OverlapContinuation>),
+    Flushed(oneshot::Sender<()>),
+    Dumped(oneshot::Sender<Vec<RouterEvent>>, Vec<RouterEvent>),
+}
+
+impl Radix {
+    /// A shard that knows its ranks and not what they guard. After a loss, all of them are cold.
+    pub(crate) fn new(
+        shared: &Shared,
+        (shard, incarnation): (usize, u32),
+        registered: impl IntoIterator<Item = RegisteredRank>,
+        cold: BTreeSet<WorkerRank>,
+        supervisor: ActorRef<SupervisorMsg>,
+    ) -> Self {
+        let (config, clock, pool) = (&shared.config, shared.clock, &shared.meters.pool);
+        let (speculative, budget) =
+            (SpeculativeEntries::of(config, shard, clock, pool), ShardBudget::of(config, shard));
+        let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new(pool));
+        index.set_budget(budget.bytes_max);
+        let (known, doubted, gauges) = (Vec::new(), Arc::clone(&shared.doubted), budget.gauges(pool));
+        let mut radix = Self {
+            index,
+            registered: known,
+            doubted,
+            found,
+            speculative,
+            incarnation,
+            cold,
+            clock,
+            supervisor,
+            counters,
+            gauges,
+        };
+        for registered_rank in registered {
+            radix.on_register(registered_rank);
+        }
+        radix
+    }
+
+    fn on_register(&mut self, registered_rank: RegisteredRank) {
+        let RegisteredRank { rank, slot, generation, holdings, source, capacity_blocks } = registered_rank;
+        if let Some(speculative) = &mut self.speculative {
+            speculative.register(rank, slot, generation, capacity_blocks);
+        }
+        if self.index.register(rank, slot, generation) {
+            if holdings.held_blocks() > 0 && self.index.held_blocks_of(slot) == 0 {
+                holdings.publish(0, self.clock.now()); // after a loss, what is shown is of before
+            }
+            if self.registered.len() <= slot.index() {
+                self.registered.resize(slot.index() + 1, None);
+            }
+            self.registered[slot.index()] = Some((holdings, source));
+            self.show_budget();
+        }
+    }
+
+    fn on_routed(&mut self, place: (Slot, Generation), booking: Option<BookingId>, guess: &Guess) {
+        if let Some(speculative) = &mut self.speculative {
+            speculative.routed(place, booking, guess, &self.index);
+        }
+    }
+
+    /// The rank may have left meanwhile.
+    fn on_recorded(&mut self, rank: WorkerRank, guess: &Guess) {
+        if let Some(slot) = self.index.slot_of(rank) {
+            self.on_routed((slot, self.index.generation(slot)), None, guess);
+        }
+    }
+
+    fn on_overlap(&mut self, token: ReplyToken<RankOverlap, OverlapContinuation>) -> RadixReply {
+        self.index.overlaps(token.continuation().hashes(), &mut self.found);
+        if let Some(speculative) = &mut self.speculative {
+            speculative.merge_into(token.continuation().hashes(), &mut self.found);
+        }
+        if !self.found.hits().is_empty() {
+            match self.doubted.load(Ordering::Relaxed) {
+                0 => token.extend(self.found.iter().map(rank_overlap)),
+                _ => token.extend(self.found.iter().map(|found| self.as_trusted(rank_overlap(found)))),
+            }
+        }
+        RadixReply::Overlap(token)
+    }
+
+    /// As much of what a rank is known to hold as its source is trusted for.
+    fn as_trusted(&self, found: RankOverlap) -> RankOverlap {
+        let Some(Some((_, source))) = self.registered.get(found.slot.index()) else { return found };
+        let TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks } = found.overlap;
+        let overlap = TierOverlap {
+            device_blocks: source.credited(device_blocks),
+            host_pinned_blocks: source.credited(host_pinned_blocks),
+            disk_blocks: source.credited(disk_blocks),
+            external_blocks: source.credited(external_blocks),
+        };
+        RankOverlap { overlap, ..found }
+    }
+
+    fn on_apply(&mut self, events: &[RouterEvent], only: Option<(Slot, Generation)>) {
+        let is_there = |(slot, generation)| {
+            let registered = events.first().and_then(|event| self.index.slot_of(event.rank));
+            registered == Some(slot) && self.index.generation(slot) == generation
+        };
+        if !only.is_none_or(is_there) {
+            self.counters.unknown_ranks.increment(events.len() as u64);
+            return;
+        }
+
+        if let Some(speculative) = &mut self.speculative {
+            speculative.expire();
+            let events = if speculative.is_until_events() { events } else { &[] };
+            for event in events {
+                // A rank whose source has gone is cleared, and publishes nothing any more.
+                let slot = self.index.slot_of(event.rank);
+                let registered_rank = slot.and_then(|slot| self.registered.get(slot.index())?.as_ref());
+                let is_read = registered_rank.is_some_and(|(_, source)| source.trust().is_some());
+                speculative.set_publishes(event.rank, is_read || !matches!(event.data, KvEvent::Cleared));
+            }
+        }
+        let mut applied = Applied::default();
+        for (n, event) in events.iter().enumerate() {
+            applied += self.index.apply(event);
+            if let Some(speculative) = &mut self.speculative {
+                speculative.observe(event, &self.index);
+            }
+            if events.get(n + 1).is_none_or(|next| next.rank != event.rank) {
+                self.publish_holdings(event.rank);
+            }
+            if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&event.rank) {
+                // What follows a clear is everything the rank holds: it is known again.
+                drop(
+                    self.supervisor
+                        .send_message(SupervisorMsg::Warmed { rank: event.rank, incarnation: self.incarnation }),
+                );
+            }
+        }
+        self.counters.count(&applied);
+        if let Some(speculative) = &mut self.speculative {
+            speculative.count();
+        }
+        self.show_budget();
+    }
+
+    fn show_budget(&mut self) {
+        if let (Some(gauges), Some(state)) = (&mut self.gauges, self.index.budget_state()) {
+            gauges.show(state);
+        }
+    }
+
+    fn publish_holdings(&self, rank: WorkerRank) {
+        let Some(slot) = self.index.slot_of(rank) else { return };
+        if let Some(Some((holdings, _))) = self.registered.get(slot.index()) {
+            holdings.publish(self.index.held_blocks_of(slot), self.clock.now());
+        }
+    }
+
+    fn on_remove(&mut self, rank: WorkerRank) {
+        self.index.remove_rank(rank);
+        if let Some(speculative) = &mut self.speculative {
+            speculative.remove(rank);
+        }
+        self.cold.remove(&rank);
+        self.show_budget();
+    }
+}
+
+fn rank_overlap((hit, beyond): (Hit, Extension)) -> RankOverlap {
+    let overlap = TierOverlap {
+        device_blocks: hit.device_blocks,
+        host_pinned_blocks: beyond.host_pinned_blocks,
+        disk_blocks: beyond.disk_blocks,
+        external_blocks: beyond.external_blocks,
+    };
+    RankOverlap { slot: hit.slot, generation: hit.generation, overlap }
+}
+
+impl Step for Radix {
+    type Msg = RadixMsg;
+    type Deferred = RadixReply;
+
+    fn step(&mut self, msg: RadixMsg) -> Option<RadixReply> {
+        match msg {
+            RadixMsg::Overlap(token) => return Some(self.on_overlap(token)),
+            RadixMsg::Apply { events, only, permit } => {
+                self.on_apply(&events, only);
+                drop(permit);
+            }
+            RadixMsg::Register(registered_rank) => self.on_register(registered_rank),
+            RadixMsg::Remove { rank } => self.on_remove(rank),
+            RadixMsg::Routed { slot, generation, booking, guess } => {
+                self.on_routed((slot, generation), booking, &guess);
+            }
+            RadixMsg::Recorded { rank, guess, permit } => {
+                self.on_recorded(rank, &guess);
+                drop(permit);
+            }
+            RadixMsg::Released { booking, output_blocks } => {
+                if let Some(speculative) = &mut self.speculative {
+                    speculative.released(booking, output_blocks);
+                }
+            }
+            RadixMsg::Flush(answer) => return Some(RadixReply::Flushed(answer)),
+            RadixMsg::Dump(answer) => return Some(RadixReply::Dumped(answer, self.index.dump())),
+            #[cfg(feature = "faults")]
+            RadixMsg::Fault(injected) => injected.apply(),
+        }
+        None
+    }
+}
+
+impl DeferredReply for RadixReply {
+    fn deliver(self) {
+        match self {
+            Self::Flushed(answer) => drop(answer.send(())),
+            Self::Dumped(answer, events) => drop(answer.send(events)),
+            Self::Overlap(_) => {}
+        }
+    }
+}
+
+/// Metric handles, held so that no message looks one up.
+struct Counters {
+    stored: metrics::Counter,
+    duplicates: metrics::Counter,
+    copies: metrics::Counter,
+    waiting: metrics::Counter,
+    removed: metrics::Counter,
+    unknown_removals: metrics::Counter,
+    evicted_removals: metrics::Counter,
+    unknown_parents: metrics::Counter,
+    unknown_ranks: metrics::Counter,
+}
+
+impl Counters {
+    fn new(pool: &Pool) -> Self {
+        let blocks = |result| pool.counter("pointsman_kv_event_blocks_total", &[("result", result)]);
+        let refused = |reason| pool.counter("pointsman_kv_events_refused_total", &[("reason", reason)]);
+        Self {
+            stored: blocks("stored"),
+            duplicates: blocks("duplicate"),
+            copies: blocks("copy"),
+            waiting: blocks("waiting"),
+            removed: blocks("removed"),
+            unknown_removals: blocks("unknown_removal"),
+            evicted_removals: blocks("evicted_removal"),
+            unknown_parents: refused("unknown_parent"),
+            unknown_ranks: refused("unknown_rank"),
+        }
+    }
+
+    fn count(&self, applied: &Applied) {
+        let counts = [
+            (&self.stored, applied.stored + applied.adopted),
+            (&self.duplicates, applied.duplicates),
+            (&self.copies, applied.copies),
+            (&self.waiting, applied.waiting),
+            (&self.removed, applied.removed),
+            (&self.unknown_removals, applied.unknown_removals),
+            (&self.evicted_removals, applied.evicted_removals),
+            (&self.unknown_parents, applied.unknown_parents),
+            (&self.unknown_ranks, applied.unknown_ranks),
+        ];
+        for (counter, count) in counts {
+            if count > 0 {
+                counter.increment(count);
+            }
+        }
+    }
+}
+
+/// How many bytes a shard's index may take.
+pub(crate) struct ShardBudget {
+    shard: usize,
+    bytes_max: Option<u64>,
+}
+
+impl ShardBudget {
+    /// An even share of what all shards may take.
+    pub(crate) fn of(config: &RouterConfig, shard: usize) -> Self {
+        let shards = u64::from(config.index_shards.max(1));
+        Self { shard, bytes_max: config.index_bytes_max.map(|bytes| bytes / shards) }
+    }
+
+    fn gauges(&self, pool: &Pool) -> Option<BudgetGauges> {
+        self.bytes_max?;
+        let shard = self.shard.to_string();
+        Some(BudgetGauges {
+            bytes: pool.gauge("pointsman_index_bytes", &[("shard", &shard)]),
+            evicted_blocks: pool.counter("pointsman_index_evicted_blocks_total", &[("shard", &shard)]),
+            shown: 0,
+        })
+    }
+}
+
+/// How full a shard with a budget is.
+struct BudgetGauges {
+    bytes: metrics::Gauge,
+    evicted_blocks: metrics::Counter,
+    /// Blocks counted so far.
+    shown: u64,
+}
+
+impl BudgetGauges {
+    fn show(&mut self, state: BudgetState) {
+        self.bytes.set(state.bytes as f64);
+        if state.evicted_blocks > self.shown {
+            self.evicted_blocks.increment(state.evicted_blocks - self.shown);
+            self.shown = state.evicted_blocks;
+        }
+    }
+}

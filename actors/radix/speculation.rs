@@ -1,0 +1,190 @@
+//! SpeculativeEntries between actors: how a decision reaches the shard that believes in it, and how its end does.
+//!
+//! Owns a shard's [`Predictions`] with their metrics and clock, and the ways to them. Promises that the chosen rank's
+//! shard is told of a decision before its Book leaves, so that the very next question sees it, and that a booking which
+//! a modelled cache holds is given back whatever becomes of its Book. What has run out is dropped at the next question,
+//! decision or event of the shard: there is no timer, and nobody can see the difference but the gauge of believed blocks.
+//!
+//! Output blocks are counted when a booking ends: one message a booking, not one a block. A modelled cache is thus
+//! taken to be emptier, by what is being generated, than it is.
+
+use std::sync::Arc;
+
+use super::{Radix, RadixMsg, RadixReply, shard_of};
+use crate::actors::delivery::strand::{DeferredReplies, Strand};
+use crate::actors::io::clock::Clock;
+use crate::actors::shared::Shared;
+use crate::actors::telemetry::Pool;
+use crate::config::RouterConfig;
+use crate::index::{Index, Overlaps};
+use crate::predict::{Counts, Guess, Kind, Predictions};
+use crate::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, WorkerRank};
+use crate::schedule::Decision;
+
+/// What a shard believes.
+pub(crate) struct SpeculativeEntries {
+    predictions: Predictions,
+    clock: Clock,
+    counters: Counters,
+    counted: Counts,
+}
+
+impl SpeculativeEntries {
+    /// Nothing at all where a configuration predicts nothing.
+    pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock, pool: &Pool) -> Option<Self> {
+        // Each shard has its share of the bound, as it has of the ranks.
+        let blocks_max = u64::from(config.predicted_blocks_max / config.index_shards.max(1)).max(1);
+        let predictions = Predictions::new(Kind::of(config)?, blocks_max);
+        Some(Self { predictions, clock, counters: Counters::new(pool, shard), counted: Counts::default() })
+    }
+
+    pub(crate) fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity: Option<u32>) {
+        self.predictions.register(rank, slot, generation, capacity);
+    }
+
+    pub(crate) fn remove(&mut self, rank: WorkerRank) {
+        self.predictions.remove_rank(rank);
+        self.count();
+    }
+
+    pub(crate) fn routed(
+        &mut self,
+        (slot, generation): (Slot, Generation),
+        booking: Option<BookingId>,
+        guess: &Guess,
+        index: &Index,
+    ) {
+        self.predictions.routed(slot, generation, booking, guess, index, self.clock.now());
+        self.count();
+    }
+
+    pub(crate) fn released(&mut self, booking: BookingId, output_blocks: u32) {
+        self.predictions.output_blocks(booking, output_blocks);
+        self.predictions.released(booking, self.clock.now());
+        self.count();
+    }
+
+    /// Before events: what had run out when they came is not confirmed by them.
+    pub(crate) fn expire(&mut self) {
+        self.predictions.expire(self.clock.now());
+    }
+
+    /// Whether it matters which ranks publish events.
+    pub(crate) fn is_until_events(&self) -> bool {
+        self.predictions.is_until_events()
+    }
+
+    /// The rank publishes events, or does so no longer.
+    pub(crate) fn set_publishes(&mut self, rank: WorkerRank, publishes: bool) {
+        self.predictions.set_publishes(rank, publishes);
+    }
+
+    pub(crate) fn observe(&mut self, event: &RouterEvent, index: &Index) {
+        self.predictions.observe(event, index);
+    }
+
+    pub(crate) fn merge_into(&mut self, hashes: &[BlockHash], found: &mut Overlaps) {
+        self.predictions.expire(self.clock.now());
+        self.predictions.merge_into(hashes, found);
+        self.count();
+    }
+
+    /// Counts what has become of guesses since the last time.
+    pub(crate) fn count(&mut self) {
+        let counts = self.predictions.counts();
+        let before = std::mem::replace(&mut self.counted, counts);
+        if counts != before {
+            self.counters.count(&before, &counts);
+            self.counters.believed.set(self.predictions.believed_blocks() as f64);
+        }
+    }
+}
+
+/// The shards, where decisions are guesses.
+pub(crate) struct SpeculationSender {
+    shards: Vec<Arc<Strand<Radix>>>,
+    /// Whether bookings are held until they end.
+    holds_bookings: bool,
+}
+
+impl SpeculationSender {
+    pub(crate) fn of(shared: &Shared) -> Self {
+        let predicts = shared.predicts;
+        let shards = shared.shards.iter().filter(|_| predicts).map(|shard| Arc::clone(&shard.strand)).collect();
+        Self { shards, holds_bookings: shared.holds_bookings }
+    }
+
+    /// Tells the chosen rank's shard. Its answers to others wait in `deferred`.
+    pub(crate) fn routed(
+        &self,
+        decision: &Decision,
+        booking: BookingId,
+        guess: Guess,
+        deferred: &mut Vec<DeferredReplies<RadixReply>>,
+    ) -> Option<SpeculationClaim> {
+        let shard = self.shards.get(shard_of(decision.rank, self.shards.len()))?;
+        let Decision { slot, generation, .. } = *decision;
+        shard.send(RadixMsg::Routed { slot, generation, booking: Some(booking), guess }).keep_in(deferred);
+        self.holds_bookings.then(|| SpeculationClaim { shard: Some(Arc::clone(shard)), booking })
+    }
+}
+
+/// A modelled cache holds a booking that is still to be made: dropping the claim gives it back.
+pub(crate) struct SpeculationClaim {
+    shard: Option<Arc<Strand<Radix>>>,
+    booking: BookingId,
+}
+
+impl SpeculationClaim {
+    /// The booking is made: from here on, whoever ends its lease gives it back.
+    pub(crate) fn leave_to_lease(mut self) {
+        self.shard = None;
+    }
+}
+
+impl Drop for SpeculationClaim {
+    fn drop(&mut self) {
+        if let Some(shard) = self.shard.take() {
+            shard.tell(RadixMsg::Released { booking: self.booking, output_blocks: 0 });
+        }
+    }
+}
+
+/// Metric handles, held so that no message looks one up.
+struct Counters {
+    confirmed: metrics::Counter,
+    wrong: metrics::Counter,
+    retracted: metrics::Counter,
+    evicted: metrics::Counter,
+    expired: metrics::Counter,
+    believed: metrics::Gauge,
+}
+
+impl Counters {
+    fn new(pool: &Pool, shard: usize) -> Self {
+        let blocks = |result| pool.counter("pointsman_predicted_blocks_total", &[("result", result)]);
+        Self {
+            confirmed: blocks("confirmed"),
+            wrong: blocks("wrong"),
+            retracted: blocks("retracted"),
+            evicted: blocks("evicted"),
+            expired: blocks("expired"),
+            believed: pool.gauge("pointsman_believed_blocks", &[("shard", &shard.to_string())]),
+        }
+    }
+
+    fn count(&self, before: &Counts, now: &Counts) {
+        let counts = [
+            (&self.confirmed, now.confirmed - before.confirmed),
+            (&self.wrong, now.wrong - before.wrong),
+            (&self.retracted, now.retracted - before.retracted),
+            (&self.evicted, now.evicted - before.evicted),
+            (&self.expired, now.expired - before.expired),
+        ];
+        for (counter, count) in counts {
+            if count > 0 {
+                counter.increment(count);
+            }
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! What a router tells of itself: metrics, and the way of each request as a span.
+//!
+//! Owns every instrument: its handle, made once and held, so that no message looks one up, and its row in
+//! `INSTRUMENTS`. Promises that every metric carries the pool, that labels are bounded, and that a request pays for a few
+//! counters and no clock. Leaves recorders, buckets and subscribers to the embedder: the recorder must be installed
+//! before the router starts, for handles belong to the one that is there when they are made.
+
+mod decisions;
+#[cfg(feature = "zmq")]
+mod ingest;
+mod instruments;
+mod phases;
+mod predictions;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use metrics::{Counter, Gauge, Histogram};
+
+pub(crate) use decisions::{Decisions, Verdict};
+pub(crate) use instruments::{Pool, describe};
+pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_hashes};
+pub(crate) use predictions::{Prediction, PromptKind};
+
+use crate::actors::handle::request::BestMatch;
+use crate::actors::handle::shared_cache::SharedCacheFailure;
+use crate::actors::radix::SharedFound;
+use crate::config::{QueueClass, RouterConfig};
+use crate::health::Cause;
+use crate::protocol::Timestamp;
+use crate::queue::Depth;
+use predictions::Predictions;
+
+/// The instruments of the edge, where callers come in, and of the supervisor.
+pub(crate) struct Meters {
+    pub(crate) pool: Pool,
+    pub(crate) decisions: Decisions,
+    pub(crate) phases: Phases,
+    pub(crate) predictions: Predictions,
+    pub(crate) restarts: Restarts,
+    /// Where there is a shared cache.
+    pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
+    /// Bookings ended because nothing was heard of them.
+    pub(crate) expired: Counter,
+    /// Workers that two sources name.
+    pub(crate) discovery_conflicts: Counter,
+    /// Events that came where none are used.
+    pub(crate) unused_events: Counter,
+    #[cfg(feature = "zmq")]
+    pub(crate) ingest: ingest::IngestMeters,
+    /// What engines said of their load and could not be used.
+    #[cfg(any(feature = "discovery", feature = "zmq"))]
+    pub(crate) engine_load_errors: EngineLoadErrors,
+    funnel: Funnel,
+}
+
+impl Meters {
+    pub(crate) fn new(config: &RouterConfig, has_shared_cache: bool) -> Self {
+        let pool = Pool::new(&config.pool);
+        Self {
+            decisions: Decisions::new(&pool, config),
+            phases: Phases::new(&pool),
+            predictions: Predictions::new(&pool),
+            restarts: Restarts::new(&pool),
+            shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
+            expired: pool.counter("pointsman_bookings_expired_total", &[]),
+            discovery_conflicts: pool.counter("pointsman_discovery_conflicts_total", &[]),
+            unused_events: pool.counter("pointsman_kv_events_refused_total", &[("reason", "not_used")]),
+            #[cfg(feature = "zmq")]
+            ingest: ingest::IngestMeters::new(&pool),
+            #[cfg(any(feature = "discovery", feature = "zmq"))]
+            engine_load_errors: EngineLoadErrors::new(&pool),
+            funnel: Funnel::new(&pool),
+            pool,
+        }
+    }
+
+    /// A request has been placed. `knows_overlap` where the index was asked about it.
+    pub(crate) fn placed(&self, isl_tokens: u32, block_size: u32, best: &BestMatch, knows_overlap: bool) {
+        self.funnel.prompt_tokens.increment(u64::from(isl_tokens));
+        if knows_overlap && isl_tokens > 0 {
+            self.funnel.count(isl_tokens, block_size, best);
+        }
+        if let Some(shared_cache) = &self.shared_cache {
+            shared_cache.beyond_blocks.record(f64::from(best.shared_cache_blocks()));
+        }
+    }
+
+    /// Kinds of requests whose predictions never come true, in words.
+    pub(crate) fn never_matching(&self) -> impl Iterator<Item = String> {
+        self.predictions.never_matching().map(|kind| {
+            let kind = kind.name();
+            format!("predicted and delivered cached tokens of requests with {kind} prompts never agree: router and engines may hash them differently")
+        })
+    }
+
+    /// The engine says how much of a prompt it had cached.
+    pub(crate) fn delivered(&self, prediction: &Prediction, predicted_tokens: u32, delivered_tokens: u32) {
+        self.funnel.delivered.increment(u64::from(delivered_tokens));
+        if let Some(kind) = prediction.kind() {
+            self.predictions.count(kind, prediction.is_index_complete(), predicted_tokens, delivered_tokens);
+        }
+    }
+}
+
+/// Prompt tokens on their way through the caches: what could have been reached, what was chosen, what came of it.
+struct Funnel {
+    prompt_tokens: Counter,
+    reachable: Counter,
+    selected: Counter,
+    delivered: Counter,
+    overlap_ratio: Histogram,
+    reachable_overlap_ratio: Histogram,
+}
+
+impl Funnel {
+    fn new(pool: &Pool) -> Self {
+        let cached = |stage| pool.counter("pointsman_cached_tokens_total", &[("stage", stage)]);
+        Self {
+            prompt_tokens: pool.counter("pointsman_prompt_tokens_total", &[]),
+            reachable: cached("reachable"),
+            selected: cached("selected"),
+            delivered: cached("delivered"),
+            overlap_ratio: pool.histogram("pointsman_overlap_ratio", &[]),
+            reachable_overlap_ratio: pool.histogram("pointsman_reachable_overlap_ratio", &[]),
+        }
+    }
+
+    fn count(&self, isl_tokens: u32, block_size: u32, best: &BestMatch) {
+        // Where prompts are cut in windows, the last one may reach a token beyond the prompt.
+        let reachable = best.reachable_blocks().saturating_mul(block_size).min(isl_tokens);
+        let selected = best.cached_tokens().min(isl_tokens);
+        self.reachable.increment(u64::from(reachable));
+        self.selected.increment(u64::from(selected));
+        self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(isl_tokens));
+        self.overlap_ratio.record(f64::from(selected) / f64::from(isl_tokens));
+    }
+}
+
+/// Actors restarted, by what they were.
+pub(crate) struct Restarts {
+    pub(crate) scheduler: Counter,
+    pub(crate) radix: Counter,
+    pub(crate) sequence: Counter,
+    #[cfg(feature = "zmq")]
+    pub(crate) ingest: Counter,
+    pub(crate) health: Counter,
+    pub(crate) engine_loads: Counter,
+    pub(crate) discovery: Counter,
+}
+
+impl Restarts {
+    fn new(pool: &Pool) -> Self {
+        let role = |role| pool.counter("pointsman_restarts_total", &[("role", role)]);
+        Self {
+            scheduler: role("scheduler"),
+            radix: role("radix"),
+            sequence: role("sequence"),
+            #[cfg(feature = "zmq")]
+            ingest: role("ingest"),
+            health: role("health"),
+            engine_loads: role("engine_loads"),
+            discovery: role("discovery"),
+        }
+    }
+}
+
+/// Ejections, by what spoke against the rank.
+pub(crate) struct Ejections {
+    pub(crate) probe: Counter,
+    pub(crate) outcomes: Counter,
+}
+
+impl Ejections {
+    pub(crate) fn new(pool: &Pool) -> Self {
+        let cause = |cause: Cause| pool.counter("pointsman_ejections_total", &[("cause", cause.name())]);
+        Self { probe: cause(Cause::Probe), outcomes: cause(Cause::Outcomes) }
+    }
+}
+
+/// What engines said of their load and could not be used.
+#[cfg(any(feature = "discovery", feature = "zmq"))]
+pub(crate) struct EngineLoadErrors {
+    /// Pages that were not got.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    pub(crate) request: Counter,
+    /// Pages that say nothing of the worker's ranks.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    pub(crate) empty: Counter,
+    /// Single values on pages.
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    pub(crate) value: Counter,
+    /// Messages of load sockets.
+    #[cfg_attr(not(feature = "zmq"), expect(dead_code, reason = "nobody listens"))]
+    pub(crate) message: Counter,
+}
+
+#[cfg(any(feature = "discovery", feature = "zmq"))]
+impl EngineLoadErrors {
+    fn new(pool: &Pool) -> Self {
+        let cause = |cause| pool.counter("pointsman_engine_load_errors_total", &[("cause", cause)]);
+        Self { request: cause("request"), empty: cause("empty"), value: cause("value"), message: cause("message") }
+    }
+}
+
+/// What became of questions to the shared cache.
+pub(crate) struct SharedCacheMeters {
+    late: Counter,
+    errors: Counter,
+    hit_rate: Histogram,
+    beyond_blocks: Histogram,
+}
+
+impl SharedCacheMeters {
+    fn new(pool: &Pool) -> Self {
+        let failed = |kind| pool.counter("pointsman_shared_cache_errors_total", &[("kind", kind)]);
+        Self {
+            late: failed("late"),
+            errors: failed("error"),
+            hit_rate: pool.histogram("pointsman_shared_cache_hit_rate", &[]),
+            beyond_blocks: pool.histogram("pointsman_shared_cache_beyond_blocks", &[]),
+        }
+    }
+
+    /// It was asked about so many blocks.
+    pub(crate) fn count(&self, found: &SharedFound, blocks: usize) {
+        match found {
+            Ok(hits) => {
+                let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
+                self.hit_rate.record(f64::from(hits.total().min(blocks)) / f64::from(blocks));
+            }
+            Err(SharedCacheFailure::Late(_)) => self.late.increment(1),
+            Err(SharedCacheFailure::Error(_)) => self.errors.increment(1),
+        }
+    }
+}
+
+/// What waits, class by class, in the order of the classes. Shows nothing once it is dropped.
+pub(crate) struct QueueMeters(Vec<ClassMeters>);
+
+struct ClassMeters {
+    requests: Gauge,
+    raw_tokens: Gauge,
+    cached_tokens: Gauge,
+    oldest_age: Gauge,
+}
+
+impl QueueMeters {
+    pub(crate) fn new(config: &RouterConfig) -> Self {
+        let pool = Pool::new(&config.pool);
+        let class = |class: QueueClass| {
+            let gauge = |name| pool.gauge(name, &[("class", class.name.as_str())]);
+            ClassMeters {
+                requests: gauge("pointsman_queue_requests"),
+                raw_tokens: gauge("pointsman_queue_raw_tokens"),
+                cached_tokens: gauge("pointsman_queue_cached_tokens"),
+                oldest_age: gauge("pointsman_queue_oldest_age_seconds"),
+            }
+        };
+        Self(config.classes().into_iter().map(class).collect())
+    }
+
+    pub(crate) fn show<'a>(&self, depths: impl Iterator<Item = (&'a str, Depth)>, now: Timestamp) {
+        for (meters, (_, depth)) in self.0.iter().zip(depths) {
+            meters.show(depth, now);
+        }
+    }
+}
+
+impl ClassMeters {
+    fn show(&self, depth: Depth, now: Timestamp) {
+        self.requests.set(as_f64(depth.requests));
+        self.raw_tokens.set(as_f64(depth.raw_tokens));
+        self.cached_tokens.set(as_f64(depth.cached_tokens));
+        self.oldest_age.set(depth.oldest.map_or(0.0, |oldest| now.since(oldest).as_secs_f64()));
+    }
+}
+
+impl Drop for QueueMeters {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|meters| meters.show(Depth::default(), Timestamp::default()));
+    }
+}
+
+/// A gauge's value. Beyond 2^53 the last digits are rounded.
+pub(crate) fn as_f64(count: u64) -> f64 {
+    count as f64
+}

@@ -1,0 +1,4 @@
+//! Views: plain data that one owner publishes and other actors and the handle read without a message.
+
+pub(crate) mod kv_source;
+pub(crate) mod worker;

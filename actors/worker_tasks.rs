@@ -1,0 +1,73 @@
+//! One task for each worker, as workers come and go.
+//!
+//! Owns the tasks. Promises that a worker's task ends when the worker leaves or what its task depends on changes, that a
+//! task that ends by itself is started again at the next pass, and that all end with the router. Level-triggered: each
+//! look compares what should run with what does.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use tokio::task::{AbortHandle, JoinSet};
+#[cfg(feature = "discovery")]
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::actors::shared::{Phase, Shared};
+use crate::actors::views::worker::WorkerEntry;
+use crate::protocol::WorkerId;
+
+/// How often tasks are looked after though no worker has changed.
+const PASS: Duration = Duration::from_secs(30);
+
+/// Runs `task` for each worker for whom `wanted` says what its task depends on. Each task is told its number: higher than
+/// those of all before it.
+pub(super) fn watch<W, F>(
+    shared: &Arc<Shared>,
+    wanted: fn(&WorkerEntry) -> Option<W>,
+    task: fn(Weak<Shared>, WorkerId, u64, W) -> F,
+) where
+    W: Clone + PartialEq + Send + Sync + 'static,
+    F: Future<Output = ()> + Send + 'static,
+{
+    let (mut workers, mut status) = (shared.workers.subscribe(), shared.status.subscribe());
+    let shared = Arc::downgrade(shared);
+    tokio::spawn(async move {
+        let mut tasks = JoinSet::new(); // dropped, it ends them
+        let mut running: BTreeMap<WorkerId, (W, AbortHandle)> = BTreeMap::new();
+        let mut started = 0;
+        loop {
+            let now_wanted: BTreeMap<WorkerId, W> = {
+                let workers = workers.borrow_and_update();
+                workers.iter().filter_map(|worker| Some((worker.worker, wanted(worker)?))).collect()
+            };
+            running.retain(|worker, (known, task)| {
+                let stays = now_wanted.get(worker) == Some(known) && !task.is_finished();
+                if !stays {
+                    task.abort();
+                }
+                stays
+            });
+            for (worker, wanted) in now_wanted {
+                running.entry(worker).or_insert_with(|| {
+                    started += 1;
+                    (wanted.clone(), tasks.spawn(task(Weak::clone(&shared), worker, started, wanted)))
+                });
+            }
+            while tasks.try_join_next().is_some() {}
+            tokio::select! {
+                biased;
+                _ = status.wait_for(|status| matches!(status.phase, Phase::Failed | Phase::Stopped)) => return,
+                changed = workers.changed() => if changed.is_err() { return },
+                () = tokio::time::sleep(PASS) => {}
+            }
+        }
+    });
+}
+
+/// When the first of a worker's turns comes: spread over the second half of the first interval, so that a fleet's do not
+/// fall together.
+#[cfg(feature = "discovery")]
+pub(super) fn first_delay(worker: WorkerId, interval: Duration) -> Duration {
+    let lot = xxh3_64(&worker.0.to_le_bytes()) % 1_000;
+    interval / 2 + interval.mul_f64(lot as f64 / 2_000.0)
+}
