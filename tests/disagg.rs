@@ -1,13 +1,12 @@
 //! A request on two pools: what is booked where, what a failure of one side leaves, and what is skipped.
 
-mod common;
-
-use common::{assert_at_rest, config, loads, rank, router, stored, tokens};
 use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason, WhyLocal};
 use pointsman::error::RouteError;
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
 use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{assert_at_rest, config, loads, rank, router, stored, tokens};
 
 /// Prefill workers 0 to `prefills` − 1, and decode workers likewise, which know what they have cached.
 async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregated {

@@ -1,20 +1,18 @@
 //! Discovery through a running router: what sources say becomes what runs, whatever breaks on the way.
 //!
 //! Owns nothing. Waits for what must come about, never for a time; where a period must pass, the clock is paused.
-#![cfg(feature = "faults")]
-
-mod common;
 
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::time::Duration;
 
-use common::{assert_at_rest, config, tokens, without_reports_of_drills};
 use metrics_util::debugging::DebuggingRecorder;
 use pointsman::discovery::{DiscoveryError, derived_id};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use pointsman::{DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList};
 use tokio::sync::{mpsc, watch};
+
+use crate::common::{assert_at_rest, config, tokens, without_reports_of_drills};
 
 fn set(workers: &[(u64, &str)]) -> WorkerMap {
     workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect()
@@ -293,7 +291,7 @@ mod found {
     use std::path::{Path, PathBuf};
     use std::sync::{Arc, Mutex};
 
-    use common::BLOCK_SIZE;
+    use crate::common::BLOCK_SIZE;
     use pointsman::protocol::{KvEventsConfig, LoadSource};
     use pointsman::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

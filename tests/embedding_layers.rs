@@ -1,7 +1,5 @@
 //! Bodies that hold their placement, and the layer that places requests: whatever happens to them, the booking ends.
 
-mod common;
-
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::{pending, poll_fn};
@@ -12,7 +10,6 @@ use std::sync::{Mutex, PoisonError};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use common::{assert_at_rest, config, loads, rank, router, tokens};
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Empty, Full};
@@ -26,6 +23,8 @@ use pointsman::{
     Router, RouterConfig,
 };
 use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
+
+use crate::common::{assert_at_rest, config, loads, rank, router, tokens};
 
 type Step = Result<Frame<Bytes>, io::Error>;
 

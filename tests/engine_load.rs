@@ -2,18 +2,17 @@
 //!
 //! Owns nothing. Time is paused but where pages are read over loopback.
 
-mod common;
-
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{config, rank, router};
 use pointsman::engine_load::{EngineLoadFact, EngineReading};
 use pointsman::error::RouteError;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
 use pointsman::select::{Filter, Selection, WorkerSelector};
 use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{config, rank, router};
 
 fn waiting(requests: u32) -> EngineReading {
     EngineReading { running: Some(8), waiting: Some(requests), kv_usage: Some(0.5) }
@@ -118,7 +117,7 @@ async fn a_selector_sees_what_engines_say() {
 async fn a_lost_actor_costs_nothing_but_the_message() {
     use pointsman::Fault;
 
-    common::without_reports_of_drills();
+    crate::common::without_reports_of_drills();
     let router = router(config(), 1).await;
     router.report_engine_load(rank(0), waiting(1));
     assert!(router.inject(Fault::EngineLoads));

@@ -1,16 +1,15 @@
 //! Kill tests: every kind of actor dies under load, and what was promised still holds.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 use pointsman::error::{Down, FlushError, MembershipError, RouteError};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 
 const WORKERS: u64 = 6;
 

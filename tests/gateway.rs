@@ -1,12 +1,9 @@
 //! What a gateway asks of its router beside placing: conditions, drains, shared caches, selectors, explanations,
 //! messages, and bookings that outlive their callers.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{assert_at_rest, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
 use pointsman::health::Outcome;
@@ -18,6 +15,8 @@ use pointsman::{
     AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer, SharedCacheError,
 };
 use tokio::sync::watch;
+
+use crate::common::{assert_at_rest, config, loads, rank, router, stored, tokens, without_reports_of_drills};
 
 #[tokio::test]
 async fn what_the_embedder_knows_holds_from_the_next_decision_on() {

@@ -4,16 +4,15 @@
 
 #![allow(clippy::print_stdout, reason = "shares are there to be read")]
 
-mod common;
-
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use common::{config, rank, router, tokens};
 use pointsman::health::{HealthState, Outcome};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::{Filter, Policy, RankConditions};
 use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{config, rank, router, tokens};
 
 fn unavailable(workers: &[u64]) -> RankConditions {
     RankConditions { unavailable: workers.iter().copied().map(rank).collect(), ..RankConditions::default() }
@@ -232,7 +231,7 @@ async fn no_failures_are_counted_where_that_is_off() {
 async fn a_lost_health_actor_forgets_and_goes_on() {
     use pointsman::Fault;
 
-    common::without_reports_of_drills();
+    crate::common::without_reports_of_drills();
     let router = router(config(), 3).await;
     fail(&router, 0);
     assert_eq!(open(&router).await, [1, 2]);

@@ -4,17 +4,15 @@
 //! The model is the engine's own cache, slot by slot, written as vLLM's block pool behaves. After every batch of events
 //! the index must find of every prompt what the engine would.
 
-#[path = "common/effort.rs"]
-mod effort;
-
 use std::collections::{BTreeMap, VecDeque};
 
-use effort::effort;
 use pointsman::index::{Applied, Index, Overlaps};
 use pointsman::protocol::{
     BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 use proptest::prelude::*;
+
+use crate::effort::effort;
 
 const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
 

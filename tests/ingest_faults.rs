@@ -2,21 +2,18 @@
 //!
 //! Owns nothing. Waits for what must come to pass and never for a time; the clock only bounds how long a failure takes.
 
-mod common;
-#[path = "common/zmtp.rs"]
-mod zmtp;
-
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use common::{config, rank, stored, tokens, without_reports_of_drills};
 use pointsman::ingest::Trust;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
 use pointsman::{Fault, Hang, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
-use zmtp::{Form, Publisher, batch, event};
+
+use crate::common::{config, rank, stored, tokens, without_reports_of_drills};
+use crate::zmtp::{Form, Publisher, batch, event};
 
 /// Longer than anything here takes, the back-off of a machine that is busy included.
 const PATIENCE: Duration = Duration::from_secs(60);

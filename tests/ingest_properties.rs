@@ -3,16 +3,14 @@
 //! The model is the publisher's own cache after each of its messages, in each of its lives. `PROPTEST_CASES` sets the
 //! number of cases; a failure prints its seed.
 
-#[path = "common/effort.rs"]
-mod effort;
-
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use effort::effort;
 use pointsman::ingest::{Applied, Effect, Input, Note, Source, SourceConfig, Trust};
 use pointsman::protocol::Timestamp;
 use proptest::prelude::*;
+
+use crate::effort::effort;
 
 /// Blocks that a cache may hold.
 type Cache = BTreeSet<u8>;

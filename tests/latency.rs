@@ -1,16 +1,15 @@
 //! What the policy `latency` makes of what it knows, and of what it does not.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{config, rank, router, tokens};
 use pointsman::config::RouterConfig;
 use pointsman::load::{EngineSpeed, work_tokens};
 use pointsman::protocol::WorkerId;
 use pointsman::schedule::{ExplainedRank, Explanation};
 use pointsman::select::{Constraints, LatencyTerms, Policy};
 use pointsman::{Prompt, RouteRequest, Router};
+
+use crate::common::{config, rank, router, tokens};
 
 /// Blocks of a prompt that is worth following.
 const BLOCKS: u32 = 2_000;

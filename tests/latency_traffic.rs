@@ -3,18 +3,16 @@
 //!
 //! Time is paused: an engine here is a time to the first token and one to the end.
 
-mod common;
-
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
-use common::{config, rank, router};
 use pointsman::config::RouterConfig;
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
-use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
+use pointsman::protocol::WorkerId;
 use pointsman::select::{Constraints, Policy};
 use pointsman::{Placement, Prompt, RouteRequest, Router};
+
+use crate::common::{config, rank, router, stored_in_blocks};
 
 const BLOCK_SIZE: u32 = 64;
 
@@ -25,16 +23,6 @@ fn with(policy: Policy) -> RouterConfig {
 /// A prompt whose content follows from `seed`; prompts of one seed begin alike.
 fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
     (0..tokens).map(|n| seed.wrapping_mul(0x9e37_79b9) ^ n).collect()
-}
-
-/// The event by which `rank` reports that it has stored a prompt from its start.
-fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
-    let scheme = HashScheme::new(BLOCK_SIZE.try_into().expect("not zero"));
-    let hashed = HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &MmBlocks::NONE);
-    let names = hashed.sequence_hashes().iter().map(|hash| EngineHash(!hash.0));
-    let blocks = names.zip(hashed.block_hashes().iter());
-    let blocks = blocks.map(|(engine_hash, &block_hash)| StoredBlock { engine_hash, block_hash }).collect();
-    RouterEvent { rank, tier: StorageTier::Device, data: KvEvent::Stored { parent: None, blocks } }
 }
 
 /// What happens next to a request in flight.
@@ -144,7 +132,7 @@ async fn a_small_hit_is_not_drawn_away() {
     let mut traffic = Traffic::new(Policy::Latency, 8).await;
     let (base, length) = (prompt(7, 256), 256);
     let home = rank(5);
-    traffic.router.apply_events(vec![stored(home, &base)]).await.expect("up");
+    traffic.router.apply_events(vec![stored_in_blocks(home, &base, BLOCK_SIZE)]).await.expect("up");
     traffic.router.flush().await.expect("up");
     for n in 0..50 {
         let mut turn = base.clone();
@@ -162,7 +150,11 @@ async fn lost_to_a_hung_rank(policy: Policy, conversations: bool) -> usize {
     let prefixes: Vec<Vec<u32>> = (0..40).map(|n| prompt(50_000 + n, 6_400)).collect();
     if conversations {
         for (n, prefix) in prefixes.iter().enumerate() {
-            traffic.router.apply_events(vec![stored(rank(n as u64 % 4), prefix)]).await.expect("up");
+            traffic
+                .router
+                .apply_events(vec![stored_in_blocks(rank(n as u64 % 4), prefix, BLOCK_SIZE)])
+                .await
+                .expect("up");
         }
         traffic.router.flush().await.expect("up");
     }
@@ -250,7 +242,7 @@ async fn conversations(ranks: usize, sessions: u32, ceiling: Option<u32>, warm_m
                 let (placed, tokens, began) = &live[&session];
                 let at = placed.rank().worker.0 as usize;
                 placed.prefill_completed();
-                router.apply_events(vec![stored(placed.rank(), tokens)]).await.expect("up");
+                router.apply_events(vec![stored_in_blocks(placed.rank(), tokens, BLOCK_SIZE)]).await.expect("up");
                 ttft += if now > warm_ms { now - began } else { 0 };
                 let step_us = 4_000 + 20 * running[at] + blocks[at] * 416 / 100;
                 queue.push(Reverse((now + ANSWER * step_us / 1_000, 2, session)));

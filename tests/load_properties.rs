@@ -2,20 +2,18 @@
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
-#[path = "common/effort.rs"]
-mod effort;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use effort::effort;
 use pointsman::load::reference::ReferenceSequences;
 use pointsman::load::{
     ActiveSequences, Change, OutputBlocks, PrefillCurve, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight,
 };
 use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
 use proptest::prelude::*;
+
+use crate::effort::effort;
 
 /// Few ids, so that repeats, unknown ids and ids used again are common.
 const IDS: u64 = 8;

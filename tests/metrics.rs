@@ -3,20 +3,19 @@
 //! Owns nothing. Each test runs a router on one thread, where a recorder of its own sees every handle made, and checks
 //! all that was recorded against the page.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{config, rank, router, stored, tokens};
 use metrics_util::MetricKind;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::error::RouteError;
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
 use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer};
+
+use crate::common::{config, rank, router, stored, tokens};
 
 /// What has been recorded since the last look: values by name and labels, such as `name{pool="p",class="c"}`.
 struct Recorded(BTreeMap<String, DebugValue>);

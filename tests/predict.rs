@@ -1,19 +1,18 @@
 //! Routers that know caches from their own decisions: without events, and before events come.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
 use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use pointsman::config::{ApproximatePolicy, UseKvEvents};
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
 use pointsman::{AddRequest, Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
 
 fn without_events() -> RouterConfig {
     RouterConfig { use_kv_events: false.into(), ..config() }
@@ -188,7 +187,7 @@ async fn decisions_made_elsewhere_can_be_recorded() {
     router.remove_worker(WorkerId(2)).await.expect("known");
     let found = router.find_best_match(query).await.expect("a match");
     assert_eq!(found.overlap_blocks(), 0, "its cache has gone with it");
-    let aware = common::router(config(), 4).await;
+    let aware = crate::common::router(config(), 4).await;
     aware.record_routing_decision(query, rank(2)).await.expect("nothing to do");
     assert_eq!(aware.find_best_match(query).await.expect("a match").overlap_blocks(), 0, "events tell");
 }

@@ -1,16 +1,15 @@
 //! What a prompt weighs that is longer than any engine takes, and one whose answer comes whole.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{BLOCK_SIZE, config, loads, rank, tokens};
 use pointsman::config::RouterConfig;
 use pointsman::error::RouteError;
 use pointsman::load::PromptLimits;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::{Constraints, Policy};
 use pointsman::{Prompt, RouteRequest, Router};
+
+use crate::common::{BLOCK_SIZE, config, loads, rank, tokens};
 
 /// Blocks of a prompt that is longer than any engine takes.
 const HUGE_BLOCKS: u32 = 1_000_000 / BLOCK_SIZE;
@@ -49,7 +48,7 @@ async fn a_huge_prompt_weighs_what_a_rank_can_hold() {
                 assert!(blocks <= u64::from(most / BLOCK_SIZE), "{what}, {policy:?}: {blocks} blocks");
             }
             drop(held);
-            common::assert_at_rest(&router).await;
+            crate::common::assert_at_rest(&router).await;
         }
     }
 }
@@ -83,7 +82,7 @@ async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
         tokio::time::advance(Duration::from_secs(600)).await;
         assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is never overdue");
         drop(placed);
-        common::assert_at_rest(&router).await;
+        crate::common::assert_at_rest(&router).await;
     }
 }
 

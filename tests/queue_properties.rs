@@ -2,19 +2,17 @@
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
-#[path = "common/effort.rs"]
-mod effort;
-
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
 use pointsman::protocol::Timestamp;
 use pointsman::queue::{ClassId, Depth, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
+
+use crate::effort::effort;
 
 fn secs(secs: u64) -> Timestamp {
     Timestamp::default() + Duration::from_secs(secs)

@@ -2,15 +2,13 @@
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
-#[path = "common/effort.rs"]
-mod effort;
-
-use effort::effort;
 use pointsman::RouterConfig;
 use pointsman::config::QueueClass;
 use pointsman::protocol::Timestamp;
 use pointsman::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
+
+use crate::effort::effort;
 
 fn config_of(quanta: &[u32]) -> RouterConfig {
     let class = |(n, quantum): (usize, &u32)| QueueClass {

@@ -1,10 +1,7 @@
 //! The handle's promises, each by an example: the whole actor system on a runtime.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
 use pointsman::config::Fanout;
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
@@ -12,6 +9,8 @@ use pointsman::schedule::Rejection;
 use pointsman::select::Policy;
 use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
+
+use crate::common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
 
 #[tokio::test]
 async fn a_request_goes_where_its_prefix_is() {
@@ -185,7 +184,7 @@ async fn dumps_and_flushes_reflect_what_was_accepted() {
     let ranks: std::collections::BTreeSet<WorkerRank> = dump.iter().map(|event| event.rank).collect();
     assert_eq!(ranks.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 5].map(rank));
 
-    let rebuilt = common::router(config, 6).await;
+    let rebuilt = crate::common::router(config, 6).await;
     rebuilt.apply_events(dump).await.expect("up");
     let prompt = tokens(2, 8);
     let best = rebuilt.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");

@@ -1,12 +1,11 @@
 //! A router that fails or shuts down under load: every call that waits for an answer returns, whatever it waits for.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{config, rank, router, stored, tokens, without_reports_of_drills};
 use pointsman::error::{Down, FlushError, RouteError};
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{config, rank, router, stored, tokens, without_reports_of_drills};
 
 /// Longer than any answer takes on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);

@@ -1,18 +1,11 @@
 //! What a choice is made by and how it is told: overrides, the shared cache, the embedder's selector, explanations and
 //! traces, and that the shortlist places like asking everyone whatever requests ask for.
 
-#[path = "common/effort.rs"]
-mod effort;
-#[path = "common/fleet.rs"]
-mod fleet;
-
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use effort::effort;
-use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 use pointsman::RouterConfig;
 use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
 use pointsman::health::Exclusions;
@@ -24,6 +17,9 @@ use pointsman::select::{
 };
 use pointsman::session::SessionId;
 use proptest::prelude::*;
+
+use crate::effort::effort;
+use crate::fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 
 fn hits(range: Range<u32>) -> SharedHits {
     SharedHits::new([range].into())

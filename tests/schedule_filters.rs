@@ -1,13 +1,9 @@
 //! Who may serve a request, and whom the scheduler prefers: filters, pins, adapters, taints, sessions and slow starts,
 //! each by a worked example.
 
-#[path = "common/fleet.rs"]
-mod fleet;
-
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, SessionAffinity};
 use pointsman::error::ErrorKind;
@@ -17,6 +13,8 @@ use pointsman::schedule::{Input, Purpose, Rejection, ResolvedOptions, Target};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, preference_factor};
 use pointsman::session::SessionId;
 use std::time::Duration;
+
+use crate::fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
 
 fn taints(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|&name| name.to_owned()).collect()

@@ -2,25 +2,19 @@
 //!
 //! `PROPTEST_CASES` sets the number of histories; a failure prints its seed.
 
-#[path = "common/effort.rs"]
-mod effort;
-#[path = "common/fleet.rs"]
-mod fleet;
-#[path = "common/world.rs"]
-mod world;
-
 use std::ops::Range;
 use std::time::Duration;
 
-use effort::effort;
-use fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder};
 use pointsman::protocol::{BookingId, WorkerId};
 use pointsman::schedule::{Input, Purpose, ResolvedOptions, Target};
 use pointsman::select::{Pin, PinMode};
 use proptest::prelude::*;
-use world::World;
+
+use crate::effort::effort;
+use crate::fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
+use crate::world::World;
 
 proptest! {
     #![proptest_config(effort(24, "tests/schedule_waiting.proptest-regressions"))]

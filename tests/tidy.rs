@@ -52,6 +52,23 @@ fn the_sources_follow_the_rules() {
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
 }
 
+/// Cargo finds no test files by itself where `main.rs` lists them, so a file without a `mod` line would never run.
+#[test]
+fn every_test_file_is_a_module_of_a_test_binary() {
+    let sources = sources();
+    let is_root = |path: &str| path.starts_with("tests/") || path.contains("/tests/");
+    let mains: Vec<_> = sources.iter().filter(|(path, _)| is_root(path) && path.ends_with("/main.rs")).collect();
+    assert!(mains.len() > 4, "{} test binaries found", mains.len());
+    for (main, text) in mains {
+        let directory = main.trim_end_matches("main.rs");
+        let beside = sources.iter().filter_map(|(path, _)| path.strip_prefix(directory));
+        for file in beside.filter(|file| !file.contains('/') && *file != "main.rs") {
+            let module = file.trim_end_matches(".rs");
+            assert!(text.lines().any(|line| line == format!("mod {module};")), "{main} lacks `mod {module};`");
+        }
+    }
+}
+
 #[test]
 fn every_dependency_has_its_reason() {
     let unreasoned = |manifest: &&str| {

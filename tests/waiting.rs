@@ -1,12 +1,9 @@
 //! Waiting through the whole actor system: who waits, who goes first, and how a wait ends.
 
-mod common;
-
 use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
-use common::{BLOCK_SIZE, assert_at_rest, config, rank, stored, tokens};
 use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
 use pointsman::error::RouteError;
 use pointsman::load::{PrefillEstimator, PrefillFacts};
@@ -15,6 +12,8 @@ use pointsman::queue::LimitKind;
 use pointsman::schedule::Rejection;
 use pointsman::select::{Constraints, Pin as PinTo, PinMode};
 use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{BLOCK_SIZE, assert_at_rest, config, rank, stored, tokens};
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 

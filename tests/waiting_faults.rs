@@ -1,17 +1,16 @@
 //! Waiting while parts of the router die or stand still: whoever waits is served, answered or gone.
 
-mod common;
-
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{assert_at_rest, config, loads, rank, tokens, without_reports_of_drills};
 use pointsman::error::RouteError;
 use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
+
+use crate::common::{assert_at_rest, config, loads, rank, tokens, without_reports_of_drills};
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 

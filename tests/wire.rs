@@ -2,16 +2,11 @@
 //!
 //! `data/frames.json` and `data/engine.json` were recorded from vLLM and SGLang.
 
-#[path = "wire/batches.rs"]
 mod batches;
-#[path = "common/msgpack.rs"]
-mod msgpack;
-#[path = "wire/namespaces.rs"]
 mod namespaces;
 
 use std::num::NonZeroU32;
 
-use msgpack::{Msg, batch};
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, mm_hash_of_id};
 use pointsman::index::{Applied, Index, Overlaps};
 use pointsman::protocol::{
@@ -19,6 +14,8 @@ use pointsman::protocol::{
 };
 use pointsman::wire::{Decoder, Finding, Limits, Report, WireConfig};
 use serde_json::Value;
+
+use crate::msgpack::{Msg, batch};
 
 const RANK: WorkerRank = WorkerRank::new(WorkerId(3), 1);
 

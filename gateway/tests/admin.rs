@@ -1,10 +1,7 @@
 //! The administration: who may, what it does, and what it refuses.
 
-mod admin_support;
-
 use std::time::Duration;
 
-use admin_support::{ALIAS, Asked, MODEL, TOKEN, file, read, settings, until};
 use pointsman::discovery::derived_id;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
@@ -14,6 +11,8 @@ use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve::Gateway;
 use serde_json::{Value, json};
+
+use crate::common::admin::{ALIAS, Asked, MODEL, TOKEN, file, read, settings, until};
 
 /// Every path, with a body that it takes. Those that end workers come last.
 const ROUTES: &[(&str, &str, &str)] = &[

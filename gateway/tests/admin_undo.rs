@@ -1,14 +1,13 @@
 //! Work by hand on workers, and how it is undone.
 
-mod admin_support;
-
-use admin_support::{Asked, PATIENCE, read, settings, until};
 use pointsman::discovery::derived_id;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value, json};
 use tokio::time::timeout;
+
+use crate::common::admin::{Asked, PATIENCE, read, settings, until};
 
 const WORKERS: &str = "/admin/models/mock/workers";
 

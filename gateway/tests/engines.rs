@@ -1,16 +1,15 @@
 //! A router before four engines of two ranks each, that speak four dialects at once: its index against their caches.
 #![allow(clippy::print_stdout, reason = "how long healing takes is there to be read")]
 
-mod common;
-
 use std::time::Duration;
 
-use common::fleet::Fleet;
-use common::holdings::Holdings;
-use common::workload::{LORAS, SALTS};
 use pointsman::protocol::StorageTier;
 use pointsman_gateway::mock::{Dialect, EventFormat, Faults};
 use tokio::time::Instant;
+
+use crate::common::fleet::Fleet;
+use crate::common::holdings::Holdings;
+use crate::common::workload::{LORAS, SALTS};
 
 const FORMATS: [EventFormat; 4] = [
     EventFormat { dialect: Dialect::VllmArray, binary_hashes: false },

@@ -1,12 +1,11 @@
 //! Lengths through the gateway: prompts that no model takes, and ceilings on the output.
 
-mod proxy_support;
-
 use pointsman::select::Policy;
 use pointsman_gateway::serve::Gateway;
-use proxy_support::{Act, Scripted, at_rest, gateway, post, send, settings, stream, until, worker};
 use serde_json::json;
 use tokio::net::TcpStream;
+
+use crate::common::proxy::{Act, Scripted, at_rest, gateway, post, send, settings, stream, until, worker};
 
 const COMPLETIONS: &str = "/v1/completions";
 

@@ -3,8 +3,6 @@
 //! Owns the process and its files: both are gone when the test is. Promises that every wait has a generous end.
 #![cfg(unix)]
 
-mod proxy_support;
-
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -13,14 +11,15 @@ use std::time::Duration;
 
 use pointsman::protocol::KvEventsConfig;
 use pointsman::select::Policy;
-use proxy_support::{
-    Act, Answer, PATIENCE, Scripted, answer, at_rest, gateway, post, request, send, settings, stream, stream_end,
-    until, worker,
-};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
 use tokio::time::{sleep, timeout};
+
+use crate::common::proxy::{
+    Act, Answer, PATIENCE, Scripted, answer, at_rest, gateway, post, request, send, settings, stream, stream_end,
+    until, worker,
+};
 
 const KEY: &str = "acme-key-0123456789";
 

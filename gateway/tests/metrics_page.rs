@@ -1,8 +1,6 @@
 //! What a gateway that has done something shows on its metrics page stands in the documents, and what they name of the
 //! gateway is in its code.
 
-mod proxy_support;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,8 +8,9 @@ use std::path::{Path, PathBuf};
 use pointsman::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerId};
 use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::settings::TokenSourceChoice;
-use proxy_support::{get, post, settings};
 use serde_json::json;
+
+use crate::common::proxy::{self, get, post, settings};
 
 const PAGES: [&str; 4] = ["docs/metrics.md", "docs/tokens.md", "docs/operations.md", "docs/admin.md"];
 
@@ -50,7 +49,7 @@ async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
     let name = settings.models[0].name.clone();
     let upstream_is_mock = settings.models[0].upstream_name() == "mock";
     assert!(upstream_is_mock, "the engine answers for no other model");
-    let gateway = proxy_support::gateway(settings).await;
+    let gateway = proxy::gateway(settings).await;
     let worker = WorkerConfig {
         kv_events: Some(KvEventsConfig {
             endpoint: engine.event_endpoint(0),

@@ -1,12 +1,9 @@
 //! The mock engine over real loopback sockets, as clients and routers meet it.
 
-mod mock_support;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use mock_support::{PATIENCE, Rebuilt, Subscriber, get, held, post, replay, replay_frames, request, send};
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman::wire::{Decoder, Limits, WireConfig};
@@ -16,6 +13,8 @@ use pointsman_gateway::mock::{
 use serde_json::{Value as Json, json};
 use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
+
+use crate::common::mock::{self, PATIENCE, Rebuilt, Subscriber, get, held, post, replay, replay_frames, request, send};
 
 /// As fast as the machine can, with blocks of four tokens.
 fn fast() -> MockConfig {
@@ -459,7 +458,7 @@ async fn faults_damage_what_is_sent_and_never_what_is_replayed() {
     assert!(replayed.iter().map(|batch| batch.sequence).eq(from..=last));
 
     let done = engine.faults().done();
-    let whole = |batch: &&mock_support::Batch| replayed.contains(batch);
+    let whole = |batch: &&mock::Batch| replayed.contains(batch);
     let sequences: BTreeSet<u64> = received.iter().map(|batch| batch.sequence).collect();
     assert_eq!(replayed.len() - sequences.len(), usize::try_from(done[&Fault::Drop]).expect("small"));
     assert_eq!(received.len() - sequences.len(), usize::try_from(done[&Fault::Duplicate]).expect("small"));

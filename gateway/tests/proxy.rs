@@ -1,13 +1,12 @@
 //! The way of requests through the gateway: to workers and back, byte for byte, and elsewhere when a worker fails.
 
-mod proxy_support;
-
 use pointsman_gateway::mock::{MockConfig, MockEngine};
-use proxy_support::{
-    Act, Answer, EVENT, FINE, FINE_JSON, Scripted, answer, at_rest, gateway, get, post, receive, request, send,
+use serde_json::json;
+
+use crate::common::proxy::{
+    self, Act, Answer, EVENT, FINE, FINE_JSON, Scripted, answer, at_rest, gateway, get, post, receive, request, send,
     settings, stream, stream_end, until, worker,
 };
-use serde_json::json;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -391,7 +390,7 @@ async fn tenants_show_a_key_and_get_a_salt_of_their_own() {
     assert_eq!(get(&gateway, "/v1/models").await.status, 401);
     let a = ask("authorization: Bearer key-of-a-0123456789\r\n", body).await.expect("a may ask");
     let b = ask("authorization: Bearer key-of-b-0123456789\r\n", body).await.expect("b may ask");
-    let salt = |got: &proxy_support::Got| {
+    let salt = |got: &proxy::Got| {
         let body: serde_json::Value = serde_json::from_str(got.text()).expect("JSON");
         body["cache_salt"].as_str().expect("a salt").to_owned()
     };

@@ -1,11 +1,10 @@
 //! TLS on both sides: a gateway whose worker is another gateway that speaks TLS to its clients.
 
-mod proxy_support;
-
 use std::path::{Path, PathBuf};
 
-use proxy_support::{FINE, Scripted, answer, at_rest, gateway, post, settings, worker};
 use serde_json::json;
+
+use crate::common::proxy::{FINE, Scripted, answer, at_rest, gateway, post, settings, worker};
 
 const CHAT: &str = "/v1/chat/completions";
 

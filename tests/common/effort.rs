@@ -1,11 +1,10 @@
 //! How hard property tests look, and where they keep what they found.
-#![allow(unreachable_pub, reason = "included by each test binary that has properties")]
 
 use proptest::test_runner::{Config, FileFailurePersistence};
 
 /// As many cases as `PROPTEST_CASES` says, or else `cases`; failures are kept in `seeds`.
 #[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-pub fn effort(cases: u32, seeds: &'static str) -> Config {
+pub(crate) fn effort(cases: u32, seeds: &'static str) -> Config {
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(cases);
     let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(seeds)) as _);
     Config { cases, failure_persistence, ..Config::default() }

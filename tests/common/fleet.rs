@@ -1,5 +1,4 @@
 //! The pure scheduler with a fleet around it: plain [`ActiveSequences`] that answer its queries, at once or late.
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -10,48 +9,48 @@ use pointsman::index::Holdings;
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
-    Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose,
-    Rejection, Request, ResolvedOptions, Schedule, Target, Waits,
+    Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, Purpose, Rejection, Request,
+    ResolvedOptions, Schedule, Target, Waits,
 };
 use pointsman::select::{Policy, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
 
-pub const BLOCK_SIZE: u32 = 16;
+pub(crate) const BLOCK_SIZE: u32 = 16;
 
-pub fn config() -> RouterConfig {
+pub(crate) fn config() -> RouterConfig {
     RouterConfig { policy: Policy::Kv, block_size: BLOCK_SIZE, seed: 11, ..RouterConfig::default() }
 }
 
-pub fn rank(worker: u64) -> WorkerRank {
+pub(crate) fn rank(worker: u64) -> WorkerRank {
     WorkerRank::new(WorkerId(worker), 0)
 }
 
 /// One rank, as its sequence actor and its worker keep it.
-pub struct Node {
-    pub rank: WorkerRank,
-    pub slot: Slot,
-    pub generation: Generation,
-    pub active: ActiveSequences,
-    pub board: Arc<BoardSlot>,
-    pub holdings: Arc<Holdings>,
-    pub traits: RankTraits,
-    pub draining: bool,
-    pub retired: bool,
-    pub applied: u32,
-    pub incarnation: u32,
+pub(crate) struct Node {
+    pub(crate) rank: WorkerRank,
+    pub(crate) slot: Slot,
+    pub(crate) generation: Generation,
+    pub(crate) active: ActiveSequences,
+    pub(crate) board: Arc<BoardSlot>,
+    pub(crate) holdings: Arc<Holdings>,
+    pub(crate) traits: RankTraits,
+    pub(crate) draining: bool,
+    pub(crate) retired: bool,
+    pub(crate) applied: u32,
+    pub(crate) incarnation: u32,
 }
 
 impl Node {
-    pub fn publish(&self, now: Timestamp) {
+    pub(crate) fn publish(&self, now: Timestamp) {
         self.board.publish(&BoardLoad::of(&self.active, self.incarnation, self.applied, now));
     }
 }
 
 /// How a request left.
 #[derive(Debug)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     Booked(Decision, Option<Box<Explanation>>),
     Reported(Decision),
-    LoadSnapshot(Vec<PotentialLoad>),
+    LoadSnapshot,
     Explained(Box<Explanation>),
     Rejected(Rejection),
     Cancelled,
@@ -59,18 +58,18 @@ pub enum Outcome {
 
 /// A request, for the tests to fill in.
 #[derive(Clone)]
-pub struct Ask {
-    pub blocks: u32,
+pub(crate) struct Ask {
+    pub(crate) blocks: u32,
     /// Prompts of one seed begin alike.
-    pub prompt: u64,
+    pub(crate) prompt: u64,
     /// Device blocks by node.
-    pub cached: Vec<(usize, u32)>,
-    pub shared_cache: SharedHits,
-    pub options: ResolvedOptions,
-    pub purpose: Purpose,
-    pub target: Target,
-    pub waits: bool,
-    pub refreshes: bool,
+    pub(crate) cached: Vec<(usize, u32)>,
+    pub(crate) shared_cache: SharedHits,
+    pub(crate) options: ResolvedOptions,
+    pub(crate) purpose: Purpose,
+    pub(crate) target: Target,
+    pub(crate) waits: bool,
+    pub(crate) refreshes: bool,
 }
 
 impl Default for Ask {
@@ -89,35 +88,35 @@ impl Default for Ask {
     }
 }
 
-pub fn asks(options: ResolvedOptions) -> Ask {
+pub(crate) fn asks(options: ResolvedOptions) -> Ask {
     Ask { options, ..Ask::default() }
 }
 
-pub struct Fleet {
-    pub config: RouterConfig,
-    pub schedule: Schedule<u64>,
-    pub nodes: Vec<Node>,
-    pub now: Timestamp,
+pub(crate) struct Fleet {
+    pub(crate) config: RouterConfig,
+    pub(crate) schedule: Schedule<u64>,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) now: Timestamp,
     /// Queries not answered yet.
-    pub asked: VecDeque<LoadQuery>,
-    pub asked_ranks: usize,
+    pub(crate) asked: VecDeque<LoadQuery>,
+    pub(crate) asked_ranks: usize,
     /// Whether queries are answered as they come.
-    pub prompt_answers: bool,
+    pub(crate) prompt_answers: bool,
     /// Who left, in order.
-    pub left: Vec<(u64, Outcome)>,
-    pub refreshes: Vec<(BookingId, usize)>,
+    pub(crate) left: Vec<(u64, Outcome)>,
+    pub(crate) refreshes: Vec<(BookingId, usize)>,
     /// What was on the rank before each Book.
-    pub before: BTreeMap<u64, RankLoad>,
+    pub(crate) before: BTreeMap<u64, RankLoad>,
     prompts: BTreeMap<u64, PromptBlocks>,
     effects: VecDeque<Effect<u64>>,
 }
 
 impl Fleet {
-    pub fn new(config: RouterConfig, ranks: usize) -> Self {
+    pub(crate) fn new(config: RouterConfig, ranks: usize) -> Self {
         Self::with(config, ranks, Extensions::default())
     }
 
-    pub fn with(config: RouterConfig, ranks: usize, extensions: Extensions) -> Self {
+    pub(crate) fn with(config: RouterConfig, ranks: usize, extensions: Extensions) -> Self {
         config.validate().expect("tests follow the rules");
         let mut fleet = Self {
             schedule: Schedule::new(config.clone(), 0, extensions),
@@ -140,12 +139,18 @@ impl Fleet {
     }
 
     /// Adds a rank in a slot of its own; its position.
-    pub fn admit(&mut self, rank: WorkerRank, traits: RankTraits) -> usize {
+    pub(crate) fn admit(&mut self, rank: WorkerRank, traits: RankTraits) -> usize {
         let slot = Slot(self.nodes.len() as u32);
         self.admit_in(slot, Generation(1), rank, traits)
     }
 
-    pub fn admit_in(&mut self, slot: Slot, generation: Generation, rank: WorkerRank, traits: RankTraits) -> usize {
+    pub(crate) fn admit_in(
+        &mut self,
+        slot: Slot,
+        generation: Generation,
+        rank: WorkerRank,
+        traits: RankTraits,
+    ) -> usize {
         let (board, holdings) = (Arc::new(BoardSlot::default()), Arc::new(Holdings::default()));
         let node = Node {
             rank,
@@ -176,31 +181,31 @@ impl Fleet {
         position
     }
 
-    pub fn describe(&mut self, node: usize, traits: RankTraits) {
+    pub(crate) fn describe(&mut self, node: usize, traits: RankTraits) {
         self.nodes[node].traits = traits.clone();
         let Node { slot, generation, .. } = self.nodes[node];
         self.step(Input::Describe { slot, generation, traits: Arc::new(traits) });
     }
 
-    pub fn drain(&mut self, node: usize) {
+    pub(crate) fn drain(&mut self, node: usize) {
         self.nodes[node].draining = true;
         let Node { slot, generation, .. } = self.nodes[node];
         self.step(Input::Drain { slot, generation });
     }
 
-    pub fn retire(&mut self, node: usize) {
+    pub(crate) fn retire(&mut self, node: usize) {
         self.nodes[node].retired = true;
         let Node { slot, generation, .. } = self.nodes[node];
         self.step(Input::Retire { slot, generation });
     }
 
-    pub fn set_conditions(&mut self, overloaded: &[u64], unavailable: &[u64]) {
+    pub(crate) fn set_conditions(&mut self, overloaded: &[u64], unavailable: &[u64]) {
         let ranks = |workers: &[u64]| workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
         let conditions = RankConditions { overloaded: ranks(overloaded), unavailable: ranks(unavailable) };
         self.step(Input::Conditions(Arc::new(conditions)));
     }
 
-    pub fn overlaps(&self, cached: &[(usize, u32)]) -> Vec<RankOverlap> {
+    pub(crate) fn overlaps(&self, cached: &[(usize, u32)]) -> Vec<RankOverlap> {
         let overlap = |&(node, device_blocks): &(usize, u32)| RankOverlap {
             slot: self.nodes[node].slot,
             generation: self.nodes[node].generation,
@@ -209,7 +214,7 @@ impl Fleet {
         cached.iter().map(overlap).collect()
     }
 
-    pub fn ask(&mut self, id: u64, ask: &Ask) {
+    pub(crate) fn ask(&mut self, id: u64, ask: &Ask) {
         let blocks: Vec<BlockHash> =
             (0..u64::from(ask.blocks)).map(|n| BlockHash((ask.prompt << 32) ^ n ^ 0x5eed)).collect();
         let prompt = if self.config.assume_kv_reuse {
@@ -238,16 +243,16 @@ impl Fleet {
         self.step(Input::Request(request));
     }
 
-    pub fn step(&mut self, input: Input<u64>) {
+    pub(crate) fn step(&mut self, input: Input<u64>) {
         self.schedule.step(input, self.now, &mut self.effects);
         self.perform();
     }
 
-    pub fn wake(&mut self) {
+    pub(crate) fn wake(&mut self) {
         self.step(Input::Wake);
     }
 
-    pub fn cancel(&mut self, id: u64) {
+    pub(crate) fn cancel(&mut self, id: u64) {
         self.step(Input::Cancel(BookingId(id)));
     }
 
@@ -274,7 +279,7 @@ impl Fleet {
                     self.left.push((id, Outcome::Booked(decision, trace)));
                 }
                 Effect::Report { context: id, decision } => self.left.push((id, Outcome::Reported(decision))),
-                Effect::LoadSnapshot { context: id, loads } => self.left.push((id, Outcome::LoadSnapshot(loads))),
+                Effect::LoadSnapshot { context: id, .. } => self.left.push((id, Outcome::LoadSnapshot)),
                 Effect::Explain { context: id, explanation } => self.left.push((id, Outcome::Explained(explanation))),
                 Effect::Reject { context: id, reason } => self.left.push((id, Outcome::Rejected(reason))),
                 Effect::Cancelled { context: id } => self.left.push((id, Outcome::Cancelled)),
@@ -283,13 +288,13 @@ impl Fleet {
     }
 
     /// Answers the oldest open query, except for the nodes in `missing`.
-    pub fn answer(&mut self, missing: &[usize]) {
+    pub(crate) fn answer(&mut self, missing: &[usize]) {
         let Some(query) = self.asked.pop_front() else { return };
         let answers = self.answers_to(&query, missing);
         self.step(Input::Loads { batch: query.batch, answers });
     }
 
-    pub fn answers_to(&self, query: &LoadQuery, missing: &[usize]) -> Vec<LoadAnswer> {
+    pub(crate) fn answers_to(&self, query: &LoadQuery, missing: &[usize]) -> Vec<LoadAnswer> {
         let present = |slot: &&Slot| !missing.contains(&slot.index()) && !self.nodes[slot.index()].retired;
         let answers = query.slots.iter().filter(present).map(|&slot| {
             let Node { active, generation, .. } = &self.nodes[slot.index()];
@@ -300,14 +305,14 @@ impl Fleet {
     }
 
     /// Frees a request wherever it runs. Wakes nobody.
-    pub fn free(&mut self, id: u64) {
+    pub(crate) fn free(&mut self, id: u64) {
         for node in &mut self.nodes {
             node.active.free(BookingId(id), self.now);
             node.publish(self.now);
         }
     }
 
-    pub fn complete_prefill(&mut self, id: u64) {
+    pub(crate) fn complete_prefill(&mut self, id: u64) {
         for node in &mut self.nodes {
             node.active.complete_prefill(BookingId(id), self.now);
             node.publish(self.now);
@@ -315,16 +320,16 @@ impl Fleet {
     }
 
     /// How a request left, which it must have.
-    pub fn outcome(&self, id: u64) -> &Outcome {
+    pub(crate) fn outcome(&self, id: u64) -> &Outcome {
         let outcome = self.left.iter().find(|(left, _)| *left == id);
         &outcome.unwrap_or_else(|| panic!("{id} has not left")).1
     }
 
-    pub fn has_left(&self, id: u64) -> bool {
+    pub(crate) fn has_left(&self, id: u64) -> bool {
         self.left.iter().any(|(left, _)| *left == id)
     }
 
-    pub fn decision(&self, id: u64) -> &Decision {
+    pub(crate) fn decision(&self, id: u64) -> &Decision {
         match self.outcome(id) {
             Outcome::Booked(decision, _) | Outcome::Reported(decision) => decision,
             other => panic!("{id} was to be placed, not {other:?}"),
@@ -332,18 +337,18 @@ impl Fleet {
     }
 
     /// The worker that a request was placed on.
-    pub fn worker(&self, id: u64) -> u64 {
+    pub(crate) fn worker(&self, id: u64) -> u64 {
         self.decision(id).rank.worker.0
     }
 
-    pub fn rejection(&self, id: u64) -> &Rejection {
+    pub(crate) fn rejection(&self, id: u64) -> &Rejection {
         match self.outcome(id) {
             Outcome::Rejected(reason) => reason,
             other => panic!("{id} was to be refused, not {other:?}"),
         }
     }
 
-    pub fn explanation(&self, id: u64) -> &Explanation {
+    pub(crate) fn explanation(&self, id: u64) -> &Explanation {
         match self.outcome(id) {
             Outcome::Explained(explanation) => explanation,
             other => panic!("{id} was to be explained, not {other:?}"),
@@ -351,19 +356,19 @@ impl Fleet {
     }
 
     /// Tickets booked, in order.
-    pub fn booked(&self) -> Vec<u64> {
+    pub(crate) fn booked(&self) -> Vec<u64> {
         let booked = self.left.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Booked(..)));
         booked.map(|(id, _)| *id).collect()
     }
 
     /// Requests that wait, of all classes.
-    pub fn waiting(&self) -> u64 {
+    pub(crate) fn waiting(&self) -> u64 {
         self.schedule.depths().map(|(_, depth)| depth.requests).sum()
     }
 }
 
 /// The nth number of a fixed sequence that looks like none.
-pub fn scattered(n: u64) -> u64 {
+pub(crate) fn scattered(n: u64) -> u64 {
     let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     mixed ^ (mixed >> 31)

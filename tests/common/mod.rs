@@ -1,5 +1,4 @@
-//! What the router's integration tests share.
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
+//! Helpers of the tests of a whole router.
 
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
@@ -8,21 +7,21 @@ use pointsman::protocol::{
 use pointsman::select::Policy;
 use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
 
-pub const BLOCK_SIZE: u32 = 4;
+pub(crate) const BLOCK_SIZE: u32 = 4;
 
-pub fn config() -> RouterConfig {
+pub(crate) fn config() -> RouterConfig {
     let defaults = RouterConfig::default();
     // Their engines are names only: nobody answers probes. Costs in blocks are the same at any time, on any machine.
     let policy = Policy::Kv;
     RouterConfig { policy, block_size: BLOCK_SIZE, restarts_max: 1_000_000, health_probe_interval_ms: 0, ..defaults }
 }
 
-pub fn rank(worker: u64) -> WorkerRank {
+pub(crate) fn rank(worker: u64) -> WorkerRank {
     WorkerRank::new(WorkerId(worker), 0)
 }
 
 /// A router with single-rank workers 0 to `workers` − 1.
-pub async fn router(config: RouterConfig, workers: u64) -> Router {
+pub(crate) async fn router(config: RouterConfig, workers: u64) -> Router {
     let mut builder = Router::builder(config);
     for worker in 0..workers {
         builder = builder.worker(WorkerId(worker), WorkerConfig::at(format!("http://engine-{worker}")));
@@ -31,13 +30,18 @@ pub async fn router(config: RouterConfig, workers: u64) -> Router {
 }
 
 /// A prompt of `blocks` blocks whose content follows from `seed`; prompts of one seed begin alike.
-pub fn tokens(seed: u32, blocks: u32) -> Vec<u32> {
+pub(crate) fn tokens(seed: u32, blocks: u32) -> Vec<u32> {
     (0..blocks * BLOCK_SIZE).map(|n| seed.wrapping_mul(0x9e37_79b9) ^ n).collect()
 }
 
-/// The event by which `rank` says that it has stored a prompt from its start.
-pub fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
-    let scheme = HashScheme::new(BLOCK_SIZE.try_into().expect("not zero"));
+/// The event of a rank that has stored a prompt from its start, in blocks of [`BLOCK_SIZE`].
+pub(crate) fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
+    stored_in_blocks(rank, tokens, BLOCK_SIZE)
+}
+
+/// The event of a rank that has stored a prompt from its start.
+pub(crate) fn stored_in_blocks(rank: WorkerRank, tokens: &[u32], block_size: u32) -> RouterEvent {
+    let scheme = HashScheme::new(block_size.try_into().expect("not zero"));
     let hashed = HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &MmBlocks::NONE);
     let names = hashed.sequence_hashes().iter().map(|hash| EngineHash(!hash.0));
     let blocks = names.zip(hashed.block_hashes().iter());
@@ -45,24 +49,24 @@ pub fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
     RouterEvent { rank, tier: StorageTier::Device, data: KvEvent::Stored { parent: None, blocks } }
 }
 
-pub fn cleared(rank: WorkerRank) -> RouterEvent {
+pub(crate) fn cleared(rank: WorkerRank) -> RouterEvent {
     RouterEvent { rank, tier: StorageTier::Device, data: KvEvent::Cleared }
 }
 
 /// (requests, blocks, prefill tokens) of each rank, without any request on top.
-pub async fn loads(router: &Router) -> Vec<(u32, u64, u64)> {
+pub(crate) async fn loads(router: &Router) -> Vec<(u32, u64, u64)> {
     let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("a load snapshot");
     loads.iter().map(|l| (l.active_requests, l.potential_decode_blocks, l.potential_prefill_tokens)).collect()
 }
 
-pub async fn assert_at_rest(router: &Router) {
+pub(crate) async fn assert_at_rest(router: &Router) {
     assert_eq!(router.health().leases, 0, "leases at rest");
     let loads = loads(router).await;
     assert!(loads.iter().all(|load| *load == (0, 0, 0)), "residue at rest: {loads:?}");
 }
 
 /// Ten thousand drills would print ten thousand backtraces.
-pub fn without_reports_of_drills() {
+pub(crate) fn without_reports_of_drills() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         let report = std::panic::take_hook();

@@ -1,9 +1,8 @@
 //! Msgpack, written: what publishers send, and what none should.
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 /// One item.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Msg {
+pub(crate) enum Msg {
     Nil,
     Bool(bool),
     Uint(u64),
@@ -49,12 +48,12 @@ impl<T: Into<Msg>> FromIterator<T> for Msg {
 
 impl Msg {
     /// A map with names for keys.
-    pub fn named<'a>(pairs: impl IntoIterator<Item = (&'a str, Msg)>) -> Self {
+    pub(crate) fn named<'a>(pairs: impl IntoIterator<Item = (&'a str, Msg)>) -> Self {
         Self::Map(pairs.into_iter().map(|(key, value)| (key.into(), value)).collect())
     }
 
     /// The item's bytes, in the shortest encoding.
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         self.write(&mut bytes);
         bytes
@@ -113,6 +112,6 @@ fn head(to: &mut Vec<u8>, marker: u8, rest: &[u8]) {
 }
 
 /// A batch of events, without a rank.
-pub fn batch(events: impl IntoIterator<Item = Msg>) -> Vec<u8> {
+pub(crate) fn batch(events: impl IntoIterator<Item = Msg>) -> Vec<u8> {
     Msg::Array(vec![Msg::Float(1.5), events.into_iter().collect()]).bytes()
 }

@@ -1,7 +1,6 @@
 //! A fleet to which anything may happen, and a literal account of what may follow from it.
 //!
 //! Everything that is done is drawn from the numbers given, so that one list of numbers is one history.
-#![allow(unreachable_pub, reason = "shared by test binaries")]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -22,10 +21,10 @@ const WORKERS: u64 = 6;
 const CLASSES: [&str; 3] = ["tokens", "share", "small"];
 
 /// Numbers that look random, from one.
-pub struct Dice(u64);
+pub(crate) struct Dice(u64);
 
 impl Dice {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(scattered(seed))
     }
 
@@ -57,7 +56,7 @@ struct Pending {
     overlaps_at: Timestamp,
 }
 
-pub struct World {
+pub(crate) struct World {
     fleet: Fleet,
     pending: BTreeMap<u64, Pending>,
     running: Vec<u64>,
@@ -71,8 +70,8 @@ pub struct World {
     seen: usize,
     /// The most ranks there were since nothing was in flight.
     ranks_before: u64,
-    pub waited: u64,
-    pub refreshed: u64,
+    pub(crate) waited: u64,
+    pub(crate) refreshed: u64,
 }
 
 fn some_config(dice: &mut Dice) -> RouterConfig {
@@ -125,7 +124,7 @@ fn some_traits(dice: &mut Dice) -> RankTraits {
 }
 
 impl World {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let config = some_config(&mut dice);
         let estimator = dice.one_in(3).then(|| Arc::new(Steady) as Arc<dyn PrefillEstimator>);
@@ -150,7 +149,7 @@ impl World {
     }
 
     /// Something happens.
-    pub fn step(&mut self, noise: u64) {
+    pub(crate) fn step(&mut self, noise: u64) {
         let dice = &mut Dice::new(noise);
         match dice.below(100) {
             0..32 => self.ask(dice),
@@ -467,7 +466,7 @@ impl World {
                 (Outcome::Cancelled, Purpose::Book) => assert!(known.cancelled && known.ask.waits),
                 (Outcome::Rejected(reason), _) => self.check_rejection(&known, &reason),
                 (Outcome::Reported(_), Purpose::Report)
-                | (Outcome::LoadSnapshot(_), Purpose::LoadSnapshot)
+                | (Outcome::LoadSnapshot, Purpose::LoadSnapshot)
                 | (Outcome::Explained(_), Purpose::Explain) => {}
                 (outcome, purpose) => panic!("{outcome:?} is no answer to {purpose:?}"),
             }
@@ -571,7 +570,7 @@ impl World {
     }
 
     /// Everybody who waits goes, everything ends: nothing may be left.
-    pub fn finish(&mut self) {
+    pub(crate) fn finish(&mut self) {
         while !self.fleet.asked.is_empty() {
             self.answer(0);
             self.check();

@@ -1,8 +1,7 @@
-//! Publishers of KV events on bare TCP: one that keeps every rule, and one that breaks whichever a test names.
+//! A publisher of KV events on bare TCP, which follows the protocol; and the parts of one that does not.
 //!
 //! Owns the bytes of ZMTP 3.0 as a publisher and a replay socket send them, and msgpack batches in both dialects. Promises
 //! that what a test did not ask for is not sent. Speaks through no library, so nothing stands between a test and the wire.
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
-pub const TOPIC: &str = "kv-events";
+pub(crate) const TOPIC: &str = "kv-events";
 
 const MORE: u8 = 1;
 const LONG: u8 = 2;
@@ -23,11 +22,11 @@ const COMMAND: u8 = 4;
 
 // ---- frames ----
 
-pub fn greeting() -> Vec<u8> {
+pub(crate) fn greeting() -> Vec<u8> {
     greeting_of("NULL")
 }
 
-pub fn greeting_of(mechanism: &str) -> Vec<u8> {
+pub(crate) fn greeting_of(mechanism: &str) -> Vec<u8> {
     let mut bytes = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
     bytes.extend_from_slice(mechanism.as_bytes());
     bytes.resize(64, 0);
@@ -35,7 +34,7 @@ pub fn greeting_of(mechanism: &str) -> Vec<u8> {
 }
 
 /// A command that says which kind of socket speaks.
-pub fn ready(socket_type: &str) -> Vec<u8> {
+pub(crate) fn ready(socket_type: &str) -> Vec<u8> {
     let mut body = b"\x05READY\x0bSocket-Type".to_vec();
     body.extend((socket_type.len() as u32).to_be_bytes());
     body.extend_from_slice(socket_type.as_bytes());
@@ -43,33 +42,33 @@ pub fn ready(socket_type: &str) -> Vec<u8> {
 }
 
 /// Greeting and READY.
-pub fn handshake(socket_type: &str) -> Vec<u8> {
+pub(crate) fn handshake(socket_type: &str) -> Vec<u8> {
     [greeting(), ready(socket_type)].concat()
 }
 
 /// Flags and a length, of which nothing need follow.
-pub fn header(flags: u8, bytes: u64) -> Vec<u8> {
+pub(crate) fn header(flags: u8, bytes: u64) -> Vec<u8> {
     match u8::try_from(bytes) {
         Ok(short) => vec![flags, short],
         Err(_) => [&[flags | LONG][..], &bytes.to_be_bytes()].concat(),
     }
 }
 
-pub fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
+pub(crate) fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
     [&header(flags, body.len() as u64)[..], body].concat()
 }
 
-pub fn message(parts: &[&[u8]]) -> Vec<u8> {
+pub(crate) fn message(parts: &[&[u8]]) -> Vec<u8> {
     let last = parts.len().saturating_sub(1);
     parts.iter().enumerate().flat_map(|(n, part)| frame(if n < last { MORE } else { 0 }, part)).collect()
 }
 
-pub fn live_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
+pub(crate) fn live_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
     message(&[TOPIC.as_bytes(), &sequence.to_be_bytes(), payload])
 }
 
 /// An answer to a replay request, in the framing without a topic.
-pub fn replay_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
+pub(crate) fn replay_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
     message(&[b"", &sequence.to_be_bytes(), payload])
 }
 
@@ -101,65 +100,65 @@ async fn read_message(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Resu
 
 /// In which of its two forms an event is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub(crate) enum Form {
     Array,
     Map,
 }
 
 /// Writes msgpack items one after the other; whether they make sense is the test's business.
 #[derive(Clone, Default)]
-pub struct Pack(pub Vec<u8>);
+pub(crate) struct Pack(pub Vec<u8>);
 
 impl Pack {
-    pub fn array(mut self, items: u32) -> Self {
+    pub(crate) fn array(mut self, items: u32) -> Self {
         self.0.push(0xdd);
         self.0.extend(items.to_be_bytes());
         self
     }
 
-    pub fn map(mut self, pairs: u32) -> Self {
+    pub(crate) fn map(mut self, pairs: u32) -> Self {
         self.0.push(0xdf);
         self.0.extend(pairs.to_be_bytes());
         self
     }
 
-    pub fn uint(mut self, value: u64) -> Self {
+    pub(crate) fn uint(mut self, value: u64) -> Self {
         self.0.push(0xcf);
         self.0.extend(value.to_be_bytes());
         self
     }
 
-    pub fn float(mut self, value: f64) -> Self {
+    pub(crate) fn float(mut self, value: f64) -> Self {
         self.0.push(0xcb);
         self.0.extend(value.to_be_bytes());
         self
     }
 
-    pub fn text(mut self, text: &str) -> Self {
+    pub(crate) fn text(mut self, text: &str) -> Self {
         self.0.push(0xd9);
         self.0.push(u8::try_from(text.len()).expect("a short text"));
         self.0.extend(text.as_bytes());
         self
     }
 
-    pub fn nil(mut self) -> Self {
+    pub(crate) fn nil(mut self) -> Self {
         self.0.push(0xc0);
         self
     }
 
-    pub fn uints(self, values: impl ExactSizeIterator<Item = u64>) -> Self {
+    pub(crate) fn uints(self, values: impl ExactSizeIterator<Item = u64>) -> Self {
         let packed = self.array(values.len() as u32);
         values.fold(packed, Self::uint)
     }
 
-    pub fn raw(mut self, bytes: &[u8]) -> Self {
+    pub(crate) fn raw(mut self, bytes: &[u8]) -> Self {
         self.0.extend_from_slice(bytes);
         self
     }
 }
 
 /// What one event of an engine looks like. `tokens` are those of the blocks stored.
-pub fn event(form: Form, event: &RouterEvent, tokens: &[u32]) -> Vec<u8> {
+pub(crate) fn event(form: Form, event: &RouterEvent, tokens: &[u32]) -> Vec<u8> {
     match &event.data {
         KvEvent::Stored { parent, blocks } => stored(form, *parent, blocks, tokens),
         KvEvent::Removed { blocks } => removed(form, blocks),
@@ -203,14 +202,14 @@ fn removed(form: Form, blocks: &[EngineHash]) -> Vec<u8> {
 }
 
 /// A batch of events made at `time`, which keeps batches of equal events apart.
-pub fn batch(time: f64, events: &[Vec<u8>]) -> Vec<u8> {
+pub(crate) fn batch(time: f64, events: &[Vec<u8>]) -> Vec<u8> {
     Pack::default().array(2).float(time).array(events.len() as u32).raw(&events.concat()).0
 }
 
 // ---- a publisher that keeps the rules ----
 
 /// One engine rank's event and replay sockets.
-pub struct Publisher {
+pub(crate) struct Publisher {
     live: SocketAddr,
     replay: SocketAddr,
     state: Arc<Mutex<State>>,
@@ -259,7 +258,7 @@ impl Drop for Publisher {
 
 impl Publisher {
     /// Keeps the last `ring_max` messages for replay.
-    pub async fn start(ring_max: usize, replays_with_topic: bool) -> Self {
+    pub(crate) async fn start(ring_max: usize, replays_with_topic: bool) -> Self {
         let state = State {
             ring: VecDeque::new(),
             ring_max,
@@ -280,12 +279,12 @@ impl Publisher {
         Self { live, replay, state, tasks, connections, cut }
     }
 
-    pub fn kv_events(&self) -> KvEventsConfig {
+    pub(crate) fn kv_events(&self) -> KvEventsConfig {
         kv_events(self.live, Some(self.replay))
     }
 
     /// Sends to all who listen; the message's number.
-    pub fn publish(&self, payload: &[u8]) -> u64 {
+    pub(crate) fn publish(&self, payload: &[u8]) -> u64 {
         let mut state = self.state();
         let sequence = state.keep(payload);
         let message = live_message(sequence, payload);
@@ -294,30 +293,30 @@ impl Publisher {
     }
 
     /// Publishes as to a subscriber whose queue is full: only a replay can bring it.
-    pub fn publish_unheard(&self, payload: &[u8]) -> u64 {
+    pub(crate) fn publish_unheard(&self, payload: &[u8]) -> u64 {
         self.state().keep(payload)
     }
 
     /// Begins to count anew, with nothing to replay; connections stay.
-    pub fn forget(&self) {
+    pub(crate) fn forget(&self) {
         let mut state = self.state();
         state.next = 0;
         state.ring.clear();
     }
 
     /// Closes every connection. New ones are taken.
-    pub fn disconnect(&self) {
+    pub(crate) fn disconnect(&self) {
         self.state().subscribers.clear();
         self.cut.send_modify(|cut| *cut += 1);
     }
 
     /// Connections that neither side has closed.
-    pub fn connections(&self) -> usize {
+    pub(crate) fn connections(&self) -> usize {
         self.connections.open.load(Ordering::SeqCst)
     }
 
     /// Connections there ever were.
-    pub fn accepted(&self) -> usize {
+    pub(crate) fn accepted(&self) -> usize {
         self.connections.accepted.load(Ordering::SeqCst)
     }
 
@@ -330,12 +329,12 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     state.lock().expect("no test panics with it")
 }
 
-fn kv_events(live: SocketAddr, replay: Option<SocketAddr>) -> KvEventsConfig {
+pub(crate) fn kv_events(live: SocketAddr, replay: Option<SocketAddr>) -> KvEventsConfig {
     let endpoint = |address| format!("tcp://{address}");
     KvEventsConfig { endpoint: endpoint(live), replay_endpoint: replay.map(endpoint), topic: TOPIC.to_owned() }
 }
 
-async fn listen() -> TcpListener {
+pub(crate) async fn listen() -> TcpListener {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free")
 }
 
@@ -422,86 +421,4 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io::Res
         };
         stream.write_all(&answers).await?;
     }
-}
-
-// ---- one that does not ----
-
-/// What a connection is sent, whatever it says.
-#[derive(Clone)]
-pub struct Script {
-    pub first: Vec<u8>,
-    pub then: Then,
-}
-
-#[derive(Clone)]
-pub enum Then {
-    Close,
-    /// Says nothing more.
-    Hang,
-    /// These bytes so many times, and then nothing more.
-    Repeat(Vec<u8>, usize),
-}
-
-impl Script {
-    pub fn new(first: Vec<u8>, then: Then) -> Self {
-        Self { first, then }
-    }
-}
-
-/// A socket that follows a script for each connection, by its number.
-pub struct Hostile {
-    address: SocketAddr,
-    accepted: Arc<AtomicUsize>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for Hostile {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-impl Hostile {
-    pub async fn start(script: impl Fn(usize) -> Script + Send + 'static) -> Self {
-        let listener = listen().await;
-        let address = listener.local_addr().expect("bound");
-        let accepted = Arc::new(AtomicUsize::new(0));
-        let count = Arc::clone(&accepted);
-        let task = tokio::spawn(async move {
-            loop {
-                let (stream, _) = listener.accept().await.expect("a connection");
-                tokio::spawn(follow(stream, script(count.fetch_add(1, Ordering::SeqCst))));
-            }
-        });
-        Self { address, accepted, task }
-    }
-
-    pub fn accepted(&self) -> usize {
-        self.accepted.load(Ordering::SeqCst)
-    }
-
-    /// This one as the publisher, and maybe another as its replay socket.
-    pub fn kv_events(&self, replay: Option<&Self>) -> KvEventsConfig {
-        kv_events(self.address, replay.map(|replay| replay.address))
-    }
-}
-
-async fn follow(stream: TcpStream, script: Script) {
-    let (mut from, mut to) = stream.into_split();
-    let says = async move {
-        to.write_all(&script.first).await?;
-        match script.then {
-            Then::Close => to.shutdown().await?,
-            Then::Hang => {}
-            Then::Repeat(bytes, times) => {
-                for _ in 0..times {
-                    to.write_all(&bytes).await?;
-                }
-            }
-        }
-        std::io::Result::Ok(to)
-    };
-    // What is not read would turn the end into a reset, which takes with it what was sent.
-    let hears = async move { tokio::io::copy(&mut from, &mut tokio::io::sink()).await };
-    let _ = tokio::join!(says, hears);
 }

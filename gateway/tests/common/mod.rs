@@ -1,8 +1,11 @@
-//! What the tests of a router before a fleet of mock engines need.
+//! Helpers of the gateway's tests: fleets of mock engines, scripted workers, HTTP clients, an administered gateway.
 //!
-//! Owns no assertion about routers but one: that index and caches agree ([`holdings`]). Leaves scenarios to the tests.
+//! [`holdings`] asserts that the router's index matches the engines' caches; the other assertions are in the tests.
 
+pub(crate) mod admin;
 pub(crate) mod fleet;
 pub(crate) mod holdings;
 pub(crate) mod http;
+pub(crate) mod mock;
+pub(crate) mod proxy;
 pub(crate) mod workload;

@@ -1,0 +1,4 @@
+//! Integration tests, one module each.
+
+mod properties;
+mod story;

@@ -1,0 +1,91 @@
+//! The audit log of the admin API.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+
+use crate::alone;
+use crate::common::admin::{Asked, MODEL, TOKEN};
+
+#[tokio::test]
+async fn every_change_writes_a_line_and_none_has_the_token() {
+    let _alone = alone().await;
+    let log = Log::default();
+    let subscriber = tracing_subscriber::fmt().with_writer(log.clone()).json().finish();
+    // This test has one thread, and all of the gateway's tasks run on it.
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let asked = Asked::start().await;
+    asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    asked.ask("PATCH", "/admin/models/mock/workers/7", r#"{"no\nsuch":1}"#).await;
+    asked.ask("POST", "/admin/models/mock/workers/7/drain", r#"{"timeout_ms":0}"#).await;
+    asked.ask("DELETE", "/admin/models/mock/workers/7", "").await;
+    asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://me:hunter22@127.0.0.1:1"}"#).await;
+    let load = r#"{"endpoint":"http://127.0.0.1:1","load":{"metrics":"http://me:hunter22@127.0.0.1:1/m"}}"#;
+    asked.ask("PUT", "/admin/models/mock/workers/7", load).await;
+    asked.ask("GET", "/admin/models", "").await;
+    for _ in 0..50 {
+        asked.ask_as("GET", "/admin/models", "", &["authorization: Bearer not-the-token-itself"]).await;
+    }
+    let lines = log.lines();
+    let audit: Vec<&Value> = lines.iter().filter(|line| line["target"] == "pointsman_gateway::audit").collect();
+    let said = |line: &&Value| {
+        let fields = &line["fields"];
+        assert_eq!(
+            (&line["level"], &fields["model"], &fields["worker_id"]),
+            (&json!("INFO"), &json!(MODEL), &json!("7"))
+        );
+        assert!(fields["peer"].as_str().is_some_and(|peer| peer.parse::<SocketAddr>().is_ok()), "{line}");
+        format!("{} {}", fields["what"].as_str().expect("what"), fields["outcome"].as_str().expect("outcome"))
+    };
+    let said: Vec<String> = audit.iter().map(said).collect();
+    assert_eq!(
+        said,
+        ["put done", "patch failed", "drain begun", "drain done", "remove failed", "put failed", "put failed"]
+    );
+    let of = |message: &str| {
+        let has = |line: &&Value| line["fields"]["message"].as_str().is_some_and(|said| said.contains(message));
+        lines.iter().filter(has).collect::<Vec<_>>()
+    };
+    let denials = of("did not show its token");
+    assert!((1..=2).contains(&denials.len()), "{denials:?}");
+    #[cfg(unix)]
+    assert_eq!(of("can read the administration's token_file")[0]["fields"]["mode"], json!("644"));
+    let text = log.text();
+    for secret in [TOKEN, "not-the-token-itself", "hunter22"] {
+        assert!(!text.contains(secret), "{secret}: {text}");
+    }
+}
+
+/// What was logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().expect("whole").clone()).expect("logs are text")
+    }
+
+    fn lines(&self) -> Vec<Value> {
+        self.text().lines().map(|line| serde_json::from_str(line).expect("one JSON object a line")).collect()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("whole").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl tracing_subscriber::fmt::MakeWriter<'_> for Log {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}

@@ -1,0 +1,224 @@
+//! Engines of a real gateway die, most of them or all, and come back on the same ports.
+//!
+//! Owns nothing. Asserts counts: failed requests, exported metrics, the state of `/ready`. Every wait has an end.
+#![allow(clippy::print_stdout, reason = "counts are there to be read")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman::{Fault, RouterConfig};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{ModelSettings, Settings};
+use serde_json::json;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use crate::alone;
+use crate::common::proxy::{self, PATIENCE, get, post, request, settings, worker};
+
+/// Concurrent clients.
+const CLIENTS: usize = 50;
+
+async fn engines() -> Vec<Option<MockEngine>> {
+    let mut engines = Vec::new();
+    for _ in 0..4 {
+        let config = MockConfig { time_scale: 20.0, ..MockConfig::default() };
+        engines.push(Some(MockEngine::start(config).await.expect("the engine starts")));
+    }
+    engines
+}
+
+/// The default router before these engines.
+fn before(engines: &[Option<MockEngine>], router: RouterConfig) -> Settings {
+    let workers = engines.iter().flatten().zip(1..).map(|(engine, n)| worker(n, &engine.url(), 1)).collect();
+    let mut settings = settings(workers);
+    settings.gateway.metrics_public = true;
+    settings.models =
+        settings.models.into_iter().map(|model| ModelSettings { router: router.clone(), ..model }).collect();
+    settings
+}
+
+/// Stops an engine. Returns what starts it again on the same port.
+async fn kill(engine: &mut Option<MockEngine>) -> MockConfig {
+    let engine = engine.take().expect("it runs");
+    let config = MockConfig { port: engine.address().port(), ..engine.config().clone() };
+    engine.shutdown().await;
+    config
+}
+
+/// Whether a streamed request is answered as a whole.
+async fn is_served(gateway: &Gateway, n: usize) -> bool {
+    let body = json!({
+        "model": "mock", "stream": true, "max_tokens": 16,
+        "messages": [{ "role": "user", "content": format!("client {n} asks for an answer of its own") }],
+    });
+    let answer = post(gateway, "/v1/chat/completions", &body).await;
+    answer.status == 200 && answer.is_whole && answer.text().contains("data: [DONE]")
+}
+
+/// Requests of [`CLIENTS`] concurrent clients, `each` one after the other, and how many failed.
+async fn load(gateway: &Arc<Gateway>, each: usize) -> (usize, usize) {
+    let mut clients = JoinSet::new();
+    for client in 0..CLIENTS {
+        let gateway = Arc::clone(gateway);
+        clients.spawn(async move {
+            let mut failed = 0;
+            for n in 0..each {
+                failed += usize::from(!is_served(&gateway, client * each + n).await);
+            }
+            failed
+        });
+    }
+    (CLIENTS * each, clients.join_all().await.into_iter().sum())
+}
+
+/// Values on the metrics page of the model's pool, by name; those with further labels summed up.
+async fn exported(gateway: &Gateway) -> BTreeMap<String, f64> {
+    let page = get(gateway, "/metrics").await;
+    let mut values = BTreeMap::new();
+    for line in page.text().lines().filter(|line| !line.starts_with('#')) {
+        let Some((series, value)) = line.rsplit_once(' ') else { continue };
+        let name = series.split('{').next().unwrap_or(series).to_owned();
+        *values.entry(name).or_insert(0.0) += value.parse().unwrap_or(0.0);
+    }
+    values
+}
+
+/// The expression of a rule in `deploy/alerts.yml`: `A == B` or `A < B`, where each side is a metric, a number or a product.
+async fn holds(gateway: &Gateway, alert: &str) -> bool {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/alerts.yml");
+    let rules = fs::read_to_string(path).expect("the rules are there");
+    let rule =
+        rules.split("- alert: ").find(|rule| rule.starts_with(&format!("{alert}\n"))).expect("there is such a rule");
+    let expression = rule.lines().find_map(|line| line.trim().strip_prefix("expr: ")).expect("an expression");
+    let values = exported(gateway).await;
+    let value = |side: &str| -> f64 {
+        let factor = |factor: &str| {
+            let factor = factor.trim();
+            factor.parse().unwrap_or_else(|_| *values.get(factor).unwrap_or_else(|| panic!("{factor} is not exported")))
+        };
+        side.split('*').map(factor).product()
+    };
+    match (expression.split_once("=="), expression.split_once('<')) {
+        (Some((a, b)), _) => value(a) == value(b),
+        (None, Some((a, b))) => value(a) < value(b),
+        (None, None) => panic!("unknown form: {expression}"),
+    }
+}
+
+async fn until_alert(gateway: &Gateway, alert: &str, wanted: bool) {
+    let wait = async {
+        while holds(gateway, alert).await != wanted {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "{alert} is never {wanted}");
+}
+
+async fn until_ready(gateway: &Gateway, status: u16) -> String {
+    let wait = async {
+        loop {
+            let answer = get(gateway, "/ready").await;
+            if answer.status == status {
+                return answer.text().to_owned();
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, wait).await.unwrap_or_else(|_| panic!("/ready is never {status}"))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_request_fails_while_one_engine_of_four_is_alive() {
+    let _alone = alone().await;
+    let mut engines = engines().await;
+    let gateway = Arc::new(proxy::gateway(before(&engines, RouterConfig::default())).await);
+    let (requests, failed) = load(&gateway, 2).await;
+    println!("| engines dead | requests | failed | retries denied | ejected |");
+    println!("| 0 of 4 | {requests} | {failed} | 0 | 0 |");
+    assert_eq!(failed, 0);
+
+    // Three die under requests, which may break off; every request that is sent afterwards is served by the fourth.
+    let mut running = JoinSet::new();
+    for n in 0..CLIENTS {
+        let gateway = Arc::clone(&gateway);
+        running.spawn(async move { is_served(&gateway, 10_000 + n).await });
+    }
+    let mut dead = Vec::new();
+    for engine in &mut engines[..3] {
+        dead.push(kill(engine).await);
+    }
+    let broken = running.join_all().await.into_iter().filter(|is_served| !is_served).count();
+    let (requests, failed) = load(&gateway, 10).await;
+    let denied = exported(&gateway).await.get("pointsman_gateway_retries_denied_total").copied().unwrap_or(0.0);
+    let ejected = gateway.router("mock").expect("served").eligible_ranks();
+    println!("| 3 of 4 | {requests} (and {broken} of {CLIENTS} that ran) | {failed} | {denied} | {} |", 4 - ejected);
+    assert_eq!(failed, 0, "the fourth engine has room");
+    assert_eq!(ejected, 1, "the dead ones are known, more than half or not");
+    until_alert(&gateway, "PointsmanRanksFew", true).await;
+    until_alert(&gateway, "PointsmanNoRank", false).await;
+
+    dead.push(kill(&mut engines[3]).await);
+    let (requests, failed) = load(&gateway, 2).await;
+    println!("| 4 of 4 | {requests} | {failed} | | 4 |");
+    assert_eq!(failed, requests);
+    let why = until_ready(&gateway, 503).await;
+    assert!(why.contains("no rank can serve: 4 of 4 are ejected"), "{why}");
+    until_alert(&gateway, "PointsmanNoRank", true).await;
+
+    // The ranks that are down are tried for want of others: the first request finds the engine that is back.
+    engines[0] = Some(MockEngine::start(dead.swap_remove(0)).await.expect("its port is free"));
+    let mut tried = 1;
+    while !is_served(&gateway, 20_000 + tried).await {
+        tried += 1;
+        assert!(tried <= 3, "an engine is back, and requests do not find it");
+    }
+    assert!(until_ready(&gateway, 200).await.contains("true"));
+    let (requests, failed) = load(&gateway, 4).await;
+    println!("| 3 of 4, one is back | {requests} | {failed}, found by request {tried} | | 3 |");
+    assert_eq!(failed, 0);
+    until_alert(&gateway, "PointsmanNoRank", false).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probes_alone_make_a_gateway_unready_and_ready_again() {
+    let _alone = alone().await;
+    let mut engines = engines().await;
+    let router = RouterConfig { health_probe_interval_ms: 20, ..RouterConfig::default() };
+    let gateway = proxy::gateway(before(&engines, router)).await;
+    assert_eq!(get(&gateway, "/ready").await.status, 200);
+    let mut dead = Vec::new();
+    for engine in &mut engines {
+        dead.push(kill(engine).await);
+    }
+    let why = until_ready(&gateway, 503).await;
+    assert!(why.contains("no rank can serve: 4 of 4 are ejected"), "{why}");
+    until_alert(&gateway, "PointsmanNoRank", true).await;
+    let back = MockEngine::start(dead.remove(0)).await.expect("its port is free");
+    until_ready(&gateway, 200).await;
+    until_alert(&gateway, "PointsmanNoRank", false).await;
+    assert!(is_served(&gateway, 1).await);
+    back.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_gateway_whose_router_has_failed_for_good_is_not_live() {
+    let _alone = alone().await;
+    let engines = engines().await;
+    let gateway = proxy::gateway(before(&engines, RouterConfig::default())).await;
+    assert_eq!(get(&gateway, "/live").await.status, 200);
+    assert!(gateway.router("mock").expect("served").inject(Fault::Supervisor));
+    let wait = async {
+        while get(&gateway, "/live").await.status != 503 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "it is live for ever");
+    let said = request(gateway.address(), "GET", "/live", "", b"").await;
+    assert_eq!(said.text(), "the router of model mock has failed for good: restart the process\n");
+    assert_eq!(get(&gateway, "/ready").await.status, 503);
+}

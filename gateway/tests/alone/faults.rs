@@ -1,0 +1,365 @@
+//! What tests of faults need beside the proxy's own: workers that break off at any byte, a client that reads as far as it
+//! likes, and looks at what must be at rest.
+//!
+//! Owns no scenario. Promises that every wait has a generous end, and that nothing goes on which was not let go on. Leaves
+//! expectations to the tests.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+
+use pointsman::health::Outcome;
+use pointsman::{Prompt, RouteRequest, Router};
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{Settings, TokenSourceChoice};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Duration, sleep, timeout};
+
+use crate::common::proxy::{self, Answer, Got, PATIENCE, at_rest, get, send, until, worker};
+
+/// The end mark of a stream.
+pub(crate) const DONE: &str = "data: [DONE]\n\n";
+
+/// Completions of token ids: they are booked by their length, and no tokenizer is asked.
+pub(crate) const PATH: &str = "/v1/completions";
+
+/// A request for 64 tokens.
+pub(crate) fn body() -> String {
+    serde_json::json!({ "model": "mock", "prompt": (0..64).collect::<Vec<u32>>(), "max_tokens": 8, "stream": true })
+        .to_string()
+}
+
+/// One model before these workers of one rank each; no time-out is met by accident.
+pub(crate) fn settings(urls: &[String]) -> Settings {
+    let workers = (1..).zip(urls).map(|(n, url)| worker(n, url, 1)).collect();
+    let mut settings = proxy::settings(workers);
+    settings.models[0].tokens.source = TokenSourceChoice::None;
+    settings.models[0].tokens.parity_check = false;
+    settings
+}
+
+/// One step of a worker.
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    /// Writes these bytes.
+    Send(Vec<u8>),
+    /// Writes them again and again, until nobody takes them any more.
+    Flood(Vec<u8>),
+    /// Waits until the test lets it go on; the other side's end ends the connection.
+    Wait,
+    /// Ends the connection in order.
+    Close,
+    /// Breaks it.
+    Reset,
+    /// Says nothing until the other side ends the connection.
+    Hang,
+}
+
+pub(crate) fn say(text: impl AsRef<[u8]>) -> Step {
+    Step::Send(text.as_ref().to_vec())
+}
+
+/// An answer with its length.
+pub(crate) fn whole(status: &str, body: &str) -> Step {
+    let (length, content_type) = (body.len(), proxy::content_type(body));
+    say(format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n{body}"))
+}
+
+/// The head of an answer in chunks.
+pub(crate) fn chunked_head() -> Step {
+    say("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+}
+
+pub(crate) fn chunk(data: impl AsRef<[u8]>) -> Step {
+    let data = data.as_ref();
+    say([format!("{:x}\r\n", data.len()).as_bytes(), data, b"\r\n"].concat())
+}
+
+pub(crate) fn chunks_end() -> Step {
+    say("0\r\n\r\n")
+}
+
+/// What a worker has seen.
+#[derive(Default)]
+pub(crate) struct Seen {
+    /// Connections so far.
+    pub(crate) accepted: usize,
+    /// Connections that have not ended.
+    pub(crate) open: usize,
+    /// Bytes that floods got rid of.
+    pub(crate) flooded: usize,
+    pub(crate) requests: Vec<Got>,
+}
+
+type Answers = dyn Fn(usize, &Got) -> Vec<Step> + Send + Sync;
+
+/// What a worker does: at once on each connection, and on each request by its number, counted from 0.
+struct Script {
+    greets: Vec<Step>,
+    answers: Box<Answers>,
+    seen: Mutex<Seen>,
+    gate: Semaphore,
+}
+
+impl Script {
+    fn see<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+        look(&mut self.seen.lock().expect("nobody panics with it"))
+    }
+
+    async fn converse(&self, mut stream: TcpStream) {
+        let _ = stream.set_nodelay(true);
+        let mut bytes = Vec::new();
+        if !self.play(&mut stream, &self.greets).await {
+            return;
+        }
+        while let Some(got) = next_request(&mut stream, &mut bytes).await {
+            let number = self.see(|seen| {
+                seen.requests.push(got.clone());
+                seen.requests.len() - 1
+            });
+            if !self.play(&mut stream, &(self.answers)(number, &got)).await {
+                return;
+            }
+        }
+    }
+
+    /// Whether the connection goes on.
+    async fn play(&self, stream: &mut TcpStream, steps: &[Step]) -> bool {
+        for step in steps {
+            match step {
+                Step::Send(bytes) => {
+                    if stream.write_all(bytes).await.is_err() {
+                        return false;
+                    }
+                }
+                Step::Flood(bytes) => {
+                    while stream.write_all(bytes).await.is_ok() {
+                        self.see(|seen| seen.flooded += bytes.len());
+                    }
+                    return false;
+                }
+                Step::Wait => {
+                    let mut byte = [0];
+                    tokio::select! {
+                        biased;
+                        _ = stream.read(&mut byte) => return false,
+                        permit = self.gate.acquire() => permit.expect("nobody closes it").forget(),
+                    }
+                }
+                Step::Close => return false,
+                Step::Reset => {
+                    let _ = stream.set_zero_linger();
+                    return false;
+                }
+                Step::Hang => {
+                    let mut rest = [0; 1024];
+                    while matches!(stream.read(&mut rest).await, Ok(1..)) {}
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}
+
+async fn next_request(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Option<Got> {
+    loop {
+        if let Some(end) = bytes.windows(4).position(|end| end == b"\r\n\r\n") {
+            let mut got = Got { head: String::from_utf8_lossy(&bytes[..end]).into_owned(), body: Vec::new() };
+            let length = got.header("content-length").map_or(0, |length| length.parse().expect("a length"));
+            if let Some(body) = bytes.get(end + 4..end + 4 + length) {
+                got.body = body.to_vec();
+                bytes.drain(..end + 4 + length);
+                return Some(got);
+            }
+        }
+        if stream.read_buf(bytes).await.ok()? == 0 {
+            return None;
+        }
+    }
+}
+
+/// A worker that fails as it is told.
+pub(crate) struct Faulty {
+    address: SocketAddr,
+    script: Arc<Script>,
+    task: JoinHandle<()>,
+}
+
+impl Faulty {
+    /// Answers each request with these steps.
+    pub(crate) async fn answering(steps: Vec<Step>) -> Self {
+        Self::start(Vec::new(), move |_, _| steps.clone()).await
+    }
+
+    pub(crate) async fn start(
+        greets: Vec<Step>,
+        answers: impl Fn(usize, &Got) -> Vec<Step> + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("it is bound");
+        let (seen, gate) = (Mutex::default(), Semaphore::new(0));
+        let script = Arc::new(Script { greets, answers: Box::new(answers), seen, gate });
+        let shared = Arc::clone(&script);
+        let task = tokio::spawn(async move {
+            // They end with it.
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                let script = Arc::clone(&shared);
+                script.see(|seen| (seen.accepted, seen.open) = (seen.accepted + 1, seen.open + 1));
+                connections.spawn(async move {
+                    script.converse(stream).await;
+                    script.see(|seen| seen.open -= 1);
+                });
+            }
+        });
+        Self { address, script, task }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub(crate) fn see<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+        self.script.see(look)
+    }
+
+    pub(crate) fn asked(&self) -> usize {
+        self.see(|seen| seen.requests.len())
+    }
+
+    /// Lets so many waits go on.
+    pub(crate) fn release(&self, waits: usize) {
+        self.script.gate.add_permits(waits);
+    }
+
+    /// Waits until all that were let go on have gone on.
+    pub(crate) async fn went_on(&self) {
+        until("the worker goes on", || self.script.gate.available_permits() == 0).await;
+    }
+
+    /// Waits until the gateway has left it.
+    pub(crate) async fn left_alone(&self) {
+        until("the worker is left alone", || self.see(|seen| seen.open) == 0).await;
+    }
+}
+
+impl Drop for Faulty {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// A client that reads as far as it likes.
+pub(crate) struct Client {
+    pub(crate) stream: TcpStream,
+    bytes: Vec<u8>,
+}
+
+impl Client {
+    /// A connection on which nothing was said yet.
+    pub(crate) async fn connect(address: SocketAddr) -> Self {
+        Self { stream: TcpStream::connect(address).await.expect("it listens"), bytes: Vec::new() }
+    }
+
+    /// Sends a request, and reads nothing yet.
+    pub(crate) async fn ask(gateway: &Gateway) -> Self {
+        let stream = send(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
+        Self { stream, bytes: Vec::new() }
+    }
+
+    /// Writes, as far as the other side takes it.
+    pub(crate) async fn say(&mut self, bytes: impl AsRef<[u8]>) -> bool {
+        self.stream.write_all(bytes.as_ref()).await.is_ok()
+    }
+
+    /// Reads until this much of the answer's body is there, and no more.
+    pub(crate) async fn has(&mut self, body: &[u8]) {
+        let comes = async {
+            loop {
+                let answer = Answer::parse(&self.bytes);
+                if answer.as_ref().is_some_and(|answer| answer.body == body) {
+                    return;
+                }
+                let read = self.stream.read_buf(&mut self.bytes).await.unwrap_or(0);
+                assert!(read > 0, "it ended with {answer:?}");
+            }
+        };
+        let came = timeout(PATIENCE, comes).await.is_ok();
+        assert!(came, "after {:?}", String::from_utf8_lossy(&self.bytes));
+    }
+
+    /// Everything until the other side ends the connection. A reset is an end like any other.
+    pub(crate) async fn rest(mut self) -> Vec<u8> {
+        let _ = timeout(PATIENCE, self.stream.read_to_end(&mut self.bytes)).await.expect("an end in time");
+        self.bytes
+    }
+
+    /// The answer, at the connection's end. None: it ended without one.
+    pub(crate) async fn answer(self) -> Option<Answer> {
+        Answer::parse(&self.rest().await)
+    }
+}
+
+/// Waits for something that must be asked for; a wait without end is a failure.
+pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let wait = async {
+        while !holds().await {
+            sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
+}
+
+pub(crate) fn router(gateway: &Gateway) -> Router {
+    gateway.router("mock").expect("it is served").clone()
+}
+
+/// The sum of the series of a metric whose labels have all of these, as the page says them.
+pub(crate) async fn metric(gateway: &Gateway, name: &str, labels: &[&str]) -> f64 {
+    let page = get(gateway, "/metrics").await;
+    let of_it = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
+    let lines = page.text().lines().filter(of_it).filter(|line| labels.iter().all(|label| line.contains(label)));
+    lines.map(|line| line.rsplit(' ').next().expect("a value").parse::<f64>().expect("a number")).sum()
+}
+
+/// Waits until no booking, no load and no request in flight is left.
+pub(crate) async fn quiet(gateway: &Gateway) {
+    at_rest(gateway).await;
+    let router = router(gateway);
+    eventually("no load is left", async || {
+        let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("it has ranks");
+        let sums = loads.iter().map(|load| load.potential_prefill_tokens + load.potential_decode_blocks);
+        sums.sum::<u64>() == 0 && loads.iter().all(|load| load.active_requests == 0)
+    })
+    .await;
+    eventually("nothing is in flight", async || {
+        metric(gateway, "pointsman_gateway_requests_in_flight", &[]).await == 0.0
+    })
+    .await;
+}
+
+/// Makes one failure speak against a rank, so that what the router counts can be seen.
+pub(crate) fn counting_outcomes(mut settings: Settings) -> Settings {
+    settings.models[0].router.outcome_failures_max = 1;
+    settings
+}
+
+/// Waits until the last outcome of some rank was this.
+pub(crate) async fn blamed(gateway: &Gateway, case: &str, outcome: Outcome) {
+    let router = router(gateway);
+    let says = format!("the last: {}", outcome.name());
+    eventually(&format!("{case}: {says}"), async || {
+        let ranks = router.rank_health().await.expect("it is up");
+        ranks.iter().any(|rank| rank.why.ends_with(&says))
+    })
+    .await;
+}
+
+/// Nothing speaks against any rank.
+pub(crate) async fn blameless(gateway: &Gateway) {
+    let ranks = router(gateway).rank_health().await.expect("it is up");
+    assert!(ranks.iter().all(|rank| rank.why.is_empty()), "{ranks:?}");
+}

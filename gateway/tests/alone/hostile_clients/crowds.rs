@@ -1,0 +1,99 @@
+//! Clients that are slow on purpose, alone and in crowds.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::scene::{BODY_BYTES_MAX, MIB, Scene, head, repeated};
+use crate::alone;
+use crate::common::proxy::{self, gateway, until};
+use crate::faults::{self, Client, Faulty, Step, quiet, settings};
+use crate::live_bytes;
+
+/// Hundreds that say as much as they may and then nothing: they cost little, and end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn crowds_of_slow_clients_cost_little_and_end() {
+    const CROWD: usize = 300;
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let (before, _) = (live_bytes(), scene.peak.most());
+    let announced = head(&format!("content-length: {BODY_BYTES_MAX}\r\n")) + "{\"model\"";
+    let half = &announced[..announced.len() / 2];
+    let mut crowd = Vec::new();
+    for n in 0..CROWD {
+        let mut client = Client::connect(scene.gateway.address()).await;
+        assert!(client.say(if n % 2 == 0 { announced.as_str() } else { half }).await);
+        crowd.push(client);
+    }
+    for (n, client) in crowd.into_iter().enumerate() {
+        match client.answer().await {
+            Some(answer) => assert!(answer.status == 408, "{n}: {answer:?}"),
+            None => assert!(n % 2 == 1, "{n}"),
+        }
+    }
+    let most = scene.peak.most().saturating_sub(before);
+    // Far from what they announced, 600 MiB.
+    assert!(most < CROWD * (64 << 10) + 16 * MIB, "{most} bytes");
+    assert!(scene.reached().is_empty());
+    scene.over().await;
+}
+
+/// What is kept for clients that take nothing is what buffers hold, however much a worker has to say.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_that_take_nothing_cost_little() {
+    const CROWD: usize = 20;
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let chunk = [b"10000\r\n".as_slice(), &[b'x'; 0x10000], b"\r\n"].concat();
+    let event = faults::chunk(proxy::EVENT);
+    let endless = vec![faults::chunked_head(), event, Step::Flood(chunk)];
+    let worker = Faulty::answering(endless).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let (before, _) = (live_bytes(), scene.peak.most());
+    let mut crowd = Vec::new();
+    for _ in 0..CROWD {
+        crowd.push(Client::ask(&gateway).await);
+    }
+    // Until nobody takes any more: too early a look only finds less.
+    let (mut flooded, mut looks) = (0, 0);
+    while looks < 10 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let now = worker.see(|seen| seen.flooded);
+        looks = if now == flooded && now > 0 { looks + 1 } else { 0 };
+        flooded = now;
+    }
+    let most = scene.peak.most().saturating_sub(before);
+    assert!(most < CROWD * (512 << 10) + 16 * MIB, "{most} bytes of {flooded}");
+    drop(crowd);
+    worker.left_alone().await;
+    quiet(&gateway).await;
+    scene.over().await;
+}
+
+/// One byte after the other, for as long as it takes: the head's time is its own, however often something comes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_head_that_trickles_is_cut() {
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let client = Client::connect(scene.gateway.address()).await;
+    let (mut reads, mut writes) = client.stream.into_split();
+    let is_cut = Arc::new(AtomicBool::new(false));
+    let over = Arc::clone(&is_cut);
+    let trickle = tokio::spawn(async move {
+        let bytes = head(&repeated("x: ", "x", 50_000, "\r\n"));
+        for byte in bytes.as_bytes().chunks(1) {
+            if over.load(Ordering::Relaxed) || tokio::io::AsyncWriteExt::write_all(&mut writes, byte).await.is_err() {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await; // more than four minutes for all of it
+        }
+        false
+    });
+    let mut rest = Vec::new();
+    let ended = tokio::io::AsyncReadExt::read_to_end(&mut reads, &mut rest);
+    let _ = tokio::time::timeout(proxy::PATIENCE, ended).await.expect("it is cut");
+    is_cut.store(true, Ordering::Relaxed);
+    assert!(trickle.await.expect("it ends"), "all of it was taken");
+    until("only the good client is left", || scene.reached().is_empty()).await;
+    scene.over().await;
+}

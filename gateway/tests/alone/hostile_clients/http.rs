@@ -1,0 +1,292 @@
+//! Requests that are no HTTP, or that two readers might read in two ways, and headers that ask for what is not theirs.
+
+use super::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, MIB, Scene, head, repeated};
+use crate::alone;
+use crate::common::proxy::{FINE_JSON, request};
+use crate::faults::PATH;
+use crate::live_bytes;
+
+/// A request that somebody tries to slip by.
+fn smuggled() -> String {
+    let body = r#"{"model":"mock","prompt":[9]}"#;
+    format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\nx-smuggled: 1\r\n\r\n{body}", body.len())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn broken_http_is_refused_and_smuggles_nothing() {
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let smuggled = smuggled();
+    let sound = "content-length: 2\r\n";
+    let many: String = (0..101).map(|n| format!("x-{n}: 1\r\n")).collect();
+    let cases: Vec<(&str, Vec<u8>, &[u16])> = vec![
+        // Requests that are none.
+        ("garbage", b"garbage\r\n\r\n".to_vec(), &[400]),
+        ("no version", format!("POST {PATH}\r\n\r\n").into(), &[400]),
+        ("version of tomorrow", format!("POST {PATH} HTTP/9.9\r\n\r\n").into(), &[400, 505]),
+        ("TLS", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], &[400]),
+        ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), &[400, 505]),
+        ("zeros", vec![0; 10_000], &[400]),
+        ("a space in the path", b"POST /v1/ completions HTTP/1.1\r\n\r\n".to_vec(), &[400]),
+        ("control characters in the path", b"GET /\x01\x7f HTTP/1.1\r\n\r\n".to_vec(), &[400]),
+        ("a method that is none", b"P(ST / HTTP/1.1\r\n\r\n".to_vec(), &[400]),
+        // Heads beyond all bounds.
+        ("a long header", head(&repeated("x: ", "x", 80_000, "\r\n")).into(), &[431]),
+        ("a long path", repeated("GET /", "a", 80_000, " HTTP/1.1\r\n\r\n").into(), &[414, 431]),
+        ("many headers", head(&many).into(), &[431]),
+        ("endless headers", repeated(&format!("POST {PATH} HTTP/1.1\r\n"), "a: b\r\n", 200_000, "").into(), &[431]),
+        ("an endless method", vec![b'A'; MIB], &[400, 431]),
+        // Headers that are none.
+        ("a space before the colon", head("x : y\r\n").into(), &[400]),
+        ("no colon", head("x\r\n").into(), &[400]),
+        ("an empty name", head(": y\r\n").into(), &[400]),
+        ("a folded header", head(&format!("x: y\r\n folded: z\r\n{sound}")).into(), &[400]),
+        ("a null in a value", [b"GET / HTTP/1.1\r\nx: a".as_slice(), b"\0b\r\n\r\n"].concat(), &[400]),
+        ("a bare CR in a value", head("x: a\rtransfer-encoding: chunked\r\n").into(), &[400]),
+        // Two readers might send it to two hosts.
+        ("no host", format!("POST {PATH} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}").into(), &[400]),
+        ("two hosts", (head("host: h\r\ncontent-length: 2\r\n") + "{}").into(), &[400]),
+        // Bodies of which two readers might see different ends.
+        ("a coding of its own", (head("transfer-encoding: gzip, chunked\r\n") + "0\r\n\r\n").into(), &[501]),
+        ("two lengths", (head("content-length: 0\r\ncontent-length: 40\r\n") + &smuggled).into(), &[400]),
+        ("a list of lengths", (head("content-length: 0, 40\r\n") + &smuggled).into(), &[400]),
+        ("a signed length", (head("content-length: +2\r\n") + "{}").into(), &[400]),
+        ("a negative length", (head("content-length: -1\r\n") + &smuggled).into(), &[400]),
+        ("a hexadecimal length", (head("content-length: 0x2\r\n") + "{}").into(), &[400]),
+        ("a length beyond all numbers", head("content-length: 18446744073709551616\r\n").into(), &[400]),
+        (
+            "length and chunks",
+            (head("content-length: 4\r\ntransfer-encoding: chunked\r\n") + "0\r\n\r\n" + &smuggled).into(),
+            &[400],
+        ),
+        (
+            "chunks and length",
+            (head("transfer-encoding: chunked\r\ncontent-length: 4\r\n") + "0\r\n\r\n" + &smuggled).into(),
+            &[400],
+        ),
+        (
+            "chunked, then not",
+            (head("transfer-encoding: chunked, identity\r\n") + "0\r\n\r\n" + &smuggled).into(),
+            &[400],
+        ),
+        ("nearly chunked", (head("transfer-encoding: xchunked\r\n") + "0\r\n\r\n" + &smuggled).into(), &[400]),
+        (
+            "chunked in HTTP/1.0",
+            format!("POST {PATH} HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}").into(),
+            &[400],
+        ),
+        // Chunks that are none. Whatever is left after them is nobody's request.
+        ("a length that is none", (head("transfer-encoding: chunked\r\n") + "zz\r\n\r\n" + &smuggled).into(), &[400]),
+        (
+            "a chunk beyond all numbers",
+            (head("transfer-encoding: chunked\r\n") + "ffffffffffffffffff\r\n" + &smuggled).into(),
+            &[400],
+        ),
+        (
+            "a chunk without its end",
+            (head("transfer-encoding: chunked\r\n") + "2\r\n{}0\r\n\r\n" + &smuggled).into(),
+            &[400],
+        ),
+        (
+            "an endless extension",
+            repeated(&(head("transfer-encoding: chunked\r\n") + "2;"), "x", MIB, "").into(),
+            &[400],
+        ),
+        (
+            "endless trailers",
+            repeated(&(head("transfer-encoding: chunked\r\n") + "0\r\n"), "a: b\r\n", 100_000, "").into(),
+            &[400],
+        ),
+        (
+            "too much in chunks",
+            repeated(
+                &head("transfer-encoding: chunked\r\n"),
+                &format!("10000\r\n{}\r\n", "x".repeat(0x10000)),
+                BODY_BYTES_MAX / 0x10000 + 1,
+                "0\r\n\r\n",
+            )
+            .into(),
+            &[413],
+        ),
+        ("too much announced", head("content-length: 1000000000000\r\nexpect: 100-continue\r\n").into(), &[413]),
+        // Bodies that stop.
+        ("a body that stops", (head("content-length: 100\r\n") + "{\"model\"").into(), &[408]),
+        ("chunks that stop", (head("transfer-encoding: chunked\r\n") + "5\r\n{\"mod").into(), &[408]),
+        // Where it is no question of this server's.
+        ("CONNECT", b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404, 405]),
+        ("TRACE", format!("TRACE {PATH} HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n").into(), &[405]),
+        ("OPTIONS *", b"OPTIONS * HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404, 405]),
+        (
+            "elsewhere",
+            b"GET http://127.0.0.1:9/secret HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
+            &[404],
+        ),
+        ("two slashes", b"POST //v1/completions HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404]),
+        (
+            "a way out",
+            b"POST /v1/completions/../../tokenize HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
+            &[404],
+        ),
+        (
+            "a way out in disguise",
+            b"POST /v1/%2e%2e/tokenize HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
+            &[404],
+        ),
+        (
+            "the worker's own paths",
+            b"POST /reset_prefix_cache HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
+            &[404],
+        ),
+    ];
+    for (name, bytes, statuses) in cases {
+        let (before, _) = (live_bytes(), scene.peak.most());
+        let answer = scene.told(&bytes).await;
+        // Where HTTP itself is broken, the connection may end without an answer: it may be reset before it was read.
+        match &answer {
+            Some(answer) => assert!(statuses.contains(&answer.status), "{name}: {answer:?}"),
+            None => assert!(bytes.len() > 64 << 10 || name == "HTTP/2", "{name}: no answer"),
+        }
+        if let Some(answer) = answer.filter(|answer| matches!(answer.status, 404 | 405 | 408 | 413)) {
+            assert!(answer.json()["error"]["code"].is_string(), "{name}: {answer:?}");
+        }
+        let most = scene.peak.most().saturating_sub(before);
+        assert!(most <= CASE_BYTES_MAX, "{name}: {most} bytes");
+        assert!(scene.reached().is_empty(), "{name}");
+    }
+    scene.over().await;
+}
+
+/// Lenient where the standard allows it: nothing but the one request passes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn odd_http_that_is_read_passes_as_one_request() {
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let body = r#"{"model":"mock","prompt":[7]}"#;
+    let length = body.len();
+    let chunks = format!("1;x=\"y\"\r\n{{\r\n{:x}\r\n{}\r\n0\r\nx-trailer: 1\r\n\r\n", length - 1, &body[1..]);
+    let cases = [
+        (
+            "line feeds only",
+            format!("POST {PATH} HTTP/1.1\nhost: g\nconnection: close\ncontent-length: {length}\n\n{body}"),
+        ),
+        (
+            "the same length twice",
+            head(&format!("connection: close\r\ncontent-length: {length}\r\ncontent-length: {length}\r\n")) + body,
+        ),
+        ("chunks, extensions and trailers", head("connection: close\r\ntransfer-encoding: chunked\r\n") + &chunks),
+        (
+            "an absolute address",
+            format!(
+                "POST http://127.0.0.1:9{PATH} HTTP/1.1\r\nhost: evil\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
+            ),
+        ),
+        (
+            "a query",
+            format!(
+                "POST {PATH}?to=http://127.0.0.1:9 HTTP/1.1\r\nhost: g\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
+            ),
+        ),
+        ("HTTP/1.0", format!("POST {PATH} HTTP/1.0\r\ncontent-length: {length}\r\n\r\n{body}")),
+        (
+            "an upgrade",
+            head(&format!(
+                "connection: upgrade, http2-settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAAA\r\ncontent-length: {length}\r\n"
+            )) + body,
+        ),
+        (
+            "more than it announced",
+            head(&format!("connection: close\r\ncontent-length: {length}\r\n")) + body + &smuggled(),
+        ),
+    ];
+    for (name, bytes) in cases {
+        let answer = scene.told(&bytes).await.unwrap_or_else(|| panic!("{name}: no answer"));
+        assert!((answer.status, answer.text()) == (200, FINE_JSON), "{name}: {answer:?}");
+        let reached = scene.reached();
+        assert_eq!(reached.len(), 1, "{name}");
+        let got = &reached[0];
+        assert_eq!(got.text(), body, "{name}");
+        assert!(got.head.starts_with(&format!("POST {PATH} HTTP/1.1\r\n")), "{name}: {}", got.head);
+        assert_eq!(got.header("host"), Some(scene.worker.url()["http://".len()..].as_ref()), "{name}");
+        assert_eq!(got.header("content-length"), Some(length.to_string().as_str()), "{name}");
+        for gone in ["transfer-encoding", "upgrade", "http2-settings", "x-trailer", "trailer", "connection"] {
+            assert!(got.header(gone).is_none(), "{name}: {}", got.head);
+        }
+    }
+    scene.over().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_header_chooses_a_worker_or_a_name_in_logs() {
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let address = scene.gateway.address();
+    let choosing = [
+        "X-Data-Parallel-Rank",
+        "x_data_parallel_rank",
+        "X-Data-Parallel-Host-Port",
+        "X-DP-Rank",
+        "X-Worker-Id",
+        "X-Worker-Instance-Id",
+        "X-Prefiller-Host-Port",
+        "X-Prefill-Instance-Id",
+        "X-Decode-Instance-Id",
+        "X-Encoder-Hosts-Ports",
+        "X-Dynamo-Worker",
+        "X-Gateway-Destination-Endpoint",
+        "X-Override-Worker",
+        "X-SMG-Target-Worker",
+        "X-Pointsman-Anything",
+        "Proxy-Authorization",
+        "Proxy-Connection",
+        "Cookie",
+        "Upgrade",
+        "TE",
+        "Keep-Alive",
+        "Accept-Encoding",
+        "Content-Encoding",
+    ];
+    let headers: String = choosing.iter().map(|name| format!("{name}: 1\r\n")).collect();
+    let body = r#"{"model":"mock","prompt":[7],"data_parallel_rank":1,"kv_transfer_params":{"remote_host":"evil"}}"#;
+    let answer = request(address, "POST", PATH, &headers, body.as_bytes()).await;
+    assert_eq!((answer.status, answer.text()), (200, FINE_JSON));
+    let reached = scene.reached();
+    let got = &reached[0];
+    let ranks: Vec<_> = got.head.lines().filter(|line| line.to_ascii_lowercase().contains("rank")).collect();
+    assert!(ranks == ["x-data-parallel-rank: 0"] || ranks == ["x-data-parallel-rank: 1"], "{}", got.head);
+    for name in choosing.iter().skip(1) {
+        assert!(got.header(&name.to_ascii_lowercase()).is_none(), "{name}: {}", got.head);
+    }
+    assert_eq!(got.text(), r#"{"model":"mock","prompt":[7],"data_parallel_rank":null,"kv_transfer_params":null}"#);
+    // Names of requests that are unfit for logs are replaced.
+    let unfit = [
+        format!("x-request-id: {}\r\n", "a".repeat(129)),
+        "x-request-id: \r\n".to_owned(),
+        "x-request-id: a b\r\n".to_owned(),
+        "x-request-id: \u{e9}\r\n".to_owned(),
+        "x-request-id: a\tb\r\n".to_owned(),
+        "x-request-id: a\r\nx-request-id: b\r\n".to_owned(),
+    ];
+    for headers in unfit {
+        let answer = request(address, "POST", PATH, &headers, br#"{"model":"mock","prompt":[7]}"#).await;
+        let id = answer.header("x-request-id").expect("one is made");
+        assert!(id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{headers}: {id}");
+        let reached = scene.reached();
+        assert_eq!(reached[0].header("x-request-id"), Some(id));
+        assert_eq!(reached[0].head.to_ascii_lowercase().matches("x-request-id").count(), 1);
+    }
+    for wrong in [
+        "priority: -1",
+        "priority: 4294967296",
+        "priority-jump: NaN",
+        "priority-jump: inf",
+        "deadline-ms: 0",
+        "class: ",
+        "no-queue: 1",
+    ] {
+        let headers = format!("x-pointsman-{wrong}\r\n");
+        let answer = request(address, "POST", PATH, &headers, br#"{"model":"mock","prompt":[7]}"#).await;
+        assert_eq!((answer.status, answer.code().as_str()), (400, "invalid_header"), "{wrong}");
+    }
+    assert!(scene.reached().is_empty());
+    scene.over().await;
+}

@@ -1,0 +1,134 @@
+//! A gateway with a client that means well, for others to spoil.
+//!
+//! Owns the good client and the count of live bytes. Promises that a scene ends only when the good client was served all
+//! the while and nothing is left. Leaves harm to the cases.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use pointsman_gateway::serve::Gateway;
+use tokio::task::JoinHandle as Task;
+
+use crate::common::proxy::{self, Answer, FINE_JSON, gateway, request};
+use crate::faults::{Client, Faulty, PATH, metric, quiet, settings, whole};
+use crate::live_bytes;
+
+pub(crate) const MIB: usize = 1 << 20;
+
+/// Longest body that is taken.
+pub(crate) const BODY_BYTES_MAX: usize = 4 * MIB;
+
+/// What one case may take: its body as the test holds it and as it is sent, as it comes and while it grows, its tokens,
+/// what the worker of this process keeps of it, and what the good client is up to.
+pub(crate) const CASE_BYTES_MAX: usize = 10 * BODY_BYTES_MAX;
+
+/// Looks at the live bytes again and again, on a thread of its own.
+pub(crate) struct Peak {
+    is_over: Arc<AtomicBool>,
+    most: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Peak {
+    pub(crate) fn watch() -> Self {
+        let (is_over, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let thread = std::thread::spawn({
+            let (is_over, most) = (Arc::clone(&is_over), Arc::clone(&most));
+            move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    most.fetch_max(live_bytes(), Ordering::Relaxed);
+                    std::thread::park_timeout(Duration::from_micros(200));
+                }
+            }
+        });
+        Self { is_over, most, thread: Some(thread) }
+    }
+
+    /// The most since it was asked last.
+    pub(crate) fn most(&self) -> usize {
+        self.most.swap(0, Ordering::Relaxed).max(live_bytes())
+    }
+}
+
+impl Drop for Peak {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("it only looks");
+        }
+    }
+}
+
+/// A gateway, its worker, and one client that means well, all the time.
+pub(crate) struct Scene {
+    pub(crate) gateway: Gateway,
+    pub(crate) worker: Faulty,
+    good: Task<usize>,
+    is_over: Arc<AtomicBool>,
+    pub(crate) peak: Peak,
+}
+
+pub(crate) const GOOD: &str = r#"{"model":"mock","prompt":[1,2,3],"user":"good"}"#;
+
+impl Scene {
+    pub(crate) async fn set() -> Self {
+        let worker = Faulty::start(Vec::new(), |_, _| vec![whole("200 OK", FINE_JSON)]).await;
+        let mut settings = settings(&[worker.url()]);
+        settings.models[0].workers = vec![proxy::worker(1, &worker.url(), 2)];
+        settings.gateway.body_bytes_max = BODY_BYTES_MAX as u64;
+        settings.gateway.head_timeout_ms = 2_000;
+        settings.gateway.body_timeout_ms = 500;
+        let gateway = gateway(settings).await;
+        let (address, is_over) = (gateway.address(), Arc::new(AtomicBool::new(false)));
+        let over = Arc::clone(&is_over);
+        let good = tokio::spawn(async move {
+            let mut served = 0;
+            while !over.load(Ordering::Relaxed) {
+                let answer = request(address, "POST", PATH, "", GOOD.as_bytes()).await;
+                assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "the good client suffers");
+                served += 1;
+            }
+            served
+        });
+        Self { gateway, worker, good, is_over, peak: Peak::watch() }
+    }
+
+    /// What reached the worker of others than the good client, and forgets all of it.
+    pub(crate) fn reached(&self) -> Vec<proxy::Got> {
+        let mut all = self.worker.see(|seen| std::mem::take(&mut seen.requests));
+        all.retain(|got| got.body != GOOD.as_bytes());
+        all
+    }
+
+    pub(crate) async fn over(self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        assert!(self.good.await.expect("it is well") > 0);
+        quiet(&self.gateway).await;
+        assert_eq!(metric(&self.gateway, "pointsman_gateway_requests_total", &["status=\"500\""]).await, 0.0);
+        let page = proxy::get(&self.gateway, "/live").await;
+        assert_eq!(page.status, 200);
+    }
+
+    /// The answer to these bytes. The connection must end with it.
+    pub(crate) async fn told(&self, bytes: impl AsRef<[u8]>) -> Option<Answer> {
+        let mut client = Client::connect(self.gateway.address()).await;
+        // Who is answered before all was said may find the connection ended.
+        client.say(bytes).await;
+        client.answer().await
+    }
+
+    pub(crate) async fn posted(&self, body: impl AsRef<[u8]>) -> Answer {
+        request(self.gateway.address(), "POST", PATH, "", body.as_ref()).await
+    }
+}
+
+pub(crate) fn repeated(start: &str, part: &str, times: usize, end: &str) -> String {
+    [start, &part.repeat(times), end].concat()
+}
+
+/// A sound request with these headers, and whatever follows.
+pub(crate) fn head(headers: &str) -> String {
+    format!("POST {PATH} HTTP/1.1\r\nhost: g\r\n{headers}\r\n")
+}

@@ -1,0 +1,199 @@
+//! Bodies both ways, byte for byte, and frames at once.
+
+use proptest::test_runner::{Config, TestRunner};
+
+use crate::alone;
+use crate::common::proxy::{self, EVENT, gateway, request};
+use crate::faults::{Client, DONE, Faulty, PATH, Step, chunk, chunked_head, chunks_end, quiet, say, settings};
+
+/// Writes JSON by what a tape of choices says: the end of the tape ends everything.
+struct Writer<'a> {
+    tape: std::slice::Iter<'a, u8>,
+    json: String,
+}
+
+const SPACES: [&str; 6] = ["", "", " ", "\n\t", "\r\n  ", "     "];
+const PIECES: [&str; 14] = [
+    "a",
+    "\u{e9}",
+    "\u{1f600}",
+    "\\n",
+    "\\u00e9",
+    "\\ud83d\\ude00",
+    "\\\"",
+    "\\\\",
+    "\\/",
+    "\\u0000",
+    "</script>",
+    "\u{2028}",
+    "\u{7f}",
+    "{[\\\"model\\\":",
+];
+const NUMBERS: [&str; 8] =
+    ["0", "-0", "1.50", "1e3", "-12345678901234567890123456789", "0.1E-7", "1E+2", "18446744073709551616.000"];
+
+impl Writer<'_> {
+    fn choose<'b>(&mut self, among: &[&'b str]) -> &'b str {
+        among[usize::from(self.tape.next().copied().unwrap_or(0)) % among.len()]
+    }
+
+    fn say(&mut self, among: &[&str]) {
+        let said = self.choose(among);
+        self.json.push_str(said);
+    }
+
+    fn goes_on(&mut self) -> bool {
+        self.tape.next().is_some_and(|choice| choice % 4 != 0)
+    }
+
+    fn string(&mut self, start: &str) {
+        self.json.push('"');
+        self.json.push_str(start);
+        while self.goes_on() {
+            self.say(&PIECES);
+        }
+        self.json.push('"');
+    }
+
+    fn value(&mut self, depth: usize) {
+        self.say(&SPACES);
+        match self.tape.next().copied().unwrap_or(0) % 8 {
+            0 | 1 => self.string(""),
+            2 | 3 => self.say(&NUMBERS),
+            4 | 5 if depth > 0 => {
+                self.json.push('[');
+                let mut comma = "";
+                while self.goes_on() {
+                    self.json.push_str(comma);
+                    self.value(depth - 1);
+                    comma = ",";
+                }
+                self.say(&SPACES);
+                self.json.push(']');
+            }
+            6 if depth > 0 => {
+                self.json.push('{');
+                let mut comma = "";
+                while self.goes_on() {
+                    self.json.push_str(comma);
+                    self.field(depth - 1);
+                    comma = ",";
+                }
+                self.say(&SPACES);
+                self.json.push('}');
+            }
+            _ => self.say(&["null", "true", "false"]),
+        }
+        self.say(&SPACES);
+    }
+
+    /// Of a name that nobody reads.
+    fn field(&mut self, depth: usize) {
+        self.say(&SPACES);
+        self.string("x");
+        self.say(&SPACES);
+        self.json.push(':');
+        self.value(depth);
+    }
+}
+
+/// A request as odd as the tape says, with everything that routing wants.
+fn odd_body(tape: &[u8]) -> String {
+    let mut writer = Writer { tape: tape.iter(), json: String::new() };
+    writer.say(&SPACES);
+    writer.json.push('{');
+    writer.field(3);
+    writer.json.push_str(",\"model\"");
+    writer.say(&SPACES);
+    writer.json.push(':');
+    writer.say(&["\"mock\"", " \"mo\\u0063k\"\n", "\t\"mock\""]);
+    writer.json.push(',');
+    writer.field(4);
+    writer.json.push_str(", \"prompt\" :");
+    writer.say(&["[1, 2 ,3]", "\"\\ud83d\\ude00 text\"", "[\n0\n]"]);
+    while writer.goes_on() {
+        writer.json.push(',');
+        writer.field(3);
+    }
+    writer.json.push('}');
+    writer.say(&SPACES);
+    writer.json
+}
+
+/// The worker's answer is the request's body, in one piece: what comes back has passed both ways.
+#[test]
+fn odd_bodies_pass_unchanged_both_ways() {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let (_turn, worker, gateway) = runtime.block_on(async {
+        let alone = alone().await;
+        let echo = |_: usize, got: &proxy::Got| {
+            vec![
+                say(format!(
+                    "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+                    got.body.len()
+                )),
+                Step::Send(got.body.clone()),
+            ]
+        };
+        let worker = Faulty::start(Vec::new(), echo).await;
+        let gateway = gateway(settings(&[worker.url()])).await;
+        (alone, worker, gateway)
+    });
+    let tapes = proptest::collection::vec(proptest::num::u8::ANY, 0..600);
+    let config = Config { cases: 128, failure_persistence: None, ..Config::default() };
+    let passed = TestRunner::new(config).run(&tapes, |tape| {
+        let body = odd_body(&tape);
+        assert!(serde_json::from_str::<&serde_json::value::RawValue>(&body).is_ok(), "no JSON: {body}");
+        let answer = runtime.block_on(request(gateway.address(), "POST", PATH, "", body.as_bytes()));
+        proptest::prop_assert_eq!((answer.status, answer.text()), (200, body.as_str()));
+        proptest::prop_assert_eq!(worker.see(|seen| seen.requests.pop().expect("it was asked").body), body.as_bytes());
+        Ok(())
+    });
+    passed.expect("every body passes");
+    runtime.block_on(quiet(&gateway));
+}
+
+/// Pieces of an answer that look like framing, are cut within a letter, or are large.
+fn pieces() -> Vec<Vec<u8>> {
+    let mut pieces: Vec<Vec<u8>> =
+        [EVENT, ":\n\n", "\r\n", "0\r\n\r\n", "HTTP/1.1 200 OK\r\n\r\n", "\0", "data: [DO", "NE]\n\n"]
+            .map(|piece| piece.as_bytes().to_vec())
+            .to_vec();
+    pieces.extend(["\u{1f600}".as_bytes()[..2].to_vec(), "\u{1f600}".as_bytes()[2..].to_vec(), vec![0xff, 0xfe]]);
+    pieces.push((0..200_000_u32).map(|n| (n % 251) as u8).collect());
+    pieces.push(b"end".to_vec());
+    pieces.push(format!("\n{DONE}").into_bytes());
+    pieces
+}
+
+/// The worker sends a piece only when the client has all before it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_piece_arrives_before_the_next_is_sent() {
+    let _alone = alone().await;
+    let pieces = pieces();
+    let length = pieces.iter().map(Vec::len).sum::<usize>();
+    let chunks = pieces.iter().map(chunk).collect::<Vec<_>>();
+    let bare = pieces.iter().map(say).collect::<Vec<_>>();
+    let known = say(format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n"));
+    let unknown = say("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n");
+    for (head, steps, end) in [
+        (chunked_head(), chunks, vec![chunks_end()]),
+        (known, bare.clone(), Vec::new()),
+        (unknown, bare, vec![Step::Close]),
+    ] {
+        let steps = steps.into_iter().flat_map(|step| [Step::Wait, step]);
+        let worker = Faulty::answering(std::iter::once(head).chain(steps).chain(end).collect()).await;
+        let gateway = gateway(settings(&[worker.url()])).await;
+        let mut client = Client::ask(&gateway).await;
+        let mut so_far = Vec::new();
+        for piece in &pieces {
+            so_far.extend_from_slice(piece);
+            worker.release(1);
+            client.has(&so_far).await;
+        }
+        let answer = client.answer().await.expect("an answer");
+        assert!(answer.is_whole && answer.body == so_far);
+        quiet(&gateway).await;
+    }
+}

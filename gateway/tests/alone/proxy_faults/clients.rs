@@ -1,0 +1,233 @@
+//! Clients that leave: before an answer, at every frame of it, while they wait for others.
+
+use pointsman_gateway::settings::TokenSourceChoice;
+use tokio::io::AsyncWriteExt as _;
+
+use crate::alone;
+use crate::common::proxy::{EVENT, FINE, FINE_JSON, gateway, request, send, until};
+use crate::faults::{
+    self, Client, Faulty, PATH, Step, body, chunk, chunked_head, chunks_end, eventually, metric, quiet, say, settings,
+    whole,
+};
+
+/// Frames of a streamed answer.
+const FRAMES: usize = 5;
+
+fn frame(n: usize) -> String {
+    let finish_reason = if n + 1 == FRAMES { "\"stop\"" } else { "null" };
+    format!("data: {{\"choices\":[{{\"text\":\"{n}\",\"finish_reason\":{finish_reason}}}]}}\n\n")
+}
+
+fn frames(n: usize) -> String {
+    (0..n).map(frame).collect()
+}
+
+/// A stream that waits before its head, before each frame, and before its end.
+fn gated() -> Vec<Step> {
+    let frames = (0..FRAMES).flat_map(|n| [Step::Wait, chunk(frame(n))]);
+    [Step::Wait, chunked_head()].into_iter().chain(frames).chain([Step::Wait, chunks_end()]).collect()
+}
+
+/// Chunks without an end.
+fn endless() -> Step {
+    Step::Flood([b"1000\r\n".as_slice(), &[b'x'; 0x1000], b"\r\n"].concat())
+}
+
+const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_at_every_frame() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(gated()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let gone = metric(&gateway, CLIENT_GONE, &[]).await;
+    // Before the head, after it, after each frame; then only the end is missing.
+    for steps in 0..=FRAMES + 1 {
+        let mut client = Client::ask(&gateway).await;
+        until("the worker is asked", || worker.asked() == 2 * steps + 1).await;
+        worker.release(steps);
+        worker.went_on().await;
+        if let Some(frames_told @ 1..) = steps.checked_sub(1) {
+            client.has(frames(frames_told).as_bytes()).await;
+        }
+        drop(client);
+        worker.left_alone().await;
+        quiet(&gateway).await;
+        // The next one is served as if nothing had been.
+        worker.release(FRAMES + 2);
+        let next = Client::ask(&gateway).await.answer().await.expect("an answer");
+        assert!(next.status == 200 && next.is_whole && next.text() == frames(FRAMES), "{next:?}");
+        quiet(&gateway).await;
+        // Its connection was kept for others: the next client's end is seen there, too.
+    }
+    let gone = metric(&gateway, CLIENT_GONE, &[]).await - gone;
+    assert_eq!(gone, (FRAMES + 2) as f64, "each is counted once");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_within_an_answer_of_known_length() {
+    let _alone = alone().await;
+    const PARTS: [&str; 4] = [EVENT, "dat", "a: [DON", "E]\n\n"];
+    let length = PARTS.concat().len();
+    let head = format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n");
+    let (head, parts) = (say(head), PARTS.map(|part| [Step::Wait, say(part)]).concat());
+    let worker = Faulty::answering([vec![head], parts].concat()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    for parts in 0..PARTS.len() {
+        let mut client = Client::ask(&gateway).await;
+        until("the worker is asked", || worker.asked() == parts + 1).await;
+        worker.release(parts);
+        worker.went_on().await;
+        if parts > 0 {
+            client.has(PARTS[..parts].concat().as_bytes()).await;
+        }
+        drop(client);
+        worker.left_alone().await;
+        quiet(&gateway).await;
+    }
+}
+
+/// Nobody can tell it from one who has left, and an engine that computes for nobody is the worse mistake.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_ends_its_side_has_left() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(gated()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    for steps in [0, 3] {
+        let mut client = Client::ask(&gateway).await;
+        until("the worker is asked", || worker.asked() == if steps == 0 { 1 } else { 2 }).await;
+        worker.release(steps);
+        worker.went_on().await;
+        if steps > 0 {
+            client.has(frames(steps - 1).as_bytes()).await;
+        }
+        client.stream.shutdown().await.expect("its side is open");
+        worker.left_alone().await;
+        assert!(client.answer().await.is_none_or(|answer| !answer.is_whole));
+        quiet(&gateway).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_reads_nothing_holds_a_stream_up_until_it_leaves() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(vec![chunked_head(), chunk(EVENT), endless()]).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let client = Client::ask(&gateway).await;
+    until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
+    drop(client);
+    worker.left_alone().await;
+    quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_takes_nothing_is_given_up() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(vec![chunked_head(), chunk(EVENT), endless()]).await;
+    let mut settings = settings(&[worker.url()]);
+    settings.gateway.idle_timeout_ms = 300;
+    let gateway = gateway(settings).await;
+    let client = Client::ask(&gateway).await;
+    until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
+    worker.left_alone().await;
+    quiet(&gateway).await;
+    assert!(!client.answer().await.expect("it has begun").is_whole);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_the_queue() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await;
+    let mut settings = settings(&[worker.url()]);
+    settings.models[0].router.queue_threshold = Some(0.0);
+    settings.models[0].workers[0].config.max_num_batched_tokens = Some(64);
+    let gateway = gateway(settings).await;
+    let router = faults::router(&gateway);
+    let first = Client::ask(&gateway).await;
+    until("the first is being served", || worker.asked() == 1).await;
+    let second = Client::ask(&gateway).await;
+    let third = Client::ask(&gateway).await;
+    until("the others wait", || router.health().leases == 3).await;
+    drop(second);
+    until("it has left the queue", || router.health().leases == 2).await;
+    worker.release(2);
+    for client in [first, third] {
+        assert_eq!(client.answer().await.expect("an answer").text(), FINE);
+    }
+    assert_eq!(worker.asked(), 2, "the one that left was never sent");
+    quiet(&gateway).await;
+}
+
+/// Prompts of 10,000 tokens before engines that state no capacity: at `queue_threshold` 2 a rank is busy with two of
+/// them, beyond 2 * 8,192 tokens. Two engines get four of twelve; the others wait until a rank has room.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_queue_before_engines_that_state_no_capacity() {
+    const CLIENTS: usize = 12;
+    let _alone = alone().await;
+    let answer = || Faulty::answering(vec![Step::Wait, whole("200 OK", FINE_JSON)]);
+    let workers = [answer().await, answer().await];
+    let mut settings = settings(&workers.each_ref().map(Faulty::url));
+    settings.models[0].router.queue_threshold = Some(2.0);
+    assert!(settings.models[0].workers.iter().all(|worker| worker.config.max_num_batched_tokens.is_none()));
+    let gateway = gateway(settings).await;
+    let router = faults::router(&gateway);
+    let prompt = |n: u32| (0..10_000).map(|token| token * 16 + n).collect::<Vec<u32>>();
+    let bodies: Vec<_> = (0..CLIENTS as u32)
+        .map(|n| serde_json::json!({ "model": "mock", "prompt": prompt(n), "max_tokens": 8 }).to_string())
+        .collect();
+    let address = gateway.address();
+    let clients: Vec<_> = bodies
+        .into_iter()
+        .map(|body| tokio::spawn(async move { request(address, "POST", PATH, "", body.as_bytes()).await }))
+        .collect();
+    let asked = || workers.iter().map(Faulty::asked).sum::<usize>();
+    until("every request is placed or waits", || router.health().leases == CLIENTS).await;
+    let waiting = async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
+    eventually("two on each rank, eight wait", async || (asked(), waiting().await) == (4, 8)).await;
+    workers.iter().for_each(|worker| worker.release(CLIENTS));
+    for client in clients {
+        let answer = client.await.expect("no panic");
+        assert_eq!((answer.status, answer.text()), (200, FINE_JSON));
+    }
+    assert_eq!(asked(), CLIENTS);
+    quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_while_its_prompt_is_tokenised() {
+    let _alone = alone().await;
+    let worker = Faulty::start(Vec::new(), |_, got| {
+        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![whole("200 OK", FINE)] }
+    })
+    .await;
+    let mut settings = settings(&[worker.url()]);
+    settings.models[0].tokens.source = TokenSourceChoice::Engine;
+    settings.models[0].tokens.engine_timeout_ms = 600_000;
+    let gateway = gateway(settings).await;
+    let asked = worker.asked();
+    let text = br#"{"model":"mock","prompt":"some text"}"#;
+    let client = send(gateway.address(), "POST", PATH, "", text).await;
+    until("its tokens are asked for", || worker.asked() > asked).await;
+    drop(client);
+    quiet(&gateway).await;
+    // Who brings tokens is served at once, and nobody has asked for the one that left.
+    let next = request(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
+    assert_eq!((next.status, next.text()), (200, FINE));
+    let completions = worker.see(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
+    assert_eq!(completions, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_leave_within_its_own_request() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(vec![whole("200 OK", FINE)]).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let whole = format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());
+    for bytes in (0..whole.len()).step_by(7) {
+        let mut client = Client::connect(gateway.address()).await;
+        assert!(client.say(&whole[..bytes]).await);
+    }
+    quiet(&gateway).await;
+    assert_eq!(worker.asked(), 0);
+    assert_eq!(Client::ask(&gateway).await.answer().await.expect("an answer").text(), FINE);
+}

@@ -1,0 +1,83 @@
+//! The gateway's end while many answers are on their way.
+
+use std::time::Duration;
+
+use pointsman_gateway::serve::{Drained, Gateway};
+use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
+
+use crate::alone;
+use crate::common::proxy::{self, EVENT, PATIENCE, gateway, until};
+use crate::faults::{
+    Client, DONE, Faulty, Step, chunk, chunked_head, chunks_end, eventually, metric, router, settings,
+};
+
+const STREAMS: usize = 500;
+
+/// Clients that have the first frame; the worker waits before the second.
+async fn streams(gateway: &Gateway, count: usize) -> Vec<Client> {
+    let mut clients = Vec::new();
+    for _ in 0..count {
+        clients.push(Client::ask(gateway).await);
+    }
+    for client in &mut clients {
+        client.has(EVENT.as_bytes()).await;
+    }
+    clients
+}
+
+fn steps() -> Vec<Step> {
+    vec![chunked_head(), chunk(EVENT), Step::Wait, chunk(DONE), chunks_end()]
+}
+
+/// The gateway on its way out: nobody new gets in.
+async fn ending(gateway: Gateway, deadline: Duration) -> JoinHandle<Drained> {
+    let address = gateway.address();
+    let ending = tokio::spawn(gateway.shutdown(deadline));
+    eventually("new connections are refused", async || TcpStream::connect(address).await.is_err()).await;
+    ending
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn open_streams_end_unbroken() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(steps()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let router = router(&gateway);
+    let clients = streams(&gateway, STREAMS).await;
+    assert_eq!(router.health().leases, STREAMS);
+    let ending = ending(gateway, PATIENCE).await;
+    assert!(!ending.is_finished());
+    assert_eq!(router.health().leases, STREAMS, "all go on");
+    worker.release(STREAMS);
+    for client in clients {
+        let answer = client.answer().await.expect("an answer");
+        assert!(answer.is_whole && answer.text() == [EVENT, DONE].concat(), "{answer:?}");
+    }
+    assert_eq!(ending.await.expect("it ends"), Drained { broken: 0 });
+    assert_eq!(router.health().leases, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_open_at_the_deadline_is_cut_and_counted() {
+    let _alone = alone().await;
+    let worker = Faulty::answering(steps()).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let router = router(&gateway);
+    let clients = streams(&gateway, 20).await;
+    let by_drain = ["reason=\"drain\""];
+    let broken = metric(&gateway, "pointsman_gateway_streams_broken_total", &by_drain).await;
+    let gone = metric(&gateway, "pointsman_gateway_client_gone_total", &[]).await;
+    let drained = gateway.shutdown(Duration::from_millis(50)).await;
+    assert_eq!(drained, Drained { broken: 20 });
+    for client in clients {
+        let answer = client.answer().await.expect("it has begun");
+        assert!(!answer.is_whole && answer.text() == EVENT, "{answer:?}");
+    }
+    worker.left_alone().await;
+    until("every booking has ended", || router.health().leases == 0).await;
+    // All gateways of a process have one page.
+    let other = proxy::gateway(settings(&[])).await;
+    assert_eq!(metric(&other, "pointsman_gateway_streams_broken_total", &by_drain).await - broken, 20.0);
+    assert_eq!(metric(&other, "pointsman_gateway_client_gone_total", &[]).await, gone, "clients are still there");
+}

@@ -1,0 +1,158 @@
+//! Tenants on the way through: nobody without a key reaches a worker, and nobody gets into another one's cache.
+
+use std::path::PathBuf;
+
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{Settings, TenantSettings};
+
+use crate::alone;
+use crate::common::proxy::{Answer, FINE, FINE_JSON, gateway, request, until};
+use crate::faults::{Faulty, PATH, Step, body, eventually, quiet, router, settings, whole};
+
+const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
+
+/// A directory of this process's own, gone with the test.
+struct Files(PathBuf);
+
+impl Files {
+    fn new() -> Self {
+        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("tenants-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        Self(directory)
+    }
+
+    fn write(&self, name: &str, content: &str) -> PathBuf {
+        let file = self.0.join(name);
+        std::fs::write(&file, content).expect("it can be written");
+        file
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn with_tenants(mut settings: Settings, files: &Files) -> Settings {
+    settings.gateway.salt_secret_file = Some(files.write("salt", "0123456789abcdef0123456789abcdef"));
+    let tenant = |(name, key): (&str, &str)| TenantSettings {
+        name: name.to_owned(),
+        keys_file: files.write(name, key),
+        ..TenantSettings::default()
+    };
+    settings.tenants = ["acme", "brew"].into_iter().zip(KEYS).map(tenant).collect();
+    settings
+}
+
+async fn ask(gateway: &Gateway, headers: &str, body: &str) -> Answer {
+    request(gateway.address(), "POST", PATH, headers, body.as_bytes()).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_key_nothing_reaches_a_worker() {
+    let _alone = alone().await;
+    let (worker, files) = (Faulty::answering(vec![whole("200 OK", FINE_JSON)]).await, Files::new());
+    let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
+    let (first, second) = (KEYS[0], KEYS[1]);
+    let refused = [
+        String::new(),
+        "authorization: Bearer \r\n".to_owned(),
+        "authorization: Bearer another-key-0123456789\r\n".to_owned(),
+        format!("authorization: Basic {first}\r\n"),
+        format!("authorization: Bearer {}\r\n", &first[..first.len() - 1]),
+        format!("authorization: Bearer {first}{second}\r\n"),
+        format!("authorization: Bearer {first}, Bearer {second}\r\n"),
+        format!("x-api-key: {first}\r\n"),
+        format!("authorization: Bearer nobody-0123456789\r\nauthorization: Bearer {first}\r\n"),
+    ];
+    for headers in refused {
+        // Not even what is wrong with a body is said to strangers.
+        for body in [r#"{"model":"mock","prompt":[1]}"#, "no JSON"] {
+            let answer = ask(&gateway, &headers, body).await;
+            assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"), "{headers}");
+            assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
+        }
+    }
+    // Who sends all before it reads any is told, too.
+    let large = format!(r#"{{"model":"mock","prompt":"{}"}}"#, "x".repeat(12 << 20));
+    let answer = ask(&gateway, "", &large).await;
+    assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"));
+    assert_eq!(worker.asked(), 0);
+    quiet(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
+    let _alone = alone().await;
+    let (worker, files) = (Faulty::answering(vec![whole("200 OK", FINE_JSON)]).await, Files::new());
+    let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
+    let salt_of = async |key: &str, body: &str| {
+        let answer = ask(&gateway, &format!("authorization: Bearer {key}\r\n"), body).await;
+        assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{answer:?}");
+        let got = worker.see(|seen| seen.requests.pop().expect("it was asked"));
+        assert_eq!(got.header("authorization"), None, "a key for the gateway is not for workers");
+        assert!(!got.text().contains(key));
+        let sent: serde_json::Value = serde_json::from_slice(&got.body).expect("JSON");
+        assert_eq!(got.text().matches("\"cache_salt\"").count(), 1, "{}", got.text());
+        sent["cache_salt"].as_str().expect("a salt").to_owned()
+    };
+    let plain = r#"{"model":"mock","prompt":[1]}"#;
+    let with = |salt: &str| format!(r#"{{"model":"mock","cache_salt":{},"prompt":[1]}}"#, serde_json::json!(salt));
+    let mut theirs = vec![salt_of(KEYS[0], plain).await, salt_of(KEYS[0], &with("")).await];
+    theirs.push(salt_of(KEYS[0], &with("own")).await);
+    assert_eq!(theirs[0], salt_of(KEYS[0], plain).await, "a tenant's cache is its own again");
+    assert_eq!(theirs[0], salt_of(KEYS[0], r#"{"model":"mock","prompt":[1],"cache_salt": null }"#).await);
+    // The other one tries what it may know of the first one's.
+    for guess in [theirs.clone(), ["acme", "own", "", "\0acme", "\",\"x\":\""].map(str::to_owned).to_vec()].concat() {
+        let own = salt_of(KEYS[1], &with(&guess)).await;
+        assert!(own != guess && !theirs.contains(&own), "{guess}");
+    }
+    let own = salt_of(KEYS[1], plain).await;
+    assert!(!theirs.contains(&own));
+    // Two of them, of which a worker might take the other one.
+    for twice in ["\"cache_salt\"", "\"cache\\u005fsalt\""] {
+        let body = format!(r#"{{"model":"mock","cache_salt":"a",{twice}:"{}","prompt":[1]}}"#, theirs[0]);
+        let answer = ask(&gateway, &format!("authorization: Bearer {}\r\n", KEYS[1]), &body).await;
+        assert_eq!((answer.status, answer.code().as_str()), (400, "duplicate_field"));
+    }
+    quiet(&gateway).await;
+}
+
+/// One worker serves one request at a time. Twelve requests of acme wait when two of brew come: they take turns. Deadlines
+/// that acme's requests carry change nothing, for acme has no right to a priority.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tenants_take_turns_in_the_queue_whatever_their_deadlines() {
+    let _alone = alone().await;
+    for deadline in ["", "x-pointsman-deadline-ms: 3600000\r\n"] {
+        let (worker, files) = (Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await, Files::new());
+        let mut settings = with_tenants(settings(&[worker.url()]), &files);
+        settings.models[0].router.queue_threshold = Some(0.0);
+        let gateway = gateway(settings).await;
+        let (router, address) = (router(&gateway), gateway.address());
+        let mut clients = Vec::new();
+        let mut send = |key: &str, headers: &str| {
+            let headers = format!("authorization: Bearer {key}\r\n{headers}");
+            clients
+                .push(tokio::spawn(async move { request(address, "POST", PATH, &headers, body().as_bytes()).await }));
+        };
+        let waiting =
+            async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
+        send(KEYS[0], deadline);
+        until("the first is being served", || worker.asked() == 1).await;
+        (0..12).for_each(|_| send(KEYS[0], deadline));
+        eventually("acme's others wait", async || waiting().await == 12).await;
+        (0..2).for_each(|_| send(KEYS[1], ""));
+        eventually("brew's wait behind them", async || waiting().await == 14).await;
+        worker.release(15);
+        for client in clients {
+            let answer = client.await.expect("no panic");
+            assert_eq!((answer.status, answer.text()), (200, FINE));
+        }
+        let salt = |body: &[u8]| serde_json::from_slice::<serde_json::Value>(body).expect("JSON")["cache_salt"].clone();
+        let salts: Vec<_> = worker.see(|seen| seen.requests.iter().map(|got| salt(&got.body)).collect());
+        let of_brew: Vec<_> = (0..salts.len()).filter(|place| salts[*place] != salts[0]).collect();
+        assert_eq!((salts.len(), of_brew), (15, vec![2, 4]), "turn by turn, {deadline:?}");
+        quiet(&gateway).await;
+    }
+}

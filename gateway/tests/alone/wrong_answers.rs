@@ -1,0 +1,160 @@
+//! One worker of four answers quickly and wrongly: what clients see with default settings, and how much the worker draws.
+#![allow(clippy::print_stdout, reason = "the rows are the result")]
+
+use std::time::Duration;
+
+use pointsman::RouterConfig;
+use pointsman::health::HealthState;
+use pointsman::protocol::{WorkerId, WorkerRank};
+use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
+use serde_json::json;
+
+use crate::alone;
+use crate::common::proxy::{Answer, EVENT, gateway, request, worker};
+use crate::faults::{DONE, Faulty, Step, chunk, chunked_head, chunks_end, metric, router, say, whole};
+
+const REQUESTS: u32 = 150;
+/// Between two requests, whatever becomes of the first.
+const PAUSE: Duration = Duration::from_millis(10);
+/// Failures in a row that eject a rank, by default.
+const FAILURES: usize = 5;
+const GOOD: u64 = 3;
+const BAD: WorkerRank = WorkerRank { worker: WorkerId(4), rank: 0 };
+
+/// Default settings, but for tokens: the prompts are token ids.
+fn default_settings(urls: &[String]) -> Settings {
+    let workers = (1..).zip(urls).map(|(n, url)| worker(n, url, 1)).collect();
+    let mut settings = Settings::default();
+    settings.gateway.listen = ([127, 0, 0, 1], 0).into();
+    let tokens = TokensSettings { source: TokenSourceChoice::None, ..TokensSettings::default() };
+    let router = RouterConfig::default();
+    settings.models = vec![ModelSettings { workers, router, tokens, ..ModelSettings::named("mock") }];
+    settings
+}
+
+/// Three engines that are well and one worker that answers generation so; its health endpoint is well.
+struct Fleet {
+    engines: Vec<MockEngine>,
+    bad: Faulty,
+    gateway: Gateway,
+}
+
+impl Fleet {
+    async fn start(bad: Vec<Step>) -> Self {
+        let mut engines = Vec::new();
+        for seed in 0..GOOD {
+            let config = MockConfig { seed, time_scale: 0.2, ..MockConfig::default() };
+            engines.push(MockEngine::start(config).await.expect("it starts"));
+        }
+        let bad = Faulty::start(Vec::new(), move |_, got| {
+            if got.head.starts_with("POST /v1/") { bad.clone() } else { vec![whole("200 OK", "{}")] }
+        });
+        let bad = bad.await;
+        let urls: Vec<_> = engines.iter().map(MockEngine::url).chain([bad.url()]).collect();
+        let gateway = gateway(default_settings(&urls)).await;
+        Self { engines, bad, gateway }
+    }
+
+    /// Requests that the bad worker got.
+    fn drawn(&self) -> usize {
+        self.bad.see(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /v1/")).count())
+    }
+
+    async fn end(self) {
+        self.gateway.shutdown(Duration::ZERO).await;
+        for engine in self.engines {
+            engine.shutdown().await;
+        }
+    }
+}
+
+fn is_served(answer: &Answer, streamed: bool) -> bool {
+    let content = if streamed { answer.text().ends_with(DONE) } else { answer.json()["choices"].is_array() };
+    answer.status == 200 && answer.is_whole && content
+}
+
+/// Sends all requests, one after each pause. Returns those that failed, and those of them that were cut off.
+async fn send_all(fleet: &Fleet, streamed: bool) -> (usize, usize) {
+    let address = fleet.gateway.address();
+    let mut clients = tokio::task::JoinSet::new();
+    for n in 0..REQUESTS {
+        tokio::time::sleep(PAUSE).await;
+        clients.spawn(async move {
+            let prompt: Vec<u32> = (0..500).map(|i| n * 1_000 + i).collect();
+            let body = json!({ "model": "mock", "prompt": prompt, "max_tokens": 30, "stream": streamed }).to_string();
+            request(address, "POST", "/v1/completions", "", body.as_bytes()).await
+        });
+    }
+    let (mut failed, mut cut) = (0, 0);
+    while let Some(answer) = clients.join_next().await {
+        let answer = answer.expect("no client panics");
+        let is_cut = answer.status == 200 && !answer.is_whole;
+        cut += usize::from(is_cut);
+        failed += usize::from(!is_cut && !is_served(&answer, streamed));
+    }
+    (failed, cut)
+}
+
+async fn is_ejected(fleet: &Fleet) -> bool {
+    let ranks = router(&fleet.gateway).rank_health().await.expect("it is up");
+    ranks.iter().any(|rank| rank.rank == BAD && matches!(rank.state, HealthState::Ejected { .. }))
+}
+
+/// `cut_max`: answers that may be visibly cut off at clients.
+async fn case(name: &str, streamed: bool, bad: Vec<Step>, outcome: &str, cut_max: usize) {
+    let fleet = Fleet::start(bad).await;
+    let endpoint = format!("worker_endpoint=\"{}\"", fleet.bad.url());
+    let (failed, cut) = send_all(&fleet, streamed).await;
+    let drawn = fleet.drawn();
+    let is_ejected = is_ejected(&fleet).await;
+    let labels = [endpoint.as_str(), &format!("outcome=\"{outcome}\"")];
+    let counted = metric(&fleet.gateway, "pointsman_gateway_worker_requests_total", &labels).await;
+    let share = 100.0 * drawn as f64 / f64::from(REQUESTS);
+    let kind = if streamed { "streamed" } else { "whole" };
+    let until = if is_ejected { drawn.to_string() } else { "not ejected".to_owned() };
+    println!("| {name} | {kind} | {REQUESTS} | {failed} | {cut} | {drawn} ({share:.1} %) | {until} |");
+    assert_eq!(failed, 0, "{name}, {kind}: requests failed though three engines are well");
+    assert!(cut <= cut_max, "{name}, {kind}: {cut} answers were cut off");
+    assert!(drawn <= REQUESTS as usize / 4, "{name}, {kind}: {drawn} requests drawn");
+    assert!(is_ejected || drawn < 2 * FAILURES, "{name}, {kind}: {drawn} requests drawn, and it is not ejected");
+    assert_eq!(counted, drawn as f64, "{name}, {kind}: each attempt is counted with outcome {outcome}");
+    fleet.end().await;
+}
+
+fn head() {
+    println!("| one worker of four answers | requests | sent | failed | cut off | drawn by it | until ejection |");
+}
+
+async fn both(name: &str, bad: Vec<Step>, outcome: &str) {
+    case(name, true, bad.clone(), outcome, 0).await;
+    case(name, false, bad, outcome, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_refuses_draws_no_more_than_its_share() {
+    let _alone = alone().await;
+    head();
+    let error = r#"{"error":{"message":"no"}}"#;
+    both("503", vec![whole("503 Busy", error)], "refused").await;
+    both("429", vec![whole("429 Busy", error)], "refused").await;
+    both("404", vec![whole("404 None", error)], "misconfigured").await;
+    both("401", vec![whole("401 Who", error)], "misconfigured").await;
+    both("500", vec![whole("500 Oops", error)], "server_error").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_with_invalid_answers_draws_no_more_than_its_share() {
+    let _alone = alone().await;
+    head();
+    let html = "HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>";
+    both("200, HTML", vec![say(html)], "invalid_answer").await;
+    let garbage = vec![chunked_head(), chunk("data: garbage\n\n"), chunk(DONE), chunks_end()];
+    case("200, garbage", true, garbage, "invalid_answer", 0).await;
+    case("200, garbage", false, vec![whole("200 OK", "{garbage")], "invalid_answer", 0).await;
+    case("200, truncated JSON", false, vec![whole("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
+    let unfinished = vec![chunked_head(), chunk(EVENT), chunks_end()];
+    // A stream that has begun cannot be retried, until enough have failed.
+    case("200, no end mark", true, unfinished, "invalid_answer", 2 * FAILURES).await;
+}

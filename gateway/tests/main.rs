@@ -1,0 +1,26 @@
+//! Integration tests of the gateway, one module each. `alone/` is a second binary for the tests that need a process of their
+//! own.
+
+mod common;
+
+mod admin;
+mod admin_undo;
+mod alerts;
+mod check_config;
+mod demo;
+mod descriptors;
+mod discovered;
+mod docs_metrics;
+mod docs_settings;
+mod drain;
+mod engines;
+mod lengths;
+mod logs;
+mod memory;
+mod metrics_page;
+mod mock_engine;
+mod operations;
+mod proxy;
+mod reload;
+mod tokens;
+mod worker_tls;

@@ -1,0 +1,38 @@
+//! Allocations of the event source for a message in sequence.
+
+use std::time::Duration;
+
+use pointsman::ingest::{Applied, Effect, Input, Source, SourceConfig, Trust};
+use pointsman::protocol::Timestamp;
+use stats_alloc::Region;
+
+use crate::{ALLOCATOR, alone};
+
+const ROUNDS: u64 = 8;
+const MESSAGES: u64 = 4_096;
+
+#[test]
+fn a_message_in_its_turn_allocates_nothing() {
+    let _alone = alone();
+    let batch = Applied { events: 1, usable: 1, stored_blocks: 4, ..Applied::default() };
+    let mut now = Timestamp::default();
+    let mut source = Source::new(SourceConfig::default(), now);
+    let mut effects = Vec::with_capacity(8);
+    source.step(Input::Connected, now, &mut effects);
+    source.step(Input::ReplayEnded, now, &mut effects);
+    let mut least = usize::MAX;
+    for round in 0..ROUNDS {
+        let region = Region::new(ALLOCATOR);
+        for sequence in round * MESSAGES..(round + 1) * MESSAGES {
+            now = now + Duration::from_micros(50);
+            effects.clear();
+            source.step(Input::Live { sequence, payload: b"a batch" }, now, &mut effects);
+            assert!(matches!(effects[..], [Effect::Apply { .. }]));
+            source.step(Input::Applied(batch), now, &mut effects);
+        }
+        // The least of the rounds, for the test harness has a thread of its own.
+        let change = region.change();
+        least = least.min(change.allocations + change.reallocations);
+    }
+    assert_eq!((least, source.trust()), (0, Trust::Live));
+}

@@ -1,0 +1,570 @@
+//! Engines that break every rule of the wire, one after the other, beside two that keep them.
+//!
+//! Owns nothing. Each case waits until the metric that counts it has named it; all the while the two others are indexed
+//! exactly and chosen for what they hold, nothing panics or is restarted, and memory stays within what the caps allow.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use pointsman::ingest::Trust;
+use pointsman::protocol::{
+    BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
+};
+use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router};
+use tokio::time::Instant;
+
+use crate::common::{config, rank, stored, tokens};
+use crate::hostile::{Hostile, Script, Then};
+use crate::zmtp::{
+    Form, Pack, Publisher, TOPIC, batch, event, frame, greeting, greeting_of, handshake, header, live_message, message,
+    ready, replay_message,
+};
+use crate::{ALLOCATOR, alone};
+
+/// Panics of the whole process.
+static PANICS: AtomicUsize = AtomicUsize::new(0);
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+const MIB: usize = 1 << 20;
+
+/// Of an engine that announces much and sends little: connections, their fixed buffers, and what the others are up to.
+const LITTLE_MAX: usize = 8 * MIB;
+
+/// Of one that really sends up to the caps: what the library has read of a message (16 MiB and as much again while it
+/// grows), the message itself, the decoder's lists (tokens 16 MiB, hashes 2 MiB), what the test keeps of it to send it
+/// (16 MiB), and the rest as above.
+const MUCH_MAX: usize = (4 * 16 + 16 + 2) * MIB + LITTLE_MAX;
+
+/// In all, freed again or not, so that nothing can have been made room for and given back between two looks.
+const ALLOCATED_MAX: usize = 4 << 30;
+
+type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
+
+// ---- cases ----
+
+/// One way to be hostile.
+struct Case {
+    name: String,
+    live: Script,
+    replay: Option<Script>,
+    /// Labels of which one must be counted; none where nothing is amiss but that nothing is said.
+    causes: &'static [&'static str],
+    /// Whether it must end distrusted, not only unheard.
+    distrusted: bool,
+    /// What may be known of it.
+    holds: Option<Vec<u32>>,
+    bytes_max: usize,
+}
+
+impl Case {
+    fn live(name: impl Into<String>, live: Script, causes: &'static [&'static str]) -> Self {
+        Self { name: name.into(), live, replay: None, causes, distrusted: true, holds: None, bytes_max: LITTLE_MAX }
+    }
+
+    fn replay(name: impl Into<String>, replay: Script, causes: &'static [&'static str]) -> Self {
+        let live = Script::new(handshake("PUB"), Then::Hang);
+        Self { replay: Some(replay), ..Self::live(name, live, causes) }
+    }
+}
+
+/// Sends all of this and then nothing.
+fn sends(parts: &[&[u8]]) -> Script {
+    Script::new(parts.concat(), Then::Hang)
+}
+
+/// A publisher that keeps to ZMTP, and these are its payloads.
+fn publishes(payloads: &[Vec<u8>]) -> Script {
+    let messages = payloads.iter().zip(0..).flat_map(|(payload, n)| live_message(n, payload)).collect::<Vec<u8>>();
+    sends(&[&handshake("PUB"), &messages])
+}
+
+/// More often than the source lets pass as accidents.
+fn publishes_again(payload: &[u8]) -> Script {
+    publishes(&vec![payload.to_vec(); 4])
+}
+
+const HTTP: &[u8] = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\nno";
+
+fn hostile_cases() -> Vec<Case> {
+    let mut cases = stream_cases();
+    cases.extend(parts_cases());
+    cases.extend(payload_cases());
+    cases.extend(random_cases());
+    cases.extend(replay_cases());
+    cases
+}
+
+fn stream_cases() -> Vec<Case> {
+    let publisher = handshake("PUB");
+    let mut old = greeting();
+    old[10] = 2;
+    let liar = frame(4, b"\x05READY\x0bSocket-Type\xff\xff\xff\xffPUB");
+    let long_name = frame(4, b"\xffREADY");
+    let large = vec![0xab; 12 * MIB];
+    let two_large = sends(&[&publisher, &frame(1, &large), &header(0, 12 << 20)]);
+    vec![
+        Case::live("bad greeting", sends(&[&[0; 64]]), &["bad_greeting"]),
+        Case::live("ZMTP 2", sends(&[&old]), &["bad_greeting"]),
+        Case::live("HTTP", Script::new(HTTP.to_vec(), Then::Close), &["bad_greeting"]),
+        Case::live("never greets", sends(&[]), &["connect_timeout"]),
+        Case::live("never is ready", sends(&[&greeting()]), &["connect_timeout"]),
+        Case::live("greets as SUB", sends(&[&handshake("SUB")]), &["protocol"]),
+        Case::live("greets as nothing", sends(&[&greeting(), &ready("")]), &["protocol"]),
+        Case::live("CURVE", sends(&[&greeting_of("CURVE")]), &["mechanism"]),
+        Case::live("a property of 4 GiB", sends(&[&greeting(), &liar]), &["protocol"]),
+        Case::live("a name that never ends", sends(&[&greeting(), &long_name]), &["protocol"]),
+        Case::live("an empty command", sends(&[&greeting(), &frame(4, b"")]), &["protocol"]),
+        Case::live("a command in mid-stream", sends(&[&publisher, &frame(4, b"\x04NOPE")]), &["protocol"]),
+        Case::live("bad flags", sends(&[&publisher, &[0x80]]), &["bad_flags"]),
+        Case::live("a frame of 2^63", sends(&[&publisher, &header(2, 1 << 63)]), &["frame_too_large"]),
+        Case::live("a frame of 2^64 - 1", sends(&[&publisher, &header(1, u64::MAX)]), &["frame_too_large"]),
+        Case::live("a frame of 8 GiB", sends(&[&publisher, &header(2, 8 << 30)]), &["frame_too_large"]),
+        Case::live("a command of 8 GiB", sends(&[&greeting(), &header(4, 8 << 30)]), &["frame_too_large"]),
+        Case { bytes_max: MUCH_MAX, ..Case::live("a message of 24 MiB", two_large, &["message_too_large"]) },
+        Case::live(
+            "endless small parts",
+            Script::new(publisher.clone(), Then::Repeat(frame(1, b"x"), 1 << 20)),
+            &["too_many_frames"],
+        ),
+        Case::live(
+            "endless commands",
+            Script::new(publisher.clone(), Then::Repeat(ready("PUB"), 1 << 20)),
+            &[], // allowed, as far as it goes: it is a silent publisher
+        ),
+    ]
+}
+
+fn parts_cases() -> Vec<Case> {
+    let publisher = handshake("PUB");
+    let says = |parts: &[&[u8]]| sends(&[&publisher, &message(parts)]);
+    let (topic, payload) = (TOPIC.as_bytes(), batch(1.0, &[]));
+    let numbers = [0, u64::MAX - 1, 5, u64::MAX - 1, 0, 1 << 63, u64::MAX - 1];
+    let jumps: Vec<u8> =
+        numbers.iter().zip(0..).flat_map(|(&n, at)| live_message(n, &batch(f64::from(at), &[]))).collect();
+    vec![
+        Case::live("a sequence of 3 bytes", says(&[topic, b"123", &payload]), &["sequence_length"]),
+        Case::live("one part", says(&[topic]), &["part_count"]),
+        Case::live("two parts", says(&[topic, &payload]), &["part_count"]),
+        Case::live("five parts", says(&[topic, &[0; 8], &payload, b"", b""]), &["part_count"]),
+        // It is the mark by which replays end, and no message's number.
+        Case::live("the end mark as a number", says(&[topic, &[0xff; 8], &payload]), &["refused"]),
+        Case::live("numbers that jump", sends(&[&publisher, &jumps]), &["lost"]),
+        Case {
+            replay: Some(sends(&[&handshake("ROUTER"), &jumps])),
+            ..Case::live("numbers that jump everywhere", sends(&[&publisher, &jumps]), &["incarnation"])
+        },
+    ]
+}
+
+fn payload_cases() -> Vec<Case> {
+    let mine = rank(HOSTILE);
+    let prompt = tokens(0xbad, 3);
+    let store = |form| event(form, &stored(mine, &prompt), &prompt);
+    let whole = batch(1.0, &[store(Form::Array)]);
+    let deep = [&[0x91; 100_000][..], &[0xc0]].concat();
+    let deep_field = Pack::default().map(2).text("type").text("BlockStored").text("x").raw(&deep).0;
+    let declared = Pack::default().array(4).text("BlockStored").array(10_000_000).uint(1).0;
+    let sent = Pack::default().array(5).text("BlockStored").array(10_000_000).raw(&vec![1; 10_000_000]);
+    let sent = batch(1.0, &[sent.nil().array(0).uint(4).0]);
+    let cut = whole[..whole.len() - 9].to_vec();
+    let foreign = batch(1.0, &[event(Form::Map, &stored(mine, &tokens(0xbad, 8)), &tokens(0xbad, 8)[..16])]);
+    vec![
+        Case::live("a batch that breaks off", publishes_again(&cut), &["truncated"]),
+        Case::live("no batch", publishes_again(b"\xc1"), &["malformed"]),
+        Case::live("an empty payload", publishes_again(b""), &["truncated"]),
+        Case::live("text", publishes_again(HTTP), &["wrong_type", "trailing_bytes"]),
+        Case::live("nested 100,000 deep", publishes_again(&deep), &["wrong_shape", "too_deep"]),
+        Case::live("a field so deep", publishes_again(&batch(1.0, &[deep_field])), &["too_deep", "wrong_shape"]),
+        Case::live("an event so deep", publishes_again(&batch(1.0, &[deep])), &["too_deep", "wrong_type"]),
+        Case {
+            distrusted: false,
+            holds: Some(prompt.clone()),
+            ..Case::live("a time that is none", publishes(&[batch(f64::NAN, &[store(Form::Map)])]), &["not_finite"])
+        },
+        Case::live(
+            "10 million hashes declared",
+            publishes_again(&batch(1.0, &[declared])),
+            &["too_large", "truncated"],
+        ),
+        Case {
+            distrusted: false, // by one batch
+            bytes_max: MUCH_MAX,
+            ..Case::live("10 million hashes sent", publishes(&[sent]), &["too_large"])
+        },
+        Case::live("another block size", publishes_again(&foreign), &["block_size"]),
+    ]
+}
+
+/// Bytes that look random, from a seed.
+fn random(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed;
+    let next = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) as u8
+    };
+    std::iter::repeat_with(next).take(bytes).collect()
+}
+
+const RANDOM_STREAM: &[&str] =
+    &["bad_flags", "frame_too_large", "message_too_large", "too_many_frames", "protocol", "part_count", "closed"];
+
+const RANDOM_PAYLOAD: &[&str] = &["truncated", "malformed", "too_large", "wrong_type", "wrong_shape", "trailing_bytes"];
+
+fn random_cases() -> Vec<Case> {
+    let mut cases = vec![Case::live("random bytes", sends(&[&random(1, 4096)]), &["bad_greeting"])];
+    for seed in 2..8 {
+        let bytes = random(seed, 4096);
+        let streams = Script::new([handshake("PUB"), bytes.clone()].concat(), Then::Close);
+        cases.push(Case {
+            distrusted: false,
+            ..Case::live(format!("random frames, seed {seed}"), streams, RANDOM_STREAM)
+        });
+        let ready = sends(&[&greeting(), &frame(4, &bytes)]);
+        cases.push(Case::live(format!("a random READY, seed {seed}"), ready, &["protocol"]));
+        let payloads: Vec<_> = (0..64).map(|n| random(seed << 32 | n, 256)).collect();
+        cases.push(Case {
+            distrusted: false,
+            ..Case::live(format!("random payloads, seed {seed}"), publishes(&payloads), RANDOM_PAYLOAD)
+        });
+    }
+    cases
+}
+
+fn replay_cases() -> Vec<Case> {
+    let router = handshake("ROUTER");
+    let nothing = batch(1.0, &[]);
+    let answers = |numbers: &[u64]| numbers.iter().flat_map(|n| replay_message(*n, &nothing)).collect::<Vec<u8>>();
+    let end = replay_message(u64::MAX, b"");
+    let endless = |answer: Vec<u8>| Script::new(router.clone(), Then::Repeat(answer, 1 << 24));
+    vec![
+        Case::replay("replay: bad greeting", sends(&[&[0; 64]]), &["bad_greeting"]),
+        Case::replay("replay: HTTP", Script::new(HTTP.to_vec(), Then::Close), &["bad_greeting"]),
+        Case::replay("replay: never greets", sends(&[]), &["connect_timeout"]),
+        Case::replay("replay: greets as PUB", sends(&[&handshake("PUB")]), &["protocol"]),
+        Case::replay("replay: CURVE", sends(&[&greeting_of("CURVE")]), &["mechanism"]),
+        Case::replay("replay: 2^63", sends(&[&router, &header(2, 1 << 63)]), &["frame_too_large"]),
+        Case::replay("replay: 8 GiB", sends(&[&router, &header(2, 8 << 30)]), &["frame_too_large"]),
+        Case::replay("replay: endless parts", endless(frame(1, b"x")), &["too_many_frames"]),
+        Case::replay("replay: a short number", sends(&[&router, &message(&[b"", b"123", b"p"])]), &["sequence_length"]),
+        Case::replay("replay: one part", sends(&[&router, &message(&[b"x"])]), &["part_count"]),
+        Case::replay("replay: five parts", sends(&[&router, &message(&[b"", b"", b"", b"", b"x"])]), &["part_count"]),
+        Case::replay("replay: closes", Script::new(router.clone(), Then::Close), &["closed"]),
+        Case::replay("replay: never answers", sends(&[&router]), &["replay_failed"]),
+        Case::replay("replay: begins late", sends(&[&router, &answers(&[7, 8]), &end]), &["cold"]),
+        Case::replay("replay: goes backwards", sends(&[&router, &answers(&[9, 5, 9, 3, 0]), &end]), &["cold"]),
+        Case::replay("replay: always the same", endless(answers(&[0])), &["replay_failed"]),
+        Case::replay("replay: never in turn", endless(answers(&[0, 1 << 40, 3])), &["replay_failed"]),
+        Case {
+            distrusted: false, // few batches
+            ..Case::replay("replay: no batches", sends(&[&router, &replay_message(0, b"\xc1"), &end]), &["malformed"])
+        },
+    ]
+}
+
+// ---- the two that are well, and what is looked at ----
+
+const HOSTILE: u64 = 2;
+
+struct Engine {
+    rank: WorkerRank,
+    publisher: Publisher,
+    form: Form,
+    prompts: Vec<Vec<u32>>,
+    batches: u32,
+}
+
+impl Engine {
+    async fn start(worker: u64) -> Self {
+        let form = if worker == 0 { Form::Map } else { Form::Array };
+        let publisher = Publisher::start(64, worker == 0).await;
+        Self { rank: rank(worker), publisher, form, prompts: Vec::new(), batches: 0 }
+    }
+
+    /// Stores a prompt that nobody else has, and drops the oldest where there are many.
+    fn work(&mut self) {
+        self.batches += 1;
+        let prompt = tokens(self.batches * 4 + self.rank.worker.0 as u32, 3);
+        let mut events = vec![event(self.form, &stored(self.rank, &prompt), &prompt)];
+        self.prompts.push(prompt);
+        if self.prompts.len() > 6 {
+            let oldest = self.prompts.remove(0);
+            let names = blocks_of(self.rank, &oldest).into_iter().map(|(_, name, _)| name).collect();
+            let data = KvEvent::Removed { blocks: names };
+            events.push(event(self.form, &RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[]));
+        }
+        self.publisher.publish(&batch(f64::from(self.batches), &events));
+    }
+}
+
+fn blocks_of(rank: WorkerRank, prompt: &[u32]) -> Held {
+    match stored(rank, prompt).data {
+        KvEvent::Stored { blocks, .. } => blocks.iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
+        KvEvent::Removed { .. } | KvEvent::Cleared => Held::new(),
+    }
+}
+
+async fn held(router: &Router) -> Held {
+    let events = router.dump_events().await.expect("up");
+    let blocks = events.into_iter().flat_map(|RouterEvent { rank, data, .. }| match data {
+        KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
+        KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
+    });
+    blocks.collect()
+}
+
+fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
+    router.kv_sources().into_iter().find(|source| source.rank == of)
+}
+
+/// Counters of causes and restarts since the start, by their last label.
+struct Counted {
+    snapshotter: Snapshotter,
+    counts: BTreeMap<String, u64>,
+}
+
+const COUNTED: [&str; 4] = [
+    "pointsman_kv_source_errors_total",
+    "pointsman_kv_source_notes_total",
+    "pointsman_kv_findings_total",
+    "pointsman_restarts_total",
+];
+
+impl Counted {
+    fn look(&mut self) {
+        for (key, _, _, value) in self.snapshotter.snapshot().into_vec() {
+            let key = key.key();
+            if let DebugValue::Counter(count) = value
+                && COUNTED.contains(&key.name())
+                && let Some(label) = key.labels().find(|label| label.key() != "pool")
+            {
+                *self.counts.entry(label.value().to_owned()).or_default() += count; // looking takes it away
+            }
+        }
+    }
+
+    fn of(&self, labels: &[&str]) -> u64 {
+        labels.iter().filter_map(|label| self.counts.get(*label)).sum()
+    }
+}
+
+fn live_bytes() -> usize {
+    let stats = ALLOCATOR.stats();
+    stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
+}
+
+/// Looks at the live bytes again and again, on a thread of its own.
+struct Peak {
+    is_over: Arc<AtomicBool>,
+    most: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Peak {
+    fn watch() -> Self {
+        let (is_over, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let thread = std::thread::spawn({
+            let (is_over, most) = (Arc::clone(&is_over), Arc::clone(&most));
+            move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    most.fetch_max(live_bytes(), Ordering::Relaxed);
+                    std::thread::park_timeout(Duration::from_micros(200));
+                }
+            }
+        });
+        Self { is_over, most, thread: Some(thread) }
+    }
+
+    fn reset(&self) {
+        self.most.store(0, Ordering::Relaxed);
+    }
+
+    fn most(&self) -> usize {
+        self.most.load(Ordering::Relaxed).max(live_bytes())
+    }
+}
+
+impl Drop for Peak {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("it only looks");
+        }
+    }
+}
+
+/// The router, the two engines that are well, and what is counted.
+struct Fleet {
+    router: Router,
+    well: [Engine; 2],
+    counted: Counted,
+    requests: u64,
+}
+
+impl Fleet {
+    async fn start(snapshotter: Snapshotter) -> Self {
+        let well = [Engine::start(0).await, Engine::start(1).await];
+        let mut builder = Router::builder(config());
+        for engine in &well {
+            builder = builder.worker(engine.rank.worker, engine_at(engine.rank.worker, engine.publisher.kv_events()));
+        }
+        let router = builder.start().await.expect("valid");
+        let counted = Counted { snapshotter, counts: BTreeMap::new() };
+        let mut fleet = Self { router, well, counted, requests: 0 };
+        fleet.works("at the start", &Held::new()).await;
+        fleet
+    }
+
+    /// Those that are well publish, are indexed exactly, trusted and chosen; of others no more than `also` is known.
+    async fn works(&mut self, case: &str, also: &Held) {
+        for engine in &mut self.well {
+            engine.work();
+        }
+        let prompts = |engine: &Engine| {
+            engine.prompts.iter().flat_map(|prompt| blocks_of(engine.rank, prompt)).collect::<Vec<_>>()
+        };
+        let expected: Held = self.well.iter().flat_map(prompts).collect();
+        let begun = Instant::now();
+        loop {
+            let held = held(&self.router).await;
+            let trust = |engine: &Engine| source(&self.router, engine.rank).map(|source| source.trust);
+            let all_live = self.well.iter().all(|engine| trust(engine) == Some(Trust::Live));
+            let others: Held = held.difference(&expected).copied().collect();
+            if all_live && held.is_superset(&expected) && others.is_subset(also) {
+                break;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{case}: {others:?} {:#?}", self.router.kv_sources());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        for engine in &self.well {
+            let prompt = engine.prompts.last().expect("it has worked");
+            let id = self.requests.to_string();
+            self.requests += 1;
+            let placement = self.router.route(RouteRequest::new(&id, Prompt::Tokens(prompt))).await.expect("placed");
+            let cached = prompt.len() as u32;
+            assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, cached), "{case}");
+        }
+        self.counted.look();
+        assert_eq!(PANICS.load(Ordering::Relaxed), 0, "{case}");
+        assert_eq!(self.router.health().restarts, 0, "{case}");
+        assert_eq!(self.counted.of(&["scheduler", "radix", "sequence", "ingest"]), 0, "{case}: restarts");
+    }
+
+    async fn endures(&mut self, case: &Case, peak: &Peak) {
+        let (before, allocated) = (live_bytes(), ALLOCATOR.stats().bytes_allocated);
+        peak.reset();
+        let counted = self.counted.of(case.causes);
+        let live = Hostile::start({
+            let script = case.live.clone();
+            move |_| script.clone()
+        })
+        .await;
+        let replay = match case.replay.clone() {
+            Some(script) => Some(Hostile::start(move |_| script.clone()).await),
+            None => None,
+        };
+        let worker = engine_at(WorkerId(HOSTILE), live.kv_events(replay.as_ref()));
+        self.router.upsert_worker(WorkerId(HOSTILE), worker).await.expect("valid");
+        let also = case.holds.as_deref().map(|prompt| blocks_of(rank(HOSTILE), prompt)).unwrap_or_default();
+        let begun = Instant::now();
+        loop {
+            self.works(&case.name, &also).await;
+            let hostile = source(&self.router, rank(HOSTILE)).expect("it is read");
+            let is_counted = case.causes.is_empty() || self.counted.of(case.causes) > counted;
+            if is_counted && (!case.distrusted || hostile.trust != Trust::Live) {
+                break;
+            }
+            let counts = &self.counted.counts;
+            assert!(begun.elapsed() < PATIENCE, "{}: {counts:?}\n{hostile:#?}", case.name);
+            let most = peak.most().saturating_sub(before);
+            assert!(most <= case.bytes_max, "{}: {most} bytes", case.name);
+        }
+        if let Some(prompt) = &case.holds {
+            assert!(held(&self.router).await.is_superset(&blocks_of(rank(HOSTILE), prompt)), "{}", case.name);
+        }
+        let most = peak.most().saturating_sub(before);
+        let in_all = ALLOCATOR.stats().bytes_allocated.wrapping_sub(allocated);
+        eprintln!("{:28} {:>6} KiB live at most, {:>6} ms", case.name, most >> 10, begun.elapsed().as_millis());
+        assert!(most <= case.bytes_max, "{}: {most} bytes live", case.name);
+        assert!(in_all <= ALLOCATED_MAX, "{}: {in_all} bytes allocated", case.name);
+        self.router.remove_worker(WorkerId(HOSTILE)).await.expect("known");
+    }
+}
+
+fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
+    WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(format!("http://engine-{}", worker.0)) }
+}
+
+/// Runs a scenario alone on this thread, with a recorder of its own. Every panic of the process is counted.
+fn run(scenario: impl AsyncFnOnce(Fleet)) {
+    let _alone = alone();
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        PANICS.fetch_add(1, Ordering::Relaxed);
+        report(panic);
+    }));
+    let recorder = DebuggingRecorder::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async { scenario(Fleet::start(recorder.snapshotter()).await).await });
+    });
+}
+
+#[test]
+fn no_hostile_engine_harms_another() {
+    run(async |mut fleet| {
+        let cases = hostile_cases();
+        let peak = Peak::watch();
+        for _ in 0..20 {
+            fleet.works("before", &Held::new()).await;
+        }
+        let before = live_bytes();
+        for case in &cases {
+            fleet.endures(case, &peak).await;
+        }
+        for _ in 0..20 {
+            fleet.works("after", &Held::new()).await;
+        }
+        let kept = live_bytes().saturating_sub(before);
+        assert!(kept <= LITTLE_MAX, "{kept} bytes are left of {} cases", cases.len());
+        assert_eq!(fleet.router.kv_sources().len(), 2);
+    });
+}
+
+#[test]
+fn connections_that_end_anywhere_harm_nobody() {
+    run(async |mut fleet| {
+        let nothing = batch(1.0, &[]);
+        let exchange = [handshake("PUB"), live_message(0, &nothing), live_message(1, &nothing)].concat();
+        let offsets = exchange.len();
+        let cut = Hostile::start(move |n| Script::new(exchange[..n % offsets].to_vec(), Then::Close)).await;
+        // Each connects again and again, so one offset each sees all of them, and many do so at once.
+        let workers = 100..100 + offsets as u64;
+        for worker in workers.clone() {
+            let config = engine_at(WorkerId(worker), cut.kv_events(None));
+            fleet.router.upsert_worker(WorkerId(worker), config).await.expect("valid");
+        }
+        let begun = Instant::now();
+        while cut.accepted() < 2 * offsets {
+            fleet.works("cut", &Held::new()).await;
+            assert!(begun.elapsed() < PATIENCE, "{} connections of {offsets} offsets", cut.accepted());
+        }
+        let has_failed = |source: &KvSourceStatus| source.rank.worker.0 < 100 || source.last_error.is_some();
+        while !fleet.router.kv_sources().iter().all(has_failed) {
+            fleet.works("cut", &Held::new()).await;
+            assert!(begun.elapsed() < PATIENCE, "{:#?}", fleet.router.kv_sources());
+        }
+        assert!(fleet.counted.of(&["closed", "protocol"]) >= offsets as u64);
+        for worker in workers {
+            fleet.router.remove_worker(WorkerId(worker)).await.expect("known");
+        }
+        fleet.works("after", &Held::new()).await;
+    });
+}

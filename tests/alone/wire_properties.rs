@@ -1,0 +1,487 @@
+//! Properties of the decoder: the same events in every dialect, against a literal model of namespaces; and malformed
+//! payloads, with all allocated bytes counted.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
+use pointsman::wire::{Decoder, Finding, Limits, Report, WireConfig};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+use stats_alloc::Region;
+
+use crate::effort::effort;
+use crate::msgpack::{Msg, batch};
+use crate::{ALLOCATOR, alone};
+
+const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
+const BLOCK_SIZE: usize = 4;
+
+fn decoder() -> Decoder {
+    let block_size = NonZeroU32::new(BLOCK_SIZE as u32).expect("not zero");
+    Decoder::new(WireConfig { rank: RANK, ranks: 0..2, block_size, is_eagle: false, limits: Limits::default() })
+}
+
+fn decode(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
+    let mut events = Vec::new();
+    let report = decoder().decode(payload, &mut events);
+    assert!(report.usable as usize >= events.len());
+    (singly(events), report)
+}
+
+/// The same with a removal for each name: how many the decoder makes of them is its own affair.
+fn singly(events: Vec<RouterEvent>) -> Vec<RouterEvent> {
+    let split = |RouterEvent { rank, tier, data }| {
+        let data = match data {
+            KvEvent::Removed { blocks } => {
+                blocks.into_iter().map(|name| KvEvent::Removed { blocks: vec![name] }).collect()
+            }
+            KvEvent::Stored { .. } | KvEvent::Cleared => vec![data],
+        };
+        data.into_iter().map(move |data| RouterEvent { rank, tier, data })
+    };
+    events.into_iter().flat_map(split).collect()
+}
+
+/// What happens in an engine. Names are few, so that they come again in other places.
+#[derive(Clone, Debug)]
+enum Op {
+    Store {
+        names: Vec<u64>,
+        parent: Option<u64>,
+        tokens: Vec<u32>,
+        tier: StorageTier,
+        salt: Option<&'static str>,
+        lora: Option<&'static str>,
+    },
+    Remove {
+        names: Vec<u64>,
+        tier: StorageTier,
+    },
+    Clear,
+}
+
+/// Hashes of every width and either sign.
+fn name() -> impl Strategy<Value = u64> {
+    prop_oneof![0..6_u64, Just(u64::MAX), Just(1 << 63), Just(40_000), Just(1 << 40)]
+}
+
+fn tier() -> impl Strategy<Value = StorageTier> {
+    prop_oneof![3 => Just(StorageTier::Device), 1 => Just(StorageTier::HostPinned), 1 => Just(StorageTier::Disk)]
+}
+
+fn token() -> impl Strategy<Value = u32> {
+    prop_oneof![0..200_u32, 200..150_000_u32, any::<u32>()]
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let tokens = proptest::collection::vec(token(), BLOCK_SIZE * 4);
+    let names = || proptest::collection::vec(name(), 1..=4);
+    let salt = prop_oneof![2 => Just(None), 1 => Just(Some("s")), 1 => Just(Some("tenant-of-a-name-beyond-31-bytes"))];
+    let lora = prop_oneof![3 => Just(None), 1 => Just(Some("a")), 1 => Just(Some("s"))];
+    let store = (names(), proptest::option::of(name()), tokens, tier(), salt, lora).prop_map(
+        |(names, parent, mut tokens, tier, salt, lora)| {
+            tokens.truncate(names.len() * BLOCK_SIZE);
+            Op::Store { names, parent, tokens, tier, salt, lora }
+        },
+    );
+    let remove = (names(), tier()).prop_map(|(names, tier)| Op::Remove { names, tier });
+    prop_oneof![8 => store, 4 => remove, 1 => Just(Op::Clear)]
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Dialect {
+    VllmArray,
+    VllmMap,
+    SglangArray,
+    SglangMap,
+}
+
+/// How one publisher writes.
+#[derive(Clone, Copy, Debug)]
+struct Writer {
+    dialect: Dialect,
+    binary_hashes: bool,
+}
+
+impl Writer {
+    fn hash(self, name: u64) -> Msg {
+        match self.dialect {
+            _ if self.binary_hashes => Msg::Bin([&[0xee; 24][..], &name.to_be_bytes()].concat()),
+            Dialect::VllmArray | Dialect::VllmMap => Msg::Uint(name),
+            Dialect::SglangArray | Dialect::SglangMap => Msg::Int(name.cast_signed()),
+        }
+    }
+
+    fn medium(self, tier: StorageTier) -> Msg {
+        let is_vllm = matches!(self.dialect, Dialect::VllmArray | Dialect::VllmMap);
+        Msg::from(match tier {
+            StorageTier::Device => "GPU",
+            StorageTier::HostPinned if is_vllm => "CPU",
+            StorageTier::HostPinned => "CPU_PINNED",
+            StorageTier::Disk if is_vllm => "STORAGE",
+            StorageTier::Disk => "DISK",
+            StorageTier::External => "EXTERNAL",
+        })
+    }
+
+    /// An event; of a store, `under` says where the engine put it, which SGLang names with every store.
+    fn event(self, op: &Op, under: Under) -> Msg {
+        match op {
+            Op::Store { names, parent, tokens, tier, salt, .. } => {
+                let n_blocks = names.len();
+                let names: Msg = names.iter().map(|name| self.hash(*name)).collect();
+                let parent_hash = parent.map_or(Msg::Nil, |name| self.hash(name));
+                let tokens: Msg = tokens.iter().map(|token| u64::from(*token)).collect();
+                let size = Msg::Uint(BLOCK_SIZE as u64);
+                let medium = self.medium(*tier);
+                let salt = salt.filter(|_| parent.is_none());
+                let keys = |block: usize| {
+                    let keys: Vec<_> = under.lora.into_iter().chain(salt.filter(|_| block == 0)).collect();
+                    if keys.is_empty() { Msg::Nil } else { keys.into_iter().collect() }
+                };
+                let keys: Msg = (0..n_blocks).map(keys).collect();
+                let tag = Msg::from("BlockStored");
+                match self.dialect {
+                    Dialect::VllmArray => {
+                        let lora = under.lora.into();
+                        Msg::Array(vec![tag, names, parent_hash, tokens, size, Msg::Nil, medium, lora, keys, 0.into()])
+                    }
+                    Dialect::SglangArray => {
+                        let mut items = vec![tag, names, parent_hash, tokens, size, Msg::Nil, medium];
+                        items.extend(under.salt.map(|salt| Msg::named([("cache_salt", salt.into())])));
+                        Msg::Array(items)
+                    }
+                    Dialect::VllmMap | Dialect::SglangMap => {
+                        let mut fields = vec![
+                            ("type", tag),
+                            ("block_hashes", names),
+                            ("parent_block_hash", parent_hash),
+                            ("token_ids", tokens),
+                            ("block_size", size),
+                            ("lora_id", Msg::Nil),
+                            ("medium", medium),
+                            ("lora_name", under.lora.into()),
+                        ];
+                        match self.dialect {
+                            Dialect::VllmMap => fields.push(("extra_keys", keys)),
+                            _ => fields.push(("cache_salt", under.salt.into())),
+                        }
+                        Msg::named(fields)
+                    }
+                }
+            }
+            Op::Remove { names, tier } => {
+                let (tag, medium) = (Msg::from("BlockRemoved"), self.medium(*tier));
+                let names = names.iter().map(|name| self.hash(*name)).collect();
+                match self.dialect {
+                    Dialect::VllmArray | Dialect::SglangArray => Msg::Array(vec![tag, names, medium]),
+                    Dialect::VllmMap | Dialect::SglangMap => {
+                        Msg::named([("type", tag), ("block_hashes", names), ("medium", medium)])
+                    }
+                }
+            }
+            Op::Clear => match self.dialect {
+                Dialect::VllmArray | Dialect::SglangArray => Msg::from(["AllBlocksCleared"]),
+                Dialect::VllmMap | Dialect::SglangMap => Msg::named([("type", "AllBlocksCleared".into())]),
+            },
+        }
+    }
+}
+
+/// Adapter and salt of a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Under {
+    lora: Option<&'static str>,
+    salt: Option<&'static str>,
+}
+
+/// Where the blocks of an engine belong, literally.
+#[derive(Debug, Default)]
+struct Model {
+    /// By name: where it belongs, and the tier of each copy.
+    blocks: BTreeMap<u64, (Under, Vec<StorageTier>)>,
+}
+
+impl Model {
+    /// What an event means, and where a store belongs.
+    fn apply(&mut self, op: &Op) -> (Under, RouterEvent) {
+        let mut under = Under::default();
+        let (tier, data) = match op {
+            Op::Store { names, parent, tokens, tier, salt, lora } => {
+                match parent {
+                    Some(parent) => under = self.blocks.get(parent).map(|(under, _)| *under).unwrap_or_default(),
+                    None => under.salt = *salt,
+                }
+                under.lora = lora.or(under.lora);
+                let block_size = NonZeroU32::new(BLOCK_SIZE as u32).expect("not zero");
+                let scheme =
+                    HashScheme { lora_name: under.lora, cache_salt: under.salt, ..HashScheme::new(block_size) };
+                let hashes = BlockHasher::new(scheme).block_hashes(tokens, &MmBlocks::NONE);
+                for name in names {
+                    if under == Under::default() {
+                        self.blocks.remove(name);
+                    } else {
+                        let block = self.blocks.entry(*name).or_default();
+                        block.0 = under;
+                        if !block.1.contains(tier) || *tier == StorageTier::Device && parent.is_some() {
+                            block.1.push(*tier);
+                        }
+                    }
+                }
+                let block =
+                    |(name, hash): (&u64, &_)| StoredBlock { engine_hash: EngineHash(*name), block_hash: *hash };
+                let blocks = names.iter().zip(hashes.iter()).map(block).collect();
+                (*tier, KvEvent::Stored { parent: parent.map(EngineHash), blocks })
+            }
+            Op::Remove { names, tier } => {
+                for name in names {
+                    if let Some((_, tiers)) = self.blocks.get_mut(name)
+                        && let Some(at) = tiers.iter().position(|other| other == tier)
+                    {
+                        tiers.swap_remove(at);
+                    }
+                }
+                self.blocks.retain(|_, (_, tiers)| !tiers.is_empty());
+                (*tier, KvEvent::Removed { blocks: names.iter().copied().map(EngineHash).collect() })
+            }
+            Op::Clear => {
+                self.blocks.clear();
+                (StorageTier::Device, KvEvent::Cleared)
+            }
+        };
+        (under, RouterEvent { rank: RANK, tier, data })
+    }
+}
+
+fn writer() -> impl Strategy<Value = Writer> {
+    use Dialect::{SglangArray, SglangMap, VllmArray, VllmMap};
+    (proptest::sample::select(&[VllmArray, VllmMap, SglangArray, SglangMap][..]), any::<bool>())
+        .prop_map(|(dialect, binary_hashes)| Writer { dialect, binary_hashes })
+}
+
+/// A stream as one publisher writes it, and what it means, singly.
+fn written(writer: Writer, ops: &[Op]) -> (Vec<Msg>, Vec<RouterEvent>, usize) {
+    let mut model = Model::default();
+    let mut events = Vec::new();
+    let mut expected = Vec::new();
+    for op in ops {
+        let mut op = op.clone();
+        if let (Op::Store { lora, .. }, Dialect::SglangArray) = (&mut op, writer.dialect) {
+            *lora = None; // it has no place for it
+        }
+        let (under, event) = model.apply(&op);
+        events.push(writer.event(&op, under));
+        expected.push(event);
+    }
+    (events, singly(expected), model.blocks.len())
+}
+
+/// Any well-formed item.
+fn item() -> impl Strategy<Value = Msg> {
+    const WORDS: [&str; 8] =
+        ["BlockStored", "BlockRemoved", "type", "block_hashes", "token_ids", "extra_keys", "GPU", "x"];
+    let leaf = prop_oneof![
+        Just(Msg::Nil),
+        any::<bool>().prop_map(Msg::Bool),
+        any::<u64>().prop_map(Msg::Uint),
+        (0..10_u64).prop_map(Msg::Uint),
+        any::<i64>().prop_map(Msg::Int),
+        any::<f64>().prop_map(Msg::Float),
+        proptest::sample::select(&WORDS[..]).prop_map(Msg::from),
+        proptest::collection::vec(any::<u8>(), 0..40).prop_map(Msg::Bin),
+    ];
+    leaf.prop_recursive(5, 60, 8, |inner| {
+        prop_oneof![
+            proptest::collection::vec(inner.clone(), 0..8).prop_map(Msg::Array),
+            proptest::collection::vec((inner.clone(), inner), 0..8).prop_map(Msg::Map),
+        ]
+    })
+}
+
+/// A removal that every dialect's reader knows.
+fn neighbour(name: u64) -> (Msg, RouterEvent) {
+    let event = KvEvent::Removed { blocks: vec![EngineHash(name)] };
+    let msg = Msg::named([("type", "BlockRemoved".into()), ("block_hashes", [name].into())]);
+    (msg, RouterEvent { rank: RANK, tier: StorageTier::Device, data: event })
+}
+
+/// What a batch of so many bytes may make the decoder allocate in all, growing included.
+fn bytes_max(payload: &[u8]) -> usize {
+    16_384 + 64 * payload.len()
+}
+
+/// Decodes with everything allocated counted.
+fn decode_counted(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
+    let region = Region::new(ALLOCATOR);
+    let decoded = decode(payload);
+    let change = region.change();
+    let bytes = change.bytes_allocated;
+    assert!(bytes <= bytes_max(payload), "{bytes} bytes for a payload of {}", payload.len());
+    decoded
+}
+
+/// Holds a property to so many cases, under the lock, generation of the cases included.
+fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+    let _alone = alone();
+    let config = effort(cases, "tests/alone/wire_properties.proptest-regressions");
+    if let Err(failure) = TestRunner::new(config).run(&strategy, property) {
+        panic!("{failure}");
+    }
+}
+
+#[test]
+fn every_dialect_comes_to_the_same() {
+    check(256, (writer(), proptest::collection::vec(op(), 1..40), 1..5_usize), |(writer, ops, batches)| {
+        let (events, expected, in_namespaces) = written(writer, &ops);
+        let mut decoder = decoder();
+        let mut decoded = Vec::new();
+        for events in events.chunks(events.len().div_ceil(batches)) {
+            let report = decoder.decode(&batch(events.iter().cloned()), &mut decoded);
+            prop_assert!(report.findings.is_empty(), "{:?}", report);
+            prop_assert_eq!((report.events, report.usable), (events.len() as u32, events.len() as u32));
+        }
+        prop_assert_eq!(singly(decoded), expected);
+        prop_assert_eq!(decoder.namespaces(), in_namespaces);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_batch_that_breaks_off_has_what_stood_before() {
+    check(64, (writer(), proptest::collection::vec(op(), 1..8)), |(writer, ops)| {
+        let (events, expected, _) = written(writer, &ops);
+        let payload = batch(events);
+        for len in 0..payload.len() {
+            let (decoded, report) = decode_counted(&payload[..len]);
+            prop_assert_eq!(&decoded[..], &expected[..decoded.len()]);
+            prop_assert_eq!(report.findings.get(Finding::Truncated), 1, "{:?}", report);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_stands_beside_an_odd_event_is_kept() {
+    check(256, (item(), any::<u64>()), |(odd, name)| {
+        let ((first, first_event), (last, last_event)) = (neighbour(name), neighbour(7));
+        let (events, report) = decode_counted(&batch([first, odd, last]));
+        prop_assert_eq!(events.first(), Some(&first_event));
+        prop_assert_eq!(events.last(), Some(&last_event));
+        prop_assert_eq!(report.events, 3);
+        Ok(())
+    });
+}
+
+#[test]
+fn no_bytes_do_harm() {
+    let flips = proptest::collection::vec((any::<proptest::sample::Index>(), 0..8_u8), 1..6);
+    let noise = proptest::collection::vec(any::<u8>(), 0..200);
+    check(256, (writer(), proptest::collection::vec(op(), 1..8), flips, noise), |(writer, ops, flips, noise)| {
+        decode_counted(&noise);
+        decode_counted(&[&[0x92, 0xc0, 0xdc, 0xff, 0xff][..], &noise].concat());
+        let (events, expected, _) = written(writer, &ops);
+        let mut payload = batch(events);
+        let mut spoilt_from = payload.len();
+        for (at, bit) in flips {
+            let at = at.index(payload.len());
+            payload[at] ^= 1 << bit;
+            spoilt_from = spoilt_from.min(at);
+        }
+        let (decoded, _) = decode_counted(&payload);
+        // What was complete before the first spoilt byte is as it was.
+        let (before, _) = decode(&payload[..spoilt_from]);
+        prop_assert_eq!(&decoded[..before.len()], &expected[..before.len()]);
+        Ok(())
+    });
+}
+
+#[test]
+fn declared_lengths_are_not_believed() {
+    let _alone = alone();
+    const MOST: [u8; 4] = [0xff; 4];
+    let endless = |marker: u8| Msg::Raw([&[marker][..], &MOST].concat());
+    let stored = |at: usize, endless: Msg| {
+        let mut items = vec![Msg::from("BlockStored"), [1_u64].into(), Msg::Nil, [1_u64, 2, 3, 4].into(), 4.into()];
+        items.extend([Msg::Nil, "GPU".into(), Msg::Nil, Msg::Nil]);
+        items[at] = endless;
+        Msg::Array(items)
+    };
+    let (first, first_event) = neighbour(1);
+    // Arrays, maps, strings, bytes and extensions, wherever an event has a field; and as an event.
+    for marker in [0xdd, 0xdf, 0xdb, 0xc6, 0xc9] {
+        for event in (0..9).map(|at| stored(at, endless(marker))).chain([endless(marker)]) {
+            let (events, report) = decode_counted(&batch([first.clone(), event.clone()]));
+            assert_eq!(events[..], *std::slice::from_ref(&first_event), "{event:?}");
+            let cut = report.findings.get(Finding::Truncated);
+            assert_eq!((cut, report.usable), (1, 1), "{event:?} {report:?}");
+        }
+    }
+    for head in [&[0xdd][..], &[0x92, 0xc0, 0xdd], &[0x92, 0xdd]] {
+        let (events, report) = decode_counted(&[head, &MOST].concat());
+        assert_eq!((events.len(), report.findings.get(Finding::Truncated)), (0, 1));
+    }
+}
+
+#[test]
+fn ten_million_hashes_cost_their_event_and_no_memory() {
+    let _alone = alone();
+    let many = |count: usize| Msg::Raw([&[0xdd][..], &(count as u32).to_be_bytes(), &vec![1; count]].concat());
+    let (first, first_event) = neighbour(1);
+    let (last, last_event) = neighbour(2);
+    for field in ["block_hashes", "token_ids"] {
+        let huge = Msg::named([("type", "BlockStored".into()), (field, many(10_000_000))]);
+        let payload = batch([first.clone(), huge, last.clone()]);
+        let region = Region::new(ALLOCATOR);
+        let (events, report) = decode(&payload);
+        let bytes = region.change().bytes_allocated;
+        assert!(bytes < 8_192, "{bytes} bytes");
+        assert_eq!(events, [first_event.clone(), last_event.clone()]);
+        assert_eq!(report.findings.iter().collect::<Vec<_>>(), [(Finding::TooLarge, 1)]);
+    }
+    let (events, report) = decode(&vec![0x92; (16 << 20) + 1]);
+    assert_eq!((events.len(), report.findings.get(Finding::TooLarge)), (0, 1));
+}
+
+#[test]
+fn what_a_large_batch_took_is_given_back() {
+    let _alone = alone();
+    let mut decoder = decoder();
+    let mut events = Vec::new();
+    let region = Region::new(ALLOCATOR);
+    let names = 0..60_000_u64;
+    let tokens = (0..240_000_u64).collect();
+    let event = Msg::named([
+        ("type", "BlockStored".into()),
+        ("block_hashes", names.collect()),
+        ("token_ids", tokens),
+        ("block_size", 4.into()),
+    ]);
+    let payload = batch([event]);
+    let report = decoder.decode(&payload, &mut events);
+    assert_eq!(report.stored_blocks, 60_000);
+    drop((payload, events));
+    let change = region.change();
+    let kept = change.bytes_allocated as isize - change.bytes_deallocated as isize;
+    assert!(kept < 512 * 1024, "{kept} bytes kept");
+}
+
+#[test]
+fn nesting_of_any_depth_is_passed() {
+    let _alone = alone();
+    let (first, first_event) = neighbour(1);
+    let (last, last_event) = neighbour(2);
+    for (depth, marker) in [(200_000, 0x91), (200_000, 0x81)] {
+        let tower = match marker {
+            0x91 => [vec![0x91; depth], vec![0xc0]].concat(),
+            _ => [[0x81, 0xc0].repeat(depth), vec![0xc0]].concat(),
+        };
+        let inside = Msg::named([("type", "BlockRemoved".into()), ("block_hashes", Msg::Raw(tower.clone()))]);
+        for odd in [Msg::Raw(tower.clone()), inside] {
+            let (events, report) = decode_counted(&batch([first.clone(), odd, last.clone()]));
+            assert_eq!(events, [first_event.clone(), last_event.clone()]);
+            assert_eq!(report.usable, 2);
+        }
+    }
+}

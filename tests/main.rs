@@ -1,0 +1,70 @@
+//! Integration tests of the library, one module each. `alone/` is a second binary for the tests that need a process of
+//! their own.
+
+#[cfg(feature = "runtime")]
+mod common;
+#[path = "common/effort.rs"]
+mod effort;
+#[path = "common/fleet.rs"]
+mod fleet;
+#[path = "common/msgpack.rs"]
+mod msgpack;
+#[path = "common/world.rs"]
+mod world;
+#[cfg(feature = "zmq")]
+#[path = "common/zmtp.rs"]
+mod zmtp;
+
+// The pure core: run with `--no-default-features`, too.
+mod answer_properties;
+mod docs_config;
+mod hashing_vectors;
+mod index_budget;
+mod index_copies;
+mod index_properties;
+mod ingest;
+mod ingest_properties;
+mod load_properties;
+mod predict_properties;
+mod queue_properties;
+mod queue_shares;
+mod schedule_choice;
+mod schedule_filters;
+mod schedule_waiting;
+mod tidy;
+mod wire;
+
+#[cfg(feature = "runtime")]
+mod disagg;
+#[cfg(feature = "faults")]
+mod discovery;
+#[cfg(feature = "tower")]
+mod embedding_layers;
+#[cfg(feature = "runtime")]
+mod engine_load;
+#[cfg(feature = "faults")]
+mod faults;
+#[cfg(feature = "runtime")]
+mod gateway;
+#[cfg(feature = "runtime")]
+mod health;
+#[cfg(all(feature = "faults", feature = "zmq"))]
+mod ingest_faults;
+#[cfg(feature = "runtime")]
+mod latency;
+#[cfg(feature = "runtime")]
+mod latency_traffic;
+#[cfg(feature = "runtime")]
+mod metrics;
+#[cfg(feature = "runtime")]
+mod predict;
+#[cfg(feature = "runtime")]
+mod prompt_weight;
+#[cfg(feature = "runtime")]
+mod router;
+#[cfg(feature = "faults")]
+mod router_close;
+#[cfg(feature = "runtime")]
+mod waiting;
+#[cfg(feature = "faults")]
+mod waiting_faults;
