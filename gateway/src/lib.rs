@@ -1,10 +1,8 @@
-//! What the `pointsman` command is made of and other members test against.
+//! Library of the `pointsman` command.
 //!
-//! Owns [`serve`]: the gateway; [`settings`]: what an operator sets; [`openai`], [`prompt`] and [`upstream`]: its parts;
-//! [`mock`]: an engine without a GPU; and [`demo`]: both at work. The command line is `main`'s.
+//! [`serve`] is the gateway, [`settings`] its configuration, and [`openai`], [`prompt`] and [`upstream`] are its parts. The
+//! command line is in `main`.
 
-pub mod demo;
-pub mod mock;
 pub mod openai;
 pub mod prompt;
 pub mod serve;

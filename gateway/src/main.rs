@@ -4,6 +4,8 @@
 //! success, with 2 when what it was given cannot be used; [`serve::run`] has codes of its own. Leaves what a command does
 //! to the library.
 
+mod demo_gateway;
+
 use std::fs::{self, File};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -11,10 +13,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
-use pointsman_gateway::demo::{Demo, DemoConfig, Progress};
-use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve::{self, ProcessLimits};
 use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, LogFormat, Secrets, Sources};
+use pointsman_trial::demo::{Demo, DemoConfig, Progress};
+use pointsman_trial::mock::{MockConfig, MockEngine};
+
+use demo_gateway::OneModel;
 
 /// Routes each LLM request to the engine rank that will serve it fastest.
 #[derive(Debug, Parser)]
@@ -223,7 +227,7 @@ fn demo(config: &DemoConfig) -> ExitCode {
 fn run_demo(config: &DemoConfig) -> Result<bool, String> {
     let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}"))?;
     runtime.block_on(async {
-        let demo = Demo::run(config, &Progress::stderr()).await.map_err(|error| error.to_string())?;
+        let demo = Demo::<OneModel>::run(config, &Progress::stderr()).await.map_err(|error| error.to_string())?;
         let report = demo.report();
         let is_clean = report.is_clean();
         if config.json {

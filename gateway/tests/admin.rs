@@ -8,8 +8,8 @@ use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
 use pointsman::{Prompt, RouteRequest};
-use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve::Gateway;
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 
 use crate::common::admin::{ALIAS, Asked, MODEL, TOKEN, file, read, settings, until};

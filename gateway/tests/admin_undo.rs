@@ -3,7 +3,7 @@
 use pointsman::discovery::derived_id;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Prompt, RouteRequest};
-use pointsman_gateway::mock::{Dialect, MockConfig, MockEngine};
+use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 

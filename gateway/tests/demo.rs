@@ -1,13 +1,15 @@
 //! The demo in small: at full speed, with few clients. Nothing here looks at times.
 
-use pointsman_gateway::demo::{Demo, DemoConfig, Progress, Report};
+use pointsman_trial::demo::{Demo, DemoConfig, Progress, Report};
+
+use crate::demo_gateway::OneModel;
 
 fn config() -> DemoConfig {
     DemoConfig { seed: 5, requests: 24, clients: 4, time_scale: 0.0, ..DemoConfig::default() }
 }
 
 async fn report(config: &DemoConfig) -> Report {
-    let demo = Demo::run(config, &Progress::silent()).await.expect("it runs");
+    let demo = Demo::<OneModel>::run(config, &Progress::silent()).await.expect("it runs");
     let report = demo.report().clone();
     let addresses = demo.addresses();
     assert!(addresses.contains("http://127.0.0.1:") && addresses.contains("curl "), "{addresses}");
@@ -46,6 +48,6 @@ async fn the_report_is_json_and_plain_text() {
 
 #[tokio::test]
 async fn what_breaks_a_rule_is_refused() {
-    let refused = Demo::run(&DemoConfig { time_scale: -1.0, ..config() }, &Progress::silent()).await;
+    let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: -1.0, ..config() }, &Progress::silent()).await;
     assert_eq!(refused.err().map(|error| error.to_string()), Some("time_scale is -1, not within 0 to 100".to_owned()));
 }

@@ -6,7 +6,7 @@ use pointsman::discovery::derived_id;
 use pointsman::ingest::Trust;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerRank};
 use pointsman::{KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig};
-use pointsman_gateway::mock::{Dialect, MockConfig, MockEngine};
+use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

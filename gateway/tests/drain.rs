@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStderr, Command};

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use pointsman::protocol::StorageTier;
-use pointsman_gateway::mock::{Dialect, EventFormat, Faults};
+use pointsman_trial::mock::{Dialect, EventFormat, Faults};
 use tokio::time::Instant;
 
 use crate::common::fleet::Fleet;

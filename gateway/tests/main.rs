@@ -2,6 +2,8 @@
 //! own.
 
 mod common;
+#[path = "../src/demo_gateway.rs"]
+mod demo_gateway;
 
 mod admin;
 mod admin_undo;
@@ -18,7 +20,6 @@ mod lengths;
 mod logs;
 mod memory;
 mod metrics_page;
-mod mock_engine;
 mod operations;
 mod proxy;
 mod reload;

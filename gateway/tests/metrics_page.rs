@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use pointsman::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerId};
-use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::settings::TokenSourceChoice;
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 
 use crate::common::proxy::{self, get, post, settings};

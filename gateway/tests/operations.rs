@@ -7,9 +7,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
-use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve::{Drained, Ended, Gateway, Signal, run_until};
 use pointsman_gateway::settings::{GatewaySettings, ModelSettings, Settings};
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;

@@ -1,6 +1,6 @@
 //! The way of requests through the gateway: to workers and back, byte for byte, and elsewhere when a worker fails.
 
-use pointsman_gateway::mock::{MockConfig, MockEngine};
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 
 use crate::common::proxy::{

@@ -9,10 +9,10 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use pointsman::select::Policy;
+use pointsman_trial::workload::Prompt;
+use pointsman_trial::workload::trace::TraceError;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
-use workload::Prompt;
-use workload::trace::TraceError;
 
 use crate::closed_loop::{self, LoopError, Shape, Workload};
 use crate::fleet::Fleet;

@@ -42,7 +42,7 @@ use crate::engine::{self, Change, Engine};
 use crate::fleet::Fleet;
 use crate::measure::{Stopwatch, process_cpu, rss_bytes, thread_cpu};
 use crate::target::{Call, Refusal, Target};
-use workload::Prompt;
+use pointsman_trial::workload::Prompt;
 
 /// Every how many requests the ranks' loads are sampled and the progress bar moves.
 const SAMPLE_STRIDE: usize = 64;

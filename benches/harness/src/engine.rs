@@ -10,7 +10,7 @@ use ahash::RandomState;
 use lru::LruCache;
 use pointsman::protocol::{BlockHash, EngineHash, StoredBlock};
 
-use workload::mix;
+use pointsman_trial::workload::mix;
 
 /// Names a prompt's blocks as the engine would: each by its content and all that stands before it. The names are the
 /// harness' own and agree with no hash of a router, as an engine's need not.

@@ -36,4 +36,4 @@ pub mod source;
 pub mod suite;
 pub mod target;
 
-pub use workload;
+pub use pointsman_trial::workload;

@@ -6,9 +6,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use workload::generate::{Conversations, Generator};
-use workload::trace::{Format, ReadOptions, TraceError, read};
-use workload::{Prompt, Workload};
+use pointsman_trial::workload::generate::{Conversations, Generator};
+use pointsman_trial::workload::trace::{Format, ReadOptions, TraceError, read};
+use pointsman_trial::workload::{Prompt, Workload};
 
 /// Requests that are generated when neither a trace nor a limit is given.
 const GENERATED: u32 = 4_000;

@@ -96,7 +96,7 @@ impl Parity {
     }
 
     /// Replays `prompts` over both routers and a fresh fleet.
-    async fn replay(&self, workers: u32, prompts: &[workload::Prompt]) -> Result<Tally, Refusal> {
+    async fn replay(&self, workers: u32, prompts: &[pointsman_trial::workload::Prompt]) -> Result<Tally, Refusal> {
         let options = Replay {
             common: self.common.clone(),
             workers,

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::{Fault, RouterConfig};
-use pointsman_gateway::mock::{MockConfig, MockEngine};
 use pointsman_gateway::serve::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};

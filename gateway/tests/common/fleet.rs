@@ -13,7 +13,7 @@ use pointsman::health::Outcome;
 use pointsman::ingest::Trust;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::{KvSourceStatus, Router, RouterConfig};
-use pointsman_gateway::mock::{Dialect, EventFormat, MockConfig, MockEngine};
+use pointsman_trial::mock::{Dialect, EventFormat, MockConfig, MockEngine};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};

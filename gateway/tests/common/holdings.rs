@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
-use pointsman_gateway::mock::{MockEngine, Tier};
+use pointsman_trial::mock::{MockEngine, Tier};
 
 use super::workload::{Ask, block_hashes};
 

@@ -6,6 +6,5 @@ pub(crate) mod admin;
 pub(crate) mod fleet;
 pub(crate) mod holdings;
 pub(crate) mod http;
-pub(crate) mod mock;
 pub(crate) mod proxy;
 pub(crate) mod workload;

@@ -6,7 +6,7 @@ use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StorageTier, WorkerId}
 
 use super::*;
 use crate::target::Routed;
-use ::workload::generate::Conversations;
+use pointsman_trial::workload::generate::Conversations;
 
 const SHAPE: Shape =
     Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1, take_turns: false };
@@ -38,7 +38,9 @@ impl Target for Strict {
     const NAME: &'static str = "strict";
 
     fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
-        let content = |block: &[u32]| block.iter().fold(0, |hash, &token| ::workload::mix(hash + u64::from(token)));
+        let content = |block: &[u32]| {
+            block.iter().fold(0, |hash, &token| pointsman_trial::workload::mix(hash + u64::from(token)))
+        };
         tokens.chunks_exact(block_size.get() as usize).map(|block| BlockHash(content(block))).collect()
     }
 

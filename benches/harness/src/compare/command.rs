@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::thread::available_parallelism;
 
 use clap::Args;
-use workload::trace::TraceError;
+use pointsman_trial::workload::trace::TraceError;
 
 use super::jobs::in_parallel;
 use super::{Comparison, Policied};

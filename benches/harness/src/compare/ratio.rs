@@ -81,8 +81,8 @@ fn student_t_975(freedom: usize) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use pointsman_trial::workload::Rng;
     use proptest::prelude::*;
-    use workload::Rng;
 
     use super::*;
 

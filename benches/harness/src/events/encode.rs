@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use engine_model::{Block, CacheEvent};
+use pointsman_trial::engine::{Block, CacheEvent};
 use rmp::encode;
 
 use super::Dialect;

@@ -9,11 +9,11 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use engine_model::{ConfigError, Refused};
 use pointsman::wire::Findings;
+use pointsman_trial::engine::{ConfigError, Refused};
+use pointsman_trial::workload::Prompt;
+use pointsman_trial::workload::trace::TraceError;
 use serde::{Deserialize, Serialize};
-use workload::Prompt;
-use workload::trace::TraceError;
 
 use crate::source;
 

@@ -4,10 +4,10 @@
 //! engine has always a few requests waiting, so it is as busy as it can be, and its cache as contended; batches of all
 //! engines follow each other in modelled time.
 
-use engine_model::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
+use pointsman_trial::engine::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
 
 use super::{Events, EventsError, encode};
-use workload::Prompt;
+use pointsman_trial::workload::Prompt;
 
 /// Requests that wait at an engine as long as there are any.
 const WAITING: u32 = 8;

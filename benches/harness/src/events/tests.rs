@@ -1,10 +1,10 @@
 use std::num::NonZeroU32;
 
 use clap::Parser;
-use engine_model::{EngineConfig, Rank, RequestSpec};
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman::wire::{Decoder, Limits, WireConfig};
+use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
 use serde_json::Value;
 
 use super::*;

@@ -14,9 +14,9 @@ use std::fmt::Write;
 use std::str::FromStr;
 
 use clap::ValueEnum;
+use pointsman_trial::workload::Request;
 use serde::Serialize;
 use serde_json::{Map, Value};
-use workload::Request;
 
 /// Bytes that a token takes at most in either form: its number and a comma, or a word and a space.
 const TOKEN_BYTES: u64 = 7;
@@ -185,7 +185,7 @@ fn words(tokens: &[u32]) -> String {
 mod tests {
     use std::collections::BTreeSet;
 
-    use workload::{Segment, VOCABULARY};
+    use pointsman_trial::workload::{Segment, VOCABULARY};
 
     use super::*;
 

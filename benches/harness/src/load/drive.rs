@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use indicatif::ProgressBar;
+use pointsman_trial::workload::{Arrivals, Request, Workload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
-use workload::{Arrivals, Request, Workload};
 
 use super::body::{BodyError, Form};
 use super::client::Asked;
@@ -210,7 +210,7 @@ impl Records {
 
 #[cfg(test)]
 mod tests {
-    use workload::generate::SharedPrefix;
+    use pointsman_trial::workload::generate::SharedPrefix;
 
     use super::super::body::{Api, Extra};
     use super::super::stream::Answer;

@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
-use workload::trace::TraceError;
-use workload::{VOCABULARY, Workload};
+use pointsman_trial::workload::trace::TraceError;
+use pointsman_trial::workload::{VOCABULARY, Workload};
 
 use crate::record::Run;
 use crate::results::{ClientHealth, Facts, Machine, Reporting, ReportingError, facts};

@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 
 use clap::Args;
-use workload::{Arrivals, Rng, Workload};
+use pointsman_trial::workload::{Arrivals, Rng, Workload};
 
 /// What replaces a workload's arrivals; they stay where nothing is given.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
@@ -154,7 +154,7 @@ impl Iterator for Due {
 
 #[cfg(test)]
 mod tests {
-    use workload::generate::SharedPrefix;
+    use pointsman_trial::workload::generate::SharedPrefix;
 
     use super::*;
 

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
-use engine_model::EngineConfig;
 use pointsman::config::Fanout;
 use pointsman::select::Policy;
+use pointsman_trial::engine::EngineConfig;
+use pointsman_trial::workload::Workload;
+use pointsman_trial::workload::trace::TraceError;
 use serde_json::Value;
-use workload::Workload;
-use workload::trace::TraceError;
 
 use super::{RouterSetup, Setup, SimulateError, Warmup};
 use crate::cli::{Knowledge, policy_named};

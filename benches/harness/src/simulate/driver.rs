@@ -12,9 +12,9 @@ use std::mem;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use engine_model::{CacheEvent, Output, RequestSpec, Step};
 use hdrhistogram::Histogram;
-use workload::{Arrivals, Request, Workload};
+use pointsman_trial::engine::{CacheEvent, Output, RequestSpec, Step};
+use pointsman_trial::workload::{Arrivals, Request, Workload};
 
 use super::heap::{Event, Heap};
 use super::rank::{FleetRank, announcements};

@@ -4,7 +4,7 @@
 //! and seed give the same [`Run`] to the bit, however fast the machine is and however many shards the router has. Leaves
 //! figures to those who read the run.
 //!
-//! Each rank is an [`engine_model::Rank`]; its steps' durations move a heap of events in µs. A request arrives when its
+//! Each rank is an [`pointsman_trial::engine::Rank`]; its steps' durations move a heap of events in µs. A request arrives when its
 //! workload says, whatever became of those before it, unless the workload is a closed loop. The router is asked at once;
 //! when it has placed the request, the rank has it, without a network between. What a rank announces reaches the router
 //! [`Setup::event_delay_us`] after the step that made it has ended.
@@ -21,7 +21,7 @@
 //! - and in each of the steps that this takes (tokens over the step's room beside its decodes, rounded up) the step's
 //!   constant and its share of the sequences that decode now, at their context of now,
 //!
-//! each by the rank's own [`engine_model::StepCost`]. Regret is the estimate for the rank chosen less the least of all:
+//! each by the rank's own [`pointsman_trial::engine::StepCost`]. Regret is the estimate for the rank chosen less the least of all:
 //! 0 where the router did the best for this request alone. The estimate knows nothing of requests to come, of what this
 //! one costs others, of preemption, of blocks in use (a rank whose memory is full admits later), nor of the cost of
 //! loading from host memory.
@@ -35,9 +35,9 @@ mod time;
 
 use std::io;
 
-use engine_model::ConfigError;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use workload::Workload;
+use pointsman_trial::engine::ConfigError;
+use pointsman_trial::workload::Workload;
 
 pub(crate) use cli::write_records;
 pub use cli::{EngineFigures, EngineSpec, FleetArguments, Preset, RouterArguments, Simulate, SimulateCommandError};

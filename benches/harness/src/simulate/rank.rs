@@ -10,8 +10,10 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
 use ahash::AHashMap;
-use engine_model::{CacheEvent, ConfigError, EngineConfig, EngineHash, Rank, Refused, RequestSpec, Step, Tier, Work};
 use pointsman::protocol::{self, BlockHash, KvEvent, StorageTier, StoredBlock, WorkerRank};
+use pointsman_trial::engine::{
+    CacheEvent, ConfigError, EngineConfig, EngineHash, Rank, Refused, RequestSpec, Step, Tier, Work,
+};
 
 use crate::record::RankSample;
 
@@ -232,8 +234,8 @@ fn storage_tier(tier: Tier) -> StorageTier {
 #[cfg(test)]
 mod tests {
     use pointsman::protocol::WorkerId;
+    use pointsman_trial::workload::{Request, Segment};
     use proptest::prelude::*;
-    use workload::{Request, Segment};
 
     use super::*;
 

@@ -3,13 +3,13 @@
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
-use engine_model::EngineConfig;
 use pointsman::RouterConfig;
 use pointsman::config::Fanout;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::select::Policy;
+use pointsman_trial::engine::EngineConfig;
+use pointsman_trial::workload::Workload;
 use serde_json::{Map, Value};
-use workload::Workload;
 
 use super::SimulateError;
 use super::rank::FleetRank;

@@ -1,11 +1,11 @@
 use std::num::NonZeroU32;
 
 use clap::Parser;
-use engine_model::{EngineConfig, Rank, RequestSpec, StepCost};
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier};
 use pointsman::select::Policy;
+use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec, StepCost};
+use pointsman_trial::workload::{Arrivals, Request, Rng, Segment, Workload};
 use serde_json::json;
-use workload::{Arrivals, Request, Rng, Segment, Workload};
 
 use super::*;
 use crate::embedded::Embedded;

@@ -2,7 +2,7 @@
 //!
 //! Owns the list of workloads (`suite.toml`, beside this file) and the table of what came of them. Promises that each
 //! workload can be run alone, by `simulate` and the arguments of its entry. Leaves comparing to [`crate::compare`], and
-//! generating to [`workload::generate`].
+//! generating to [`pointsman_trial::workload::generate`].
 //!
 //! A policy *wins* a workload if it is better than the first one by more than 2 % in mean time to the first token or mean
 //! end-to-end time and worse by more than that in neither; it *loses* if it is worse by more than 2 % in one of them;

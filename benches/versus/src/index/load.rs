@@ -11,7 +11,7 @@ use pointsman_bench::embedded::Embedded;
 use pointsman_bench::engine::{Change, Engine, name_blocks};
 use pointsman_bench::target::Target;
 use pointsman_bench::workload::Prompt;
-use workload::mix;
+use pointsman_trial::workload::mix;
 
 /// A rank's events of one request, the removal first: it makes room.
 #[derive(Clone, Debug)]

@@ -10,7 +10,7 @@ use pointsman_bench::cli::Common;
 use pointsman_bench::measure::Stopwatch;
 use pointsman_bench::target::Refusal;
 use serde::{Deserialize, Serialize};
-use workload::mix;
+use pointsman_trial::workload::mix;
 
 use crate::medians::median;
 

@@ -1,4 +1,0 @@
-//! Integration tests, one module each.
-
-mod properties;
-mod story;

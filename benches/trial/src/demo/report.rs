@@ -1,0 +1,337 @@
+//! What the demo says.
+//!
+//! Owns the table, the words around it, and the JSON. Promises plain text without control characters, and no times where
+//! the machine could not keep up: then it says so, and what to do.
+
+use std::fmt::{self, Display, Formatter};
+
+use serde::Serialize;
+
+use super::DemoGateway;
+use super::fleet::{BLOCK_SIZE, ENGINES, Fleet, KV_BLOCKS, MODEL, RANKS};
+use super::workload::{SYSTEMS, THINK_MS, TURNS};
+use super::{DEMO_POLICY, DemoConfig, Figures};
+
+/// The lateness of one timer in a hundred beyond which times tell of the machine, not of routing; in milliseconds.
+const LAG_P99_MS_MAX: f64 = 20.0;
+
+/// Both runs, and under which conditions.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// Of the workload.
+    pub seed: u64,
+    /// Clients.
+    pub clients: u32,
+    /// Virtual seconds a real one; all times but `timer_lag` and `run_seconds` are virtual.
+    pub time_scale: f64,
+    /// Mock engines.
+    pub engines: u16,
+    /// Ranks of each.
+    pub ranks_per_engine: u16,
+    /// Where the tokens came from that prompts were compared by.
+    pub token_source: &'static str,
+    /// Whether this is a build without optimisation.
+    pub debug_build: bool,
+    /// Whether the machine kept up, so that times mean something.
+    pub times_usable: bool,
+    /// Whether both runs sent the same requests, byte for byte.
+    pub same_requests: bool,
+    /// First run: each rank in its turn.
+    pub round_robin: Figures,
+    /// Second run: the router's own policy.
+    pub routed: Figures,
+}
+
+impl Report {
+    pub(super) fn new(config: &DemoConfig, round_robin: Figures, routed: Figures) -> Self {
+        let kept_up = |run: &Figures| run.timer_lag.p99_ms <= LAG_P99_MS_MAX;
+        Self {
+            seed: config.seed,
+            clients: config.clients,
+            time_scale: config.time_scale,
+            engines: ENGINES,
+            ranks_per_engine: RANKS,
+            token_source: "engine",
+            debug_build: cfg!(debug_assertions),
+            times_usable: config.time_scale > 0.0 && kept_up(&round_robin) && kept_up(&routed),
+            same_requests: round_robin.requests_digest == routed.requests_digest,
+            round_robin,
+            routed,
+        }
+    }
+
+    /// Whether every request was answered.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.round_robin.errors == 0 && self.routed.errors == 0
+    }
+
+    /// All of it as one JSON object.
+    #[must_use]
+    pub fn json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("numbers and text are JSON")
+    }
+
+    fn intro(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { seed, clients, routed, .. } = self;
+        let cache_tokens = u64::from(KV_BLOCKS - 1) * u64::from(BLOCK_SIZE);
+        let planned = routed.requests + routed.errors;
+        let prompt_mean = routed.prompt_tokens.checked_div(routed.requests).unwrap_or_default();
+        let (think_min, think_max) = (f64::from(*THINK_MS.start()) / 1e3, f64::from(*THINK_MS.end()) / 1e3);
+        let (turns_min, turns_max) = (TURNS.start(), TURNS.end());
+        let policy = DEMO_POLICY.name();
+        let requests = if self.same_requests { "the same requests, byte for byte" } else { "DIFFERENT requests" };
+        write!(
+            f,
+            "\
+Engines   {ENGINES} mock engines of {RANKS} ranks and a gateway before them, in this process, on loopback.
+          They are models, not GPUs: a rank takes the time that an 8B model takes on an H100, and
+          has a prefix cache of {cache_tokens} tokens.
+Requests  {planned} streamed chats from {clients} clients (seed {seed}); each client asks, waits for the whole
+          answer, and thinks {think_min} to {think_max} s. Conversations of {turns_min} to {turns_max} questions over {SYSTEMS} shared system
+          prompts; {prompt_mean} prompt tokens on average.
+Tokens    to compare prompts by come from the engines' /tokenize.
+Runs      first each rank in its turn (round robin), then Pointsman's own policy ({policy}), with
+          {requests}, and cold caches for each.
+"
+        )?;
+        if self.time_scale > 0.0 && self.time_scale.to_bits() != 1.0_f64.to_bits() {
+            let pace = self.time_scale;
+            writeln!(f, "Times     are the models': {pace} of their seconds passed in one of this machine's.")?;
+        }
+        writeln!(f)
+    }
+
+    fn table(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let mut line = |name: &str, cells: [&str; 3]| {
+            let [before, after, ratio] = cells;
+            writeln!(f, "{}", format!("{name:<36}{before:>13}{after:>13}{ratio:>13}").trim_end())
+        };
+        line("", ["round robin", DEMO_POLICY.name(), "ratio"])?;
+        for (name, value, unit) in ROWS {
+            let (before, after) = (value(&self.round_robin), value(&self.routed));
+            let is_shown = self.times_usable || *unit != Unit::Milliseconds;
+            let cell = |value| if is_shown { unit.show(value) } else { "-".to_owned() };
+            let ratio = if is_shown && *unit != Unit::Errors { compared(before, after) } else { String::new() };
+            line(name, [&cell(before), &cell(after), &ratio])?;
+        }
+        Ok(())
+    }
+
+    fn caveats(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let lag = self.round_robin.timer_lag.p99_ms.max(self.routed.timer_lag.p99_ms);
+        writeln!(f)?;
+        if self.times_usable {
+            writeln!(f, "One timer in a hundred was {lag:.1} ms late or more; times are as exact as that.")?;
+        } else if self.time_scale > 0.0 {
+            let slower = self.time_scale / 4.0;
+            write!(
+                f,
+                "\
+No times: this machine was too busy. One timer in a hundred was {lag:.0} ms late or more, over {LAG_P99_MS_MAX} ms, and
+engines that are made of timers are late by as much. Try again when less else runs, or at a slower
+pace: --time-scale {slower}.
+"
+            )?;
+        } else {
+            writeln!(f, "No times: at --time-scale 0 engines keep no pace.")?;
+        }
+        if self.debug_build {
+            writeln!(f, "This is a build without optimisation; cargo run --release -- demo needs a tenth of the CPU.")?;
+        }
+        for run in [&self.round_robin, &self.routed] {
+            for reason in &run.error_reasons {
+                writeln!(f, "{}: {reason}", run.policy)?;
+            }
+        }
+        write!(
+            f,
+            "\n\
+Yours will differ. Prompts that share nothing have nothing to be found, and hit rates become equal. Engines
+that are nearly idle answer at once wherever a request goes. Ratios grow with prompts, sharing and load.
+"
+        )
+    }
+}
+
+/// A figure of the table.
+type Row = (&'static str, fn(&Figures) -> f64, Unit);
+
+const ROWS: &[Row] = &[
+    ("time to first token, mean", |run| run.first_token.mean_ms, Unit::Milliseconds),
+    ("                     p50", |run| run.first_token.p50_ms, Unit::Milliseconds),
+    ("                     p99", |run| run.first_token.p99_ms, Unit::Milliseconds),
+    ("time between tokens, mean", |run| run.between_tokens.mean_ms, Unit::Milliseconds),
+    ("                     p50", |run| run.between_tokens.p50_ms, Unit::Milliseconds),
+    ("                     p99", |run| run.between_tokens.p99_ms, Unit::Milliseconds),
+    ("whole answer, mean", |run| run.whole_answer.mean_ms, Unit::Milliseconds),
+    ("                     p50", |run| run.whole_answer.p50_ms, Unit::Milliseconds),
+    ("                     p99", |run| run.whole_answer.p99_ms, Unit::Milliseconds),
+    ("prompt tokens found in cache", |run| run.hit_rate, Unit::Share),
+    ("prompt tokens computed", |run| count(run.computed_tokens()), Unit::Count),
+    ("busiest rank / mean: requests", |run| run.spread_requests, Unit::Factor),
+    ("                     computed", |run| run.spread_computed, Unit::Factor),
+    ("requests answered", |run| count(run.requests), Unit::Errors),
+    ("errors", |run| count(run.errors), Unit::Errors),
+];
+
+#[expect(clippy::cast_precision_loss, reason = "counts of a run are far below 2^53")]
+fn count(value: u64) -> f64 {
+    value as f64
+}
+
+/// How a figure is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unit {
+    Milliseconds,
+    Share,
+    Count,
+    Factor,
+    /// A count whose ratio says nothing.
+    Errors,
+}
+
+impl Unit {
+    fn show(self, value: f64) -> String {
+        match self {
+            Self::Milliseconds if value < 9.95 => format!("{value:.1} ms"),
+            Self::Milliseconds => format!("{value:.0} ms"),
+            Self::Share => format!("{:.1} %", value * 100.0),
+            Self::Count | Self::Errors => grouped(value),
+            Self::Factor => format!("{value:.2}"),
+        }
+    }
+}
+
+/// A whole number with a comma before every three digits.
+fn grouped(value: f64) -> String {
+    let digits = format!("{value:.0}");
+    let mut text = String::with_capacity(digits.len() * 4 / 3 + 1);
+    for (n, digit) in digits.chars().enumerate() {
+        if n > 0 && (digits.len() - n) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// The second figure against the first, in words.
+fn compared(before: f64, after: f64) -> String {
+    let (low, high) = (before.min(after), before.max(after));
+    if low <= 0.0 {
+        return String::new();
+    }
+    match format!("{:.1}x", high / low).as_str() {
+        "1.0x" => "same".to_owned(),
+        times if after < before => format!("{times} less"),
+        times => format!("{times} more"),
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.intro(f)?;
+        self.table(f)?;
+        self.caveats(f)?;
+        write!(
+            f,
+            "\n\
+Next, engines of your own; docs/quick-start.md has the ports, the modes, and the file for vLLM:
+  python -m sglang.launch_server --model-path MODEL --page-size {BLOCK_SIZE} --enable-cache-report --kv-events-config \\
+    '{{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5657\"}}'
+  pointsman serve --model MODEL --worker http://HOST:30000
+"
+        )
+    }
+}
+
+/// Where a fleet is, and how to ask it.
+pub(super) fn addresses<G: DemoGateway>(fleet: &Fleet<G>) -> String {
+    let gateway = fleet.address();
+    let mut text = format!("\nGateway   http://{gateway} ({})\n", DEMO_POLICY.name());
+    for (n, engine) in fleet.engines().iter().enumerate() {
+        let label = if n == 0 { "Engines" } else { "" };
+        text += &format!("{label:<10}{}, events from {} on\n", engine.url(), engine.event_endpoint(0));
+    }
+    text += &format!(
+        "\
+  curl http://{gateway}/v1/models
+  curl -N http://{gateway}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{\"model\": \"{MODEL}\", \"stream\": true, \"messages\": [{{\"role\": \"user\", \"content\": \"Hello.\"}}]}}'
+  curl http://{gateway}/metrics
+Ctrl-C ends it all.
+"
+    );
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Times;
+    use super::*;
+
+    fn figures(policy: &str, ms: f64, cached_tokens: u64) -> Figures {
+        let times = Times { mean_ms: ms, p50_ms: ms / 2.0, p99_ms: 4.0 * ms };
+        let hit_rate = count(cached_tokens) / 2e6;
+        Figures {
+            policy: policy.to_owned(),
+            requests: 640,
+            first_token: times,
+            between_tokens: times,
+            whole_answer: times,
+            prompt_tokens: 2_000_000,
+            cached_tokens,
+            hit_rate,
+            spread_requests: 1.0,
+            spread_computed: 1.25,
+            ..Figures::default()
+        }
+    }
+
+    fn report(change: fn(&mut Figures)) -> Report {
+        let mut routed = figures(DEMO_POLICY.name(), 40.0, 1_800_000);
+        change(&mut routed);
+        Report::new(&DemoConfig::default(), figures("round_robin", 200.0, 1_000_000), routed)
+    }
+
+    #[test]
+    fn the_table_has_units_and_says_which_way_a_ratio_goes() {
+        let text = report(|_| ()).to_string();
+        let row = |name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}:\n{text}"));
+            line[36..].split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(row("time to first token, mean"), "200 ms 40 ms 5.0x less");
+        assert_eq!(row("prompt tokens found"), "50.0 % 90.0 % 1.8x more");
+        assert_eq!(row("prompt tokens computed"), "1,000,000 200,000 5.0x less");
+        assert_eq!(row("busiest rank / mean: requests"), "1.00 1.00 same");
+        assert_eq!(row("errors"), "0 0");
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "plain text");
+        assert!(text.lines().all(|line| line.len() <= 120 && line == line.trim_end()), "{text}");
+    }
+
+    #[test]
+    fn times_that_tell_of_the_machine_are_not_shown() {
+        let late = report(|routed| routed.timer_lag.p99_ms = 35.0);
+        let text = late.to_string();
+        assert!(!late.times_usable && text.contains("35 ms late") && text.contains("--time-scale 0.25"), "{text}");
+        assert!(!text.contains("200 ms") && text.contains("90.0 %"), "{text}");
+    }
+
+    #[test]
+    fn errors_are_named_and_count() {
+        let failed = report(|routed| (routed.errors, routed.error_reasons) = (2, vec!["answered 503: no".to_owned()]));
+        assert!(!failed.is_clean() && report(|_| ()).is_clean());
+        assert!(failed.to_string().contains("latency: answered 503: no"));
+        let json: serde_json::Value = serde_json::from_str(&failed.json()).expect("JSON");
+        assert_eq!((&json["routed"]["errors"], &json["routed"]["first_token"]["mean_ms"]), (&2.into(), &40.0.into()));
+    }
+
+    #[test]
+    fn numbers_are_grouped_by_three() {
+        for (value, text) in [(0.0, "0"), (999.0, "999"), (1000.0, "1,000"), (1_234_567.0, "1,234,567")] {
+            assert_eq!(grouped(value), text);
+        }
+    }
+}

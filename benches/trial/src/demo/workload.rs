@@ -1,0 +1,224 @@
+//! What is asked: conversations over shared system prompts, with time to think.
+//!
+//! Owns the script of every client and the bodies of its requests. Promises the same script for the same seed, clients
+//! and requests, on every machine. A conversation's later turns quote the engine's answers, which a mock engine makes up
+//! from the prompt alone: so whole runs repeat, too. Leaves sending and measuring to [`super::drive`].
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use serde::Serialize;
+
+use crate::workload::Rng;
+
+/// System prompts that all conversations share.
+pub(super) const SYSTEMS: u32 = 12;
+
+/// Their lengths. All lengths are in words, each of which is one token of the mock engine's.
+const SYSTEM_WORDS: RangeInclusive<u32> = 1536..=3072;
+
+/// What a conversation opens with: a question and the document that it is about.
+const OPENING_WORDS: RangeInclusive<u32> = 512..=3072;
+
+/// Every later question.
+const QUESTION_WORDS: RangeInclusive<u32> = 32..=160;
+
+/// Answers, in tokens.
+const OUTPUT_TOKENS: RangeInclusive<u32> = 32..=96;
+
+/// Questions of a conversation.
+pub(super) const TURNS: RangeInclusive<u32> = 3..=7;
+
+/// Milliseconds from an answer to the next question.
+pub(super) const THINK_MS: RangeInclusive<u32> = 400..=2000;
+
+/// Milliseconds within which clients begin.
+const START_MS: u32 = 2000;
+
+/// The scripts of all clients.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Workload {
+    systems: Vec<Arc<str>>,
+    pub(super) sessions: Vec<Session>,
+}
+
+/// One client's script: its conversations, one after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Session {
+    pub(super) start_ms: u32,
+    pub(super) conversations: Vec<Conversation>,
+}
+
+/// Questions over one system prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Conversation {
+    system: Arc<str>,
+    pub(super) turns: Vec<Turn>,
+}
+
+/// One question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Turn {
+    question: String,
+    output_tokens: u32,
+    /// How long the client then thinks.
+    pub(super) think_ms: u32,
+}
+
+/// A chat request. Its fields are written in this order.
+#[derive(Serialize)]
+struct Body<'a> {
+    model: &'a str,
+    messages: Vec<Message<'a>>,
+    max_tokens: u32,
+    stream: bool,
+    stream_options: StreamOptions,
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    role: &'static str,
+    content: &'a str,
+}
+
+#[derive(Serialize)]
+struct StreamOptions {
+    include_usage: bool,
+}
+
+impl Workload {
+    /// `requests` questions in all, shared out evenly among `clients`.
+    pub(super) fn new(seed: u64, clients: u32, requests: u32) -> Self {
+        let mut rng = Rng::stream(seed, 0);
+        let systems: Vec<Arc<str>> = (0..SYSTEMS).map(|_| words(&mut rng, SYSTEM_WORDS).into()).collect();
+        let session = |client: u32| {
+            let quota = requests / clients + u32::from(client < requests % clients);
+            Session::new(&mut Rng::stream(seed, 1 + u64::from(client)), &systems, quota)
+        };
+        let sessions = (0..clients).map(session).collect();
+        Self { systems, sessions }
+    }
+
+    /// Questions in all.
+    pub(super) fn requests(&self) -> usize {
+        self.sessions.iter().flat_map(|session| &session.conversations).map(|talk| talk.turns.len()).sum()
+    }
+}
+
+impl Session {
+    fn new(rng: &mut Rng, systems: &[Arc<str>], quota: u32) -> Self {
+        let start_ms = rng.below(START_MS);
+        let (mut conversations, mut left) = (Vec::new(), quota);
+        while left > 0 {
+            let turns = rng.within(TURNS).min(left);
+            conversations.push(Conversation::new(rng, systems, turns));
+            left -= turns;
+        }
+        Self { start_ms, conversations }
+    }
+}
+
+impl Conversation {
+    fn new(rng: &mut Rng, systems: &[Arc<str>], turns: u32) -> Self {
+        let count = u32::try_from(systems.len()).expect("there are few");
+        // The lower of two draws: the first prompts are asked for more often than the last.
+        let system = rng.below(count).min(rng.below(count));
+        let turn = |n: u32| Turn {
+            question: words(rng, if n == 0 { OPENING_WORDS } else { QUESTION_WORDS }),
+            output_tokens: rng.within(OUTPUT_TOKENS),
+            think_ms: rng.within(THINK_MS),
+        };
+        Self { system: Arc::clone(&systems[system as usize]), turns: (0..turns).map(turn).collect() }
+    }
+
+    /// The request of the turn that comes behind `answers`, the answers so far.
+    pub(super) fn body(&self, model: &str, answers: &[String]) -> Bytes {
+        let mut messages = vec![Message { role: "system", content: &self.system }];
+        for (turn, answer) in self.turns.iter().zip(answers) {
+            messages.push(Message { role: "user", content: &turn.question });
+            messages.push(Message { role: "assistant", content: answer });
+        }
+        let turn = &self.turns[answers.len()];
+        messages.push(Message { role: "user", content: &turn.question });
+        body(model, messages, turn.output_tokens)
+    }
+}
+
+fn body(model: &str, messages: Vec<Message<'_>>, max_tokens: u32) -> Bytes {
+    let stream_options = StreamOptions { include_usage: true };
+    let body = Body { model, messages, max_tokens, stream: true, stream_options };
+    serde_json::to_vec(&body).expect("text and numbers are JSON").into()
+}
+
+/// Made-up words, of two or three syllables: each is one token of the mock engine's, with the space before it.
+fn words(rng: &mut Rng, count: RangeInclusive<u32>) -> String {
+    const CONSONANTS: &[u8] = b"bdfgklmnprstvz";
+    const VOWELS: &[u8] = b"aeiou";
+    let count = rng.within(count);
+    let mut text = String::with_capacity(count as usize * 6);
+    for n in 0..count {
+        if n > 0 {
+            text.push(' ');
+        }
+        // One number has enough bits for a word.
+        let mut bits = rng.number();
+        let mut pick = |from: &[u8]| {
+            let at = bits % from.len() as u64;
+            bits /= from.len() as u64;
+            char::from(from[usize::try_from(at).expect("below a length")])
+        };
+        for _ in 0..2 + n % 2 {
+            text.push(pick(CONSONANTS));
+            text.push(pick(VOWELS));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mock::tokenize;
+
+    fn bodies(workload: &Workload) -> Vec<Bytes> {
+        let talks = workload.sessions.iter().flat_map(|session| &session.conversations);
+        let of_talk = |talk: &Conversation| {
+            let answers: Vec<String> = (1..talk.turns.len()).map(|n| format!(" t{n}")).collect();
+            (0..talk.turns.len()).map(|n| talk.body("mock", &answers[..n])).collect::<Vec<_>>()
+        };
+        talks.flat_map(of_talk).collect()
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_bytes_and_another_one_others() {
+        let workload = |seed| bodies(&Workload::new(seed, 5, 43));
+        assert_eq!(workload(7), workload(7));
+        assert_ne!(workload(7), workload(8));
+    }
+
+    #[test]
+    fn requests_are_shared_out_to_the_last() {
+        for (clients, requests) in [(1, 1), (5, 43), (7, 3), (64, 640)] {
+            let workload = Workload::new(1, clients, requests);
+            assert_eq!((workload.sessions.len(), workload.requests()), (clients as usize, requests as usize));
+        }
+    }
+
+    #[test]
+    fn a_word_is_a_token() {
+        let text = words(&mut Rng::stream(1, 1), 500..=500);
+        assert_eq!(tokenize(&format!(" {text}")).len(), 500);
+    }
+
+    #[test]
+    fn a_turn_quotes_the_ones_before() {
+        let workload = Workload::new(1, 1, 3);
+        let talk = &workload.sessions[0].conversations[0];
+        let json: serde_json::Value = serde_json::from_slice(&talk.body("m", &[" t1".to_owned()])).expect("JSON");
+        let roles: Vec<_> = json["messages"].as_array().expect("a list").iter().map(|m| m["role"].clone()).collect();
+        assert_eq!(roles, ["system", "user", "assistant", "user"]);
+        assert_eq!((&json["messages"][2]["content"], &json["model"]), (&" t1".into(), &"m".into()));
+        assert_eq!((&json["stream"], &json["stream_options"]["include_usage"]), (&true.into(), &true.into()));
+    }
+}

@@ -1,0 +1,125 @@
+//! Blocks and their names.
+//!
+//! Owns what a block's name is made of. Promises that equal names mean equal tokens, ancestors, adapter and salt, and
+//! that engines with different hash seeds name everything differently, as real ones do. Leaves to the cache which
+//! blocks are held.
+
+use std::fmt;
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+/// The engine's own name for a block and everything before it: 32 bytes.
+///
+/// ```
+/// use pointsman_trial::engine::EngineHash;
+///
+/// let mut bytes = [0; 32];
+/// bytes[31] = 7;
+/// assert_eq!(EngineHash(bytes).as_u64(), 7);
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EngineHash(pub [u8; 32]);
+
+impl EngineHash {
+    /// The name as engines shorten it to an integer: the last eight bytes, big-endian.
+    #[must_use]
+    pub fn as_u64(&self) -> u64 {
+        let mut last = [0; 8];
+        last.copy_from_slice(&self.0[24..]);
+        u64::from_be_bytes(last)
+    }
+}
+
+impl fmt::Debug for EngineHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.as_u64())
+    }
+}
+
+/// A complete block, with all that an event or an index may want to know of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Its name.
+    pub hash: EngineHash,
+    /// The name of the block before it; none for a prompt's first.
+    pub parent: Option<EngineHash>,
+    /// Blocks before it.
+    pub depth: u32,
+    /// Its tokens, as many as a block has.
+    pub tokens: Box<[u32]>,
+    /// The adapter it was computed with. Goes into every block's name.
+    pub lora_name: Option<Arc<str>>,
+    /// The namespace it was computed in. Goes into the first block's name and reaches the others through the chain;
+    /// engines announce it with the first block only.
+    pub cache_salt: Option<Arc<str>>,
+}
+
+/// Names blocks; holds the buffer that their bytes pass through.
+pub(crate) struct BlockHasher {
+    seed: u64,
+    buffer: Vec<u8>,
+}
+
+impl BlockHasher {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self { seed, buffer: Vec::new() }
+    }
+
+    /// The name of the block of `tokens` behind `parent`. The salt counts where there is no parent.
+    pub(crate) fn hash(
+        &mut self,
+        parent: Option<EngineHash>,
+        tokens: impl Iterator<Item = u32>,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> EngineHash {
+        self.buffer.clear();
+        // Lengths in front of names, so that no two different inputs run together to the same bytes.
+        self.put_name(lora_name);
+        match parent {
+            Some(parent) => self.buffer.extend_from_slice(&parent.0),
+            None => self.put_name(cache_salt),
+        }
+        self.buffer.push(u8::from(parent.is_some()));
+        tokens.for_each(|token| self.buffer.extend_from_slice(&token.to_le_bytes()));
+        let mut name = [0; 32];
+        name[..16].copy_from_slice(&xxh3_128_with_seed(&self.buffer, self.seed).to_be_bytes());
+        name[16..].copy_from_slice(&xxh3_128_with_seed(&self.buffer, !self.seed).to_be_bytes());
+        EngineHash(name)
+    }
+
+    fn put_name(&mut self, name: Option<&str>) {
+        let name = name.unwrap_or_default();
+        self.buffer.extend_from_slice(&(name.len() as u64).to_le_bytes());
+        self.buffer.extend_from_slice(name.as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::BlockHasher;
+
+    #[test]
+    fn a_name_depends_on_all_it_should() {
+        let mut hasher = BlockHasher::new(1);
+        let mut name = |parent, tokens: [u32; 2], lora, salt| hasher.hash(parent, tokens.into_iter(), lora, salt);
+        let first = name(None, [1, 2], None, None);
+        let salted = name(None, [1, 2], None, Some("a"));
+        let names = [
+            first,
+            salted,
+            name(None, [1, 2], None, Some("b")),
+            name(None, [1, 2], Some("a"), None),
+            name(None, [2, 1], None, None),
+            name(Some(first), [1, 2], None, None),
+            name(Some(salted), [1, 2], None, None),
+            name(Some(first), [1, 2], Some("a"), None),
+            BlockHasher::new(2).hash(None, [1, 2].into_iter(), None, None),
+        ];
+        assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len());
+        assert_eq!(name(Some(first), [1, 2], None, None), name(Some(first), [1, 2], None, Some("only the first")));
+    }
+}

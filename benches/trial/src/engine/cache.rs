@@ -1,0 +1,335 @@
+//! The paged prefix cache of a rank: device blocks, host blocks, and what is announced of both.
+//!
+//! Owns which slot holds which block, who uses it, and in which order free ones are taken. Promises that a held
+//! block's parent is held too, in some tier; that the host holds each hash at most once, and the device too unless
+//! [`Cache::fill`] is given copies; that the events it leaves behind say exactly what changed, in the order it changed.
+//! Leaves to the scheduler what to compute and when.
+
+use std::sync::Arc;
+
+use ahash::AHashMap;
+
+use crate::engine::block::{Block, EngineHash};
+use crate::engine::list::List;
+
+/// Where a block is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tier {
+    /// The accelerator's memory.
+    Device,
+    /// The host's memory.
+    Host,
+}
+
+/// What an engine announces of its cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CacheEvent {
+    /// Blocks are now held: at least one, each the parent of the next, all with one adapter and salt. A block that
+    /// other tiers hold as well stays there.
+    Stored {
+        /// Where.
+        tier: Tier,
+        /// What. The first one's parent has been announced before, or it has none.
+        blocks: Vec<Arc<Block>>,
+    },
+    /// A block is held no more.
+    Removed {
+        /// Where.
+        tier: Tier,
+        /// Which.
+        hash: EngineHash,
+    },
+    /// Nothing is held any more, in any tier.
+    Cleared,
+}
+
+/// What of a prompt is cached: leading blocks on the device, and those behind them that only the host has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Hit {
+    pub(crate) device: usize,
+    pub(crate) host: usize,
+    /// Blocks of `device` that nobody uses: taking them leaves as many fewer free ones.
+    device_free: u32,
+}
+
+pub(crate) struct Cache {
+    slots: Vec<Slot>,
+    by_hash: AHashMap<EngineHash, Copies>,
+    /// Number of slots that hold a block.
+    filled: usize,
+    /// Slots nobody uses, next to be taken first: those that hold nothing, then by how long they have been free.
+    free: List,
+    host: Option<Host>,
+    events: Vec<CacheEvent>,
+}
+
+/// The slots that hold one block, in the order in which they were filled. Requests find the first.
+struct Copies {
+    first: u32,
+    further: Vec<u32>,
+}
+
+#[derive(Default)]
+struct Slot {
+    users: u32,
+    block: Option<Arc<Block>>,
+}
+
+impl Cache {
+    pub(crate) fn new(device_blocks: u32, host_blocks: u32) -> Self {
+        let mut free = List::new();
+        (0..device_blocks).for_each(|slot| free.push_back(slot));
+        Self {
+            slots: (0..device_blocks).map(|_| Slot::default()).collect(),
+            by_hash: AHashMap::new(),
+            filled: 0,
+            free,
+            host: (host_blocks > 0).then(|| Host::new(host_blocks)),
+            events: Vec::new(),
+        }
+    }
+
+    pub(crate) fn used_blocks(&self) -> u32 {
+        self.slots.len() as u32 - self.free.len()
+    }
+
+    pub(crate) fn free_blocks(&self) -> u32 {
+        self.free.len()
+    }
+
+    pub(crate) fn take_events(&mut self) -> Vec<CacheEvent> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Whether a block is held, in any tier.
+    pub(crate) fn holds(&self, hash: &EngineHash) -> bool {
+        let in_host = |host: &Host| host.by_hash.contains_key(hash);
+        self.by_hash.contains_key(hash) || self.host.as_ref().is_some_and(in_host)
+    }
+
+    /// What is held of a chain of blocks.
+    pub(crate) fn lookup(&self, hashes: &[EngineHash]) -> Hit {
+        let mut hit = Hit::default();
+        for hash in hashes {
+            let Some(copies) = self.by_hash.get(hash) else { break };
+            hit.device += 1;
+            hit.device_free += u32::from(self.slots[copies.first as usize].users == 0);
+        }
+        if let Some(host) = &self.host {
+            hit.host = hashes[hit.device..].iter().take_while(|hash| host.by_hash.contains_key(hash)).count();
+        }
+        hit
+    }
+
+    /// Whether a hit can be taken and `blocks` more be had, those that the host's share needs not counted in.
+    pub(crate) fn has_room(&self, hit: &Hit, blocks: u32) -> bool {
+        let needed = u64::from(hit.device_free) + hit.host as u64 + u64::from(blocks);
+        needed <= u64::from(self.free.len())
+    }
+
+    /// Takes what was found of a chain, for one more user: a slot for each block. Needs room for it.
+    pub(crate) fn take(&mut self, hashes: &[EngineHash], hit: &Hit) -> Vec<u32> {
+        let mut slots: Vec<u32> = hashes[..hit.device].iter().map(|hash| self.by_hash[hash].first).collect();
+        for &slot in &slots {
+            self.add_user(slot);
+        }
+        let Some(host) = &mut self.host else { return slots };
+        let found = &hashes[..hit.device + hit.host];
+        // The last block first: a parent must outlive its children here too.
+        for hash in found.iter().rev() {
+            host.touch(hash);
+        }
+        // Read before the evictions below write.
+        let loaded: Vec<Arc<Block>> = found[hit.device..].iter().map(|hash| host.block(hash)).collect();
+        if loaded.is_empty() {
+            return slots;
+        }
+        for block in &loaded {
+            let slot = self.allocate().expect("the caller has seen that there is room");
+            self.fill(slot, Arc::clone(block));
+            slots.push(slot);
+        }
+        self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks: loaded });
+        slots
+    }
+
+    /// A slot for one user, without content; its last content is evicted.
+    pub(crate) fn allocate(&mut self) -> Option<u32> {
+        let slot = self.free.pop_front()?;
+        self.slots[slot as usize].users = 1;
+        if let Some(block) = self.slots[slot as usize].block.take() {
+            let hash = block.hash;
+            self.unlist(&hash, slot);
+            if let Some(host) = &mut self.host {
+                host.keep(block, &mut self.events);
+            }
+            self.events.push(CacheEvent::Removed { tier: Tier::Device, hash });
+        }
+        Some(slot)
+    }
+
+    /// The slot that already holds this content, for one more user in place of `slot`, which is given back.
+    pub(crate) fn swap_for_cached(&mut self, slot: u32, hash: &EngineHash) -> Option<u32> {
+        let cached = self.by_hash.get(hash)?.first;
+        self.add_user(cached);
+        self.remove_user(slot);
+        Some(cached)
+    }
+
+    /// Makes the content of a used slot known, a copy if it is held already. The caller announces it with its neighbours.
+    pub(crate) fn fill(&mut self, slot: u32, block: Arc<Block>) {
+        self.by_hash
+            .entry(block.hash)
+            .and_modify(|copies| copies.further.push(slot))
+            .or_insert(Copies { first: slot, further: Vec::new() });
+        self.slots[slot as usize].block = Some(block);
+        self.filled += 1;
+    }
+
+    /// Forgets that a slot holds a block.
+    fn unlist(&mut self, hash: &EngineHash, slot: u32) {
+        let copies = self.by_hash.get_mut(hash).expect("a block is listed with its slot");
+        self.filled -= 1;
+        if copies.first != slot {
+            copies.further.retain(|other| *other != slot);
+        } else if copies.further.is_empty() {
+            self.by_hash.remove(hash);
+        } else {
+            copies.first = copies.further.remove(0);
+        }
+    }
+
+    /// Number of copies that the device holds of a block.
+    pub(crate) fn copies(&self, hash: &EngineHash) -> usize {
+        self.by_hash.get(hash).map_or(0, |copies| 1 + copies.further.len())
+    }
+
+    pub(crate) fn announce(&mut self, blocks: Vec<Arc<Block>>) {
+        self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks });
+    }
+
+    /// One user fewer for each slot, the last one first, so that it is evicted before those it builds on.
+    pub(crate) fn release(&mut self, slots: &[u32]) {
+        slots.iter().rev().for_each(|slot| self.remove_user(*slot));
+    }
+
+    /// Forgets all content, if nobody uses any.
+    pub(crate) fn clear(&mut self) -> bool {
+        if self.used_blocks() > 0 {
+            return false;
+        }
+        self.by_hash.clear();
+        self.filled = 0;
+        self.slots.iter_mut().for_each(|slot| slot.block = None);
+        if let Some(host) = &mut self.host {
+            *host = Host::new(host.capacity);
+        }
+        true
+    }
+
+    /// All blocks of a tier, parents before children, each once however many copies there are.
+    pub(crate) fn held(&self, tier: Tier) -> Vec<Arc<Block>> {
+        let mut held: Vec<Arc<Block>> = match tier {
+            Tier::Device => self.slots.iter().filter_map(|slot| slot.block.clone()).collect(),
+            Tier::Host => self.host.iter().flat_map(|host| host.slots.iter().cloned()).collect(),
+        };
+        held.sort_by_key(|block| (block.depth, block.hash));
+        held.dedup_by_key(|block| block.hash);
+        held
+    }
+
+    fn add_user(&mut self, slot: u32) {
+        let users = &mut self.slots[slot as usize].users;
+        if *users == 0 {
+            self.free.remove(slot);
+        }
+        *users += 1;
+    }
+
+    fn remove_user(&mut self, slot: u32) {
+        let Slot { users, block } = &mut self.slots[slot as usize];
+        *users -= 1;
+        match (*users, block) {
+            (1.., _) => {}
+            (0, Some(_)) => self.free.push_back(slot),
+            (0, None) => self.free.push_front(slot),
+        }
+    }
+
+    /// Panics where the structure contradicts itself, or `users`: how many sequences use each slot.
+    pub(crate) fn check_invariants(&self, users: &[u32]) {
+        let mut is_free = vec![false; self.slots.len()];
+        self.free.iter().for_each(|slot| is_free[slot as usize] = true);
+        assert_eq!(is_free.iter().filter(|is_free| **is_free).count(), self.free.len() as usize);
+        let mut filled = 0;
+        for (at, slot) in self.slots.iter().enumerate() {
+            assert_eq!(slot.users, users[at], "users of slot {at}");
+            assert_eq!(slot.users == 0, is_free[at], "slot {at} is free or used");
+            if let Some(block) = &slot.block {
+                let copies = &self.by_hash[&block.hash];
+                assert!(copies.first == at as u32 || copies.further.contains(&(at as u32)), "slot {at} is found");
+                filled += 1;
+            }
+        }
+        let listed = self.by_hash.values().map(|copies| 1 + copies.further.len());
+        assert_eq!((filled, listed.sum::<usize>()), (self.filled, self.filled));
+        let in_host = |hash: &EngineHash| self.host.as_ref().is_some_and(|host| host.by_hash.contains_key(hash));
+        for block in self.held(Tier::Device) {
+            assert!(block.parent.is_none_or(|parent| self.by_hash.contains_key(&parent)), "{block:?} hangs in the air");
+        }
+        for block in self.held(Tier::Host) {
+            let is_held = |parent: EngineHash| self.by_hash.contains_key(&parent) || in_host(&parent);
+            assert!(block.parent.is_none_or(is_held), "{block:?} hangs in the air");
+        }
+        if let Some(host) = &self.host {
+            assert!(host.slots.len() <= host.capacity as usize);
+            assert_eq!((host.by_hash.len(), host.order.len() as usize), (host.slots.len(), host.slots.len()));
+        }
+    }
+}
+
+/// Blocks in host memory.
+struct Host {
+    capacity: u32,
+    slots: Vec<Arc<Block>>,
+    by_hash: AHashMap<EngineHash, u32>,
+    /// Least recently evicted from the device, or asked for, first.
+    order: List,
+}
+
+impl Host {
+    fn new(capacity: u32) -> Self {
+        Self { capacity, slots: Vec::new(), by_hash: AHashMap::new(), order: List::new() }
+    }
+
+    fn block(&self, hash: &EngineHash) -> Arc<Block> {
+        Arc::clone(&self.slots[self.by_hash[hash] as usize])
+    }
+
+    fn touch(&mut self, hash: &EngineHash) -> bool {
+        let Some(&slot) = self.by_hash.get(hash) else { return false };
+        self.order.remove(slot);
+        self.order.push_back(slot);
+        true
+    }
+
+    /// Keeps what the device evicts, if it is not here yet.
+    fn keep(&mut self, block: Arc<Block>, events: &mut Vec<CacheEvent>) {
+        if self.touch(&block.hash) {
+            return;
+        }
+        let slot = if self.slots.len() < self.capacity as usize {
+            self.slots.push(Arc::clone(&block));
+            self.slots.len() as u32 - 1
+        } else {
+            let slot = self.order.pop_front().expect("a full host holds something");
+            let evicted = std::mem::replace(&mut self.slots[slot as usize], Arc::clone(&block));
+            self.by_hash.remove(&evicted.hash);
+            events.push(CacheEvent::Removed { tier: Tier::Host, hash: evicted.hash });
+            slot
+        };
+        self.by_hash.insert(block.hash, slot);
+        self.order.push_back(slot);
+        events.push(CacheEvent::Stored { tier: Tier::Host, blocks: vec![block] });
+    }
+}

@@ -1,0 +1,243 @@
+//! What an engine is told at its start.
+//!
+//! Owns defaults and rules. Promises that a configuration which validates can be built. Leaves the model's own rules to
+//! [`crate::engine::EngineConfig`].
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use crate::engine::EngineConfig;
+use clap::Args;
+
+use super::dialect::{Dialect, EventFormat};
+use super::faults::{Faults, mix};
+
+/// Most data-parallel ranks of one engine.
+const DATA_PARALLEL_SIZE_MAX: u16 = 64;
+
+/// Most messages that a replay ring may be told to keep.
+const REPLAY_MESSAGES_MAX: usize = 1 << 20;
+
+/// A mock engine's configuration, which is also the command line of `pointsman mock-engine`. The default is the
+/// command's, but for ports: tests get free ones.
+///
+/// ```
+/// use pointsman_trial::mock::MockConfig;
+///
+/// let config = MockConfig { block_size: 4, kv_blocks: 9, ..MockConfig::default() };
+/// assert_eq!(config.model_len_max(), 32); // one of the nine blocks is never handed out
+/// assert!(config.validate().is_ok());
+/// ```
+#[derive(Clone, Debug, Args)]
+#[command(next_line_help = true)]
+pub struct MockConfig {
+    /// Address to listen on, for HTTP and events.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// Port for HTTP; 0 takes a free one for it and for events and replay that have none.
+    #[arg(long, value_name = "PORT")]
+    pub port: u16,
+    /// Port of rank 0's events; rank r has the r-th after it. Default: the HTTP port + 1000.
+    #[arg(long, value_name = "PORT")]
+    pub event_port: Option<u16>,
+    /// Port of rank 0's replay; rank r has the r-th after it. Default: the event port + 100.
+    #[arg(long, value_name = "PORT")]
+    pub replay_port: Option<u16>,
+    /// Name of the model.
+    #[arg(long, value_name = "NAME", default_value = "mock")]
+    pub model: String,
+    /// A LoRA adapter, served as a model of its own name. May be given several times.
+    #[arg(long = "lora", value_name = "NAME")]
+    pub loras: Vec<String>,
+    /// Ranks, each with a cache, a queue and event ports of its own; a request's X-data-parallel-rank chooses.
+    #[arg(long, value_name = "RANKS", default_value_t = 1)]
+    pub data_parallel_size: u16,
+    /// Which engine's events to write, and of which age.
+    #[arg(long, value_enum, default_value_t = Dialect::VllmMap)]
+    pub dialect: Dialect,
+    /// Writes block hashes as 32 bytes, as vLLM can; not with the SGLang dialects.
+    #[arg(long)]
+    pub binary_hashes: bool,
+    /// Answers 404 for /server_info, as a vLLM does.
+    #[arg(long)]
+    pub no_server_info: bool,
+    /// Tokens a block.
+    #[arg(long, value_name = "TOKENS", default_value_t = 64)]
+    pub block_size: u32,
+    /// Blocks of device memory a rank, one of which is never handed out.
+    #[arg(long, value_name = "BLOCKS", default_value_t = 7168)]
+    pub kv_blocks: u32,
+    /// Blocks of host memory a rank, for what the device evicts. 0: no host tier.
+    #[arg(long, value_name = "BLOCKS", default_value_t = 0)]
+    pub host_kv_blocks: u32,
+    /// Tokens that one step may compute, decodes and prefills together.
+    #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
+    pub step_tokens_max: u32,
+    /// Sequences that may run at once on a rank.
+    #[arg(long, value_name = "SEQUENCES", default_value_t = 256)]
+    pub sequences_max: u32,
+    /// Longest sequence, prompt and output together. Default: 131072, or what the device memory holds if less.
+    #[arg(long, value_name = "TOKENS")]
+    pub max_model_len: Option<u32>,
+    /// Virtual seconds a real one: 10 is ten times as fast as the modelled GPU, 0 as fast as this machine can.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub time_scale: f64,
+    /// Makes up output tokens, names of blocks and the draws of faults. Same seed and requests, same events.
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    pub seed: u64,
+    /// Event messages that each rank keeps for replay.
+    #[arg(long, value_name = "MESSAGES", default_value_t = 10_000)]
+    pub replay_messages_max: usize,
+    /// Longest request body, in bytes.
+    #[arg(long, value_name = "BYTES", default_value_t = 16 << 20)]
+    pub body_bytes_max: usize,
+    /// Faults from the start on; `POST /faults` replaces them.
+    #[command(flatten)]
+    pub faults: Faults,
+}
+
+impl Default for MockConfig {
+    fn default() -> Self {
+        Self {
+            host: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            port: 0,
+            event_port: None,
+            replay_port: None,
+            model: "mock".to_owned(),
+            loras: Vec::new(),
+            data_parallel_size: 1,
+            dialect: Dialect::VllmMap,
+            binary_hashes: false,
+            no_server_info: false,
+            block_size: 64,
+            kv_blocks: 7168,
+            host_kv_blocks: 0,
+            step_tokens_max: 8192,
+            sequences_max: 256,
+            max_model_len: None,
+            time_scale: 1.0,
+            seed: 0,
+            replay_messages_max: 10_000,
+            body_bytes_max: 16 << 20,
+            faults: Faults::default(),
+        }
+    }
+}
+
+impl MockConfig {
+    /// Checks every rule.
+    ///
+    /// # Errors
+    /// The first value that breaks its rule, in words.
+    pub fn validate(&self) -> Result<(), String> {
+        let size = self.data_parallel_size;
+        if !(1..=DATA_PARALLEL_SIZE_MAX).contains(&size) {
+            return Err(format!("data_parallel_size is {size}, not within 1 to {DATA_PARALLEL_SIZE_MAX}"));
+        }
+        if !(0.0..=1e6).contains(&self.time_scale) {
+            return Err(format!("time_scale is {}, not within 0 to 1000000", self.time_scale));
+        }
+        if self.replay_messages_max > REPLAY_MESSAGES_MAX {
+            let kept = self.replay_messages_max;
+            return Err(format!("replay_messages_max is {kept}, over {REPLAY_MESSAGES_MAX}"));
+        }
+        self.events().validate()?;
+        self.faults.validate()?;
+        let mut names: Vec<&str> = self.loras.iter().chain([&self.model]).map(String::as_str).collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(format!("two models are called {:?}", twice[0]));
+        }
+        if names[0].is_empty() {
+            return Err("a model has an empty name".to_owned());
+        }
+        self.engine(0, self.dialect).validate().map_err(|error| error.to_string())
+    }
+
+    /// How events are written.
+    #[must_use]
+    pub fn events(&self) -> EventFormat {
+        EventFormat { dialect: self.dialect, binary_hashes: self.binary_hashes }
+    }
+
+    /// Longest sequence, in tokens.
+    #[must_use]
+    pub fn model_len_max(&self) -> u32 {
+        let held = self.kv_blocks.saturating_sub(1).saturating_mul(self.block_size);
+        self.max_model_len.unwrap_or_else(|| held.min(EngineConfig::default().max_model_len))
+    }
+
+    /// The model of one rank that speaks `dialect`: vLLM keeps copies of blocks, SGLang does not. Names of blocks differ
+    /// from rank to rank, as they do between processes in the field; output tokens do not.
+    pub(crate) fn engine(&self, rank: u16, dialect: Dialect) -> EngineConfig {
+        EngineConfig {
+            block_size: self.block_size,
+            kv_blocks: self.kv_blocks,
+            host_kv_blocks: self.host_kv_blocks,
+            deduplicates: dialect.is_sglang(),
+            step_tokens_max: self.step_tokens_max,
+            sequences_max: self.sequences_max,
+            max_model_len: self.model_len_max(),
+            hash_seed: mix(self.seed ^ mix(rank.into())),
+            output_seed: self.seed,
+            ..EngineConfig::default()
+        }
+    }
+}
+
+impl EventFormat {
+    /// Checks that the dialect can write such hashes.
+    ///
+    /// # Errors
+    /// Binary hashes under an SGLang dialect.
+    pub fn validate(self) -> Result<(), String> {
+        if self.binary_hashes && self.dialect.is_sglang() {
+            return Err("binary_hashes is true: only the vLLM dialects have them".to_owned());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_the_command_s() {
+        #[derive(clap::Parser)]
+        struct Cli {
+            #[command(flatten)]
+            config: MockConfig,
+        }
+        let parsed = <Cli as clap::Parser>::parse_from(["mock-engine", "--port", "0"]).config;
+        assert_eq!(format!("{parsed:?}"), format!("{:?}", MockConfig::default()));
+        assert_eq!(parsed.validate(), Ok(()));
+    }
+
+    #[test]
+    fn each_rule_is_named_with_its_value() {
+        let refused = |change: fn(&mut MockConfig)| {
+            let mut config = MockConfig::default();
+            change(&mut config);
+            config.validate().expect_err("a rule is broken")
+        };
+        let cases = [
+            (refused(|config| config.data_parallel_size = 0), "data_parallel_size is 0"),
+            (refused(|config| config.time_scale = -1.0), "time_scale is -1"),
+            (refused(|config| config.time_scale = f64::NAN), "time_scale is NaN"),
+            (refused(|config| config.replay_messages_max = usize::MAX), "replay_messages_max is 1844"),
+            (refused(|config| config.loras = vec!["mock".to_owned()]), "two models are called \"mock\""),
+            (refused(|config| config.model = String::new()), "a model has an empty name"),
+            (refused(|config| config.faults.drop_share = 2.0), "drop_share is 2"),
+            (refused(|config| config.step_tokens_max = 10), "step_tokens_max is 10"),
+            (refused(|config| config.max_model_len = Some(10_000_000)), "max_model_len 10000000"),
+            (refused(|config| config.block_size = 0), "block_size is 0"),
+            (
+                refused(|config| (config.dialect, config.binary_hashes) = (Dialect::SglangMap, true)),
+                "binary_hashes is true",
+            ),
+        ];
+        for (said, expected) in cases {
+            assert!(said.starts_with(expected), "{said}");
+        }
+    }
+}

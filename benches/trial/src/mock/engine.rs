@@ -1,0 +1,371 @@
+//! An engine as its owner sees it: started, looked into, restarted, shut down.
+//!
+//! Owns the addresses and the present incarnation of all ranks. Promises that a restart forgets what a restarted
+//! process forgets (cache, sequence numbers, ring, running requests) and keeps addresses and faults, and that nothing
+//! goes on once the engine is shut down or dropped. Leaves requests to [`super::http`].
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use crate::engine::{Block, Tier};
+use thiserror::Error;
+use tokio::sync::{Mutex, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+
+use super::config::MockConfig;
+use super::dialect::{Encoder, EventFormat};
+use super::faults::{FaultBoard, Faults};
+use super::http::Server;
+use super::rank::{Pace, Rank};
+use super::sockets::{EventSocket, ReplaySocket, listen};
+
+/// How often a restart tries to get its own ports back, and how long apart.
+const LISTEN_TRIES_MAX: u32 = 200;
+const LISTEN_TRY: Duration = Duration::from_millis(10);
+
+/// Why an engine does not start.
+#[derive(Debug, Error)]
+pub enum MockError {
+    /// A value breaks its rule.
+    #[error("{0}")]
+    Config(String),
+    /// An address cannot be listened on.
+    #[error("cannot listen on {address}: {reason}")]
+    Listen {
+        /// Which.
+        address: SocketAddr,
+        /// What the system says.
+        reason: String,
+    },
+    /// A socket that listens cannot be served.
+    #[error("cannot serve: {0}")]
+    Serve(String),
+}
+
+/// A running engine. Dropping it ends it, a little later than [`MockEngine::shutdown`] does.
+///
+/// ```
+/// use pointsman_trial::mock::{MockConfig, MockEngine, Tier};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let engine = MockEngine::start(MockConfig { data_parallel_size: 2, ..MockConfig::default() }).await?;
+/// engine.quiet().await;
+/// assert!(engine.held(1, Tier::Device).is_empty());
+/// assert!(engine.event_endpoint(1).starts_with("tcp://127.0.0.1:"));
+/// engine.shutdown().await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct MockEngine {
+    engine: Arc<Engine>,
+    server: Server,
+}
+
+impl MockEngine {
+    /// Starts an engine; it answers and publishes when this returns.
+    ///
+    /// # Errors
+    /// A configuration that breaks a rule, or a port that is taken.
+    pub async fn start(config: MockConfig) -> Result<Self, MockError> {
+        let engine = Arc::new(Engine::start(config).await?);
+        let listener = {
+            let mut listener = engine.http_listener.lock().await;
+            listener.take().expect("only a start takes it")
+        };
+        let server =
+            Server::start(Arc::clone(&engine), listener).map_err(|error| MockError::Serve(error.to_string()))?;
+        Ok(Self { engine, server })
+    }
+
+    /// What it was started with, and every port as it is: started again with this, an engine has the same addresses.
+    #[must_use]
+    pub fn config(&self) -> &MockConfig {
+        &self.engine.config
+    }
+
+    /// Where it answers HTTP.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        SocketAddr::new(self.engine.config.host, self.engine.config.port)
+    }
+
+    /// The same as a URL without a path.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address())
+    }
+
+    /// Where a rank publishes, as ZMQ names it.
+    #[must_use]
+    pub fn event_endpoint(&self, rank: u16) -> String {
+        endpoint(self.engine.config.host, self.engine.event_port(rank))
+    }
+
+    /// Where a rank answers replay requests.
+    #[must_use]
+    pub fn replay_endpoint(&self, rank: u16) -> String {
+        endpoint(self.engine.config.host, self.engine.replay_port(rank))
+    }
+
+    /// What a rank's cache holds in a tier now, parents before children. What is published of it may lag by the step
+    /// under way, unless the engine is quiet.
+    ///
+    /// # Panics
+    /// There is no such rank; here and below.
+    #[must_use]
+    pub fn held(&self, rank: u16, tier: Tier) -> Vec<Arc<Block>> {
+        self.engine.rank(rank).held(tier)
+    }
+
+    /// Number of a rank's next event message: how many this incarnation has published, or meant to.
+    #[must_use]
+    pub fn sequence_next(&self, rank: u16) -> u64 {
+        self.engine.rank(rank).sequence_next()
+    }
+
+    /// Whether nothing runs and every event is published, also such as faults held back.
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        self.engine.ranks().iter().all(|rank| rank.is_quiet())
+    }
+
+    /// Waits until [`MockEngine::is_quiet`], for ever under a paused publisher that has something to say.
+    pub async fn quiet(&self) {
+        while !self.is_quiet() {
+            for rank in self.engine.ranks().iter() {
+                rank.quiet().await;
+            }
+        }
+    }
+
+    /// Restarts all ranks, as a process that dies and comes back: requests lose their connections, caches and rings
+    /// are empty, sequences begin at 0. Comes back when the new incarnation publishes.
+    ///
+    /// # Errors
+    /// A format that cannot be, which restarts nothing, or a port that was taken meanwhile, which leaves the engine
+    /// stopped.
+    pub async fn restart(&self, format: impl Into<EventFormat>) -> Result<(), MockError> {
+        self.engine.restart(format.into()).await
+    }
+
+    /// Faults set and done.
+    #[must_use]
+    pub fn faults(&self) -> &FaultBoard {
+        &self.engine.faults
+    }
+
+    /// Replaces the faults in force. The end of a pause sends what was held back.
+    ///
+    /// # Errors
+    /// A value that breaks its rule; then nothing changes.
+    pub fn set_faults(&self, faults: Faults) -> Result<(), MockError> {
+        self.engine.set_faults(faults)
+    }
+
+    /// Ends everything, and comes back when all ports are free.
+    pub async fn shutdown(self) {
+        self.server.shutdown().await;
+        let _exclusive = self.engine.restarting.lock().await;
+        let incarnation = self.engine.incarnation();
+        incarnation.stop().await;
+    }
+}
+
+/// An engine as its requests see it.
+pub(crate) struct Engine {
+    pub(crate) config: MockConfig,
+    pub(crate) faults: Arc<FaultBoard>,
+    lora_ids: Arc<BTreeMap<String, u32>>,
+    incarnation: RwLock<Arc<Incarnation>>,
+    /// Held by whoever ends an incarnation.
+    restarting: Mutex<()>,
+    request_next: AtomicU64,
+    http_listener: Mutex<Option<TcpListener>>,
+}
+
+/// All ranks, from one start to the next.
+struct Incarnation {
+    format: EventFormat,
+    ranks: Arc<[Arc<Rank>]>,
+    tasks: Mutex<Vec<Task>>,
+}
+
+/// A task and what ends it; to drop the sender does as well.
+struct Task {
+    stop: oneshot::Sender<()>,
+    handle: JoinHandle<()>,
+}
+
+impl Engine {
+    async fn start(mut config: MockConfig) -> Result<Self, MockError> {
+        config.validate().map_err(MockError::Config)?;
+        let count = config.data_parallel_size;
+        let http = listen_all(config.host, (config.port != 0).then_some(config.port), 1)?;
+        let chosen = config.port == 0;
+        config.port = port_of(&http)?;
+        let offset = |base: u16, offset: u16| {
+            let too_high = || MockError::Config(format!("port {base} leaves no room for one {offset} above it"));
+            base.checked_add(offset).ok_or_else(too_high)
+        };
+        let event_port = match config.event_port {
+            None if !chosen => Some(offset(config.port, 1_000)?),
+            given => given,
+        };
+        let events = listen_all(config.host, event_port, count)?;
+        let replay_port = match config.replay_port {
+            None if !chosen => Some(offset(port_of(&events)?, 100)?),
+            given => given,
+        };
+        let replays = listen_all(config.host, replay_port, count)?;
+        config.event_port = Some(port_of(&events)?);
+        config.replay_port = Some(port_of(&replays)?);
+
+        let faults = Arc::new(FaultBoard::new(config.seed, config.faults.clone()));
+        let lora_ids: Arc<BTreeMap<_, _>> = Arc::new(config.loras.iter().cloned().zip(1..).collect());
+        let incarnation =
+            Incarnation::start(&config, config.events(), &faults, &lora_ids, events.into_iter().zip(replays)).await?;
+        Ok(Self {
+            incarnation: RwLock::new(Arc::new(incarnation)),
+            restarting: Mutex::new(()),
+            request_next: AtomicU64::new(0),
+            http_listener: Mutex::new(http.into_iter().next()),
+            config,
+            faults,
+            lora_ids,
+        })
+    }
+
+    /// On a task of its own: whoever asks may go in the middle, and would leave the engine stopped.
+    pub(crate) async fn restart(self: &Arc<Self>, format: EventFormat) -> Result<(), MockError> {
+        format.validate().map_err(MockError::Config)?;
+        let engine = Arc::clone(self);
+        let restarted = tokio::spawn(async move { engine.restart_in(format).await }).await;
+        restarted.unwrap_or_else(|error| Err(MockError::Serve(error.to_string())))
+    }
+
+    async fn restart_in(&self, format: EventFormat) -> Result<(), MockError> {
+        let _exclusive = self.restarting.lock().await;
+        let before = self.incarnation();
+        before.stop().await;
+        let count = self.config.data_parallel_size;
+        let events = self.listen_again(self.config.event_port, count).await?;
+        let replays = self.listen_again(self.config.replay_port, count).await?;
+        let sockets = events.into_iter().zip(replays);
+        let after = Incarnation::start(&self.config, format, &self.faults, &self.lora_ids, sockets).await?;
+        *self.incarnation.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(after);
+        Ok(())
+    }
+
+    async fn listen_again(&self, first: Option<u16>, count: u16) -> Result<Vec<TcpListener>, MockError> {
+        let mut tries = 1;
+        loop {
+            match listen_all(self.config.host, first, count) {
+                Err(_) if tries < LISTEN_TRIES_MAX => tries += 1,
+                answer => return answer,
+            }
+            sleep(LISTEN_TRY).await;
+        }
+    }
+
+    pub(crate) fn set_faults(&self, faults: Faults) -> Result<(), MockError> {
+        faults.validate().map_err(MockError::Config)?;
+        self.faults.replace(faults);
+        self.ranks().iter().for_each(|rank| rank.wake());
+        Ok(())
+    }
+
+    pub(crate) fn ranks(&self) -> Arc<[Arc<Rank>]> {
+        Arc::clone(&self.incarnation().ranks)
+    }
+
+    /// How events are written since the last restart.
+    pub(crate) fn format(&self) -> EventFormat {
+        self.incarnation().format
+    }
+
+    /// A number that no other request has.
+    pub(crate) fn request_number(&self) -> u64 {
+        self.request_next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(crate) fn event_port(&self, rank: u16) -> u16 {
+        self.config.event_port.unwrap_or_default() + rank
+    }
+
+    pub(crate) fn replay_port(&self, rank: u16) -> u16 {
+        self.config.replay_port.unwrap_or_default() + rank
+    }
+
+    fn rank(&self, rank: u16) -> Arc<Rank> {
+        Arc::clone(&self.ranks()[usize::from(rank)])
+    }
+
+    fn incarnation(&self) -> Arc<Incarnation> {
+        Arc::clone(&self.incarnation.read().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Incarnation {
+    async fn start(
+        config: &MockConfig,
+        format: EventFormat,
+        faults: &Arc<FaultBoard>,
+        lora_ids: &Arc<BTreeMap<String, u32>>,
+        listeners: impl Iterator<Item = (TcpListener, TcpListener)>,
+    ) -> Result<Self, MockError> {
+        let serve = |error: zeromq::ZmqError| MockError::Serve(error.to_string());
+        let pace = Pace { time_scale: config.time_scale };
+        let (mut ranks, mut tasks) = (Vec::new(), Vec::new());
+        for (number, (events, replays)) in (0..config.data_parallel_size).zip(listeners) {
+            let encoder =
+                Encoder { format, block_size: config.block_size, rank: number.into(), lora_ids: Arc::clone(lora_ids) };
+            let model = crate::engine::Rank::new(config.engine(number, format.dialect))
+                .map_err(|error| MockError::Config(error.to_string()))?;
+            let rank = Arc::new(Rank::new(model, encoder, config.replay_messages_max, Arc::clone(faults)));
+            let events = EventSocket::open(events).await.map_err(serve)?;
+            let replays = ReplaySocket::open(replays, format.dialect.replays_with_topic()).await.map_err(serve)?;
+            let driven = Arc::clone(&rank);
+            tasks.push(Task::spawn(|stop| async move { driven.drive(events, pace, stop).await.close().await }));
+            let (replayed, faults) = (Arc::clone(&rank), Arc::clone(faults));
+            tasks.push(Task::spawn(|stop| replays.serve(replayed, faults, stop)));
+            ranks.push(rank);
+        }
+        Ok(Self { format, ranks: ranks.into(), tasks: Mutex::new(tasks) })
+    }
+
+    /// Ends all ranks; comes back when their ports are free. To do it twice is no error.
+    async fn stop(&self) {
+        self.ranks.iter().for_each(|rank| rank.stop());
+        let tasks = std::mem::take(&mut *self.tasks.lock().await);
+        for Task { stop, handle } in tasks {
+            // Either is gone if the task ended by itself.
+            let _ = stop.send(());
+            let _ = handle.await;
+        }
+    }
+}
+
+impl Task {
+    fn spawn<F: Future<Output = ()> + Send + 'static>(task: impl FnOnce(oneshot::Receiver<()>) -> F) -> Self {
+        let (stop, stopped) = oneshot::channel();
+        Self { stop, handle: tokio::spawn(task(stopped)) }
+    }
+}
+
+fn listen_all(host: IpAddr, first: Option<u16>, count: u16) -> Result<Vec<TcpListener>, MockError> {
+    listen(host, first, count).map_err(|(address, reason)| MockError::Listen { address, reason })
+}
+
+fn port_of(listeners: &[TcpListener]) -> Result<u16, MockError> {
+    let first = listeners.first().expect("at least one was asked for");
+    first.local_addr().map(|address| address.port()).map_err(|error| MockError::Serve(error.to_string()))
+}
+
+fn endpoint(host: IpAddr, port: u16) -> String {
+    format!("tcp://{}", SocketAddr::new(host, port))
+}

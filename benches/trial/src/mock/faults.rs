@@ -1,0 +1,243 @@
+//! What can be made to go wrong, and how much of it has.
+//!
+//! Owns the settings and the draws. Promises that a draw depends on the seed and on what is drawn for (request number,
+//! or rank and sequence), never on the order in which tasks run. Leaves doing the damage to the publisher and the HTTP
+//! front.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+/// Which requests the faults of HTTP fall on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    /// Every request but those to `/faults`.
+    #[default]
+    All,
+    /// Completions and chat completions only: probes see a healthy engine.
+    Generation,
+}
+
+/// Faults in force. A *share* is a probability from 0 to 1. The default is none.
+///
+/// ```
+/// use pointsman_trial::mock::Faults;
+///
+/// let faults: Faults = serde_json::from_str(r#"{ "drop_share": 0.05, "status_share": 1.0 }"#).expect("known fields");
+/// assert_eq!((faults.drop_share, faults.status), (0.05, 500));
+/// assert_eq!(Faults { drop_share: 1.5, ..Faults::default() }.validate().unwrap_err(), "drop_share is 1.5: a share is from 0 to 1");
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(default, deny_unknown_fields)]
+pub struct Faults {
+    /// Real milliseconds that each answer waits before it begins.
+    #[arg(long = "fault-delay-ms", value_name = "MS", default_value_t = 0)]
+    pub delay_ms: u64,
+    /// Share of requests that are never answered.
+    #[arg(long = "fault-hang-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub hang_share: f64,
+    /// Share of requests whose connection is closed instead of an answer.
+    #[arg(long = "fault-reset-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub reset_share: f64,
+    /// Share of requests that are answered with `status`.
+    #[arg(long = "fault-status-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub status_share: f64,
+    /// The status of those answers, 400 to 599.
+    #[arg(long = "fault-status", value_name = "STATUS", default_value_t = 500)]
+    pub status: u16,
+    /// Which requests the four above fall on.
+    #[arg(long = "fault-scope", value_enum, default_value_t = Scope::All)]
+    pub scope: Scope,
+    /// Share of event messages that are not sent; the replay ring still has them, here and below.
+    #[arg(long = "fault-drop-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub drop_share: f64,
+    /// Share of event messages that are sent twice.
+    #[arg(long = "fault-duplicate-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub duplicate_share: f64,
+    /// Share of event messages that are sent behind the next one, or alone when none comes for 20 ms.
+    #[arg(long = "fault-reorder-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub reorder_share: f64,
+    /// Share of event messages whose payload is sent cut short or with an invalid first byte.
+    #[arg(long = "fault-mangle-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub mangle_share: f64,
+    /// Holds back new event batches, neither numbered nor replayed until this ends.
+    #[arg(long = "fault-pause-publisher")]
+    pub pause_publisher: bool,
+    /// Leaves replay requests unanswered.
+    #[arg(long = "fault-mute-replay")]
+    pub mute_replay: bool,
+}
+
+impl Default for Faults {
+    fn default() -> Self {
+        Self {
+            delay_ms: 0,
+            hang_share: 0.0,
+            reset_share: 0.0,
+            status_share: 0.0,
+            status: 500,
+            scope: Scope::All,
+            drop_share: 0.0,
+            duplicate_share: 0.0,
+            reorder_share: 0.0,
+            mangle_share: 0.0,
+            pause_publisher: false,
+            mute_replay: false,
+        }
+    }
+}
+
+impl Faults {
+    /// Checks shares and status.
+    ///
+    /// # Errors
+    /// The first field that breaks its rule, with its value.
+    pub fn validate(&self) -> Result<(), String> {
+        let shares = [
+            ("hang_share", self.hang_share),
+            ("reset_share", self.reset_share),
+            ("status_share", self.status_share),
+            ("drop_share", self.drop_share),
+            ("duplicate_share", self.duplicate_share),
+            ("reorder_share", self.reorder_share),
+            ("mangle_share", self.mangle_share),
+        ];
+        if let Some((name, share)) = shares.into_iter().find(|(_, share)| !(0.0..=1.0).contains(share)) {
+            return Err(format!("{name} is {share}: a share is from 0 to 1"));
+        }
+        if !(400..=599).contains(&self.status) {
+            return Err(format!("status is {}: an error is from 400 to 599", self.status));
+        }
+        Ok(())
+    }
+}
+
+/// One kind of damage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fault {
+    /// An answer that waited.
+    Delay,
+    /// A request without an answer.
+    Hang,
+    /// A connection closed.
+    Reset,
+    /// An error instead of an answer.
+    Status,
+    /// An event message not sent.
+    Drop,
+    /// An event message sent twice.
+    Duplicate,
+    /// An event message sent late.
+    Reorder,
+    /// An event message sent broken.
+    Mangle,
+    /// A replay request without an answer.
+    MuteReplay,
+}
+
+/// The faults of one engine: what is set, and what has been done. Settings outlive a restart.
+#[derive(Debug)]
+pub struct FaultBoard {
+    seed: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    faults: Faults,
+    done: BTreeMap<Fault, u64>,
+}
+
+impl FaultBoard {
+    pub(crate) fn new(seed: u64, faults: Faults) -> Self {
+        Self { seed, state: Mutex::new(State { faults, done: BTreeMap::new() }) }
+    }
+
+    /// What is set.
+    #[must_use]
+    pub fn get(&self) -> Faults {
+        self.lock().faults.clone()
+    }
+
+    /// How often each fault was done since the start. Absent is never.
+    #[must_use]
+    pub fn done(&self) -> BTreeMap<Fault, u64> {
+        self.lock().done.clone()
+    }
+
+    pub(crate) fn replace(&self, faults: Faults) {
+        self.lock().faults = faults;
+    }
+
+    pub(crate) fn count(&self, fault: Fault) {
+        *self.lock().done.entry(fault).or_default() += 1;
+    }
+
+    /// Whether `fault`, which falls on `share` of all, falls on this one; counted if so.
+    pub(crate) fn strikes(&self, fault: Fault, share: f64, source: u32, number: u64) -> bool {
+        let strikes = share > 0.0 && unit(self.draw(fault, source, number)) < share;
+        if strikes {
+            self.count(fault);
+        }
+        strikes
+    }
+
+    /// The draw itself: the same for the same arguments under the same seed.
+    pub(crate) fn draw(&self, fault: Fault, source: u32, number: u64) -> u64 {
+        [fault as u64, source.into(), number].into_iter().fold(mix(self.seed), |hash, part| mix(hash ^ mix(part)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Settings and counters are whole after every statement.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The finaliser of SplitMix64: every input bit moves every output bit.
+pub(crate) const fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+/// From 0 (included) to 1 (excluded), out of the upper 53 bits.
+#[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
+fn unit(draw: u64) -> f64 {
+    (draw >> 11) as f64 / (1_u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_falls_on_that_share_and_always_on_the_same() {
+        let board = FaultBoard::new(7, Faults::default());
+        let struck =
+            |board: &FaultBoard| (0..10_000).filter(|n| board.strikes(Fault::Drop, 0.05, 1, *n)).collect::<Vec<_>>();
+        let first = struck(&board);
+        assert!((400..600).contains(&first.len()), "{}", first.len());
+        assert_eq!(first, struck(&FaultBoard::new(7, Faults::default())));
+        assert_ne!(first, struck(&FaultBoard::new(8, Faults::default())));
+        assert_eq!(board.done()[&Fault::Drop], first.len() as u64);
+    }
+
+    #[test]
+    fn nothing_and_everything_are_exact() {
+        let board = FaultBoard::new(1, Faults::default());
+        assert!(!(0..1_000).any(|n| board.strikes(Fault::Hang, 0.0, 0, n)));
+        assert!((0..1_000).all(|n| board.strikes(Fault::Hang, 1.0, 0, n)));
+    }
+
+    #[test]
+    fn unknown_faults_and_impossible_values_are_refused() {
+        assert!(serde_json::from_str::<Faults>(r#"{"drop_shares": 1}"#).is_err());
+        assert!(Faults { reset_share: f64::NAN, ..Faults::default() }.validate().is_err());
+        let refused = Faults { status: 200, ..Faults::default() }.validate();
+        assert_eq!(refused, Err("status is 200: an error is from 400 to 599".to_owned()));
+    }
+}

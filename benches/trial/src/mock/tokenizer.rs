@@ -1,0 +1,140 @@
+//! A toy tokenizer: no model, no tables, the same everywhere.
+//!
+//! Owns how text becomes tokens and tokens text. Promises that a longer text begins with the tokens of its beginning
+//! (the last piece apart, which may grow), and that the text of generated tokens gives the same tokens again, so that
+//! a conversation's next turn finds what the turn before left in the cache. Leaves real vocabularies to real engines.
+//!
+//! Text is cut into pieces: a word with the one space before it, at most [`PIECE_BYTES_MAX`] bytes of it at a time,
+//! and every other white space by itself. A piece is one token, its FNV-1a hash cut to [`VOCABULARY_BITS`]. A piece
+//! like ` t42`, which is how token 42 reads, is token 42.
+
+/// Longer words are several tokens.
+const PIECE_BYTES_MAX: usize = 8;
+
+/// Hashed tokens are below two to this power: 131,072, a usual size of vocabulary.
+const VOCABULARY_BITS: u32 = 17;
+
+/// The tokens of a text.
+///
+/// ```
+/// use pointsman_trial::mock::{detokenize, tokenize};
+///
+/// assert_eq!(tokenize("One two\nthree").len(), 4);
+/// assert_eq!(tokenize(&detokenize(&[7, 4_000_000_000])), [7, 4_000_000_000]);
+/// ```
+#[must_use]
+pub fn tokenize(text: &str) -> Vec<u32> {
+    let mut tokens = Vec::with_capacity(text.len() / 4);
+    let mut rest = text;
+    while let Some(end) = piece_end(rest) {
+        let (piece, behind) = rest.split_at(end);
+        match spelled_out(piece) {
+            Some(token) => tokens.push(token),
+            None => cut(piece, &mut tokens),
+        }
+        rest = behind;
+    }
+    tokens
+}
+
+/// How tokens read.
+#[must_use]
+pub fn detokenize(tokens: &[u32]) -> String {
+    tokens.iter().map(|token| format!(" t{token}")).collect()
+}
+
+/// A chat as one text: each message's role and content on lines of their own, then the role of the answer.
+///
+/// ```
+/// use pointsman_trial::mock::chat_text;
+///
+/// assert_eq!(chat_text([("user", "Hello.")]), "user\nHello.\nassistant\n");
+/// ```
+pub fn chat_text<'a>(messages: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+    let mut text = String::new();
+    for (role, content) in messages {
+        text.extend([role, "\n", content, "\n"]);
+    }
+    text + "assistant\n"
+}
+
+/// Where the first piece ends; none in an empty text.
+fn piece_end(text: &str) -> Option<usize> {
+    let first = text.chars().next()?;
+    let word_at = match (first, text[first.len_utf8()..].chars().next()) {
+        (' ', Some(next)) if !next.is_whitespace() => 1,
+        (first, _) if first.is_whitespace() => return Some(first.len_utf8()),
+        _ => 0,
+    };
+    Some(text[word_at..].find(char::is_whitespace).map_or(text.len(), |len| word_at + len))
+}
+
+/// The token that a piece spells out, in the one way that [`detokenize`] writes it.
+fn spelled_out(piece: &str) -> Option<u32> {
+    let digits = piece.strip_prefix(" t")?;
+    let is_canonical = digits == "0" || digits.starts_with(|c: char| matches!(c, '1'..='9'));
+    if is_canonical { digits.parse().ok() } else { None }
+}
+
+/// A word as tokens of at most [`PIECE_BYTES_MAX`] bytes.
+fn cut(mut word: &str, tokens: &mut Vec<u32>) {
+    while !word.is_empty() {
+        let end = (0..=PIECE_BYTES_MAX.min(word.len())).rev().find(|at| word.is_char_boundary(*at)).unwrap_or(0);
+        let (piece, rest) = word.split_at(end);
+        tokens.push(hashed(piece));
+        word = rest;
+    }
+}
+
+fn hashed(piece: &str) -> u32 {
+    let hash = piece.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    (hash ^ (hash >> VOCABULARY_BITS)) & ((1 << VOCABULARY_BITS) - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_words_with_their_space_and_white_space_by_itself() {
+        let pieces = |mut text: &'static str| {
+            let mut pieces = Vec::new();
+            while let Some(end) = piece_end(text) {
+                pieces.push(&text[..end]);
+                text = &text[end..];
+            }
+            pieces
+        };
+        assert_eq!(pieces("user\n a  b\n"), ["user", "\n", " a", " ", " b", "\n"]);
+        assert_eq!(pieces(" "), [" "]);
+        assert!(pieces("").is_empty());
+    }
+
+    #[test]
+    fn long_and_wide_words_are_cut_between_characters() {
+        assert_eq!(tokenize("abcdefghijkl").len(), 2);
+        assert_eq!(tokenize("日本語日本語").len(), 3);
+        assert!(tokenize("One two three").iter().all(|token| *token < 1 << VOCABULARY_BITS));
+    }
+
+    #[test]
+    fn generated_text_gives_its_tokens_again_behind_any_prompt() {
+        for prompt in ["", "Say: ", "user\nhi\nassistant\n", "word"] {
+            let generated = [0, 5, 131_071, u32::MAX];
+            let mut expected = tokenize(prompt);
+            expected.extend(generated);
+            assert_eq!(tokenize(&format!("{prompt}{}", detokenize(&generated))), expected, "{prompt:?}");
+        }
+        assert!(![" t007", " t", " t4294967296", " t+1"].into_iter().any(|piece| spelled_out(piece).is_some()));
+    }
+
+    #[test]
+    fn a_next_turn_begins_with_the_turn_before() {
+        let first = chat_text([("user", "What is a block?")]);
+        let answer = detokenize(&[9, 8, 7]);
+        let next = chat_text([("user", "What is a block?"), ("assistant", &answer), ("user", "And a rank?")]);
+        let mut held = tokenize(&first);
+        held.extend([9, 8, 7]);
+        assert_eq!(tokenize(&next)[..held.len()], held);
+    }
+}

@@ -1,0 +1,103 @@
+//! Agents: a model that calls tools in a loop, its context growing by each call and each result.
+//!
+//! All agents of a kind share instructions and tools' descriptions. Agents start independently of each other; a step
+//! follows its predecessor after an estimated answer and the tool's work, both fixed beforehand.
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::sources::{Arrival, Texts};
+use super::{Span, workload};
+use crate::workload::{Arrivals, Request, Rng, Workload};
+
+/// Tool loops.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Agents {
+    /// Requests a second in the mean, while agents start: these start at this rate over the mean of `turns`. 8.
+    pub rate: f64,
+    /// Agents. 150.
+    pub agents: u32,
+    /// Steps of an agent at most. 8-32.
+    pub turns: Span,
+    /// Kinds of agents, drawn evenly. 6.
+    pub prefixes: u32,
+    /// Length of a kind's instructions. 3000-8000.
+    pub prefix_tokens: Span,
+    /// Length of an agent's task. 100-2000.
+    pub own_tokens: Span,
+    /// Length of an answer, most often a call. 30-250.
+    pub reply_tokens: Span,
+    /// Length of a tool's result. 50-2500.
+    pub tool_tokens: Span,
+    /// Work of a tool, in ms. 200-8000.
+    pub tool_ms: Span,
+    /// An agent stops before its context is longer than this, in tokens. 100000.
+    pub context_tokens_max: u32,
+    /// Estimated time to an answer's first token, in ms. 300.
+    pub first_token_ms: u32,
+    /// Estimated time of each token of an answer, in ms. 10.
+    pub token_ms: u32,
+}
+
+impl Default for Agents {
+    fn default() -> Self {
+        Self {
+            rate: 8.0,
+            agents: 150,
+            turns: (8..=32).into(),
+            prefixes: 6,
+            prefix_tokens: (3_000..=8_000).into(),
+            own_tokens: (100..=2_000).into(),
+            reply_tokens: (30..=250).into(),
+            tool_tokens: (50..=2_500).into(),
+            tool_ms: (200..=8_000).into(),
+            context_tokens_max: 100_000,
+            first_token_ms: 300,
+            token_ms: 10,
+        }
+    }
+}
+
+impl Agents {
+    pub(super) fn check(&self) -> Checked {
+        let Self { agents, turns, prefixes, prefix_tokens, own_tokens, reply_tokens, tool_tokens, .. } = *self;
+        check_rate(self.rate)?;
+        check_requests("agents and turns", &[agents, turns.max()])?;
+        check_count("turns", turns.min())?;
+        check_count("prefixes", prefixes)?;
+        let of_turn = [("reply_tokens", reply_tokens, turns.max()), ("tool_tokens", tool_tokens, turns.max())];
+        check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1), of_turn[0], of_turn[1]], 1)
+    }
+
+    /// The workload that `seed` fixes.
+    ///
+    /// # Panics
+    /// A setting is outside its bounds.
+    #[must_use]
+    pub fn generate(&self, seed: u64) -> Workload {
+        assert_checked(self.check());
+        let (mut rng, mut texts) = (Rng::stream(seed, 0), Texts::new(seed, "agents"));
+        let kinds: Vec<_> = (0..self.prefixes).map(|_| texts.fresh(self.prefix_tokens.draw(&mut rng))).collect();
+        let mut started = Arrival::at_rate(self.rate / self.turns.mean());
+        let mut requests = Vec::new();
+        for session in 0..u64::from(self.agents) {
+            let mut arrival_us = started.next_us(&mut rng);
+            let kind = kinds[rng.below(self.prefixes) as usize];
+            let mut context = vec![kind, texts.fresh(self.own_tokens.draw(&mut rng))];
+            let mut context_tokens = kind.tokens + context[1].tokens;
+            for _ in 0..self.turns.draw(&mut rng) {
+                let output_tokens = self.reply_tokens.draw(&mut rng);
+                requests.push(Request { arrival_us, prompt: context.clone(), output_tokens, session: Some(session) });
+                let result_tokens = self.tool_tokens.draw(&mut rng);
+                let answer_ms = u64::from(self.first_token_ms) + u64::from(self.token_ms) * u64::from(output_tokens);
+                arrival_us += 1_000 * (answer_ms + u64::from(self.tool_ms.draw(&mut rng)));
+                context.extend([texts.fresh(output_tokens), texts.fresh(result_tokens)]);
+                context_tokens += output_tokens + result_tokens;
+                if context_tokens > self.context_tokens_max {
+                    break;
+                }
+            }
+        }
+        workload("agents", requests, Arrivals::OpenLoop)
+    }
+}

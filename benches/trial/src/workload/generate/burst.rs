@@ -1,0 +1,63 @@
+//! Everything at once: what a fleet meets that has just started, or whose clients have just come back.
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_requests};
+use super::sources::Texts;
+use super::{Span, workload};
+use crate::workload::{Arrivals, Request, Rng, Workload};
+
+/// A burst: all requests arrive at 0.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Burst {
+    /// Requests. 1000.
+    pub requests: u32,
+    /// Shared prefixes, drawn evenly. 50.
+    pub prefixes: u32,
+    /// Length of a shared prefix. 4096.
+    pub prefix_tokens: Span,
+    /// Length of what each adds. 512.
+    pub own_tokens: Span,
+    /// Length of an answer. 100.
+    pub output_tokens: Span,
+}
+
+impl Default for Burst {
+    fn default() -> Self {
+        Self {
+            requests: 1_000,
+            prefixes: 50,
+            prefix_tokens: 4_096.into(),
+            own_tokens: 512.into(),
+            output_tokens: 100.into(),
+        }
+    }
+}
+
+impl Burst {
+    pub(super) fn check(&self) -> Checked {
+        let Self { requests, prefixes, prefix_tokens, own_tokens, output_tokens } = *self;
+        check_requests("requests", &[requests])?;
+        check_count("prefixes", prefixes)?;
+        check_lengths(&[("output_tokens", output_tokens, 1)], 1)?;
+        check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
+    }
+
+    /// The workload that `seed` fixes.
+    ///
+    /// # Panics
+    /// A setting is outside its bounds.
+    #[must_use]
+    pub fn generate(&self, seed: u64) -> Workload {
+        assert_checked(self.check());
+        let (mut rng, mut texts) = (Rng::stream(seed, 0), Texts::new(seed, "burst"));
+        let shared: Vec<_> = (0..self.prefixes).map(|_| texts.fresh(self.prefix_tokens.draw(&mut rng))).collect();
+        let request = |_| Request {
+            arrival_us: 0,
+            prompt: vec![shared[rng.below(self.prefixes) as usize], texts.fresh(self.own_tokens.draw(&mut rng))],
+            output_tokens: self.output_tokens.draw(&mut rng),
+            session: None,
+        };
+        workload("burst", (0..self.requests).map(request).collect(), Arrivals::OpenLoop)
+    }
+}

@@ -1,0 +1,104 @@
+//! Conversations of people: several turns with time to think, behind system prompts that many share.
+//!
+//! A turn's prompt is all that was said before, replies included, and a new question. Conversations open independently
+//! of each other; a turn follows its predecessor after an estimated answer and some thinking. The estimate is fixed
+//! beforehand: a slow fleet is not asked more slowly.
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::sources::{Arrival, Popularity, Texts};
+use super::{Span, workload};
+use crate::workload::{Arrivals, Request, Rng, Workload};
+
+/// Multi-turn chat.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Chat {
+    /// Requests a second in the mean, while conversations open: these open at this rate over the mean of `turns`. 4.
+    pub rate: f64,
+    /// Conversations. 400.
+    pub sessions: u32,
+    /// Turns of a conversation. 1-9.
+    pub turns: Span,
+    /// System prompts that conversations open with. 16.
+    pub prefixes: u32,
+    /// Their popularity: 0 even, 1 Zipf's law, 2 steeper. 1.
+    pub skew: u32,
+    /// Length of a system prompt. 512-4096.
+    pub prefix_tokens: Span,
+    /// Length of a question. 32-1536.
+    pub own_tokens: Span,
+    /// Length of a reply. 32-768.
+    pub reply_tokens: Span,
+    /// Thinking, in ms from a reply's estimated end to the next question. 2000-30000.
+    pub think_ms: Span,
+    /// Estimated time to a reply's first token, in ms. 500.
+    pub first_token_ms: u32,
+    /// Estimated time of each token of a reply, in ms. 10.
+    pub token_ms: u32,
+}
+
+impl Default for Chat {
+    fn default() -> Self {
+        Self {
+            rate: 4.0,
+            sessions: 400,
+            turns: (1..=9).into(),
+            prefixes: 16,
+            skew: 1,
+            prefix_tokens: (512..=4_096).into(),
+            own_tokens: (32..=1_536).into(),
+            reply_tokens: (32..=768).into(),
+            think_ms: (2_000..=30_000).into(),
+            first_token_ms: 500,
+            token_ms: 10,
+        }
+    }
+}
+
+impl Chat {
+    /// At one request a second, and fewer of them.
+    pub(super) fn low() -> Self {
+        Self { rate: 1.0, sessions: 200, ..Self::default() }
+    }
+
+    pub(super) fn check(&self) -> Checked {
+        let Self { sessions, turns, prefixes, skew, prefix_tokens, own_tokens, reply_tokens, .. } = *self;
+        check_rate(self.rate)?;
+        check_requests("sessions and turns", &[sessions, turns.max()])?;
+        check_count("turns", turns.min())?;
+        check_count("prefixes", prefixes)?;
+        if skew > 2 {
+            return Err(format!("skew is {skew}, must be 0 to 2"));
+        }
+        let of_turn = [("own_tokens", own_tokens, turns.max()), ("reply_tokens", reply_tokens, turns.max())];
+        check_lengths(&[("prefix_tokens", prefix_tokens, 1), of_turn[0], of_turn[1]], 1)
+    }
+
+    /// The workload that `seed` fixes.
+    ///
+    /// # Panics
+    /// A setting is outside its bounds.
+    #[must_use]
+    pub fn generate(&self, seed: u64) -> Workload {
+        assert_checked(self.check());
+        let (mut rng, mut texts) = (Rng::stream(seed, 0), Texts::new(seed, "chat"));
+        let systems: Vec<_> = (0..self.prefixes).map(|_| texts.fresh(self.prefix_tokens.draw(&mut rng))).collect();
+        let popularity = Popularity::new(self.prefixes, self.skew);
+        let mut opened = Arrival::at_rate(self.rate / self.turns.mean());
+        let mut requests = Vec::new();
+        for session in 0..u64::from(self.sessions) {
+            let mut arrival_us = opened.next_us(&mut rng);
+            let mut said = vec![systems[popularity.draw(&mut rng)]];
+            for _ in 0..self.turns.draw(&mut rng) {
+                said.push(texts.fresh(self.own_tokens.draw(&mut rng)));
+                let output_tokens = self.reply_tokens.draw(&mut rng);
+                requests.push(Request { arrival_us, prompt: said.clone(), output_tokens, session: Some(session) });
+                said.push(texts.fresh(output_tokens));
+                let answer_ms = u64::from(self.first_token_ms) + u64::from(self.token_ms) * u64::from(output_tokens);
+                arrival_us += 1_000 * (answer_ms + u64::from(self.think_ms.draw(&mut rng)));
+            }
+        }
+        workload("chat", requests, Arrivals::OpenLoop)
+    }
+}

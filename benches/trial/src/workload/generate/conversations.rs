@@ -1,0 +1,124 @@
+//! Conversations of several turns behind shared system prompts, in turn: what closed loops draw on.
+//!
+//! At any time 256 conversations go on. Each request belongs to one drawn among them: it says all that was said
+//! in that conversation so far, and a new user turn; the reply then joins what was said. Few system prompts serve most
+//! conversations. So there is both kinds of reuse that a router must find: within a conversation, and across them.
+//!
+//! Nobody thinks here: requests come in a Poisson process, whichever conversation they belong to. [`super::Chat`] is for
+//! when time matters. Tables of measurements were made with these prompts, so a seed's tokens do not change.
+
+use std::ops::RangeInclusive;
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checked, assert_checked, check_rate, check_requests};
+use super::sources::Arrival;
+use super::workload;
+use crate::workload::{Arrivals, Request, Rng, Segment, Workload, mix};
+
+/// Conversations that go on at once.
+const LIVE: u32 = 256;
+/// Distinct system prompts; low numbers are drawn more often.
+const SYSTEM_PROMPTS: u32 = 32;
+const SYSTEM_TOKENS: RangeInclusive<u32> = 512..=4_096;
+const TURNS: RangeInclusive<u32> = 1..=12;
+const USER_TOKENS: RangeInclusive<u32> = 32..=1_536;
+const REPLY_TOKENS: RangeInclusive<u32> = 32..=768;
+
+/// Conversations, drawn in turn.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Conversations {
+    /// Requests a second. 4.
+    pub rate: f64,
+    /// Requests. 4000.
+    pub requests: u32,
+}
+
+impl Default for Conversations {
+    fn default() -> Self {
+        Self { rate: 4.0, requests: 4_000 }
+    }
+}
+
+struct Conversation {
+    session: u64,
+    said: Vec<Segment>,
+    turns_left: u32,
+}
+
+impl Conversations {
+    pub(super) fn check(&self) -> Checked {
+        check_rate(self.rate)?;
+        check_requests("requests", &[self.requests])
+    }
+
+    /// The workload that `seed` fixes. Fewer requests are the first of more.
+    ///
+    /// # Panics
+    /// A setting is outside its bounds.
+    #[must_use]
+    pub fn generate(&self, seed: u64) -> Workload {
+        assert_checked(self.check());
+        let mut source = Source { rng: Rng::new(seed), next_text: mix(seed), opened: 0 };
+        let mut live: Vec<Conversation> = (0..LIVE).map(|_| source.conversation(seed)).collect();
+        let (mut arrival, mut gaps) = (Arrival::at_rate(self.rate), Rng::stream(seed, 0));
+        let request = |_| {
+            let conversation = &mut live[source.rng.below(LIVE) as usize];
+            source.say(conversation, USER_TOKENS);
+            let (prompt, session) = (conversation.said.clone(), Some(conversation.session));
+            let output_tokens = source.say(conversation, REPLY_TOKENS);
+            conversation.turns_left -= 1;
+            if conversation.turns_left == 0 {
+                *conversation = source.conversation(seed);
+            }
+            Request { arrival_us: arrival.next_us(&mut gaps), prompt, output_tokens, session }
+        };
+        workload("conversations", (0..self.requests).map(request).collect(), Arrivals::OpenLoop)
+    }
+}
+
+struct Source {
+    rng: Rng,
+    /// Name of the next text that nobody has said before.
+    next_text: u64,
+    opened: u64,
+}
+
+impl Source {
+    /// A conversation in which only the system prompt stands.
+    fn conversation(&mut self, seed: u64) -> Conversation {
+        let prompt = self.rng.below(SYSTEM_PROMPTS).min(self.rng.below(SYSTEM_PROMPTS));
+        let id = mix(seed ^ u64::from(prompt)).wrapping_add(1);
+        self.opened += 1;
+        let said = vec![Segment { id, tokens: Rng::new(id).within(SYSTEM_TOKENS) }];
+        Conversation { session: self.opened, said, turns_left: self.rng.within(TURNS) }
+    }
+
+    /// Says something new, of the length returned.
+    fn say(&mut self, conversation: &mut Conversation, length: RangeInclusive<u32>) -> u32 {
+        self.next_text = self.next_text.wrapping_add(1);
+        let tokens = self.rng.within(length);
+        conversation.said.push(Segment { id: self.next_text, tokens });
+        tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_those_that_the_tables_of_measurements_were_made_with() {
+        for (requests, seed, tokens, hash) in
+            [(300, 1, 1_135_203, 0x24d5_6701_ea22_e538), (800, 3, 3_680_627, 0xf2e7_9763_e76e_3112_u64)]
+        {
+            let prompts = Conversations { requests, ..Conversations::default() }.generate(seed).prompts();
+            assert_eq!(prompts.iter().map(|prompt| prompt.len()).sum::<usize>(), tokens);
+            let folded = prompts.iter().fold(0, |hash, prompt| {
+                let start = mix(hash ^ prompt.len() as u64);
+                prompt.iter().fold(start, |hash, &token| mix(hash.wrapping_add(u64::from(token))))
+            });
+            assert_eq!(folded, hash);
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Settings of generators as text: `rate=4,reply_tokens=32-768`.
+//!
+//! Owns the form and its errors. Promises that a setting is called as its field is, and that what was written reads back
+//! the same.
+
+use std::ops::RangeInclusive;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Number, Value};
+
+use crate::workload::{LENGTH_MAX, REQUESTS_MAX, Rng};
+
+/// Why a text names no generator.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SettingsError {
+    /// No generator has this name.
+    #[error("no workload is called {name:?}; there are {}", known.join(", "))]
+    Name {
+        /// The name.
+        name: String,
+        /// The names that there are.
+        known: Vec<&'static str>,
+    },
+    /// A setting without a value.
+    #[error("{workload}: {setting:?} is no setting=value")]
+    Form {
+        /// The generator.
+        workload: String,
+        /// The text.
+        setting: String,
+    },
+    /// The generator has no such setting.
+    #[error("{workload} has no setting {setting:?}; it has {}", known.join(", "))]
+    Setting {
+        /// The generator.
+        workload: String,
+        /// The setting.
+        setting: String,
+        /// The settings that it has.
+        known: Vec<String>,
+    },
+    /// The setting takes no such value.
+    #[error("{workload}: {setting} cannot be {value:?}: {reason}")]
+    Value {
+        /// The generator.
+        workload: String,
+        /// The setting.
+        setting: String,
+        /// The value.
+        value: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A value outside its bounds, or two that do not go together.
+    #[error("{workload}: {rule}")]
+    Bounds {
+        /// The generator.
+        workload: String,
+        /// The rule that is broken.
+        rule: String,
+    },
+}
+
+/// A range that a number is drawn from evenly, ends included. As text `32-768`, or `32` for that number alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Value", into = "String")]
+pub struct Span {
+    min: u32,
+    max: u32,
+}
+
+impl Span {
+    /// The least number.
+    #[must_use]
+    pub fn min(self) -> u32 {
+        self.min
+    }
+
+    /// The greatest number.
+    #[must_use]
+    pub fn max(self) -> u32 {
+        self.max
+    }
+
+    /// The middle, which is the mean of what is drawn.
+    #[must_use]
+    pub fn mean(self) -> f64 {
+        (f64::from(self.min) + f64::from(self.max)) / 2.0
+    }
+
+    /// A number of the range.
+    pub fn draw(self, rng: &mut Rng) -> u32 {
+        rng.within(self.min..=self.max)
+    }
+}
+
+impl From<RangeInclusive<u32>> for Span {
+    /// # Panics
+    /// The range is empty.
+    fn from(range: RangeInclusive<u32>) -> Self {
+        assert!(!range.is_empty(), "a range from {} to {} is empty", range.start(), range.end());
+        Self { min: *range.start(), max: *range.end() }
+    }
+}
+
+impl From<u32> for Span {
+    fn from(number: u32) -> Self {
+        Self { min: number, max: number }
+    }
+}
+
+impl From<Span> for String {
+    fn from(Span { min, max }: Span) -> Self {
+        if min == max { min.to_string() } else { format!("{min}-{max}") }
+    }
+}
+
+impl TryFrom<Value> for Span {
+    type Error = String;
+
+    fn try_from(value: Value) -> Result<Self, String> {
+        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let (min, max) = text.split_once('-').unwrap_or((&text, &text));
+        let (Ok(min), Ok(max)) = (min.parse::<u32>(), max.parse::<u32>()) else {
+            return Err("must be a whole number, or two of them such as 32-768".to_owned());
+        };
+        if min > max { Err("ends before it begins".to_owned()) } else { Ok(Self { min, max }) }
+    }
+}
+
+/// What a generator's settings must be, one rule after the other.
+pub(super) type Checked = Result<(), String>;
+
+/// The settings of `given` over `default`.
+pub(super) fn read<T: Serialize + DeserializeOwned>(
+    default: &T,
+    workload: &str,
+    given: &str,
+    check: impl Fn(&T) -> Checked,
+) -> Result<T, SettingsError> {
+    let workload = workload.to_owned();
+    let mut known = fields(default);
+    for setting in given.split(',').map(str::trim).filter(|setting| !setting.is_empty()) {
+        let Some((name, value)) = setting.split_once('=') else {
+            return Err(SettingsError::Form { workload, setting: setting.to_owned() });
+        };
+        let (name, value) = (name.trim(), value.trim());
+        let Some(field) = known.get_mut(name) else {
+            let known = known.into_iter().map(|(name, _)| name).collect();
+            return Err(SettingsError::Setting { workload, setting: name.to_owned(), known });
+        };
+        *field = number(value).unwrap_or_else(|| Value::String(value.to_owned()));
+        // Read at once, so that an error is of this setting.
+        if let Err(reason) = serde_json::from_value::<T>(Value::Object(known.clone())) {
+            let (setting, value, reason) = (name.to_owned(), value.to_owned(), reason.to_string());
+            return Err(SettingsError::Value { workload, setting, value, reason });
+        }
+    }
+    let read: T = serde_json::from_value(Value::Object(known)).expect("every setting was read alone");
+    check(&read).map_err(|rule| SettingsError::Bounds { workload, rule })?;
+    Ok(read)
+}
+
+/// A number to the last bit, which JSON's own reader does not promise.
+fn number(text: &str) -> Option<Value> {
+    let fraction = || text.parse().ok().and_then(Number::from_f64);
+    text.parse::<u64>().map(Number::from).ok().or_else(fraction).map(Value::Number)
+}
+
+/// Settings as [`read`] reads them.
+pub(super) fn write(settings: &Map<String, Value>) -> String {
+    let setting = |(name, value): (&String, &Value)| match value {
+        Value::String(text) => format!("{name}={text}"),
+        other => format!("{name}={other}"),
+    };
+    settings.iter().map(setting).collect::<Vec<_>>().join(",")
+}
+
+/// The settings of a generator by name.
+pub(super) fn fields<T: Serialize>(settings: &T) -> Map<String, Value> {
+    match serde_json::to_value(settings) {
+        Ok(Value::Object(fields)) => fields,
+        other => unreachable!("settings are structs of numbers and ranges, not {other:?}"),
+    }
+}
+
+/// A generator makes up nothing from settings that could not have been read.
+#[track_caller]
+pub(super) fn assert_checked(checked: Checked) {
+    if let Err(rule) = checked {
+        panic!("{rule}");
+    }
+}
+
+/// Requests a second: some, and no more than a clock of µs tells apart.
+pub(super) fn check_rate(rate: f64) -> Checked {
+    if rate.is_finite() && (1e-6..=1e6).contains(&rate) {
+        return Ok(());
+    }
+    Err(format!("rate is {rate}, must be 0.000001 to 1000000 requests a second"))
+}
+
+/// A product of counts that is the number of requests.
+pub(super) fn check_requests(names: &str, counts: &[u32]) -> Checked {
+    let requests = counts.iter().fold(1_u64, |product, &count| product.saturating_mul(u64::from(count)));
+    if (1..=REQUESTS_MAX as u64).contains(&requests) {
+        return Ok(());
+    }
+    Err(format!("{names} make {requests} requests, must be 1 to {REQUESTS_MAX}"))
+}
+
+/// How many there are of something that every request draws from.
+pub(super) fn check_count(name: &str, count: u32) -> Checked {
+    const MAX: u32 = 1_000_000;
+    if (1..=MAX).contains(&count) { Ok(()) } else { Err(format!("{name} is {count}, must be 1 to {MAX}")) }
+}
+
+/// Lengths in tokens, of which each is at least `min`, and all together no longer than a prompt may be.
+pub(super) fn check_lengths(lengths: &[(&str, Span, u32)], min: u32) -> Checked {
+    for &(name, span, _) in lengths {
+        if span.min < min {
+            return Err(format!("{name} is {}, must be at least {min}", span.min));
+        }
+    }
+    let longest = |&(_, span, times): &(&str, Span, u32)| u64::from(span.max).saturating_mul(u64::from(times));
+    let all = lengths.iter().fold(0_u64, |sum, length| sum.saturating_add(longest(length)));
+    if all > u64::from(LENGTH_MAX) {
+        let names: Vec<_> = lengths.iter().map(|(name, ..)| *name).collect();
+        return Err(format!("{} make prompts of up to {all} tokens, must be at most {LENGTH_MAX}", names.join(", ")));
+    }
+    Ok(())
+}

@@ -1,0 +1,76 @@
+//! Single questions behind few long prompts that all share: products with one system prompt each, or documents that
+//! many ask about.
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::sources::{Arrival, Popularity, Texts};
+use super::{Span, workload};
+use crate::workload::{Arrivals, Request, Rng, Workload};
+
+/// Shared prompts, and a question of its own behind each.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SharedPrefix {
+    /// Requests a second. 10.
+    pub rate: f64,
+    /// Requests. 4000.
+    pub requests: u32,
+    /// Shared prompts. 40.
+    pub prefixes: u32,
+    /// Their popularity: 0 even, 1 Zipf's law, 2 steeper. 1.
+    pub skew: u32,
+    /// Length of a shared prompt. 2000-8000.
+    pub prefix_tokens: Span,
+    /// Length of a question. 50-800.
+    pub own_tokens: Span,
+    /// Length of an answer. 50-400.
+    pub output_tokens: Span,
+}
+
+impl Default for SharedPrefix {
+    fn default() -> Self {
+        Self {
+            rate: 10.0,
+            requests: 4_000,
+            prefixes: 40,
+            skew: 1,
+            prefix_tokens: (2_000..=8_000).into(),
+            own_tokens: (50..=800).into(),
+            output_tokens: (50..=400).into(),
+        }
+    }
+}
+
+impl SharedPrefix {
+    pub(super) fn check(&self) -> Checked {
+        let Self { requests, prefixes, skew, prefix_tokens, own_tokens, output_tokens, .. } = *self;
+        check_rate(self.rate)?;
+        check_requests("requests", &[requests])?;
+        check_count("prefixes", prefixes)?;
+        if skew > 2 {
+            return Err(format!("skew is {skew}, must be 0 to 2"));
+        }
+        check_lengths(&[("output_tokens", output_tokens, 1)], 1)?;
+        check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
+    }
+
+    /// The workload that `seed` fixes.
+    ///
+    /// # Panics
+    /// A setting is outside its bounds.
+    #[must_use]
+    pub fn generate(&self, seed: u64) -> Workload {
+        assert_checked(self.check());
+        let (mut rng, mut texts) = (Rng::stream(seed, 0), Texts::new(seed, "shared-prefix"));
+        let shared: Vec<_> = (0..self.prefixes).map(|_| texts.fresh(self.prefix_tokens.draw(&mut rng))).collect();
+        let popularity = Popularity::new(self.prefixes, self.skew);
+        let mut arrival = Arrival::at_rate(self.rate);
+        let request = |_| Request {
+            arrival_us: arrival.next_us(&mut rng),
+            prompt: vec![shared[popularity.draw(&mut rng)], texts.fresh(self.own_tokens.draw(&mut rng))],
+            output_tokens: self.output_tokens.draw(&mut rng),
+            session: None,
+        };
+        workload("shared-prefix", (0..self.requests).map(request).collect(), Arrivals::OpenLoop)
+    }
+}

@@ -1,0 +1,73 @@
+//! Siblings: requests that come at the same moment with one long prefix, as from samplers, graders and map-reduce
+//! programs. A router that learns of caches by events alone sees none of it in time.
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::sources::{Arrival, Texts};
+use super::{Span, workload};
+use crate::workload::{Arrivals, Request, Rng, Workload};
+
+/// Groups of requests with one prefix.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Siblings {
+    /// Requests a second in the mean; groups come at this rate over `siblings`. 10.
+    pub rate: f64,
+    /// Groups. 400.
+    pub groups: u32,
+    /// Requests of a group. 8.
+    pub siblings: u32,
+    /// Length of a group's prefix, which no other group has. 4000-12000.
+    pub prefix_tokens: Span,
+    /// Length of what each adds. 20-400.
+    pub own_tokens: Span,
+    /// Length of an answer. 50-400.
+    pub output_tokens: Span,
+}
+
+impl Default for Siblings {
+    fn default() -> Self {
+        Self {
+            rate: 10.0,
+            groups: 400,
+            siblings: 8,
+            prefix_tokens: (4_000..=12_000).into(),
+            own_tokens: (20..=400).into(),
+            output_tokens: (50..=400).into(),
+        }
+    }
+}
+
+impl Siblings {
+    pub(super) fn check(&self) -> Checked {
+        let Self { groups, siblings, prefix_tokens, own_tokens, output_tokens, .. } = *self;
+        check_rate(self.rate)?;
+        check_requests("groups and siblings", &[groups, siblings])?;
+        check_count("siblings", siblings)?;
+        check_lengths(&[("output_tokens", output_tokens, 1)], 1)?;
+        check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
+    }
+
+    /// The workload that `seed` fixes.
+    ///
+    /// # Panics
+    /// A setting is outside its bounds.
+    #[must_use]
+    pub fn generate(&self, seed: u64) -> Workload {
+        assert_checked(self.check());
+        let (mut rng, mut texts) = (Rng::stream(seed, 0), Texts::new(seed, "siblings"));
+        let mut groups = Arrival::at_rate(self.rate / f64::from(self.siblings));
+        let mut requests = Vec::new();
+        for group in 0..u64::from(self.groups) {
+            let arrival_us = groups.next_us(&mut rng);
+            let prefix = texts.fresh(self.prefix_tokens.draw(&mut rng));
+            requests.extend((0..self.siblings).map(|_| Request {
+                arrival_us,
+                prompt: vec![prefix, texts.fresh(self.own_tokens.draw(&mut rng))],
+                output_tokens: self.output_tokens.draw(&mut rng),
+                session: Some(group),
+            }));
+        }
+        workload("siblings", requests, Arrivals::OpenLoop)
+    }
+}

@@ -1,0 +1,118 @@
+//! What generators draw from: texts, arrivals and popularities.
+//!
+//! Owns no workload. Promises texts that are equal only if they are one, and nothing that a platform computes its own
+//! way.
+
+use crate::workload::{Rng, Segment, mix};
+
+/// Names texts that nobody else says.
+#[derive(Clone, Debug)]
+pub(crate) struct Texts {
+    next: u64,
+}
+
+impl Texts {
+    /// The texts of a generator: those of another one, or of another seed, have other names.
+    pub(crate) fn new(seed: u64, generator: &str) -> Self {
+        Self { next: mix(seed ^ mix(number(generator))) }
+    }
+
+    /// A text of its own.
+    pub(crate) fn fresh(&mut self, tokens: u32) -> Segment {
+        self.next = self.next.wrapping_add(1);
+        Segment { id: mix(self.next), tokens }
+    }
+}
+
+/// A name as a number.
+fn number(name: &str) -> u64 {
+    name.bytes().fold(0, |number, byte| mix(number ^ u64::from(byte)))
+}
+
+/// Independent arrivals: a Poisson process.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    at_us: f64,
+    gap_us: f64,
+}
+
+impl Arrival {
+    /// So many a second in the mean; the first after the first gap.
+    pub(super) fn at_rate(rate: f64) -> Self {
+        Self { at_us: 0.0, gap_us: 1e6 / rate }
+    }
+
+    /// The next one, in µs after the start.
+    pub(super) fn next_us(&mut self, rng: &mut Rng) -> u64 {
+        self.at_us += rng.exponential() * self.gap_us;
+        self.at_us.round() as u64
+    }
+}
+
+/// How often each of some texts is asked for: the k-th in proportion to k to the power of -`skew`.
+///
+/// A skew of 0 asks evenly, 1 is Zipf's law, 2 is steeper.
+#[derive(Debug)]
+pub(super) struct Popularity {
+    /// Shares of the first ones together, up to 1.
+    sums: Vec<f64>,
+}
+
+impl Popularity {
+    pub(super) fn new(count: u32, skew: u32) -> Self {
+        let weight = |k: u32| (0..skew).fold(1.0, |weight, _| weight / f64::from(k));
+        let mut sum = 0.0;
+        let mut sums: Vec<f64> = (1..=count)
+            .map(|k| {
+                sum += weight(k);
+                sum
+            })
+            .collect();
+        for share in &mut sums {
+            *share /= sum;
+        }
+        Self { sums }
+    }
+
+    /// A position, from 0.
+    pub(super) fn draw(&self, rng: &mut Rng) -> usize {
+        let drawn = rng.number() as f64 / 2_f64.powi(64);
+        self.sums.partition_point(|share| *share <= drawn).min(self.sums.len() - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn popular_texts_are_drawn_as_often_as_their_law_says() {
+        let counts = |skew| {
+            let (popularity, mut rng) = (Popularity::new(4, skew), Rng::new(1));
+            let mut counts = [0_u32; 4];
+            (0..100_000).for_each(|_| counts[popularity.draw(&mut rng)] += 1);
+            counts
+        };
+        for (skew, shares) in [(0, [0.25, 0.25, 0.25, 0.25]), (1, [0.48, 0.24, 0.16, 0.12])] {
+            for (count, share) in counts(skew).into_iter().zip(shares) {
+                assert!((f64::from(count) / 1e5 - share).abs() < 0.01, "{count} for {share}");
+            }
+        }
+    }
+
+    #[test]
+    fn arrivals_come_at_their_rate() {
+        let (mut arrival, mut rng) = (Arrival::at_rate(50.0), Rng::new(2));
+        let last = (0..10_000).map(|_| arrival.next_us(&mut rng)).last().expect("some");
+        assert!((last as f64 / 200e6 - 1.0).abs() < 0.05, "{last}");
+    }
+
+    #[test]
+    fn no_two_texts_have_one_name() {
+        let mut ids = std::collections::BTreeSet::new();
+        for (seed, generator) in [(1, "chat"), (2, "chat"), (1, "agents")] {
+            let mut texts = Texts::new(seed, generator);
+            (0..1_000).for_each(|_| assert!(ids.insert(texts.fresh(1).id)));
+        }
+    }
+}

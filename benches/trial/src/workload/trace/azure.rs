@@ -1,0 +1,200 @@
+//! Azure's LLM inference traces of 2023 and 2024 (<https://github.com/Azure/AzurePublicDataset>).
+//!
+//! A table with the header `TIMESTAMP,ContextTokens,GeneratedTokens`. Times look like `2023-11-16 18:17:03.9799600`; the
+//! fraction may be absent or have up to nine digits, and an offset from UTC may follow (`+00:00`, `Z`).
+//!
+//! The traces have arrivals and lengths alone, so **prefixes are made up**, by this rule. Every request is drawn, by
+//! the seed, to be new or to go on with a conversation, evenly. One that goes on draws among the last 256 conversations;
+//! if all that was said there, prompt and answer, is shorter than its own prompt, it says that first and then
+//! something of its own. Any other opens a conversation: one of 32 system prompts, low numbers more often, 64 to 1,024
+//! tokens long, or half of the prompt where that is less, then something of its own. The reuse that comes of it is a
+//! guess. Compare routers on it, but do not take its hit rate for Azure's.
+
+use std::collections::VecDeque;
+
+use super::lines::Lines;
+use super::{Rule, TraceError, collect, input_length, output_length};
+use crate::workload::generate::Texts;
+use crate::workload::{Request, Rng, Segment};
+
+const HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
+
+/// Conversations that may go on.
+const LIVE: usize = 256;
+const SYSTEM_PROMPTS: u32 = 32;
+const SYSTEM_TOKENS: std::ops::RangeInclusive<u32> = 64..=1_024;
+
+pub(super) fn is_header(line: &str) -> bool {
+    line.split(',').map(str::trim).eq(HEADER.split(','))
+}
+
+/// The first `limit` requests.
+pub(super) fn requests(lines: &mut Lines, limit: usize, seed: u64) -> Result<Vec<Request>, TraceError> {
+    if !lines.current().is_some_and(is_header) {
+        return Err(lines.broken(Rule::Header));
+    }
+    lines.next()?;
+    let mut prefixes = Prefixes::new(seed);
+    collect(lines, |line| parse(line, &mut prefixes), |read| read.len() >= limit)
+}
+
+fn parse(line: &str, prefixes: &mut Prefixes) -> Result<Request, Rule> {
+    let columns: Vec<&str> = line.split(',').map(str::trim).collect();
+    let [time, input, output] = columns[..] else { return Err(Rule::Columns(columns.len())) };
+    let number = |field, value: &str| value.parse().map_err(|_| Rule::Number { field, value: value.to_owned() });
+    let arrival_us = date_us(time).ok_or_else(|| Rule::Date(time.to_owned()))?;
+    let input_tokens = input_length("ContextTokens", number("ContextTokens", input)?)?;
+    let output_tokens = output_length("GeneratedTokens", number("GeneratedTokens", output)?)?;
+    let (session, prompt) = prefixes.prompt(input_tokens, output_tokens);
+    Ok(Request { arrival_us, prompt, output_tokens, session: Some(session) })
+}
+
+/// All that was said in a conversation.
+struct Conversation {
+    session: u64,
+    said: Vec<Segment>,
+}
+
+/// The conversations that the rule above makes up.
+struct Prefixes {
+    rng: Rng,
+    texts: Texts,
+    systems: Vec<Segment>,
+    /// The last ones, oldest first.
+    live: VecDeque<Conversation>,
+    opened: u64,
+}
+
+impl Prefixes {
+    fn new(seed: u64) -> Self {
+        let (mut rng, mut texts) = (Rng::stream(seed, 0), Texts::new(seed, "azure"));
+        let systems = (0..SYSTEM_PROMPTS).map(|_| texts.fresh(rng.within(SYSTEM_TOKENS))).collect();
+        Self { rng, texts, systems, live: VecDeque::new(), opened: 0 }
+    }
+
+    /// A prompt of `input` tokens that will be answered with `output`, and its conversation.
+    fn prompt(&mut self, input: u32, output: u32) -> (u64, Vec<Segment>) {
+        let mut conversation = self.draw(input);
+        let said: u32 = conversation.said.iter().map(|segment| segment.tokens).sum();
+        conversation.said.push(self.texts.fresh(input - said));
+        let (session, prompt) = (conversation.session, conversation.said.clone());
+        conversation.said.push(self.texts.fresh(output));
+        if self.live.len() == LIVE {
+            self.live.pop_front();
+        }
+        self.live.push_back(conversation);
+        (session, prompt)
+    }
+
+    /// A conversation in which less than `input` tokens were said.
+    fn draw(&mut self, input: u32) -> Conversation {
+        let goes_on = self.rng.below(2) == 1;
+        let drawn = self.rng.below(LIVE as u32) as usize;
+        let known = self.live.get(drawn).map(|live| live.said.iter().map(|segment| u64::from(segment.tokens)).sum());
+        if goes_on && known.is_some_and(|said: u64| said < u64::from(input)) {
+            return self.live.remove(drawn).expect("it was just read");
+        }
+        self.opened += 1;
+        let system = self.rng.below(SYSTEM_PROMPTS).min(self.rng.below(SYSTEM_PROMPTS));
+        let Segment { id, tokens } = self.systems[system as usize];
+        let system = Segment { id, tokens: tokens.min(input / 2) };
+        Conversation { session: self.opened, said: if system.tokens > 0 { vec![system] } else { Vec::new() } }
+    }
+}
+
+/// A date and time in µs from the year 0 on.
+fn date_us(text: &str) -> Option<u64> {
+    let (date, time) = text.split_once([' ', 'T'])?;
+    let [year, month, day] = numbers(date, '-', [4, 2, 2])?;
+    let (time, offset_min) = match time.find(['Z', '+', '-']) {
+        Some(at) => (&time[..at], offset_min(&time[at..])?),
+        None => (time, 0),
+    };
+    let (clock, fraction) = time.split_once('.').unwrap_or((time, "0"));
+    let [hour, minute, second] = numbers(clock, ':', [2, 2, 2])?;
+    let known = (1..=12).contains(&month) && (1..=31).contains(&day) && hour < 24 && minute < 60 && second < 61;
+    if !known || !(1..=9).contains(&fraction.len()) || !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let fraction_us: i64 = format!("{fraction:0<6}")[..6].parse().ok()?;
+    let seconds = (days(year, month, day) * 24 + hour) * 3_600 + (minute - offset_min) * 60 + second;
+    u64::try_from(seconds * 1_000_000 + fraction_us).ok()
+}
+
+/// Minutes that `Z`, `+01:00` or `-01:00` is ahead of UTC.
+fn offset_min(text: &str) -> Option<i64> {
+    if text == "Z" {
+        return Some(0);
+    }
+    let [hours, minutes] = numbers(&text[1..], ':', [2, 2])?;
+    let ahead = hours * 60 + minutes;
+    Some(if text.starts_with('-') { -ahead } else { ahead })
+}
+
+/// Numbers of so many digits each, with `between` between them.
+fn numbers<const N: usize>(text: &str, between: char, digits: [usize; N]) -> Option<[i64; N]> {
+    let parts: Vec<&str> = text.split(between).collect();
+    let plain = |(part, digits): (&&str, usize)| part.len() == digits && part.bytes().all(|b| b.is_ascii_digit());
+    if parts.len() != N || !parts.iter().zip(digits).all(plain) {
+        return None;
+    }
+    let mut found = [0; N];
+    for (number, part) in found.iter_mut().zip(parts) {
+        *number = part.parse().ok()?;
+    }
+    Some(found)
+}
+
+/// Days of the Gregorian calendar from the first of March of the year 0, so that a leap day ends its year.
+fn days(year: i64, month: i64, day: i64) -> i64 {
+    let (year, month) = if month < 3 { (year - 1, month + 9) } else { (year, month - 3) };
+    // Five months from March on have 153 days, and again from August on.
+    365 * year + year / 4 - year / 100 + year / 400 + (153 * month + 2) / 5 + day - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_of_either_year_are_read_to_the_microsecond() {
+        let us = |text: &str| date_us(text).expect("a time");
+        let gap = |from: &str, to: &str| us(to) - us(from);
+        assert_eq!(gap("2023-11-16 18:17:03.9799600", "2023-11-16 18:17:04.0319600"), 52_000);
+        assert_eq!(gap("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:01+00:00"), 990_070);
+        assert_eq!(gap("2024-02-28 23:59:59", "2024-03-01 00:00:00"), 86_401_000_000);
+        assert_eq!(gap("2023-02-28 23:59:59", "2023-03-01 00:00:00"), 1_000_000);
+        assert_eq!(gap("2023-12-31T23:59:59.5Z", "2024-01-01 01:00:00+01:00"), 500_000);
+    }
+
+    #[test]
+    fn broken_lines_say_what_is_wrong() {
+        let time = "2023-11-16 18:17:03.9799600";
+        for (line, expected) in [
+            (format!("{time},12"), "2 columns, must be 3"),
+            (format!("{time},0,3"), "ContextTokens is 0"),
+            (format!("{time},4,x"), "GeneratedTokens \"x\" is no whole number"),
+            (format!("{time},99999999,1"), "ContextTokens is 99999999, must be 1 to 16777216"),
+            ("2023-13-16 18:17:03,1,1".to_owned(), "TIMESTAMP \"2023-13-16 18:17:03\" is no date"),
+            ("yesterday,1,1".to_owned(), "TIMESTAMP \"yesterday\""),
+            ("2023-11-16 18:17:03.,1,1".to_owned(), "TIMESTAMP"),
+            ("2023-11-16 18:17:03.é,1,1".to_owned(), "TIMESTAMP"),
+        ] {
+            let error = parse(&line, &mut Prefixes::new(1)).expect_err(&line).to_string();
+            assert!(error.contains(expected), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn prompts_have_their_lengths_and_half_of_them_go_on() {
+        let mut prefixes = Prefixes::new(5);
+        let mut rng = Rng::new(6);
+        for _ in 0..2_000 {
+            let (input, output) = (rng.within(1..=4_000), rng.within(1..=500));
+            let (_, prompt) = prefixes.prompt(input, output);
+            assert_eq!(prompt.iter().map(|segment| segment.tokens).sum::<u32>(), input);
+            assert!(prompt.iter().all(|segment| segment.tokens > 0));
+        }
+        assert!((1_000..1_700).contains(&prefixes.opened), "{}", prefixes.opened);
+    }
+}

@@ -1,0 +1,144 @@
+//! The Mooncake project's request traces (<https://github.com/kvcache-ai/Mooncake>, FAST'25 release).
+//!
+//! One JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids`. Each hash id names
+//! 512 tokens, and equal ids mean equal tokens behind an equal prefix; the last one is cut to `input_length`. An id is
+//! the [`Segment`]'s id, so equal ids are equal tokens whatever the seed.
+//!
+//! The clock of these traces is coarse: it ticks every 3 seconds, give or take some milliseconds, and up to dozens of
+//! requests carry the time of one tick. Sent as they stand they would be bursts that never were. So requests of one
+//! timestamp are spread evenly from it to the next, over one tick at most: n of them come a n-th of that apart. The tick
+//! is not assumed but read from the data, as the median gap between different timestamps. A trace with a fine clock,
+//! where hardly two requests share a timestamp, so stays as it is within a typical gap; one with a single timestamp is a
+//! burst, and stays one.
+
+use serde::Deserialize;
+
+use super::lines::Lines;
+use super::{Rule, TraceError, collect, input_length, output_length, time_us};
+use crate::workload::{Request, Segment};
+
+/// Tokens that one hash id stands for.
+pub const TOKENS_PER_ID: u32 = 512;
+
+#[derive(Deserialize)]
+struct Line {
+    timestamp: f64,
+    input_length: u64,
+    output_length: u64,
+    hash_ids: Vec<u64>,
+}
+
+/// At least the first `limit` requests: all of the tick that the limit cuts are counted when it is spread.
+pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, TraceError> {
+    // One request past the tick tells how long the tick is.
+    let enough = |read: &[Request]| {
+        let last = limit.checked_sub(1).and_then(|last| read.get(last));
+        limit == 0 || last.is_some_and(|last| read.last().is_some_and(|read| read.arrival_us > last.arrival_us))
+    };
+    let mut requests = collect(lines, parse, enough)?;
+    requests.sort_by_key(|request| request.arrival_us);
+    spread(&mut requests);
+    Ok(requests)
+}
+
+/// One line as a request at its timestamp.
+fn parse(line: &str) -> Result<Request, Rule> {
+    let line: Line = serde_json::from_str(line)?;
+    let tokens = input_length("input_length", line.input_length)?;
+    Ok(Request {
+        arrival_us: time_us(line.timestamp, 1e3)?,
+        prompt: segments(tokens, &line.hash_ids)?,
+        output_tokens: output_length("output_length", line.output_length)?,
+        session: None,
+    })
+}
+
+fn segments(input_length: u32, hash_ids: &[u64]) -> Result<Vec<Segment>, Rule> {
+    let needed = input_length.div_ceil(TOKENS_PER_ID) as usize;
+    if hash_ids.len() != needed {
+        return Err(Rule::HashIds { input_length, needed, found: hash_ids.len() });
+    }
+    let starts = (0..input_length).step_by(TOKENS_PER_ID as usize);
+    let segment = |(&id, start)| Segment { id, tokens: TOKENS_PER_ID.min(input_length - start) };
+    Ok(hash_ids.iter().zip(starts).map(segment).collect())
+}
+
+/// Spreads sorted requests of one timestamp over the tick behind it.
+fn spread(requests: &mut [Request]) {
+    let mut gaps: Vec<u64> = requests.windows(2).map(|pair| pair[1].arrival_us - pair[0].arrival_us).collect();
+    gaps.retain(|gap| *gap > 0);
+    gaps.sort_unstable();
+    let Some(&tick_us) = gaps.get(gaps.len() / 2) else { return };
+    let mut rest = requests;
+    while let Some(first) = rest.first() {
+        let at_us = first.arrival_us;
+        let count = rest.partition_point(|request| request.arrival_us == at_us);
+        let (tick, later) = rest.split_at_mut(count);
+        let span_us = later.first().map_or(tick_us, |next| tick_us.min(next.arrival_us - at_us));
+        for (index, request) in (0_u64..).zip(tick) {
+            request.arrival_us = at_us + span_us * index / count as u64;
+        }
+        rest = later;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{"timestamp": 1.5, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}"#;
+
+    #[test]
+    fn equal_ids_are_equal_tokens_and_the_tail_is_cut() {
+        let tokens = |line: &str| parse(line).expect("good line").tokens();
+        let first = tokens(GOOD);
+        assert_eq!(first.len(), 700);
+        let second = tokens(&GOOD.replace("[4, 9]", "[4, 8]"));
+        assert_eq!(first[..512], second[..512]);
+        assert_ne!(first[512..], second[512..]);
+        assert_eq!(first[..], tokens(&GOOD.replace("700", "1024"))[..700]);
+        let request = parse(GOOD).expect("good line");
+        assert_eq!((request.arrival_us, request.output_tokens), (1_500, 5));
+    }
+
+    #[test]
+    fn broken_lines_say_what_is_wrong() {
+        let cases = [
+            (GOOD.replace("700", "1025"), "input_length 1025 needs 3 hash_ids, found 2"),
+            (GOOD.replace("700", "512"), "input_length 512 needs 1 hash_ids, found 2"),
+            (GOOD.replace("700", "0"), "input_length is 0, must be 1 to 16777216"),
+            (GOOD.replace("700", "99999999999"), "input_length is 99999999999, must be 1 to 16777216"),
+            (GOOD.replace(": 5", ": 16777217"), "output_length is 16777217, must be 0 to 16777216"),
+            (GOOD.replace("700", "-1"), "invalid value: integer `-1`"),
+            (GOOD.replace("1.5", "-1.5"), "timestamp -1.5 is no time"),
+            (GOOD.replace("1.5", "1e300"), "is no time"),
+            (GOOD.replace("hash_ids", "hashes"), "missing field `hash_ids`"),
+            (GOOD.replace("timestamp", "time"), "missing field `timestamp`"),
+            (GOOD[..20].to_owned(), "EOF"),
+        ];
+        for (line, expected) in cases {
+            let error = parse(&line).expect_err(&line).to_string();
+            assert!(error.contains(expected), "{line}: {error}");
+        }
+    }
+
+    fn spread_ms(times: &[u64]) -> Vec<u64> {
+        let request = |ms| Request { arrival_us: ms * 1_000, prompt: Vec::new(), output_tokens: 1, session: None };
+        let mut requests: Vec<Request> = times.iter().map(|&ms| request(ms)).collect();
+        spread(&mut requests);
+        requests.iter().map(|request| request.arrival_us / 1_000).collect()
+    }
+
+    #[test]
+    fn a_tick_is_spread_evenly_up_to_the_next() {
+        // The clock ticks after 3000 and 2999 ms, then rests: nothing is spread into a rest.
+        let coarse = [0, 0, 0, 3_000, 3_000, 5_999, 15_000, 15_000];
+        assert_eq!(spread_ms(&coarse), [0, 1_000, 2_000, 3_000, 4_499, 5_999, 15_000, 16_500]);
+    }
+
+    #[test]
+    fn a_fine_clock_and_a_burst_stay_as_they_are() {
+        assert_eq!(spread_ms(&[0, 70, 75, 160, 230]), [0, 70, 75, 160, 230]);
+        assert_eq!(spread_ms(&[5, 5, 5]), [5, 5, 5]);
+    }
+}

@@ -1,0 +1,128 @@
+//! Alibaba's Qwen traces, of the paper "KVCache Cache in the Wild" (USENIX ATC'25), as its repository
+//! <https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon> specifies them.
+//!
+//! One JSON object a line: `chat_id`, `parent_chat_id` (-1 where there is none), `timestamp` (seconds from the trace's
+//! start), `input_length` and `output_length` (tokens), `type` (text, search, image, file), `turn` (from 1),
+//! `hash_ids`. Each hash id names 16 tokens by their content; equal ids are equal tokens. `type` and `turn` are not
+//! read: a conversation is told by its parents.
+//!
+//! The specification does not say whether an incomplete last block has an id. Where it has, the id's tokens are cut;
+//! where it has none, the rest of the prompt is taken for text that nobody else asks.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::lines::Lines;
+use super::{Rule, TraceError, collect, input_length, output_length, time_us};
+use crate::workload::{Request, Segment, mix};
+
+/// Tokens that one hash id stands for.
+pub const TOKENS_PER_ID: u32 = 16;
+
+#[derive(Deserialize)]
+struct Line {
+    chat_id: i64,
+    parent_chat_id: i64,
+    timestamp: f64,
+    input_length: u64,
+    output_length: u64,
+    hash_ids: Vec<u64>,
+}
+
+/// The first `limit` requests.
+pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, TraceError> {
+    let mut chats = Chats::default();
+    collect(lines, |line| parse(line, &mut chats), |read| read.len() >= limit)
+}
+
+/// Which conversation each chat so far belongs to: the one that its first ancestor opened.
+#[derive(Default)]
+struct Chats {
+    roots: BTreeMap<i64, i64>,
+}
+
+impl Chats {
+    /// The conversation of a chat. A parent that the trace does not have opened it, too.
+    fn root(&mut self, chat: i64, parent: i64) -> i64 {
+        let root = if parent < 0 { chat } else { *self.roots.get(&parent).unwrap_or(&parent) };
+        self.roots.insert(chat, root);
+        root
+    }
+}
+
+fn parse(line: &str, chats: &mut Chats) -> Result<Request, Rule> {
+    let line: Line = serde_json::from_str(line)?;
+    let tokens = input_length("input_length", line.input_length)?;
+    Ok(Request {
+        arrival_us: time_us(line.timestamp, 1e6)?,
+        prompt: segments(tokens, &line.hash_ids, line.chat_id)?,
+        output_tokens: output_length("output_length", line.output_length)?,
+        session: Some(chats.root(line.chat_id, line.parent_chat_id).cast_unsigned()),
+    })
+}
+
+fn segments(input_length: u32, hash_ids: &[u64], chat: i64) -> Result<Vec<Segment>, Rule> {
+    let (whole, rest) = ((input_length / TOKENS_PER_ID) as usize, input_length % TOKENS_PER_ID);
+    let needed = input_length.div_ceil(TOKENS_PER_ID) as usize;
+    if hash_ids.len() != needed && hash_ids.len() != whole {
+        return Err(Rule::HashIds { input_length, needed, found: hash_ids.len() });
+    }
+    let named = hash_ids.iter().take(whole).map(|&id| Segment { id, tokens: TOKENS_PER_ID });
+    // Ids of the trace count from 0, those of nobody else's text are anywhere within 64 bits.
+    let own = mix(!chat.cast_unsigned());
+    let tail = (rest > 0).then(|| Segment { id: hash_ids.get(whole).copied().unwrap_or(own), tokens: rest });
+    Ok(named.chain(tail).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 40,
+        "output_length": 132, "type": "text", "turn": 2, "hash_ids": [1089, 1090, 1091]}"#;
+
+    fn parsed(line: &str) -> Result<Request, Rule> {
+        parse(line, &mut Chats::default())
+    }
+
+    #[test]
+    fn a_line_is_a_request_of_its_conversation() {
+        let request = parsed(GOOD).expect("good line");
+        assert_eq!((request.arrival_us, request.output_tokens, request.session), (61_114_000, 132, Some(55)));
+        let lengths: Vec<(u64, u32)> = request.prompt.iter().map(|segment| (segment.id, segment.tokens)).collect();
+        assert_eq!(lengths, [(1089, 16), (1090, 16), (1091, 8)]);
+    }
+
+    #[test]
+    fn an_incomplete_block_without_an_id_is_nobody_elses() {
+        let tail = |line: &str| parsed(line).expect("good line").prompt[2];
+        let line = GOOD.replace(", 1091]", "]");
+        assert_eq!(tail(&line).tokens, 8);
+        assert_ne!(tail(&line).id, tail(&line.replace("159", "160")).id);
+    }
+
+    #[test]
+    fn a_conversation_is_named_by_its_first_chat() {
+        let mut chats = Chats::default();
+        assert_eq!([chats.root(1, -1), chats.root(2, 1), chats.root(3, 2), chats.root(4, 1)], [1; 4]);
+        // The trace begins in the midst of another one.
+        assert_eq!([chats.root(9, 7), chats.root(10, 7), chats.root(11, 10)], [7; 3]);
+    }
+
+    #[test]
+    fn broken_lines_say_what_is_wrong() {
+        let cases = [
+            (GOOD.replace(": 40", ": 49"), "input_length 49 needs 4 hash_ids, found 2"),
+            (GOOD.replace(": 40", ": 32"), "input_length 32 needs 2 hash_ids, found 3"),
+            (GOOD.replace(": 40", ": 0"), "input_length is 0"),
+            (GOOD.replace("61.114", "-3"), "timestamp -3 is no time"),
+            (GOOD.replace("parent_chat_id", "parent"), "missing field `parent_chat_id`"),
+        ];
+        for (line, expected) in cases {
+            let line = if expected.ends_with("found 2") { line.replace(", 1091]", "]") } else { line };
+            let error = parsed(&line).expect_err(&line).to_string();
+            assert!(error.contains(expected), "{line}: {error}");
+        }
+    }
+}

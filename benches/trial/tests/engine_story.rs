@@ -1,0 +1,316 @@
+//! What one small rank announces, step by step. The first story was also told by a real engine: 9 blocks of 4 tokens,
+//! prompts that share, a salt, an eviction, a reset. Its events are given with the names that it used.
+
+use std::collections::BTreeMap;
+
+use pointsman_trial::engine::{
+    CacheEvent, EngineConfig, EngineHash, Finish, Outlook, Partial, Rank, Refused, RequestSpec, Step, Tier,
+};
+
+fn rank(config: EngineConfig) -> Rank {
+    let cost = config.cost;
+    let small = EngineConfig { block_size: 4, kv_blocks: 9, max_model_len: 32, cost, ..config };
+    Rank::new(small).expect("the configuration is sound")
+}
+
+/// Events in words, each block by its first token and its depth.
+fn told(events: &[CacheEvent], names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
+    let mut told = Vec::new();
+    for event in events {
+        told.push(match event {
+            CacheEvent::Stored { tier, blocks } => {
+                for block in blocks {
+                    names.entry(block.hash).or_insert_with(|| format!("{}", block.tokens[0]));
+                }
+                let stored: Vec<&str> = blocks.iter().map(|block| names[&block.hash].as_str()).collect();
+                let parent = blocks[0].parent.map_or("-", |parent| names[&parent].as_str());
+                format!("{tier:?} + {} under {parent}", stored.join(" "))
+            }
+            CacheEvent::Removed { tier, hash } => format!("{tier:?} - {}", names[hash]),
+            CacheEvent::Cleared => "cleared".to_owned(),
+        });
+    }
+    told
+}
+
+fn run_one(rank: &mut Rank, spec: RequestSpec) -> Vec<Step> {
+    rank.submit(spec).expect("the request is sound");
+    let steps: Vec<Step> = std::iter::from_fn(|| rank.step()).collect();
+    rank.check_invariants();
+    steps
+}
+
+/// The events of a request that takes one step, in words.
+fn events_of(rank: &mut Rank, spec: RequestSpec, names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
+    let steps = run_one(rank, spec);
+    assert_eq!(steps.len(), 1);
+    told(&steps[0].events, names)
+}
+
+#[test]
+fn a_real_engines_story_is_told_again() {
+    // The real engine's names, in the order in which it stored the blocks.
+    let recorded = [
+        &["1cccfba573d0cf8a", "f20358aa4fbb8879", "e842ef1712133bd6", "4cb3b9d034695fdd"][..],
+        &["c6882bb15d6bfcb9"],
+        &["ee50e0714c8a83d5", "d7de0ebd5f006695"],
+        &[
+            "54471bd62b12bd78",
+            "b0f667cf73bae453",
+            "ce0c2c7187bdeeff",
+            "386236f00b7acb73",
+            "6ea2154f9b56418b",
+            "95a4d9ce607f2aed",
+        ],
+    ];
+    let mut rank = rank(EngineConfig::default());
+    let mut names = BTreeMap::new();
+    let mut told = |rank: &mut Rank, spec: RequestSpec, recorded: &[&str]| {
+        rank.submit(spec).expect("the request is sound");
+        let events = rank.step().expect("a request waits").events;
+        if let Some(CacheEvent::Stored { blocks, .. }) = events.last() {
+            for (block, name) in blocks.iter().zip(recorded) {
+                names.insert(block.hash, (*name).to_owned());
+            }
+        }
+        rank.check_invariants();
+        told(&events, &mut names)
+    };
+    let prompt = |tokens: std::ops::Range<u32>| tokens.collect::<Vec<u32>>();
+
+    let stored = "Device + 1cccfba573d0cf8a f20358aa4fbb8879 e842ef1712133bd6 4cb3b9d034695fdd under -";
+    assert_eq!(told(&mut rank, RequestSpec::new(1, prompt(100..116), 1), recorded[0]), [stored]);
+
+    let shares_two: Vec<u32> = (100..108).chain([7; 4]).collect();
+    let stored = "Device + c6882bb15d6bfcb9 under f20358aa4fbb8879";
+    assert_eq!(told(&mut rank, RequestSpec::new(2, shares_two, 1), recorded[1]), [stored]);
+
+    let salted = RequestSpec { cache_salt: Some("tenantB".into()), ..RequestSpec::new(3, prompt(100..108), 1) };
+    let stored = "Device + ee50e0714c8a83d5 d7de0ebd5f006695 under -";
+    assert_eq!(told(&mut rank, salted, recorded[2]), [stored]);
+
+    let events = told(&mut rank, RequestSpec::new(4, prompt(500..524), 1), recorded[3]);
+    let expected = [
+        "Device - 4cb3b9d034695fdd",
+        "Device - e842ef1712133bd6",
+        "Device - c6882bb15d6bfcb9",
+        "Device - f20358aa4fbb8879",
+        "Device - 1cccfba573d0cf8a",
+        "Device + 54471bd62b12bd78 b0f667cf73bae453 ce0c2c7187bdeeff 386236f00b7acb73 6ea2154f9b56418b \
+         95a4d9ce607f2aed under -",
+    ];
+    assert_eq!(events, expected);
+    assert_eq!(rank.reset_cache(), Some(CacheEvent::Cleared));
+    assert!(rank.held(Tier::Device).is_empty());
+}
+
+#[test]
+fn generated_tokens_fill_blocks_that_are_announced_and_found() {
+    let mut rank = rank(EngineConfig::default());
+    let mut names = BTreeMap::new();
+    let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6], 4));
+    let events: Vec<Vec<String>> = steps.iter().map(|step| told(&step.events, &mut names)).collect();
+    // The third step computes the second token generated; the fourth token is never computed.
+    assert_eq!(events, [vec!["Device + 1 under -"], vec![], vec!["Device + 5 under 1"], vec![]]);
+    // 4000 + 6 * 40 + 21 * 0.0012; then 4000 + 20 and 0.065 for each of 7, 8 and 9 tokens read.
+    let durations: Vec<u64> = steps.iter().map(|step| step.duration_us).collect();
+    let read: Vec<u64> = steps.iter().map(|step| step.work.kv_tokens).collect();
+    assert_eq!((durations, read), (vec![4241, 4021, 4021, 4021], vec![0, 7, 8, 9]));
+    let outputs: Vec<u32> = steps.iter().map(|step| step.outputs[0].token).collect();
+    let firsts: Vec<bool> = steps.iter().map(|step| step.outputs[0].first).collect();
+    let finished: Vec<Option<Finish>> = steps.iter().map(|step| step.outputs[0].finished).collect();
+    assert_eq!(firsts, [true, false, false, false]);
+    assert_eq!(finished, [None, None, None, Some(Finish::Complete)]);
+
+    let next_turn: Vec<u32> = [1, 2, 3, 4, 5, 6].into_iter().chain(outputs).chain([9]).collect();
+    let steps = run_one(&mut rank, RequestSpec::new(1, next_turn, 1));
+    assert_eq!(steps[0].outputs[0].cached_tokens, 8);
+}
+
+#[test]
+fn a_prompt_that_is_cached_whole_computes_its_last_block_again() {
+    for (deduplicates, expected) in [(true, vec![]), (false, vec!["Device + 5 under 1".to_owned()])] {
+        let mut rank = rank(EngineConfig { deduplicates, ..EngineConfig::default() });
+        let mut names = BTreeMap::new();
+        let prompt = || RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1);
+        events_of(&mut rank, prompt(), &mut names);
+        let steps = run_one(&mut rank, prompt());
+        assert_eq!((steps[0].prefill_tokens, steps[0].outputs[0].cached_tokens), (4, 4));
+        assert_eq!(told(&steps[0].events, &mut names), expected);
+        assert_eq!(rank.held(Tier::Device).len(), 2);
+    }
+}
+
+#[test]
+fn each_copy_of_a_block_is_removed_by_an_event_of_its_own() {
+    let mut rank = rank(EngineConfig::default());
+    let mut names = BTreeMap::new();
+    for _ in 0..3 {
+        events_of(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1), &mut names);
+    }
+    // Four blocks are free. The copy stored first is the first to go, and the rest is found all the same.
+    let events = events_of(&mut rank, RequestSpec::new(2, (20..40).collect::<Vec<_>>(), 1), &mut names);
+    assert_eq!(events, ["Device - 5", "Device + 20 24 28 32 36 under -"]);
+    let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], 1));
+    assert_eq!(steps[0].outputs[0].cached_tokens, 8);
+}
+
+#[test]
+fn running_requests_that_generate_alike_keep_a_copy_each() {
+    let mut rank = rank(EngineConfig::default());
+    let prompt = |id| RequestSpec::new(id, [1, 2, 3, 4, 5], 5);
+    rank.submit(prompt(1)).expect("sound");
+    rank.submit(prompt(2)).expect("sound");
+    let steps: Vec<Step> = std::iter::from_fn(|| rank.step()).collect();
+    let stored = steps.iter().flat_map(|step| &step.events).filter(|event| matches!(event, CacheEvent::Stored { .. }));
+    assert_eq!(
+        (stored.count(), rank.held(Tier::Device).len()),
+        (3, 2),
+        "one for the prompt, two for one block of output"
+    );
+    rank.check_invariants();
+}
+
+#[test]
+fn running_requests_share_blocks_from_the_step_that_computes_them() {
+    let mut rank = rank(EngineConfig::default());
+    let prompt = |last| [1, 2, 3, 4, 5, 6, 7, 8, last];
+    rank.submit(RequestSpec::new(1, prompt(9), 3)).expect("sound");
+    rank.submit(RequestSpec::new(2, prompt(10), 3)).expect("sound");
+    let step = rank.step().expect("requests wait");
+    assert_eq!(step.outputs.iter().map(|output| output.cached_tokens).collect::<Vec<_>>(), [0, 8]);
+    assert_eq!(rank.load().used_blocks, 4);
+    assert!(rank.reset_cache().is_none(), "blocks are in use");
+    assert!(rank.cancel(1) && !rank.cancel(1));
+    assert_eq!(rank.load().used_blocks, 3);
+    rank.check_invariants();
+}
+
+#[test]
+fn adapters_and_salts_keep_apart_and_empty_ones_are_none() {
+    let mut rank = rank(EngineConfig::default());
+    let plain = || RequestSpec::new(1, [1, 2, 3, 4, 5], 1);
+    let lora = |name: &str| RequestSpec { lora_name: Some(name.into()), ..plain() };
+    let salt = |name: &str| RequestSpec { cache_salt: Some(name.into()), ..plain() };
+    let mut cached = |spec| run_one(&mut rank, spec)[0].outputs[0].cached_tokens;
+    assert_eq!([plain(), lora("a"), salt("a"), lora("b"), salt("b")].map(&mut cached), [0; 5]);
+    assert_eq!([plain(), lora("a"), salt("a"), lora(""), salt("")].map(&mut cached), [4; 5]);
+}
+
+#[test]
+fn the_host_keeps_what_the_device_evicts_and_gives_it_back() {
+    let mut rank = rank(EngineConfig { host_kv_blocks: 3, ..EngineConfig::default() });
+    let mut names = BTreeMap::new();
+    let prompt = |first: u32, tokens: u32| (first..first + tokens).collect::<Vec<u32>>();
+    events_of(&mut rank, RequestSpec::new(1, prompt(100, 9), 1), &mut names);
+    let events = events_of(&mut rank, RequestSpec::new(2, prompt(200, 28), 1), &mut names);
+    let expected = ["Host + 104 under 100", "Device - 104", "Device + 200 204 208 212 216 220 224 under -"];
+    assert_eq!(events, expected);
+    // One block from the device, one from the host, and one computed.
+    rank.submit(RequestSpec::new(3, prompt(100, 9), 1)).expect("sound");
+    let step = rank.step().expect("a request waits");
+    assert_eq!((step.outputs[0].cached_tokens, step.prefill_tokens, step.work.host_tokens), (8, 1, 4));
+    let expected =
+        ["Host + 224 under 220", "Device - 224", "Device + 104 under 100", "Host + 220 under 216", "Device - 220"];
+    assert_eq!(told(&step.events, &mut names), expected);
+    // The host is full: what it has had for the longest without being asked goes.
+    let events = events_of(&mut rank, RequestSpec::new(4, prompt(300, 4), 1), &mut names);
+    assert_eq!(events, ["Device + 300 under -"], "the last partial block is empty again and goes first");
+    let events = events_of(&mut rank, RequestSpec::new(5, prompt(400, 4), 1), &mut names);
+    assert_eq!(events, ["Host - 104", "Host + 216 under 212", "Device - 216", "Device + 400 under -"]);
+    rank.check_invariants();
+    assert_eq!(rank.reset_cache(), Some(CacheEvent::Cleared));
+    assert!(rank.held(Tier::Host).is_empty());
+}
+
+#[test]
+fn a_step_serves_decodes_first_and_prompts_in_order_with_the_rest() {
+    let mut rank = rank(EngineConfig { step_tokens_max: 6, sequences_max: 3, ..EngineConfig::default() });
+    for (id, tokens) in [(1, 5), (2, 8), (3, 2)] {
+        let prompt: Vec<u32> = (0..tokens).map(|token| 100 * id + token).collect();
+        rank.submit(RequestSpec::new(u64::from(id), prompt, 3)).expect("sound");
+    }
+    let mut seen = Vec::new();
+    while let Some(step) = rank.step() {
+        let ids: Vec<u64> = step.outputs.iter().map(|output| output.id).collect();
+        seen.push((step.prefill_tokens, step.decode_sequences, ids));
+        rank.check_invariants();
+    }
+    let expected = [(6, 0, vec![1]), (5, 1, vec![1]), (4, 1, vec![1, 2, 3]), (0, 2, vec![2, 3]), (0, 2, vec![2, 3])];
+    assert_eq!(seen, expected);
+}
+
+#[test]
+fn the_outlook_tells_decodes_from_a_prompt_in_parts() {
+    let mut rank = rank(EngineConfig { step_tokens_max: 8, sequences_max: 2, ..EngineConfig::default() });
+    assert_eq!(rank.outlook(), Outlook::default());
+    rank.submit(RequestSpec::new(1, [1, 2, 3], 4)).expect("sound");
+    assert_eq!(rank.outlook(), Outlook::default(), "what waits has not begun");
+    rank.step();
+    rank.submit(RequestSpec::new(2, (0..12).collect::<Vec<_>>(), 4)).expect("sound");
+    rank.step();
+    // 7 of the step's 8 tokens were left for the second; the first reads its 3 tokens and 2 of output next.
+    let partial = Some(Partial { id: 2, computed: 7, left: 5 });
+    assert_eq!(rank.outlook(), Outlook { decode_sequences: 1, kv_tokens: 5, partial });
+    rank.step();
+    assert_eq!(rank.outlook(), Outlook { decode_sequences: 2, kv_tokens: 6 + 13, partial: None });
+}
+
+#[test]
+fn a_prompts_names_are_those_of_its_blocks() {
+    let mut rank = rank(EngineConfig { host_kv_blocks: 4, ..EngineConfig::default() });
+    let prompt: Vec<u32> = (0..13).collect();
+    let names = rank.reusable_names(&prompt);
+    assert_eq!(rank.reusable_names(&prompt[..12]), names[..2], "the block with the last token is computed again");
+    assert!(rank.reusable_names(&[]).is_empty());
+    run_one(&mut rank, RequestSpec::new(1, prompt, 1));
+    let held: Vec<EngineHash> = rank.held(Tier::Device).iter().map(|block| block.hash).collect();
+    assert_eq!(names, held);
+    // Pushed out to the host they are still held.
+    run_one(&mut rank, RequestSpec::new(2, (100..128).collect::<Vec<_>>(), 1));
+    assert!(names.iter().all(|name| rank.holds(name)));
+    run_one(&mut rank, RequestSpec::new(3, (200..228).collect::<Vec<_>>(), 1));
+    assert!(!rank.holds(&names[2]));
+}
+
+#[test]
+fn the_youngest_is_preempted_and_comes_back_first_with_the_same_tokens() {
+    let prompt = |id: u32| (0..12).map(|token| 100 * id + token).collect::<Vec<u32>>();
+    let alone: Vec<Vec<u32>> = [1, 2, 3]
+        .map(|id| {
+            let steps = run_one(&mut rank(EngineConfig::default()), RequestSpec::new(u64::from(id), prompt(id), 9));
+            steps.iter().map(|step| step.outputs[0].token).collect()
+        })
+        .to_vec();
+    let mut rank = rank(EngineConfig::default());
+    for id in [1, 2, 3] {
+        rank.submit(RequestSpec::new(u64::from(id), prompt(id), 9)).expect("sound");
+    }
+    let (mut together, mut preempted, mut firsts, mut ends) = (vec![Vec::new(); 3], Vec::new(), 0, Vec::new());
+    while let Some(step) = rank.step() {
+        rank.check_invariants();
+        preempted.extend((step.preempted > 0).then(|| (step.preempted, rank.load().waiting)));
+        for output in step.outputs {
+            ends.extend(output.finished.map(|_| output.id));
+            firsts += u32::from(output.first);
+            assert_eq!(output.cached_tokens, 0, "as found when it first ran");
+            together[output.id as usize - 1].push(output.token);
+        }
+    }
+    assert_eq!((together, ends, firsts), (alone, vec![1, 2, 3], 3));
+    assert_eq!(preempted, [(1, 2), (1, 1)], "the second, with the third behind it; then the third");
+}
+
+#[test]
+fn what_could_never_run_is_refused() {
+    let mut rank = rank(EngineConfig::default());
+    let long = Refused::PromptTooLong { id: 1, prompt_tokens: 32, max_model_len: 32 };
+    assert_eq!(rank.submit(RequestSpec::new(1, [], 1)), Err(Refused::EmptyPrompt(1)));
+    assert_eq!(rank.submit(RequestSpec::new(1, [1], 0)), Err(Refused::NoOutput(1)));
+    assert_eq!(rank.submit(RequestSpec::new(1, [1; 32], 1)), Err(long));
+    assert_eq!(rank.submit(RequestSpec::new(1, [1; 31], u32::MAX)), Ok(()));
+    assert_eq!(rank.submit(RequestSpec::new(1, [1; 31], 1)), Err(Refused::DuplicateId(1)));
+    let step = rank.step().expect("a request waits");
+    assert_eq!(step.outputs[0].finished, Some(Finish::ModelLength));
+    assert!(rank.is_idle() && rank.step().is_none());
+}

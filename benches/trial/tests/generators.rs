@@ -1,0 +1,234 @@
+//! What every generator promises, over its settings and seeds.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use pointsman_trial::workload::generate::{
+    Agents, Burst, Chat, Conversations, Generator, PeerFirst, SharedPrefix, Siblings, Span,
+};
+use pointsman_trial::workload::{Arrivals, LENGTH_MAX, Request, Segment, Workload};
+use proptest::prelude::*;
+
+/// Small workloads of every kind.
+fn generators() -> impl Strategy<Value = Generator> {
+    let span = |max: u32| (1..=max, 0..=max).prop_map(|(min, more)| Span::from(min..=min + more));
+    let rate = 0.1..100.0;
+    let chat = (rate.clone(), 1_u32..20, span(4), span(200), 0_u32..=2);
+    let chat = chat.prop_map(|(rate, sessions, turns, own_tokens, skew)| Chat {
+        rate,
+        sessions,
+        turns,
+        own_tokens,
+        skew,
+        ..Chat::default()
+    });
+    let shared = (rate.clone(), 1_u32..200, 1_u32..9, span(300), span(50));
+    let shared = shared.prop_map(|(rate, requests, prefixes, prefix_tokens, own_tokens)| SharedPrefix {
+        rate,
+        requests,
+        prefixes,
+        prefix_tokens,
+        own_tokens,
+        ..SharedPrefix::default()
+    });
+    let agents = (1_u32..10, span(5), 1_u32..4, 5_000_u32..20_000);
+    let agents = agents.prop_map(|(agents, turns, prefixes, context_tokens_max)| Agents {
+        agents,
+        turns,
+        prefixes,
+        context_tokens_max,
+        ..Agents::default()
+    });
+    let siblings = (rate.clone(), 1_u32..20, 1_u32..9).prop_map(|(rate, groups, siblings)| Siblings {
+        rate,
+        groups,
+        siblings,
+        ..Siblings::default()
+    });
+    let burst =
+        (1_u32..300, 1_u32..60).prop_map(|(requests, prefixes)| Burst { requests, prefixes, ..Burst::default() });
+    let first = (1_u32..100, 2_u32..5_000, 1_u32..200, 0.0..0.5);
+    let first = first.prop_map(|(requests, input_tokens, output_tokens, vary)| PeerFirst {
+        requests,
+        input_tokens,
+        output_tokens,
+        vary,
+        ..PeerFirst::default()
+    });
+    let conversations = (rate, 1_u32..200).prop_map(|(rate, requests)| Conversations { rate, requests });
+    prop_oneof![
+        chat.clone().prop_map(Generator::Chat),
+        chat.prop_map(Generator::Low),
+        shared.prop_map(Generator::SharedPrefix),
+        agents.prop_map(Generator::Agents),
+        siblings.prop_map(Generator::Siblings),
+        burst.prop_map(Generator::Burst),
+        first.prop_map(Generator::PeerFirst),
+        conversations.prop_map(Generator::Conversations),
+    ]
+}
+
+/// The share of prompt tokens that an endless cache of whole segments has seen before.
+fn reuse(workload: &Workload) -> f64 {
+    let mut seen = BTreeSet::new();
+    let (mut cached, mut all) = (0, 0);
+    for request in &workload.requests {
+        let mut prefix = Vec::new();
+        for Segment { id, tokens } in &request.prompt {
+            prefix.push((*id, *tokens));
+            all += u64::from(*tokens);
+            cached += if seen.insert(prefix.clone()) { 0 } else { u64::from(*tokens) };
+        }
+    }
+    cached as f64 / all as f64
+}
+
+/// Leading segments that two prompts have in common, in tokens.
+fn common_tokens(first: &Request, second: &Request) -> usize {
+    let pairs = first.prompt.iter().zip(&second.prompt);
+    pairs.take_while(|(first, second)| first == second).map(|(segment, _)| segment.tokens as usize).sum()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn requests_are_sorted_bounded_and_fixed_by_the_seed(generator in generators(), seed in any::<u64>()) {
+        let workload = generator.generate(seed);
+        prop_assert!(!workload.requests.is_empty());
+        prop_assert!(workload.requests.is_sorted_by_key(|request| request.arrival_us));
+        for request in &workload.requests {
+            prop_assert!(request.output_tokens >= 1);
+            prop_assert!((1..=u64::from(LENGTH_MAX)).contains(&request.prompt_tokens()));
+            prop_assert!(request.prompt.iter().all(|segment| segment.tokens > 0));
+        }
+        prop_assert_eq!(&workload, &generator.generate(seed));
+        let other = generator.generate(seed ^ 1);
+        prop_assert_ne!(&workload.requests[0].prompt, &other.requests[0].prompt);
+    }
+
+    #[test]
+    fn equal_leading_segments_are_equal_prefixes_and_nothing_else_is(generator in generators(), seed in any::<u64>()) {
+        let workload = generator.generate(seed);
+        let some = &workload.requests[..workload.requests.len().min(6)];
+        let tokens: Vec<Vec<u32>> = some.iter().map(Request::tokens).collect();
+        for (first, first_tokens) in some.iter().zip(&tokens) {
+            prop_assert_eq!(first_tokens.len() as u64, first.prompt_tokens());
+            for (second, second_tokens) in some.iter().zip(&tokens) {
+                let equal = first_tokens.iter().zip(second_tokens).take_while(|(a, b)| a == b).count();
+                let common = common_tokens(first, second);
+                // Of other texts a first token or two may be equal by chance.
+                prop_assert!((common..common + 4).contains(&equal), "{} equal, {} common", equal, common);
+            }
+        }
+    }
+
+    #[test]
+    fn settings_read_back_as_they_were_written(generator in generators()) {
+        prop_assert_eq!(generator.to_string().parse(), Ok(generator));
+    }
+
+    #[test]
+    fn a_turn_says_all_that_was_said_before(seed in any::<u64>()) {
+        for generator in ["chat:sessions=8", "agents:agents=3", "conversations:requests=400"] {
+            let workload = generator.parse::<Generator>().expect("settings").generate(seed);
+            let mut said: BTreeMap<u64, (Vec<Segment>, u32, u64)> = BTreeMap::new();
+            for request in &workload.requests {
+                let session = request.session.expect("a conversation");
+                if let Some((before, output_tokens, arrival_us)) = said.get(&session) {
+                    let turn = before.len();
+                    prop_assert_eq!(&request.prompt[..turn], &before[..]);
+                    prop_assert_eq!(request.prompt[turn].tokens, *output_tokens);
+                    prop_assert_eq!(request.prompt.len(), turn + 2);
+                    prop_assert!(request.arrival_us >= *arrival_us);
+                }
+                said.insert(session, (request.prompt.clone(), request.output_tokens, request.arrival_us));
+            }
+        }
+    }
+}
+
+#[test]
+fn lengths_counts_and_reuse_are_as_intended() {
+    for (text, requests, prompt_tokens, reused) in [
+        ("chat", 1_500..2_600, 32 + 512..=20_000, 0.5..0.95),
+        ("shared-prefix", 4_000..4_001, 2_050..=8_800, 0.85..0.95),
+        ("agents", 2_000..3_500, 3_100..=100_000, 0.9..0.99),
+        ("siblings", 3_200..3_201, 4_020..=12_400, 0.8..0.9),
+        ("burst", 1_000..1_001, 4_608..=4_608, 0.8..0.89),
+        ("peer-first", 1_000..1_001, 7_000..=7_000, 0.49..0.5),
+        ("peer-first:vary=0.43", 1_000..1_001, 3_990..=10_010, 0.45..0.55),
+        ("conversations", 4_000..4_001, 544..=40_000, 0.5..0.95),
+    ] {
+        let workload = text.parse::<Generator>().expect("settings").generate(3);
+        assert!(requests.contains(&workload.requests.len()), "{text}: {} requests", workload.requests.len());
+        for request in &workload.requests {
+            assert!(prompt_tokens.contains(&request.prompt_tokens()), "{text}: {} tokens", request.prompt_tokens());
+        }
+        let found = reuse(&workload);
+        assert!(reused.contains(&found), "{text}: {found} reused");
+    }
+}
+
+#[test]
+fn arrivals_keep_their_rate_and_a_closed_loop_has_none() {
+    for text in ["shared-prefix:rate=20", "siblings:rate=20", "conversations:rate=20"] {
+        let workload = text.parse::<Generator>().expect("settings").generate(5);
+        let last = workload.requests.last().expect("some");
+        let rate = workload.requests.len() as f64 * 1e6 / last.arrival_us as f64;
+        assert!((18.0..22.0).contains(&rate), "{text}: {rate}");
+        assert_eq!(workload.arrivals, Arrivals::OpenLoop);
+    }
+    // While conversations open, as many end as begin: the middle of a run has the declared rate.
+    for text in ["chat:rate=20,sessions=4000", "agents:rate=20,agents=1000"] {
+        let workload = text.parse::<Generator>().expect("settings").generate(5);
+        let half = workload.requests.len() / 2;
+        let middle = &workload.requests[half - half / 4..half + half / 4];
+        let span_us = middle[middle.len() - 1].arrival_us - middle[0].arrival_us;
+        let rate = middle.len() as f64 * 1e6 / span_us as f64;
+        assert!((17.0..23.0).contains(&rate), "{text}: {rate}");
+    }
+    let first = "peer-first:concurrency=10".parse::<Generator>().expect("settings").generate(5);
+    assert!(matches!(first.arrivals, Arrivals::Concurrency(n) if n.get() == 10));
+    let siblings = Generator::Siblings(Siblings::default()).generate(1);
+    assert!(siblings.requests.chunks(8).all(|group| {
+        group.iter().all(|one| (one.arrival_us, one.prompt[0]) == (group[0].arrival_us, group[0].prompt[0]))
+    }));
+}
+
+#[test]
+fn fewer_conversations_are_the_first_of_more() {
+    let of = |requests| Conversations { requests, ..Conversations::default() }.generate(1).requests;
+    assert_eq!(of(300)[..200], of(200));
+}
+
+#[test]
+fn broken_settings_say_what_is_wrong() {
+    for (text, expected) in [
+        ("chats", "no workload is called \"chats\"; there are chat, low, shared-prefix, agents"),
+        ("chat:rate", "chat: \"rate\" is no setting=value"),
+        ("chat:speed=1", "chat has no setting \"speed\"; it has "),
+        ("chat:rate=fast", "chat: rate cannot be \"fast\": invalid type: string"),
+        ("chat:rate=0", "chat: rate is 0, must be 0.000001 to 1000000 requests a second"),
+        ("chat:rate=NaN", "chat: rate cannot be \"NaN\""),
+        ("chat:turns=5-2", "chat: turns cannot be \"5-2\": ends before it begins"),
+        ("chat:turns=0-3", "chat: turns is 0, must be 1 to 1000000"),
+        ("chat:turns=few", "chat: turns cannot be \"few\": must be a whole number, or two of them such as 32-768"),
+        ("chat:turns=0", "chat: sessions and turns make 0 requests, must be 1 to 20000000"),
+        ("chat:own_tokens=0-5", "chat: own_tokens is 0, must be at least 1"),
+        ("chat:own_tokens=9000000", "make prompts of up to"),
+        ("chat:sessions=9000000", "chat: sessions and turns make 81000000 requests, must be 1 to 20000000"),
+        ("chat:skew=9", "chat: skew is 9, must be 0 to 2"),
+        ("shared-prefix:prefixes=0", "shared-prefix: prefixes is 0, must be 1 to 1000000"),
+        ("shared-prefix:requests=-1", "shared-prefix: requests cannot be \"-1\""),
+        ("siblings:siblings=0", "siblings: groups and siblings make 0 requests"),
+        ("peer-first:concurrency=0", "peer-first: concurrency cannot be \"0\""),
+        ("peer-first:vary=0.7", "peer-first: prefix_share 0.5 and vary 0.7 leave no prompts longer than prefixes"),
+    ] {
+        let error = text.parse::<Generator>().expect_err(text).to_string();
+        assert!(error.contains(expected), "{text}: {error}");
+    }
+    assert_eq!("burst".parse(), Ok(Generator::Burst(Burst::default())));
+    let chat: Generator = "chat:rate=2,turns=1-9".parse().expect("settings");
+    assert_eq!((chat.to_string().as_str(), chat.generate(1).name.as_str()), ("chat:rate=2.0", "chat:rate=2.0"));
+    assert_eq!(Generator::help().lines().count(), Generator::all().len());
+}

@@ -1,0 +1,11 @@
+//! Integration tests of the trial tools, one module each.
+
+#[cfg(feature = "mock")]
+mod common;
+
+mod engine_properties;
+mod engine_story;
+mod generators;
+#[cfg(feature = "mock")]
+mod mock_engine;
+mod traces;

@@ -1,0 +1,188 @@
+//! Trace files of every format, whole and broken.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use pointsman_trial::workload::trace::{Format, ReadOptions, TraceError, read};
+use pointsman_trial::workload::{Arrivals, Workload};
+use proptest::prelude::*;
+
+const MOONCAKE: &str = r#"{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}
+{"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [4, 8]}
+{"timestamp": 3000, "input_length": 512, "output_length": 0, "hash_ids": [5]}
+"#;
+
+const QWEN: &str = r#"{"chat_id": 10, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 20, "output_length": 3, "type": "text", "turn": 1, "hash_ids": [1, 2]}
+{"chat_id": 11, "parent_chat_id": 10, "timestamp": 62.5, "input_length": 33, "output_length": 4, "type": "search", "turn": 2, "hash_ids": [1, 3, 7]}
+"#;
+
+const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens\r
+2023-11-16 18:17:03.9799600,4808,10\r
+2023-11-16 18:17:04.0319600,3180,8\r
+";
+
+/// A file that is gone when the test is.
+struct Trace(PathBuf);
+
+impl Trace {
+    fn new(name: &str, bytes: impl AsRef<[u8]>) -> Self {
+        let thread = std::thread::current().name().unwrap_or_default().replace(':', "-");
+        let directory = std::env::temp_dir().join(format!("pointsman-workload-{}-{thread}", std::process::id()));
+        fs::create_dir_all(&directory).expect("directory");
+        let path = directory.join(name);
+        fs::write(&path, bytes).expect("written");
+        Self(path)
+    }
+
+    fn read(&self, options: ReadOptions) -> Result<Workload, TraceError> {
+        read(&self.0, &options)
+    }
+}
+
+impl Drop for Trace {
+    fn drop(&mut self) {
+        fs::remove_dir_all(self.0.parent().expect("a directory")).expect("removed");
+    }
+}
+
+fn all() -> ReadOptions {
+    ReadOptions::default()
+}
+
+#[test]
+fn every_format_is_known_by_its_first_line_or_its_name() {
+    for (name, text, format) in
+        [("a.jsonl", MOONCAKE, Format::Mooncake), ("a.txt", QWEN, Format::Qwen), ("a.csv", AZURE, Format::Azure)]
+    {
+        let detected = Trace::new(name, text).read(all()).expect("a trace");
+        let named = Trace::new("unknown", text).read(ReadOptions { format: Some(format), ..all() }).expect("a trace");
+        assert_eq!(detected.requests, named.requests);
+        assert_eq!(detected.name, format!("{name} ({format})"));
+        assert_eq!((detected.arrivals, detected.requests[0].arrival_us), (Arrivals::OpenLoop, 0));
+        assert_eq!(format.name().parse(), Ok(format));
+    }
+    let unknown = Trace::new("a.jsonl", "\n{\"a\": 1}\n").read(all()).expect_err("no format").to_string();
+    assert!(unknown.contains("a.jsonl, line 2: tells no known format; name it"), "{unknown}");
+}
+
+#[test]
+fn arrivals_lengths_and_sessions_are_read() {
+    let facts = |name, text: &str| {
+        let trace = Trace::new(name, text).read(all()).expect("a trace");
+        let fact = |request: &pointsman_trial::workload::Request| {
+            (request.arrival_us, request.prompt_tokens(), request.output_tokens)
+        };
+        (trace.requests.iter().map(fact).collect::<Vec<_>>(), trace.requests[1].session)
+    };
+    // Two share a tick of 3 s. The last asked for nothing, and is answered with a token.
+    assert_eq!(facts("a.jsonl", MOONCAKE), (vec![(0, 700, 5), (1_500_000, 600, 7), (3_000_000, 512, 1)], None));
+    assert_eq!(facts("a.jsonl", QWEN), (vec![(0, 20, 3), (1_386_000, 33, 4)], Some(10)));
+    let (azure, session) = facts("a.csv", AZURE);
+    assert_eq!((azure, session.is_some()), (vec![(0, 4_808, 10), (52_000, 3_180, 8)], true));
+}
+
+#[test]
+fn the_checksum_is_of_all_bytes_whatever_the_limit() {
+    let trace = Trace::new("a.jsonl", MOONCAKE);
+    let whole = trace.read(all()).expect("a trace").trace_checksum;
+    assert_eq!(whole, Some(format!("{:016x}", xxhash_rust::xxh3::xxh3_64(MOONCAKE.as_bytes()))));
+    let first = trace.read(ReadOptions { limit: Some(1), ..all() }).expect("a trace");
+    assert_eq!((first.requests.len(), first.trace_checksum), (1, whole));
+}
+
+#[test]
+fn a_limit_does_not_change_the_requests_before_it() {
+    for (name, text) in [("a.jsonl", MOONCAKE), ("a.jsonl", QWEN), ("a.csv", AZURE)] {
+        let trace = Trace::new(name, text);
+        let whole = trace.read(all()).expect("a trace").requests;
+        for limit in 1..=whole.len() {
+            let first = trace.read(ReadOptions { limit: Some(limit), ..all() }).expect("a trace");
+            assert_eq!(first.requests, whole[..limit]);
+        }
+    }
+}
+
+#[test]
+fn errors_name_the_file_the_line_and_the_rule() {
+    let broken = |name, text: &str| Trace::new(name, text).read(all()).expect_err(text).to_string();
+    for (error, expected) in [
+        (broken("a.jsonl", &MOONCAKE.replace("600", "1600")), "a.jsonl, line 2: input_length 1600 needs 4 hash_ids"),
+        (broken("a.jsonl", &MOONCAKE.replace("512", "99999999999")), "line 3: input_length is 99999999999, must be"),
+        (broken("a.jsonl", &format!("{MOONCAKE}\n\n{{\"timestamp\": 1}}\n")), "line 6: missing field"),
+        (broken("a.jsonl", &QWEN.replace("62.5", "-1")), "a.jsonl, line 2: timestamp -1 is no time from 0 on"),
+        (broken("a.csv", &AZURE.replace("3180,8", "3180")), "a.csv, line 3: 2 columns, must be 3"),
+        (broken("a.csv", "2023-11-16 18:17:03,1,1"), "a.csv, line 1: the header is not TIMESTAMP"),
+        (broken("a.csv", AZURE.lines().next().expect("a header")), "a.csv has no requests"),
+        (broken("a.jsonl", "\n \n"), "a.jsonl has no requests"),
+    ] {
+        assert!(error.contains(expected), "{error}");
+    }
+    let long = Trace::new("a.jsonl", vec![b' '; 1 << 23]).read(all()).expect_err("too long").to_string();
+    assert!(long.contains("line 1: longer than 4194304 bytes"), "{long}");
+    let binary = Trace::new("a.jsonl", b"\xff\n").read(all()).expect_err("no text").to_string();
+    assert!(binary.contains("line 1: not UTF-8"), "{binary}");
+    let missing = read(Path::new("/nowhere/none.jsonl"), &all()).expect_err("no file").to_string();
+    assert!(missing.contains("cannot read trace /nowhere/none.jsonl"), "{missing}");
+    let name = "splitwise".parse::<Format>().expect_err("unknown").to_string();
+    assert_eq!(name, "no trace format is called \"splitwise\"; there are mooncake, qwen and azure");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn mooncake_requests_stay_within_their_ticks(
+        ticks in prop::collection::vec((1_u64..5, 2_990_u64..3_010), 2..20),
+        limit in 1_usize..60,
+    ) {
+        let (mut text, mut at_ms, mut times) = (String::new(), 0, Vec::new());
+        for (requests, gap_ms) in ticks {
+            for n in 0..requests {
+                text += &format!(
+                    "{{\"timestamp\": {at_ms}, \"input_length\": 9, \"output_length\": 1, \"hash_ids\": [{n}]}}\n"
+                );
+                times.push(at_ms * 1_000);
+            }
+            at_ms += gap_ms;
+        }
+        let trace = Trace::new("a.jsonl", &text);
+        let whole = trace.read(all()).expect("a trace").requests;
+        prop_assert_eq!(whole.len(), times.len());
+        prop_assert!(whole.is_sorted_by_key(|request| request.arrival_us));
+        for (request, due_us) in whole.iter().zip(&times) {
+            prop_assert!((*due_us..due_us + 3_010_000).contains(&request.arrival_us));
+        }
+        for pair in whole.windows(2) {
+            prop_assert!(pair[1].arrival_us - pair[0].arrival_us >= 3_010_000 / 5 - 10_000);
+        }
+        let first = trace.read(ReadOptions { limit: Some(limit), ..all() }).expect("a trace").requests;
+        prop_assert_eq!(first.len(), limit.min(whole.len()));
+    }
+
+    #[test]
+    fn tables_have_the_lengths_they_say_and_the_seed_makes_up_the_rest(
+        rows in prop::collection::vec((1_u32..6_000, 0_u32..500), 1..100),
+        seed in any::<u64>(),
+    ) {
+        let mut text = String::from("TIMESTAMP,ContextTokens,GeneratedTokens\n");
+        for (second, (input, output)) in rows.iter().enumerate() {
+            text += &format!("2024-05-10 00:{:02}:{:02}+00:00,{input},{output}\n", second / 60, second % 60);
+        }
+        let trace = Trace::new("a.csv", &text);
+        let options = ReadOptions { seed, ..all() };
+        let workload = trace.read(options).expect("a trace");
+        for (second, (request, (input, output))) in workload.requests.iter().zip(&rows).enumerate() {
+            prop_assert_eq!(request.arrival_us, second as u64 * 1_000_000);
+            prop_assert_eq!(request.prompt_tokens(), u64::from(*input));
+            prop_assert_eq!(request.output_tokens, (*output).max(1));
+        }
+        prop_assert_eq!(&workload, &trace.read(options).expect("a trace"));
+    }
+
+    #[test]
+    fn whatever_a_file_holds_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300), format in 0_usize..4) {
+        let format = Format::ALL.get(format).copied();
+        let trace = Trace::new("a.jsonl", &bytes);
+        let _ = trace.read(ReadOptions { format, ..all() });
+    }
+}
