@@ -73,11 +73,11 @@ impl Meters {
 }
 
 fn describe() {
-    metrics::describe_gauge!(SOURCE, "1 for where the tokens come from of prompts that bring none.");
-    metrics::describe_counter!(TOKENS, "Prompts by where their tokens came from, and why they have none.");
-    metrics::describe_histogram!(SECONDS, Unit::Seconds, "Time until a prompt's tokens are there, waiting included.");
-    metrics::describe_counter!(FROM_CACHE, "Prompt tokens that an earlier prompt had been tokenised for.");
-    metrics::describe_counter!(TOKENIZED, "Prompt tokens that were tokenised.");
-    metrics::describe_gauge!(CACHE_BYTES, Unit::Bytes, "Memory of tokens of earlier prompts.");
+    metrics::describe_gauge!(SOURCE, "1 for the active token source of prompts without token ids.");
+    metrics::describe_counter!(TOKENS, "Prompts by token source, and by reason for missing tokens.");
+    metrics::describe_histogram!(SECONDS, Unit::Seconds, "Time until the tokens of a prompt are available, including queueing.");
+    metrics::describe_counter!(FROM_CACHE, "Prompt tokens found in the tokenizer cache.");
+    metrics::describe_counter!(TOKENIZED, "Prompt tokens computed by the tokenizer.");
+    metrics::describe_gauge!(CACHE_BYTES, Unit::Bytes, "Memory of the tokenizer cache.");
     metrics::describe_counter!(PARITY, "Samples compared with an engine's tokenizer, by result.");
 }
