@@ -180,7 +180,7 @@ impl RankGauges {
             active_blocks: gauge("pointsman_rank_active_blocks"),
             prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
             held_blocks: gauge("pointsman_rank_held_blocks"),
-            kv_doubted: gauge("pointsman_rank_kv_doubted"),
+            kv_doubted: gauge("pointsman_rank_kv_degraded"),
             engine: None,
         }
     }

@@ -80,7 +80,7 @@ impl Counters {
     }
 
     fn predicted(&self, result: &str) -> u64 {
-        self.get(&format!("pointsman_predicted_blocks_total {result}"))
+        self.get(&format!("pointsman_speculative_blocks_total {result}"))
     }
 }
 

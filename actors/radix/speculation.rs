@@ -162,14 +162,14 @@ struct Counters {
 
 impl Counters {
     fn new(pool: &Pool, shard: usize) -> Self {
-        let blocks = |result| pool.counter("pointsman_predicted_blocks_total", &[("result", result)]);
+        let blocks = |result| pool.counter("pointsman_speculative_blocks_total", &[("result", result)]);
         Self {
             confirmed: blocks("confirmed"),
             wrong: blocks("wrong"),
             retracted: blocks("retracted"),
             evicted: blocks("evicted"),
             expired: blocks("expired"),
-            believed: pool.gauge("pointsman_believed_blocks", &[("shard", &shard.to_string())]),
+            believed: pool.gauge("pointsman_speculative_blocks", &[("shard", &shard.to_string())]),
         }
     }
 

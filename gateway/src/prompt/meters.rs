@@ -75,7 +75,11 @@ impl Meters {
 fn describe() {
     metrics::describe_gauge!(SOURCE, "1 for the active token source of prompts without token ids.");
     metrics::describe_counter!(TOKENS, "Prompts by token source, and by reason for missing tokens.");
-    metrics::describe_histogram!(SECONDS, Unit::Seconds, "Time until the tokens of a prompt are available, including queueing.");
+    metrics::describe_histogram!(
+        SECONDS,
+        Unit::Seconds,
+        "Time until the tokens of a prompt are available, including queueing."
+    );
     metrics::describe_counter!(FROM_CACHE, "Prompt tokens found in the tokenizer cache.");
     metrics::describe_counter!(TOKENIZED, "Prompt tokens computed by the tokenizer.");
     metrics::describe_gauge!(CACHE_BYTES, Unit::Bytes, "Memory of the tokenizer cache.");

@@ -84,8 +84,7 @@ const REQUESTS: Metric = Metric::counter(
     "Requests, by the status that they were answered with; 499 where the client left before there was one, and 503 where \
      the gateway's end broke it off before.",
 );
-const IN_FLIGHT: Metric =
-    Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests whose answer has not ended.");
+const IN_FLIGHT: Metric = Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests in flight.");
 const FIRST_BYTE: Metric = Metric::histogram(
     "pointsman_gateway_time_to_first_byte_seconds",
     &["model"],
@@ -95,25 +94,25 @@ const FIRST_BYTE: Metric = Metric::histogram(
 const WHOLE: Metric = Metric::histogram(
     "pointsman_gateway_request_seconds",
     &["model"],
-    "From a request's head to the end of its answer, of requests whose answer came to its end.",
+    "Time from the request head to the end of a complete response.",
 );
 const OVERHEAD: Metric = Metric::histogram(
     "pointsman_gateway_overhead_seconds",
     &[],
-    "What the gateway took from a request's head until its first try was sent, without waiting for the body and the router.",
+    "Gateway time from the request head to the first attempt, excluding the wait for the body and the router.",
 );
 const RETRIES: Metric = Metric::counter(
     "pointsman_gateway_retries_total",
     &["model", "reason"],
-    "Requests sent to another rank, by what went wrong before.",
+    "Retries on another rank, by failure of the previous attempt.",
 );
-const DENIED: Metric = Metric::counter(
-    "pointsman_gateway_retries_denied_total",
+const DENIED: Metric =
+    Metric::counter("pointsman_gateway_retries_denied_total", &[], "Retries denied by the retry budget.");
+const CLIENT_GONE: Metric = Metric::counter(
+    "pointsman_gateway_client_gone_total",
     &[],
-    "Retries that were not tried because there had been too many.",
+    "Requests whose client disconnected before the end of the response.",
 );
-const CLIENT_GONE: Metric =
-    Metric::counter("pointsman_gateway_client_gone_total", &[], "Requests whose client left before the answer's end.");
 const BROKEN: Metric = Metric::counter(
     "pointsman_gateway_streams_broken_total",
     &["reason"],
@@ -124,34 +123,34 @@ const BROKEN: Metric = Metric::counter(
 pub(super) const WORKER_REQUESTS: Metric = Metric::counter(
     "pointsman_gateway_worker_requests_total",
     &["model", "worker", "worker_endpoint", "status", "outcome"],
-    "Attempts at a worker, by its status (`none` without one) and by what became of them.",
+    "Attempts at a worker by status (`none` without one) and outcome.",
 );
 pub(super) const WORKER_RETRIES: Metric = Metric::counter(
     "pointsman_gateway_worker_retries_total",
     &["model", "worker", "worker_endpoint", "reason"],
-    "Requests sent to another rank after an attempt at this worker failed, by what went wrong.",
+    "Retries on another rank after a failed attempt at this worker, by reason.",
 );
 pub(super) const WORKER_FIRST_TOKEN: Metric = Metric::histogram(
     "pointsman_gateway_worker_time_to_first_token_seconds",
     &["model", "worker", "worker_endpoint"],
-    "From sending an attempt to the first token of its streamed answer.",
+    "Time from sending an attempt to the first token of its streamed response.",
 );
 pub(super) const WORKER_SECONDS: Metric = Metric::histogram(
     "pointsman_gateway_worker_request_seconds",
     &["model", "worker", "worker_endpoint"],
-    "From sending an attempt to the end of its answer, of answers that came to their end.",
+    "Time from sending an attempt to the end of its complete response.",
 );
 pub(super) const BODY_BYTES: Metric =
     Metric::gauge("pointsman_gateway_body_bytes", &[], "Bytes of request bodies in memory.");
 pub(super) const BODY_BYTES_MAX: Metric = Metric::gauge(
     "pointsman_gateway_body_bytes_max",
     &[],
-    "Budget over the bytes of all request bodies in memory (`body_budget_bytes`).",
+    "Memory budget of all request bodies (`body_budget_bytes`).",
 );
 pub(super) const BODIES_REJECTED: Metric = Metric::counter(
     "pointsman_gateway_bodies_rejected_total",
     &[],
-    "Request bodies rejected with 503 because the budget over all of them was exhausted.",
+    "Request bodies rejected with 503 because of an exhausted memory budget.",
 );
 
 /// Every metric of the gateway, for descriptions and for the page that lists them.

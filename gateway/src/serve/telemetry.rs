@@ -54,31 +54,31 @@ const PAGE_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// What is counted here and by the listeners: name, kind, labels, meaning. `docs/operations.md` has the same table.
 pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
-    ("pointsman_build_info", Kind::Gauge, &["version"], "Always 1; which version runs."),
+    ("pointsman_build_info", Kind::Gauge, &["version"], "Always 1; the label is the running version."),
     ("pointsman_gateway_connections", Kind::Gauge, &["listener"], "Open connections."),
     (
         "pointsman_gateway_handshakes_refused_total",
         Kind::Counter,
         &["listener"],
-        "TLS handshakes that failed, or did not end in time.",
+        "TLS handshakes that failed or timed out.",
     ),
     (
         "pointsman_gateway_accept_errors_total",
         Kind::Counter,
         &["listener"],
-        "Times the system had no connection to give, mostly for want of descriptors.",
+        "Failed accepts, mostly for lack of descriptors.",
     ),
     (
         "pointsman_gateway_connections_refused_total",
         Kind::Counter,
         &["listener"],
-        "Connections beyond the listener's limit, or beyond the descriptors there are: refused with 503, probes answered.",
+        "Connections above the limit of the listener or of descriptors: rejected with 503 except probes.",
     ),
     (
         "pointsman_gateway_admin_denied_total",
         Kind::Counter,
         &[],
-        "Requests to the operators' listener that did not show its token.",
+        "Requests to the administration listener without a valid token.",
     ),
     (
         "pointsman_gateway_config_reloads_total",
@@ -90,26 +90,16 @@ pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
         "pointsman_gateway_config_last_reload_successful",
         Kind::Gauge,
         &[],
-        "1 if the last reload was applied, or there was none; 0 if it was rejected.",
+        "1 if the last reload was applied or none has happened; 0 if it was rejected.",
     ),
     (
         "pointsman_gateway_config_applied_timestamp_seconds",
         Kind::Gauge,
         &[],
-        "When the running configuration was applied, at the start or by a reload, in seconds since 1970.",
+        "Time at which the running configuration was applied, at startup or by a reload, in seconds since 1970.",
     ),
-    (
-        "pointsman_gateway_config_restart_needed",
-        Kind::Gauge,
-        &[],
-        "Settings whose change was read and needs a restart.",
-    ),
-    (
-        "pointsman_gateway_log_lines_dropped_total",
-        Kind::Counter,
-        &[],
-        "Log lines dropped because nobody took those before them.",
-    ),
+    ("pointsman_gateway_config_restart_needed", Kind::Gauge, &[], "Number of changed settings that need a restart."),
+    ("pointsman_gateway_log_lines_dropped_total", Kind::Counter, &[], "Log lines dropped because of a full buffer."),
 ];
 
 /// A metric's kind.

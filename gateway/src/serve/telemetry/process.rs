@@ -12,10 +12,10 @@ const TICKS_PER_SECOND: f64 = 100.0;
 /// What is shown: name, kind, meaning.
 pub(super) const METRICS: [(&str, &str, &str); 5] = [
     ("process_start_time_seconds", "gauge", "Start of the process, in seconds since 1970."),
-    ("process_cpu_seconds_total", "counter", "Time spent on processors, by the process and by the system for it."),
-    ("process_resident_memory_bytes", "gauge", "Memory that the process has in RAM."),
-    ("process_open_fds", "gauge", "File descriptors in use: connections, mostly."),
-    ("process_max_fds", "gauge", "File descriptors that may be in use."),
+    ("process_cpu_seconds_total", "counter", "CPU time of the process, user and system."),
+    ("process_resident_memory_bytes", "gauge", "Resident memory of the process."),
+    ("process_open_fds", "gauge", "Open file descriptors, mostly connections."),
+    ("process_max_fds", "gauge", "Limit of open file descriptors."),
 ];
 
 /// These figures, as the page shows them.
