@@ -62,8 +62,8 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter(
         "pointsman_cached_tokens_total",
         &["stage"],
-        "Those of them that were cached: `reachable` on the eligible rank that has most, `selected` on the one chosen, \
-         `delivered` as the embedder reports.",
+        "Cached prompt tokens: `reachable` on the eligible rank with the longest match, `selected` on the chosen rank, \
+         `delivered` as reported by the embedder.",
     ),
     histogram(
         "pointsman_overlap_ratio",
@@ -130,8 +130,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter(
         "pointsman_engine_load_errors_total",
         &["cause"],
-        "What engines said of their load and could not be used: a `request` without answer, an `empty` page, a `value` \
-         that is none, a `message` that is none.",
+        "Unusable load reports: a failed `request`, an `empty` page, an invalid `value`, an invalid `message`.",
     ),
     gauge("pointsman_ejected_ranks", Unit::Count, &[], "Ranks ejected for health."),
     gauge(
