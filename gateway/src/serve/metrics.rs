@@ -81,15 +81,15 @@ impl Metric {
 const REQUESTS: Metric = Metric::counter(
     "pointsman_gateway_requests_total",
     &["model", "endpoint", "status"],
-    "Requests, by the status that they were answered with; 499 where the client left before there was one, and 503 where \
-     the gateway's end broke it off before.",
+    "Requests by response status; 499 if the client disconnected first, 503 if the shutdown of the gateway cut \
+     the request off.",
 );
 const IN_FLIGHT: Metric = Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests in flight.");
 const FIRST_BYTE: Metric = Metric::histogram(
     "pointsman_gateway_time_to_first_byte_seconds",
     &["model"],
-    "From a request's head to the first token of a streamed answer, or to the first byte of another one, queue and retries \
-     included.",
+    "Time from the request head to the first token of a streamed response, or to the first byte of other \
+     responses, including queue and retries.",
 );
 const WHOLE: Metric = Metric::histogram(
     "pointsman_gateway_request_seconds",
@@ -116,8 +116,8 @@ const CLIENT_GONE: Metric = Metric::counter(
 const BROKEN: Metric = Metric::counter(
     "pointsman_gateway_streams_broken_total",
     &["reason"],
-    "Answers cut off after their begin, because the worker broke off, fell silent or left out the end mark, or the gateway \
-     ended.",
+    "Responses cut off after their start: the worker broke off, timed out or omitted the end mark, or the \
+     gateway ended.",
 );
 /// Of [`workers`](super::workers), which writes its part of the page itself; the three below, too.
 pub(super) const WORKER_REQUESTS: Metric = Metric::counter(
