@@ -31,10 +31,11 @@ async fn runs(router: &Router, workers: &[(u64, &str)]) {
 
 /// Waits until the sources are so.
 async fn until(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
-    while !so(&router.discovery()) {
+    crate::common::until("discovery state", async || {
         assert_eq!(router.health().state, Ok(()), "the router is up");
-        tokio::task::yield_now().await;
-    }
+        so(&router.discovery())
+    })
+    .await;
 }
 
 /// A source that says what it is told to say.
@@ -138,9 +139,11 @@ async fn news_that_was_missed_is_made_up_for_at_the_next_pass() {
         until(&router, |statuses| statuses[0].workers == 1 && running(&router) == workers).await;
         let before = tokio::time::Instant::now();
         // Nothing is left to do, so the clock runs on to the next pass.
-        while running(&router) == workers {
+        crate::common::until("next pass", async || {
             tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+            running(&router) != workers
+        })
+        .await;
         assert!(before.elapsed() <= Duration::from_millis(7_001), "{:?}", before.elapsed());
         workers = running(&router);
         assert_eq!(workers.keys().copied().collect::<Vec<_>>(), [round]);
@@ -180,9 +183,11 @@ async fn a_source_that_panics_is_asked_again() {
 
 /// As [`until`], letting a paused clock run on.
 async fn until_slowly(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
-    while !so(&router.discovery()) {
+    crate::common::until("discovery state", async || {
         tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+        so(&router.discovery())
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -279,10 +284,11 @@ async fn a_discovery_actor_that_dies_too_often_takes_the_router_with_it() {
     without_reports_of_drills();
     let (_source, seen) = watch::channel(set(&[(1, "a")]));
     let router = start(RouterConfig { restarts_max: 2, min_initial_workers: 1, ..config() }, seen).await;
-    while router.health().state.is_ok() {
+    crate::common::until("failure of the router", async || {
         router.inject(Fault::Discovery(0));
-        tokio::task::yield_now().await;
-    }
+        router.health().state.is_err()
+    })
+    .await;
     assert_eq!(router.health().restarts, 2);
 }
 

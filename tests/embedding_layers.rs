@@ -363,13 +363,17 @@ async fn a_request_whose_future_is_dropped_leaves_nothing() {
     let hung = service_fn(async |_: Request<()>| pending::<Result<Response<Empty<Bytes>>, Infallible>>().await);
     let service = PlacementLayer::new(router.clone()).layer(hung);
     let mut sending = Box::pin(service.clone().oneshot(asking("a")));
-    while router.health().leases == 0 || loads(&router).await == [(0, 0, 0)] {
+    crate::common::until("booking", async || {
         assert!(!poll_once(sending.as_mut()).await, "the service hangs");
-    }
+        router.health().leases == 1 && loads(&router).await != [(0, 0, 0)]
+    })
+    .await;
     let mut waiting = Box::pin(service.clone().oneshot(asking("b")));
-    while router.pending().await.expect("up").iter().all(|class| class.depth.requests == 0) {
+    crate::common::until("request in the queue", async || {
         assert!(!poll_once(waiting.as_mut()).await, "the rank is busy");
-    }
+        router.pending().await.expect("up").iter().any(|class| class.depth.requests == 1)
+    })
+    .await;
     assert_eq!(router.health().leases, 2);
     drop(waiting);
     assert_eq!(router.health().leases, 1);

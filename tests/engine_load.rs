@@ -76,9 +76,10 @@ async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
     let first = router.route(RouteRequest::new("first", Prompt::Tokens(&[1]))).await.expect("placed");
     let handle = router.clone();
     let second = tokio::spawn(async move { handle.route(RouteRequest::new("second", Prompt::Tokens(&[2]))).await });
-    while router.pending().await.expect("serving")[0].depth.requests == 0 {
-        tokio::task::yield_now().await;
-    }
+    crate::common::until("request in the queue", async || {
+        router.pending().await.expect("serving")[0].depth.requests == 1
+    })
+    .await;
     router.report_engine_load(rank(0), waiting(5));
     first.prefill_completed(); // not busy any more, but overloaded by its engine's account
     let placed = second.await.expect("answered").expect("placed when that account is stale");
@@ -122,10 +123,11 @@ async fn a_lost_actor_costs_nothing_but_the_message() {
     router.report_engine_load(rank(0), waiting(1));
     assert!(router.inject(Fault::EngineLoads));
     assert_eq!(facts(&router)[0].and_then(|fact| fact.waiting), Some(1));
-    while facts(&router)[0].and_then(|fact| fact.waiting) != Some(2) {
+    crate::common::until("report to the restarted actor", async || {
         router.report_engine_load(rank(0), waiting(2));
-        tokio::task::yield_now().await;
-    }
+        facts(&router)[0].and_then(|fact| fact.waiting) == Some(2)
+    })
+    .await;
 }
 
 #[cfg(feature = "discovery")]
@@ -158,9 +160,7 @@ mod pages {
     }
 
     async fn until(router: &Router, holds: impl Fn(&[Option<EngineLoadFact>]) -> bool) {
-        while !holds(&facts(router)) {
-            tokio::task::yield_now().await;
-        }
+        crate::common::until("engine loads", async || holds(&facts(router))).await;
     }
 
     #[tokio::test]

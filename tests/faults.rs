@@ -1,6 +1,6 @@
 //! Kill tests: every kind of actor dies under load, and what was promised still holds.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,83 +9,149 @@ use pointsman::error::{Down, FlushError, MembershipError, RouteError};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens, without_reports_of_drills};
+use crate::common::{
+    WAIT_MAX, assert_at_rest, cleared, config, loads, rank, router, stored, tokens, until, without_reports_of_drills,
+};
 
 const WORKERS: u64 = 6;
 
-/// What callers saw. Each call ends in exactly one of these.
-#[derive(Default)]
-struct Ledger {
-    asked: AtomicU64,
-    placed: AtomicU64,
-    failed: AtomicU64,
+/// Deaths in a row that no call may fail of: one fewer than the attempts of `Router::route`.
+const BURST: u64 = 5;
+
+/// Callers that route, report and free.
+struct Callers {
+    /// Calls that have returned, by caller.
+    returned: Vec<AtomicU64>,
+    stop: AtomicBool,
 }
 
-/// Callers that route, report and free until told to stop.
-async fn under_load(router: &Router, callers: u32, kill: impl AsyncFnOnce()) -> Ledger {
+/// Calls of one caller.
+#[derive(Default)]
+struct Calls {
+    placed: u64,
+    failed: Vec<(String, RouteError)>,
+    /// The last placements, not freed yet.
+    held: VecDeque<Placement>,
+}
+
+impl Callers {
+    /// Waits until every call that is under way has returned, whatever calls follow.
+    async fn returned(&self) {
+        let before: Vec<u64> = self.returned.iter().map(|returned| returned.load(Ordering::Relaxed)).collect();
+        let more = |(returned, before): (&AtomicU64, &u64)| returned.load(Ordering::Relaxed) > *before;
+        until("return of every call", async || self.returned.iter().zip(&before).all(more)).await;
+    }
+
+    async fn call(&self, router: &Router, caller: usize) -> Calls {
+        let mut calls = Calls::default();
+        for n in 0.. {
+            if self.stop.load(Ordering::Relaxed) {
+                break;
+            }
+            let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 19, 4 + n % 9));
+            match router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await {
+                Ok(placement) => {
+                    calls.placed += 1;
+                    let _ = router.apply_events(vec![stored(placement.rank(), &prompt)]).await;
+                    placement.prefill_completed();
+                    placement.output_block(Some(0.7)).expect("a share");
+                    calls.held.push_back(placement);
+                }
+                Err(error) => calls.failed.push((id, error)),
+            }
+            self.returned[caller].fetch_add(1, Ordering::Relaxed);
+            if calls.held.len() > 8 {
+                calls.held.pop_front();
+            }
+            tokio::task::yield_now().await;
+        }
+        calls
+    }
+}
+
+/// Runs `disturb` beside callers: no call fails, and every caller has at least `rounds` placements. Returns those that
+/// are not freed yet.
+async fn under_load(
+    router: &Router,
+    callers: usize,
+    rounds: u64,
+    disturb: impl AsyncFnOnce(&Callers),
+) -> Vec<Placement> {
     without_reports_of_drills();
-    let (ledger, stop) = (Arc::new(Ledger::default()), Arc::new(AtomicBool::new(false)));
-    let callers: Vec<_> = (0..callers)
+    let returned = (0..callers).map(|_| AtomicU64::new(0)).collect();
+    let shared = Arc::new(Callers { returned, stop: AtomicBool::new(false) });
+    let tasks: Vec<_> = (0..callers)
         .map(|caller| {
-            let (router, ledger, stop) = (router.clone(), Arc::clone(&ledger), Arc::clone(&stop));
-            tokio::spawn(call_until(router, caller, ledger, stop))
+            let (router, shared) = (router.clone(), Arc::clone(&shared));
+            tokio::spawn(async move { shared.call(&router, caller).await })
         })
         .collect();
-    kill().await;
-    stop.store(true, Ordering::Relaxed);
-    for caller in callers {
-        caller.await.expect("a caller does not panic, whatever dies");
+    disturb(&shared).await;
+    shared.stop.store(true, Ordering::Relaxed);
+    let mut held = Vec::new();
+    for (task, returned) in tasks.into_iter().zip(&shared.returned) {
+        let calls =
+            tokio::time::timeout(WAIT_MAX, task).await.expect("the last call returns").expect("no caller panics");
+        assert_eq!(calls.failed, [], "every call is tried again until it is placed");
+        assert_eq!(calls.placed, returned.load(Ordering::Relaxed));
+        assert!(calls.placed >= rounds, "{} placements in {rounds} rounds", calls.placed);
+        held.extend(calls.held);
     }
-    Arc::into_inner(ledger).expect("all callers are done")
+    held
 }
 
-async fn call_until(router: Router, caller: u32, ledger: Arc<Ledger>, stop: Arc<AtomicBool>) {
-    let mut held = std::collections::VecDeque::new();
-    for n in 0.. {
-        if stop.load(Ordering::Relaxed) {
-            break;
-        }
-        let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 19, 4 + n % 9));
-        ledger.asked.fetch_add(1, Ordering::Relaxed);
-        match router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await {
-            Ok(placement) => {
-                ledger.placed.fetch_add(1, Ordering::Relaxed);
-                let _ = router.apply_events(vec![stored(placement.rank(), &prompt)]).await;
-                placement.prefill_completed();
-                placement.output_block(Some(0.7)).expect("a share");
-                held.push_back(placement);
-            }
-            Err(_) => {
-                ledger.failed.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-        if held.len() > 8 {
-            held.pop_front();
-        }
-        tokio::task::yield_now().await;
+/// Each placement has exactly one lease and one booking, on its own rank; freed, it leaves nothing.
+async fn assert_booked_once(router: &Router, held: Vec<Placement>) {
+    assert_eq!(router.health().leases, held.len(), "a lease for each placement, and no other");
+    let mut requests = BTreeMap::new();
+    for placement in &held {
+        *requests.entry(placement.rank().worker.0).or_default() += 1;
     }
+    let booked: Vec<u32> = loads(router).await.iter().map(|load| load.0).collect();
+    let expected: Vec<u32> = (0..booked.len() as u64).map(|worker| *requests.entry(worker).or_default()).collect();
+    assert_eq!(booked, expected);
+    drop(held);
+    assert_at_rest(router).await;
 }
 
-/// Waits until something has been restarted `restarts` times in all.
+/// Waits until actors have been restarted `restarts` times in all.
 async fn restarted(router: &Router, restarts: u64) {
-    while router.health().restarts < restarts {
+    until("restart", async || {
         assert_eq!(router.health().state, Ok(()), "the router is up");
-        tokio::task::yield_now().await;
-    }
+        router.health().restarts >= restarts
+    })
+    .await;
+}
+
+/// Waits until the router has failed or stopped.
+async fn down(router: &Router) {
+    until("failure of the router", async || router.health().state.is_err()).await;
+}
+
+/// Waits until `leases` requests have entered.
+async fn entered(router: &Router, leases: usize) {
+    until("entry of the requests", async || router.health().leases >= leases).await;
+}
+
+/// Kills actors in bursts. Every call under way meets at most one burst, so its attempts suffice.
+async fn die_in_bursts(router: &Router, callers: usize, bursts: u64, faults: &[Fault]) {
+    let held = under_load(router, callers, bursts, async |callers| {
+        for death in 1..=bursts * BURST {
+            assert!(router.inject(faults[death as usize % faults.len()]));
+            restarted(router, death).await;
+            if death.is_multiple_of(BURST) {
+                callers.returned().await;
+            }
+        }
+    })
+    .await;
+    assert_eq!(router.health().restarts, bursts * BURST);
+    assert_booked_once(router, held).await;
 }
 
 async fn kill_again_and_again(fault: Fault) {
     let router = router(RouterConfig { index_shards: 2, ..config() }, WORKERS).await;
-    let ledger = under_load(&router, 8, async || {
-        for restarts in 1..=20 {
-            assert!(router.inject(fault));
-            restarted(&router, restarts).await;
-        }
-    })
-    .await;
-    assert_eq!(ledger.asked.into_inner(), ledger.placed.into_inner() + ledger.failed.into_inner());
-    // A call is tried again when it is lost; none gave up here.
-    assert_at_rest(&router).await;
+    die_in_bursts(&router, 8, 4, &[fault]).await;
     let prompt = tokens(99, 5);
     drop(router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("routing goes on"));
 }
@@ -180,9 +246,7 @@ async fn when_the_restart_budget_is_spent_the_router_fails_whole_and_says_so() {
         restarted(&router, restarts).await;
     }
     assert!(router.inject(Fault::Scheduler));
-    while router.health().state.is_ok() {
-        tokio::task::yield_now().await;
-    }
+    down(&router).await;
     assert_down(&router, Down::Failed).await;
 }
 
@@ -191,9 +255,7 @@ async fn when_the_supervisor_dies_the_router_fails_whole_and_says_so() {
     let router = router(config(), 2).await;
     let placement = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("placed");
     assert!(router.inject(Fault::Supervisor));
-    while router.health().state.is_ok() {
-        tokio::task::yield_now().await;
-    }
+    down(&router).await;
     assert_down(&router, Down::Failed).await;
     placement.prefill_completed(); // harmless
 }
@@ -208,8 +270,8 @@ async fn assert_down(router: &Router, down: Down) {
     assert_eq!(upsert, Err(MembershipError::Down(down)));
 }
 
-/// Callers that wait at a hung scheduler, and those of them who were answered.
-async fn with_callers_waiting(router: &Router, callers: usize, fail: impl AsyncFnOnce()) {
+/// Callers that wait at a hung scheduler until `fail` ends the router: each returns `down`.
+async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail: impl AsyncFnOnce()) {
     let hang = router.hang(Fault::Scheduler).expect("there is one");
     let waiting: Vec<_> = (0..callers as u32)
         .map(|n| {
@@ -220,27 +282,21 @@ async fn with_callers_waiting(router: &Router, callers: usize, fail: impl AsyncF
             })
         })
         .collect();
-    while router.health().leases < callers {
-        tokio::task::yield_now().await;
-    }
+    entered(router, callers).await;
     fail().await;
     drop(hang);
     for caller in waiting {
-        match caller.await.expect("no panic") {
-            Ok(_) | Err(RouteError::Down(_)) => {} // decided before the end, or told of it
-            Err(other) => unreachable!("{other}"),
-        }
+        let returned = tokio::time::timeout(WAIT_MAX, caller).await.expect("every call returns").expect("no panic");
+        assert_eq!(returned, Err(RouteError::Down(down)));
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn callers_that_wait_when_the_router_fails_are_answered() {
     let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
-    with_callers_waiting(&router, 200, async || {
+    with_callers_waiting(&router, 200, Down::Failed, async || {
         assert!(router.inject(Fault::Supervisor));
-        while router.health().state.is_ok() {
-            tokio::task::yield_now().await;
-        }
+        down(&router).await;
     })
     .await;
     assert_eq!(router.health().leases, 0);
@@ -249,7 +305,7 @@ async fn callers_that_wait_when_the_router_fails_are_answered() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shutdown_waits_for_no_actor_that_is_stuck() {
     let router = router(config(), 2).await;
-    with_callers_waiting(&router, 200, async || {
+    with_callers_waiting(&router, 200, Down::Stopped, async || {
         assert_eq!(router.clone().shutdown(Duration::from_millis(1)).await, 200, "none could end");
         assert_eq!(router.health().state, Err(Down::Stopped));
     })
@@ -265,9 +321,7 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
         let router = router.clone();
         async move { router.add_request(AddRequest::new("a", rank(0), Prompt::Tokens(&[1, 2, 3, 4]))).await }
     });
-    while router.health().leases == 0 {
-        tokio::task::yield_now().await;
-    }
+    entered(&router, 1).await;
     router.free("a").expect("entered");
     drop(hang);
     assert_eq!(booking.await.expect("no panic"), Err(RouteError::Freed));
@@ -333,25 +387,10 @@ async fn a_rank_that_recovers_is_chosen_again_though_another_stays_stuck() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ten_thousand_deaths_under_flood_strand_nobody() {
+async fn ten_thousand_deaths_under_flood_fail_no_call() {
     let router = router(config(), 4).await;
-    let deaths = Arc::new(AtomicU64::new(0));
-    let ledger = under_load(&router, 16, {
-        let (router, deaths) = (router.clone(), Arc::clone(&deaths));
-        async move || {
-            let faults = [Fault::Scheduler, Fault::Sequence(rank(0)), Fault::Radix(rank(0)), Fault::Sequence(rank(3))];
-            for death in 1..=10_000u64 {
-                router.inject(faults[death as usize % faults.len()]);
-                restarted(&router, death).await;
-                deaths.store(death, Ordering::Relaxed);
-            }
-        }
-    })
-    .await;
-    // `under_load` returned, so every call was answered.
-    assert_eq!(deaths.load(Ordering::Relaxed), 10_000);
-    assert_eq!(ledger.asked.into_inner(), ledger.placed.into_inner() + ledger.failed.into_inner());
-    assert_at_rest(&router).await;
+    let faults = [Fault::Scheduler, Fault::Sequence(rank(0)), Fault::Radix(rank(0)), Fault::Sequence(rank(3))];
+    die_in_bursts(&router, 8, 10_000 / BURST, &faults).await;
 }
 
 #[tokio::test]
@@ -384,15 +423,16 @@ async fn a_hung_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_come_and_go_under_load() {
     let router = router(config(), WORKERS).await;
-    let ledger = under_load(&router, 8, async || {
+    let held = under_load(&router, 8, 200, async |callers| {
         for n in 0..200 {
             let worker = WorkerId(n % WORKERS);
             router.remove_worker(worker).await.expect("registered");
             router.upsert_worker(worker, WorkerConfig::at(format!("http://{n}"))).await.expect("valid");
+            callers.returned().await;
         }
     })
     .await;
-    assert_eq!(ledger.asked.into_inner(), ledger.placed.into_inner() + ledger.failed.into_inner());
+    drop(held); // bookings on workers that were removed have ended before
     assert_at_rest(&router).await;
 }
 
@@ -408,9 +448,7 @@ async fn callers_that_leave_early_leave_nothing_behind() {
             })
         })
         .collect();
-    while router.health().leases < 50 {
-        tokio::task::yield_now().await;
-    }
+    entered(&router, 50).await;
     for caller in callers {
         caller.abort();
         assert!(caller.await.expect_err("aborted while it waited").is_cancelled());
@@ -428,9 +466,7 @@ async fn requests_beyond_the_waiting_room_are_refused_by_name() {
         let router = router.clone();
         async move { router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.map(|p| p.rank()) }
     });
-    while router.health().leases == 0 {
-        tokio::task::yield_now().await;
-    }
+    entered(&router, 1).await;
     let refused = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect_err("one waits");
     assert_eq!(refused, RouteError::Overloaded { requests_max: 1 });
     drop(hang);

@@ -107,9 +107,7 @@ async fn a_provider_of_conditions_is_followed() {
     let request = RouteRequest::query(Prompt::Tokens(&[1]));
     router.find_best_match(request).await.expect("good");
     provider.send_modify(|conditions| conditions.overloaded = [rank(0)].into());
-    while router.find_best_match(request).await.is_ok() {
-        tokio::task::yield_now().await; // until the follower has had its turn
-    }
+    crate::common::until("overload", async || router.find_best_match(request).await.is_err()).await;
     let refused = router.find_best_match(request).await.expect_err("overloaded");
     assert!(matches!(refused, RouteError::Rejected(Rejection::AllOverloaded { .. })), "{refused}");
 }
@@ -131,9 +129,7 @@ async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
         let table = router.explain(query).await.expect("up").ranks;
         table.iter().any(|row| row.facts.rank == a.rank() && row.refused_by == Some(Filter::Draining))
     };
-    while !is_draining().await {
-        tokio::task::yield_now().await; // until the word has reached the scheduler
-    }
+    crate::common::until("drain", is_draining).await;
     for id in ["c", "d", "e", "f"] {
         assert_eq!(place(id).await.rank(), b.rank(), "no new work for who is drained");
     }

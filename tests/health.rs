@@ -51,7 +51,10 @@ async fn failed_requests_put_a_rank_out_and_it_comes_back_slowly() {
     let router = router(config(), 3).await;
     let prompt = tokens(1, 2);
     let mut failed = 0;
-    while failed < 5 {
+    for _ in 0..100 {
+        if failed == 5 {
+            break;
+        }
         let request = format!("r{failed}");
         let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&prompt))).await.expect("placed");
         if placement.rank() == rank(0) {
@@ -298,9 +301,7 @@ mod probes {
     }
 
     async fn until(router: &Router, holds: impl Fn(&[HealthState]) -> bool) {
-        while !holds(&states(router).await) {
-            tokio::task::yield_now().await;
-        }
+        crate::common::until("health states", async || holds(&states(router).await)).await;
     }
 
     #[tokio::test]

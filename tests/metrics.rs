@@ -299,9 +299,7 @@ fn restarts_are_counted_by_role_and_what_they_leave_cold_is_shown() {
         for fault in [Fault::Scheduler, Fault::Radix(rank(0)), Fault::Sequence(rank(1))] {
             let restarts = router.health().restarts;
             assert!(router.inject(fault));
-            while router.health().restarts == restarts {
-                tokio::task::yield_now().await;
-            }
+            crate::common::until("restart", async || router.health().restarts > restarts).await;
         }
         a_period_passes().await;
         let seen = Recorded::by(&snapshotter);

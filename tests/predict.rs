@@ -315,9 +315,7 @@ async fn a_lost_shard_believes_again_what_is_routed_next() {
     assert!(router.inject(pointsman::Fault::Radix(rank(0))));
     // The restart is heard of by the supervisor; a question that is lost meanwhile is asked again.
     drop(route(&router, "b", &prompt).await);
-    while router.health().restarts == 0 {
-        tokio::task::yield_now().await;
-    }
+    crate::common::until("restart", async || router.health().restarts == 1).await;
     drop(held);
     drop(route(&router, "c", &prompt).await);
     assert_eq!(best(&router, &prompt).await.1, 4);

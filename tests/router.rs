@@ -10,7 +10,7 @@ use pointsman::select::Policy;
 use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens};
+use crate::common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens, until};
 
 #[tokio::test]
 async fn a_request_goes_where_its_prefix_is() {
@@ -223,9 +223,8 @@ async fn a_changed_rank_count_touches_only_the_ranks_that_differ() {
     router.upsert_worker(WorkerId(1), with_ranks(3)).await.expect("valid");
     assert_eq!(loads(&router).await, [(0, 0, 0), (1, 4, 16), (0, 0, 0)]);
     router.upsert_worker(WorkerId(1), with_ranks(1)).await.expect("valid");
-    while router.health().leases > 0 {
-        tokio::task::yield_now().await; // the removal of a rank is acknowledged to nobody here
-    }
+    // The update returns before the removed ranks have ended their bookings.
+    until("end of the booking", async || router.health().leases == 0).await;
     assert_eq!(loads(&router).await, [(0, 0, 0)]);
     assert_eq!(router.free("a"), Err(RequestError::NotFound("a".into())));
     let refused = router.upsert_worker(WorkerId(1), with_ranks(0)).await.expect_err("no ranks");
@@ -246,14 +245,10 @@ async fn discovery_is_followed_and_workers_added_by_hand_stay() {
         (WorkerId(3), WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("http://3") }),
         (WorkerId(9), WorkerConfig::at("http://elsewhere")),
     ]));
-    while ids(&router) != [2, 9] {
-        tokio::task::yield_now().await;
-    }
+    until("update of the workers", async || ids(&router) == [2, 9]).await;
     assert_eq!(router.workers()[1].config.endpoint, "http://9", "the hand-given configuration stands");
     source.send_replace(WorkerMap::new());
-    while ids(&router) != [9] {
-        tokio::task::yield_now().await;
-    }
+    until("removal of the workers", async || ids(&router) == [9]).await;
     drop(source);
     tokio::task::yield_now().await;
     assert_eq!(ids(&router), [9], "a closed source changes nothing");

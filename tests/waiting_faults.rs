@@ -106,9 +106,7 @@ async fn a_restored_prefill_goes_on_from_its_booking_and_not_its_arrival() {
     let before = loads(&router).await[0].2;
     assert!(before > 95, "{before} of 100 tokens are left when it has just been booked");
     assert!(router.inject(Fault::Sequence(rank(0))));
-    while router.health().restarts == 0 {
-        tokio::task::yield_now().await;
-    }
+    crate::common::until("restart", async || router.health().restarts == 1).await;
     let after = loads(&router).await[0].2;
     assert!(before.abs_diff(after) <= 5, "{after} tokens are left after the restart, and {before} were before");
     drop(waited);
@@ -177,13 +175,9 @@ async fn who_waits_outlives_the_scheduler() {
         async move { router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.map(drop) }
     });
     let waits = async || router.pending().await.is_ok_and(|pending| pending[0].depth.requests == 1);
-    while !waits().await {
-        tokio::task::yield_now().await;
-    }
+    crate::common::until("request in the queue", waits).await;
     assert!(router.inject(Fault::Scheduler));
-    while router.health().restarts == 0 || !waits().await {
-        tokio::task::yield_now().await;
-    }
+    crate::common::until("request in the queue again", async || router.health().restarts == 1 && waits().await).await;
     drop(busy);
     assert_eq!(waiting.await.expect("no panic"), Ok(()));
     assert_at_rest(&router).await;

@@ -1,5 +1,7 @@
 //! Helpers of the tests of a whole router.
 
+use std::time::Duration;
+
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
@@ -76,4 +78,20 @@ pub(crate) fn without_reports_of_drills() {
             }
         }));
     });
+}
+
+/// Limit of every wait. It only ends a hang: no wait that succeeds comes near it, on a loaded machine either.
+pub(crate) const WAIT_MAX: Duration = Duration::from_secs(120);
+
+/// Yields until `condition` holds. Wall time bounds the wait, in paused time too.
+///
+/// # Panics
+/// After [`WAIT_MAX`], with `awaited` in the message.
+#[expect(clippy::disallowed_types, reason = "tokio's clock may be paused; a hang must end nevertheless")]
+pub(crate) async fn until(awaited: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let started = std::time::Instant::now();
+    while !condition().await {
+        assert!(started.elapsed() < WAIT_MAX, "hung: no {awaited} within {WAIT_MAX:?}");
+        tokio::task::yield_now().await;
+    }
 }
