@@ -2,7 +2,7 @@
 FROM rust:1-slim-bookworm AS builder
 WORKDIR /build
 COPY . .
-RUN cargo build --release --locked --package pointsman-gateway --bin pointsman
+RUN cargo build --profile dist --locked --package pointsman-gateway --bin pointsman
 
 FROM debian:bookworm-slim
 # The authorities that workers' certificates come from, where no file names others.
@@ -10,7 +10,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --user-group --uid 65532 --no-create-home --shell /usr/sbin/nologin pointsman
-COPY --from=builder /build/target/release/pointsman /usr/local/bin/pointsman
+COPY --from=builder /build/target/dist/pointsman /usr/local/bin/pointsman
 # By number, so that a cluster can tell that it is not root.
 USER 65532:65532
 # Clients, and administration.
