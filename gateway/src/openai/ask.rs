@@ -1,8 +1,8 @@
-//! The parts of a request's body that routing reads.
+//! Request body fields used for routing.
 //!
-//! Owns what they are, and the few changes that a body needs on its way. Promises one pass over the body, no copy of
-//! what is only carried, memory within a small multiple of the body, and that fields which are there twice are refused:
-//! whoever reads the body next might take the other one. Leaves what chat messages mean to the tokenizer.
+//! One pass over the body, no copies of the other fields, memory within a small multiple of the body. Repeated fields
+//! are rejected, because the next reader of the body might use the other occurrence. The tokenizer interprets chat
+//! messages.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::prompt;
 
-/// A question that is routed.
+/// A routed endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// `/v1/chat/completions`.
@@ -28,7 +28,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Its path, here and at workers.
+    /// Path of the endpoint, at the gateway and at workers.
     #[must_use]
     pub fn path(self) -> &'static str {
         match self {
@@ -39,7 +39,7 @@ impl Endpoint {
         }
     }
 
-    /// As metrics call it.
+    /// Label value in metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -51,20 +51,20 @@ impl Endpoint {
     }
 }
 
-/// A prompt as the client wrote it.
+/// Prompt in the client's form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AskedPrompt {
     /// Token ids.
     Tokens(Vec<u32>),
     /// Text.
     Text(String),
-    /// Messages, to be put through a chat template.
+    /// Messages for a chat template.
     Chat(Box<ChatParts>),
-    /// Nothing that tokens can be had of, and why, in one word for metrics: the request goes by load alone.
+    /// Prompt without computable tokens, with the reason as a metric label. The request is routed by load alone.
     Opaque(&'static str),
 }
 
-/// What a chat template is given, each part still JSON.
+/// Inputs of a chat template, each as JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChatParts {
     /// The list of messages.
@@ -75,17 +75,17 @@ pub struct ChatParts {
     pub documents: Option<Bytes>,
     /// Further variables of the template (`chat_template_kwargs`).
     pub template_kwargs: Option<Bytes>,
-    /// A variable of the template, too (`reasoning_effort`), which engines hand over beside `template_kwargs`.
+    /// Template variable `reasoning_effort`, which engines pass beside `template_kwargs`.
     pub reasoning_effort: Option<Bytes>,
-    /// Whether the template opens the answer. Default true.
+    /// Whether the template opens the assistant's turn. Default true.
     pub add_generation_prompt: Option<bool>,
-    /// Whether the last message is left open, to be gone on with. Default false.
+    /// Whether the last message stays open for continuation. Default false.
     pub continue_final_message: Option<bool>,
-    /// Whether the client brings a template of its own (`chat_template`).
+    /// Whether the client sends its own template (`chat_template`).
     pub has_own_template: bool,
 }
 
-/// A request's body, and what was read of it.
+/// A request body and its parsed routing fields.
 ///
 /// ```
 /// use pointsman_gateway::openai::{Ask, AskedPrompt, Edits, Endpoint};
@@ -101,17 +101,17 @@ pub struct ChatParts {
 /// ```
 #[derive(Clone)]
 pub struct Ask {
-    /// What is asked.
+    /// Requested endpoint.
     pub endpoint: Endpoint,
-    /// The model's name, as the client says it; not empty.
+    /// Model name from the client; not empty.
     pub model: Option<String>,
-    /// Whether the answer shall be streamed.
+    /// Whether the response is streamed.
     pub stream: bool,
-    /// Keeps its cache apart.
+    /// Cache salt of the client.
     pub cache_salt: Option<String>,
-    /// Its session, where the body names one (`session_id`); the header goes before it.
+    /// Session from the body (`session_id`); the header takes precedence.
     pub session_id: Option<String>,
-    /// The longest output it allows: of one answer, where it asks for several. More than `u32` counts as its largest.
+    /// Maximum output tokens of one choice. Values above `u32` saturate.
     pub output_tokens_max: Option<u32>,
     /// The prompt.
     pub prompt: AskedPrompt,
@@ -119,31 +119,32 @@ pub struct Ask {
     spans: Spans,
 }
 
-/// Where values stand in the body that may have to be others.
+/// Positions of body values that may have to change.
 #[derive(Clone)]
 struct Spans {
-    /// Behind the brace that opens it.
+    /// Position after the opening brace.
     start: usize,
     model: Option<Range<usize>>,
     cache_salt: Option<Range<usize>>,
-    /// Of fields that say which rank serves, or where it gets its cache from: nobody's but the gateway's to say.
+    /// Fields that select a rank or a cache source. Only the gateway may set them.
     places: Vec<Range<usize>>,
 }
 
-/// What is to be changed in a body.
+/// Changes of a body.
 #[derive(Clone, Copy, Default)]
 pub struct Edits<'a> {
-    /// The model's name at the worker.
+    /// Model name at the worker.
     pub model: Option<&'a str>,
-    /// The salt.
+    /// Cache salt.
     pub cache_salt: Option<&'a str>,
 }
 
 impl Ask {
-    /// Reads a body.
+    /// Parses a body.
     ///
     /// # Errors
-    /// 400 where it is not a JSON object, nested too deep, or a field that is read has a shape that no engine takes.
+    /// 400 for a body that is not a JSON object, is nested too deeply, or has a field of a shape that no engine
+    /// accepts.
     pub fn parse(endpoint: Endpoint, body: Bytes) -> Result<Self, ApiError> {
         let fields = Fields::find(&body)?;
         let model = fields.model.text()?;
@@ -166,8 +167,8 @@ impl Ask {
         Ok(Self { endpoint, model, stream, cache_salt, session_id, output_tokens_max, prompt, body, spans })
     }
 
-    /// The body with these changes, and otherwise as it came: where nothing changes it is the same bytes. Fields by
-    /// which a client would choose the rank, or where a rank fetches its cache from, are always null.
+    /// The body with these changes; without changes, the same bytes. Fields that select a rank or a cache source are
+    /// always set to null.
     #[must_use]
     pub fn body(&self, edits: Edits<'_>) -> Bytes {
         let model = edits.model.filter(|model| self.model.as_deref() != Some(model));
@@ -190,7 +191,7 @@ impl Ask {
         let more: usize = replaced.iter().map(|(_, text)| text.len()).sum();
         let mut edited = Vec::with_capacity(self.body.len() + inserted.len() + more);
         edited.extend_from_slice(&self.body[..self.spans.start]);
-        // Every endpoint has a field that must be there: one follows the comma.
+        // The comma is always valid, because every endpoint requires at least one field.
         edited.extend_from_slice(inserted.as_bytes());
         let mut at = self.spans.start;
         for (span, text) in replaced {
@@ -231,7 +232,7 @@ fn quoted(text: &str) -> String {
     serde_json::to_string(text).expect("text is written to memory")
 }
 
-/// Without prompt and salt, which are nobody else's business.
+/// Omits prompt and salt for confidentiality.
 impl fmt::Debug for Ask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Ask")
@@ -244,7 +245,7 @@ impl fmt::Debug for Ask {
     }
 }
 
-/// Without the salt.
+/// Omits the salt for confidentiality.
 impl fmt::Debug for Edits<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Edits").field("model", &self.model).finish_non_exhaustive()

@@ -1,7 +1,7 @@
-//! Errors as OpenAI's clients read them.
+//! Errors in OpenAI's format.
 //!
-//! Owns the shape, the machine-readable codes, and what the router's errors mean over HTTP. Promises that no error tells
-//! of other clients, of workers or of how many there are. Leaves counting to whoever answers.
+//! Defines format, machine-readable codes, and the mapping of router errors to HTTP. Messages never reveal other
+//! clients, workers, or the number of workers.
 
 use std::time::Duration;
 
@@ -18,26 +18,26 @@ use crate::serve::telemetry::ErrorCode;
 
 use super::headers::{CLASS, PRIORITY_JUMP, SESSION_ID};
 
-/// Characters of a client's own words that an error says back.
+/// Maximum number of characters of client input repeated in an error.
 const ECHO_CHARS_MAX: usize = 128;
 
-/// OpenAI's coarse kinds of error (`error.type`).
+/// OpenAI's error types (`error.type`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorType {
-    /// The request makes no sense.
+    /// Invalid request.
     InvalidRequest,
-    /// No key, or none that is known.
+    /// Missing or unknown key.
     Authentication,
-    /// What is asked for is not there.
+    /// Unknown resource.
     NotFound,
-    /// Too much at once.
+    /// Too many requests.
     RateLimit,
-    /// The gateway, or every worker, is in trouble.
+    /// Failure of the gateway or of all workers.
     Server,
 }
 
 impl ErrorType {
-    /// As `error.type` has it.
+    /// Value of `error.type`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -50,7 +50,7 @@ impl ErrorType {
     }
 }
 
-/// An answer that is an error. The codes are those of `docs/headers.md`.
+/// An error response. `docs/headers.md` lists the codes.
 ///
 /// ```
 /// use pointsman_gateway::openai::ApiError;
@@ -66,17 +66,17 @@ pub struct ApiError {
     pub status: StatusCode,
     /// `error.type`.
     pub kind: ErrorType,
-    /// `error.code`: the reason, for machines.
+    /// `error.code`: stable reason.
     pub code: &'static str,
-    /// `error.message`: the reason, for people.
+    /// `error.message`: reason in text.
     pub message: String,
-    /// `error.param`: the field or header at fault.
+    /// `error.param`: invalid field or header.
     pub param: Option<&'static str>,
     /// `Retry-After`, in seconds.
     pub retry_after_s: Option<u64>,
-    /// `Allow`: the methods that there are.
+    /// `Allow`: supported methods.
     pub allow: Option<&'static str>,
-    /// Whether the connection is of no more use: `Connection: close`.
+    /// Whether the connection must close: `Connection: close`.
     pub closes_connection: bool,
 }
 
@@ -90,30 +90,30 @@ impl ApiError {
         Self { closes_connection: true, ..self }
     }
 
-    /// An error of the request itself: 400.
+    /// Invalid request: 400.
     pub fn invalid(code: &'static str, param: Option<&'static str>, message: impl Into<String>) -> Self {
         Self { param, ..Self::new(StatusCode::BAD_REQUEST, ErrorType::InvalidRequest, code, message) }
     }
 
-    /// No worker has answered: 502, 503 or 504.
+    /// No response from a worker: 502, 503 or 504.
     pub fn unavailable(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         Self { retry_after_s: Some(1), ..Self::new(status, ErrorType::Server, code, message) }
     }
 
-    /// Too much at once: 429. Come back after as long, in whole seconds, one at least.
+    /// Overload: 429, with a retry time in whole seconds, at least one.
     pub fn overloaded(code: &'static str, message: impl Into<String>, retry_after: Duration) -> Self {
         let seconds = retry_after.as_secs() + u64::from(retry_after.subsec_nanos() > 0);
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, code, message);
         Self { retry_after_s: Some(seconds.max(1)), ..error }
     }
 
-    /// A header with a value that it cannot have: 400. `rule` goes on from the header's name.
+    /// Invalid header value: 400. `rule` completes a sentence that starts with the header name.
     #[must_use]
     pub fn header_invalid(name: &'static str, rule: &str) -> Self {
         Self::invalid("invalid_header", Some(name), format!("header {name} {rule}"))
     }
 
-    /// It has waited in the router's queue for as long as the gateway lets anybody: 429.
+    /// Queue timeout of the gateway: 429.
     #[must_use]
     pub fn queue_timeout() -> Self {
         Self::overloaded(
@@ -123,20 +123,20 @@ impl ApiError {
         )
     }
 
-    /// A query of `/ready` that makes no sense: 400.
+    /// Invalid query of `/ready`: 400.
     #[must_use]
     pub fn query_invalid() -> Self {
         Self::invalid("invalid_query", Some("model"), "the query must name one model, or none")
     }
 
-    /// No key, or none that is known: 401. Which of the two is not said.
+    /// Missing or unknown key: 401. The response does not distinguish them.
     #[must_use]
     pub fn unauthorized() -> Self {
         let message = "a known API key is needed: Authorization: Bearer KEY";
         Self::new(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_api_key", message)
     }
 
-    /// A model that is not served, or not to this client: 404.
+    /// Model not served, or not for this client: 404.
     #[must_use]
     pub fn model_not_found(name: &str) -> Self {
         let shown: String = name.chars().take(ECHO_CHARS_MAX).collect();
@@ -145,13 +145,13 @@ impl ApiError {
         Self { param: Some("model"), ..error }
     }
 
-    /// A path that is not there: 404.
+    /// Unknown path: 404.
     #[must_use]
     pub fn not_found() -> Self {
         Self::new(StatusCode::NOT_FOUND, ErrorType::NotFound, "path_not_found", "there is nothing at this path")
     }
 
-    /// A method that the path has not: 405. `allow` lists those that it has, as in `GET, HEAD`.
+    /// Unsupported method: 405. `allow` lists the supported methods, as in `GET, HEAD`.
     #[must_use]
     pub fn method_not_allowed(allow: &'static str) -> Self {
         let (status, message) = (StatusCode::METHOD_NOT_ALLOWED, format!("the method must be {allow}"));
@@ -159,47 +159,47 @@ impl ApiError {
         Self { allow: Some(allow), ..error }
     }
 
-    /// A body longer than `bytes_max`: 413. What is left of it is not read.
+    /// Body above `bytes_max`: 413. The rest of the body is not read.
     #[must_use]
     pub fn too_large(bytes_max: u64) -> Self {
         let message = format!("the body is longer than {bytes_max} bytes");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, ErrorType::InvalidRequest, "body_too_large", message).closing()
     }
 
-    /// The connection is beyond `connections_max`: 503.
+    /// Connection above `connections_max`: 503.
     #[must_use]
     pub fn too_many_connections() -> Self {
         let message = "the gateway has as many connections as it may";
         Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).closing()
     }
 
-    /// There is no memory left for this body: 503.
+    /// Exhausted memory budget for bodies: 503.
     #[must_use]
     pub fn body_budget_exhausted() -> Self {
         let message = "the request bodies in flight take all the memory there is for them";
         Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "body_budget_exhausted", message).closing()
     }
 
-    /// A body that was silent for too long: 408.
+    /// Body idle timeout: 408.
     #[must_use]
     pub fn body_timeout() -> Self {
         let message = "the body did not come in time";
         Self::new(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message).closing()
     }
 
-    /// A body that ended before its end, or that is not framed as HTTP wants: 400.
+    /// Truncated body or invalid HTTP framing: 400.
     #[must_use]
     pub fn body_broken() -> Self {
         Self::invalid("body_broken", None, "the body broke off, or is not framed as HTTP wants").closing()
     }
 
-    /// A request without a `Host`, or with two: 400.
+    /// Missing or repeated `Host`: 400.
     #[must_use]
     pub fn host_invalid() -> Self {
         Self::invalid("invalid_host", Some("host"), "the request must have one Host header").closing()
     }
 
-    /// A body in a transfer coding besides `chunked`: 501.
+    /// Transfer coding other than `chunked`: 501.
     #[must_use]
     pub fn transfer_encoding_unsupported() -> Self {
         let message = "header Transfer-Encoding must be chunked";
@@ -208,27 +208,27 @@ impl ApiError {
         Self { param: Some("transfer-encoding"), ..error }
     }
 
-    /// Every worker that was tried broke off or could not be reached: 502.
+    /// All attempts failed or were refused: 502.
     #[must_use]
     pub fn worker_failed() -> Self {
         let message = "no worker could be reached that answers";
         Self::unavailable(StatusCode::BAD_GATEWAY, "worker_failed", message)
     }
 
-    /// The worker took too long: 504.
+    /// Worker timeout: 504.
     #[must_use]
     pub fn worker_timeout() -> Self {
         let message = "the worker did not answer in time";
         Self::unavailable(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message)
     }
 
-    /// The gateway is on its way out: 503. Another connection may lead to another gateway.
+    /// Gateway shutdown: 503. A new connection may reach another gateway.
     #[must_use]
     pub fn draining() -> Self {
         Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "draining", "the gateway is shutting down").closing()
     }
 
-    /// The gateway's own fault: 500. What it was is for the log.
+    /// Defect of the gateway: 500. The log has the cause.
     #[must_use]
     pub fn internal() -> Self {
         let message = "the gateway has failed at this request";
@@ -236,7 +236,7 @@ impl ApiError {
     }
 }
 
-/// In words of their own: the router's name ranks, settings and how much others have waiting.
+/// Rewrites the messages, because the router's own texts name ranks, settings and queue lengths.
 impl From<RouteError> for ApiError {
     fn from(error: RouteError) -> Self {
         let a_second = Duration::from_secs(1);
@@ -264,10 +264,10 @@ impl From<RouteError> for ApiError {
             RouteError::Lost { .. } => no_worker("router_restarted", "the request was lost by a part that restarted"),
             RouteError::Down(Down::Stopped) => Self::draining(),
             RouteError::Down(Down::Failed) => no_worker("router_failed", "the model's router has failed"),
-            // Operators say these, clients cannot.
+            // Only operators can set these.
             RouteError::Constraints(error) => Self::invalid("invalid_request", None, error.to_string()),
             RouteError::Overrides(error) => Self::invalid("invalid_request", None, error.to_string()),
-            // The gateway says all of these, not the client.
+            // Causes inside the gateway, not in the request.
             RouteError::MissingRequestId | RouteError::Hashes(_) | RouteError::Multimodal(_) => Self::internal(),
         }
     }

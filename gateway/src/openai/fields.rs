@@ -1,8 +1,7 @@
-//! One pass over a body: which fields it has, and where they stand.
+//! Single-pass field scanner for request bodies: fields and their positions.
 //!
-//! Owns the names of the fields that anybody here reads, and the checks that need no meaning: UTF-8, depth, an object,
-//! no field twice. Promises to copy nothing, and no recursion on what a client nests. Leaves the values to whoever reads
-//! them.
+//! Defines the names of all read fields and checks UTF-8, depth, object type and repetition. Copies nothing and does
+//! not recurse into client data. Callers interpret the values.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,17 +14,17 @@ use serde_json::value::RawValue;
 
 use super::error::ApiError;
 
-/// How deep a body may be nested: as deep as most JSON parsers go, those of workers among them.
+/// Maximum nesting depth, equal to most JSON parsers, including those of workers.
 pub(super) const DEPTH_MAX: usize = 128;
 
-/// Names of fields are the fields' names: said once, found by comparison.
+/// Defines each field once: the struct field name is the JSON name.
 macro_rules! fields {
     ($($name:ident)*) => {
-        /// The fields that are read, each as JSON; `None` where the body has none.
+        /// Recognized fields as JSON; `None` for absent fields.
         #[derive(Default)]
         pub(super) struct Fields<'a> {
             $(pub(super) $name: Given<'a>,)*
-            /// One that is there twice.
+            /// A repeated field.
             repeated: Option<&'static str>,
         }
 
@@ -51,7 +50,7 @@ fields! {
     bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key kv_transfer_params ec_transfer_params
 }
 
-/// One field, if it is there.
+/// An optional field.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Given<'a> {
     name: &'static str,
@@ -64,24 +63,24 @@ impl<'a> Given<'a> {
         self
     }
 
-    /// Its JSON; `None` for null, too, which means the same to every engine.
+    /// JSON of the field; `None` for null, which equals absent for every engine.
     pub(super) fn json(self) -> Option<&'a str> {
         self.raw.map(RawValue::get).filter(|raw| *raw != "null")
     }
 
-    /// Its JSON as a part of the body, shared and not copied.
+    /// JSON of the field as a shared slice of the body.
     pub(super) fn part(self, body: &Bytes) -> Option<Bytes> {
         self.json().map(|raw| body.slice_ref(raw.as_bytes()))
     }
 
-    /// Where its value stands in the body, null or not.
+    /// Position of the value in the body, including null.
     pub(super) fn span(self, body: &[u8]) -> Option<Range<usize>> {
         let raw = self.raw?.get();
         let start = raw.as_ptr() as usize - body.as_ptr() as usize;
         Some(start..start + raw.len())
     }
 
-    /// A list, still JSON.
+    /// A list, as JSON.
     pub(super) fn list(self, body: &Bytes) -> Result<Option<Bytes>, ApiError> {
         match self.json() {
             Some(raw) if !raw.starts_with('[') => Err(self.wrong("a list")),
@@ -89,7 +88,7 @@ impl<'a> Given<'a> {
         }
     }
 
-    /// An object, still JSON.
+    /// An object, as JSON.
     pub(super) fn object(self, body: &Bytes) -> Result<Option<Bytes>, ApiError> {
         match self.json() {
             Some(raw) if !raw.starts_with('{') => Err(self.wrong("an object")),
@@ -114,7 +113,7 @@ impl<'a> Given<'a> {
         }
     }
 
-    /// A whole number, not negative; one too large for `u32` counts as the largest. `5.0` is whole, as it is to engines.
+    /// A non-negative whole number; larger values saturate at `u32::MAX`. `5.0` is whole, as in the engines.
     pub(super) fn count(self) -> Result<Option<u32>, ApiError> {
         let Some(raw) = self.json() else { return Ok(None) };
         let number: Option<f64> = serde_json::from_str(raw).ok();
@@ -124,21 +123,21 @@ impl<'a> Given<'a> {
         }
     }
 
-    /// The error that it is not `expected`.
+    /// Type error with the expected type.
     pub(super) fn wrong(self, expected: &str) -> ApiError {
         ApiError::invalid("invalid_type", Some(self.name), format!("{} must be {expected}", self.name))
     }
 }
 
-/// What a JSON string says.
+/// Decoded JSON string.
 pub(super) fn unquoted(raw: &str, field: &'static str) -> Result<String, ApiError> {
-    // What is refused here are surrogates without their other half, which no text has.
+    // Fails only on unpaired surrogates, which are not valid text.
     serde_json::from_str(raw)
         .map_err(|_| ApiError::invalid("invalid_value", Some(field), format!("{field} has a string that is no text")))
 }
 
 impl<'a> Fields<'a> {
-    /// Finds the fields.
+    /// Scans the fields.
     pub(super) fn find(body: &'a [u8]) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body).map_err(|error| {
             let message = format!("the body is not UTF-8 from byte {} on", error.valid_up_to());
@@ -152,7 +151,7 @@ impl<'a> Fields<'a> {
             if error.is_data() {
                 ApiError::invalid("not_an_object", None, "the body must be a JSON object")
             } else {
-                // Says what was expected and where, and shows nothing of the body.
+                // States expectation and position without body content.
                 ApiError::invalid("invalid_json", None, format!("the body is not JSON: {error}"))
             }
         })?;
@@ -196,12 +195,12 @@ impl<'de: 'a, 'a> Visitor<'de> for FieldsVisitor<'a> {
     }
 }
 
-/// A key, copied only where it is written with escapes.
+/// A key, copied only if it contains escapes.
 #[derive(Deserialize)]
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Whether brackets are open to more than [`DEPTH_MAX`] levels at once. For JSON this is exact; what is none is refused
-/// later, whatever is said here. Values that are only carried are looked into, too: workers parse them with recursion.
+/// Whether brackets are nested deeper than [`DEPTH_MAX`]. Exact for valid JSON; invalid JSON is rejected later in any
+/// case. Includes forwarded values, because workers parse them recursively.
 fn is_too_deep(body: &[u8]) -> bool {
     let (mut depth, mut at) = (0_usize, 0);
     while let Some(byte) = body.get(at) {
@@ -221,7 +220,7 @@ fn is_too_deep(body: &[u8]) -> bool {
     false
 }
 
-/// Where the quote stands that ends the string whose content begins at `at`.
+/// Position of the closing quote of the string content that begins at `at`.
 fn string_end(body: &[u8], mut at: usize) -> usize {
     while let Some(byte) = body.get(at) {
         match byte {

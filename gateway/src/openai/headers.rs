@@ -1,8 +1,7 @@
-//! Headers: what clients ask by them, and which of them pass.
+//! Request options from headers, and header forwarding rules.
 //!
-//! Owns the headers' names and rules. Promises that nothing a client sends can choose a worker, where a worker fetches
-//! from, or how its answer is framed, and that nothing passes back which tells workers apart. Leaves to the proxy who
-//! may ask for what.
+//! No client header can select a worker, a cache source or the framing of a response, and no forwarded response header
+//! identifies a worker. The proxy checks permissions.
 
 use std::time::Duration;
 
@@ -13,15 +12,15 @@ use super::error::ApiError;
 
 /// Strict priority.
 pub(super) const PRIORITY: &str = "x-pointsman-priority";
-/// Seconds ahead of its turn.
+/// Seconds of head start in the queue.
 pub(super) const PRIORITY_JUMP: &str = "x-pointsman-priority-jump";
-/// Time to be placed.
+/// Placement deadline.
 pub(super) const DEADLINE_MS: &str = "x-pointsman-deadline-ms";
-/// Policy class.
+/// Queue class.
 pub(super) const CLASS: &str = "x-pointsman-class";
-/// Rather refused than queued.
+/// Rejection instead of queueing.
 pub(super) const NO_QUEUE: &str = "x-pointsman-no-queue";
-/// Output that the client expects.
+/// Expected output tokens.
 pub(super) const EXPECTED_OUTPUT_TOKENS: &str = "x-pointsman-expected-output-tokens";
 /// Session.
 pub(super) const SESSION_ID: &str = "x-session-id";
@@ -29,17 +28,16 @@ pub(super) const SESSION_ID: &str = "x-session-id";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
-/// The longest deadline: a day.
+/// Maximum deadline: one day.
 const DEADLINE_MS_MAX: u64 = 86_400_000;
-/// The longest priority jump: a day, too.
+/// Maximum priority jump: one day.
 const PRIORITY_JUMP_MAX: f64 = 86_400.0;
-/// The longest name of a class.
+/// Maximum length of a class name.
 const CLASS_BYTES_MAX: usize = 128;
-/// The longest request id.
+/// Maximum length of a request id.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
-/// Headers about one connection, not about the request (RFC 9110, 7.6.1), and those that `hyper` writes for the body
-/// that it is given. Proxy-* is among [`STRIPPED`].
+/// Connection headers (RFC 9110, 7.6.1), and headers that `hyper` derives from the body. [`STRIPPED`] covers Proxy-*.
 const HOP_BY_HOP: [HeaderName; 6] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -49,11 +47,11 @@ const HOP_BY_HOP: [HeaderName; 6] = [
     header::UPGRADE,
 ];
 
-/// What does not pass to workers beside those.
+/// Further headers that are not forwarded to workers.
 ///
-/// `Accept-Encoding`: usage and errors are read from answers, which then come as they are; compressing is for whoever
-/// stands before the gateway. `Content-Encoding`: the body was read as it is, so that it has none. `Cookie`: a secret of
-/// the gateway's site, and no engine takes one. `Authorization` is for [`ToWorker`] to say.
+/// `Accept-Encoding`: the gateway reads usage and errors from uncompressed responses; compression is the task of a
+/// proxy in front. `Content-Encoding`: the body was read uncompressed. `Cookie`: a secret of the gateway's site that no
+/// engine reads. [`ToWorker`] sets `Authorization`.
 const NOT_TO_WORKERS: [HeaderName; 7] = [
     header::HOST,
     header::CONTENT_LENGTH,
@@ -64,8 +62,9 @@ const NOT_TO_WORKERS: [HeaderName; 7] = [
     header::AUTHORIZATION,
 ];
 
-/// What does not pass to clients beside hop-by-hop headers: it would tell workers apart, or how to go around the gateway.
-/// `Content-Length` is what `hyper` knows of the body: a worker that sends chunks beside it may say anything.
+/// Headers that are not forwarded to clients besides hop-by-hop headers, because they identify a worker or a way around
+/// the gateway. `hyper` sets `Content-Length` from the body; the value of a worker that also sends chunks is
+/// unreliable.
 const NOT_TO_CLIENTS: [HeaderName; 5] = [
     header::CONTENT_LENGTH,
     header::SERVER,
@@ -74,8 +73,9 @@ const NOT_TO_CLIENTS: [HeaderName; 5] = [
     HeaderName::from_static("x-powered-by"),
 ];
 
-/// How names begin that choose a worker, a rank, or a place to fetch from, for some engine, sidecar or gateway, or that
-/// are ours. They pass in neither direction; `-` stands for `_`, too, as some servers take one for the other.
+/// Prefixes of headers that select a worker, a rank or a cache source in some engine, sidecar or gateway, and of
+/// Pointsman's own headers. They pass in neither direction. `-` also matches `_`, because some servers treat them as
+/// equal.
 ///
 /// `x-data-parallel-`: vLLM, SGLang and llm-d. `x-dp-`, `x-worker-`, `x-prefill` (`x-prefiller-host-port`), `x-decode`,
 /// `x-encoder-`, `x-dynamo-`: llm-d's sidecar and Dynamo. `x-gateway-`: the Gateway API's inference extension.
@@ -95,27 +95,27 @@ const STRIPPED: [&str; 12] = [
     "x-worker-",
 ];
 
-/// What a request asks for beyond its body.
+/// Request options from headers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestTerms {
-    /// `X-Pointsman-Priority`: higher leaves the queue first, whatever else.
+    /// `X-Pointsman-Priority`: strict priority, higher first.
     pub strict_priority: u32,
-    /// `X-Pointsman-Priority-Jump`: seconds by which it goes ahead of its turn.
+    /// `X-Pointsman-Priority-Jump`: head start in seconds.
     pub priority_jump: f64,
-    /// `X-Pointsman-Deadline-Ms`: how long it may take to be placed.
+    /// `X-Pointsman-Deadline-Ms`: time limit for placement.
     pub deadline: Option<Duration>,
-    /// `X-Pointsman-Class`: the policy class.
+    /// `X-Pointsman-Class`: queue class.
     pub policy_class: Option<String>,
     /// `X-Session-Id`: the session.
     pub session_id: Option<String>,
-    /// `X-Pointsman-Expected-Output-Tokens`: output tokens that the client expects.
+    /// `X-Pointsman-Expected-Output-Tokens`: expected output tokens.
     pub expected_output_tokens: Option<u32>,
-    /// `X-Pointsman-No-Queue`: rather refused than queued.
+    /// `X-Pointsman-No-Queue`: rejection instead of queueing.
     pub do_not_queue: bool,
 }
 
 impl RequestTerms {
-    /// Reads them.
+    /// Parses the headers.
     ///
     /// ```
     /// use axum::http::HeaderMap;
@@ -131,7 +131,7 @@ impl RequestTerms {
     /// ```
     ///
     /// # Errors
-    /// 400, naming the header whose value breaks its rule, or that is there twice.
+    /// 400 with the name of an invalid or repeated header.
     pub fn parse(headers: &HeaderMap) -> Result<Self, ApiError> {
         let text = |given: &str, bytes_max| (1..=bytes_max).contains(&given.len()).then(|| given.to_owned());
         let strict_priority = read(
@@ -176,7 +176,7 @@ impl RequestTerms {
     }
 }
 
-/// The value of one header by `parse`, or the error that it breaks its `rule`.
+/// Value of one header through `parse`, or an error with its `rule`.
 fn read<T>(
     headers: &HeaderMap,
     name: &'static str,
@@ -191,7 +191,7 @@ fn read<T>(
     value.to_str().ok().and_then(parse).map(Some).ok_or_else(|| ApiError::header_invalid(name, &rule()))
 }
 
-/// Without the sign that Rust's numbers may have.
+/// Digits only; Rust's number parsers also accept a sign.
 fn digits(given: &str) -> Option<&str> {
     given.bytes().all(|byte| byte.is_ascii_digit()).then_some(given)
 }
@@ -202,11 +202,11 @@ fn millis(given: &str) -> Option<Duration> {
 }
 
 fn seconds(given: &str) -> Option<f64> {
-    // Not a number is in no range.
+    // NaN is in no range.
     given.parse().ok().filter(|seconds| (0.0..=PRIORITY_JUMP_MAX).contains(seconds))
 }
 
-/// The client's own id of its request, where it is fit for logs: 1 to 128 visible characters of ASCII, and one id only.
+/// The client's request id if it is fit for logs: exactly one, with 1 to 128 visible ASCII characters.
 #[must_use]
 pub fn request_id(headers: &HeaderMap) -> Option<&str> {
     let mut values = headers.get_all(REQUEST_ID).iter();
@@ -215,29 +215,29 @@ pub fn request_id(headers: &HeaderMap) -> Option<&str> {
     (is_fit && values.next().is_none()).then_some(id)
 }
 
-/// What a worker gets as `Authorization`.
+/// `Authorization` header for the worker.
 #[derive(Clone, Copy)]
 pub enum Authorization<'a> {
-    /// Nothing: the client's key was for the gateway.
+    /// None: the client's key was for the gateway.
     Drop,
-    /// What the client has sent, which the worker judges.
+    /// The client's header; the worker checks it.
     Pass,
-    /// The worker's key, `Bearer ` included.
+    /// The key of the workers, including `Bearer `.
     Key(&'a HeaderValue),
 }
 
-/// What the gateway says itself to a worker.
+/// Headers that the gateway sets for a worker.
 #[derive(Clone, Copy)]
 pub struct ToWorker<'a> {
     /// `X-Request-Id`: visible ASCII.
     pub request_id: &'a str,
-    /// `X-data-parallel-rank`; `None` for a worker that has one rank and takes no such header.
+    /// `X-data-parallel-rank`; `None` for single-rank workers, which do not accept it.
     pub data_parallel_rank: Option<u32>,
     /// `Authorization`.
     pub authorization: Authorization<'a>,
 }
 
-/// The headers that pass from a client to a worker, `traceparent` and `tracestate` among them.
+/// Client headers for a worker, including `traceparent` and `tracestate`.
 #[must_use]
 pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
     let mut headers = passing(client, &NOT_TO_WORKERS);
@@ -259,7 +259,7 @@ pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
     headers
 }
 
-/// The headers that pass from a worker's answer to the client.
+/// Worker response headers for the client.
 #[must_use]
 pub fn to_client(worker: &HeaderMap, request_id: &str) -> HeaderMap {
     let mut headers = passing(worker, &NOT_TO_CLIENTS);
@@ -267,8 +267,8 @@ pub fn to_client(worker: &HeaderMap, request_id: &str) -> HeaderMap {
     headers
 }
 
-/// All but those about the connection, those that choose a worker, and those in `dropped`. Each byte of `Connection` is
-/// read once, however many names it has.
+/// All headers except connection headers, headers that select a worker, and `dropped`. Reads each byte of `Connection`
+/// once, for any number of names.
 fn passing(given: &HeaderMap, dropped: &[HeaderName]) -> HeaderMap {
     let mut passing = HeaderMap::with_capacity(given.len() + 3);
     for (name, value) in given {
@@ -278,7 +278,7 @@ fn passing(given: &HeaderMap, dropped: &[HeaderName]) -> HeaderMap {
     }
     for value in given.get_all(header::CONNECTION) {
         for named in value.as_bytes().split(|byte| *byte == b',') {
-            // What is no name names nothing.
+            // Invalid names match no header.
             if let Ok(named) = HeaderName::from_bytes(named.trim_ascii()) {
                 passing.remove(named);
             }
@@ -287,7 +287,7 @@ fn passing(given: &HeaderMap, dropped: &[HeaderName]) -> HeaderMap {
     passing
 }
 
-/// `name` is in lower case, as all names are.
+/// `name` is lower case, as all header names are.
 fn is_stripped(name: &str) -> bool {
     let is_like = |(byte, of): (&u8, u8)| *byte == of || (*byte == b'_' && of == b'-');
     STRIPPED.iter().any(|prefix| {
@@ -303,7 +303,7 @@ fn set_request_id(headers: &mut HeaderMap, id: &str) {
     }
 }
 
-/// Not shown by Debug.
+/// Hidden in Debug output.
 fn secret(value: &HeaderValue) -> HeaderValue {
     let mut value = value.clone();
     value.set_sensitive(true);

@@ -1,9 +1,8 @@
-//! What clients ask and are told, in OpenAI's shapes.
+//! OpenAI-compatible requests, headers and errors.
 //!
-//! Owns which parts of a request's body routing reads ([`Ask`]), how the body is changed where routing must change it,
-//! what headers ask for ([`RequestTerms`]) and which of them pass, and errors ([`ApiError`]). Promises that everything
-//! else of a body passes through byte for byte, and that a body which is not understood is refused in words. Leaves
-//! tokens to [`prompt`](crate::prompt) and sending to [`serve`](crate::serve).
+//! [`Ask`] parses the body fields used for routing and rewrites the body, [`RequestTerms`] parses request options from
+//! headers, and [`ApiError`] formats errors. All other parts of a body are forwarded unchanged; invalid bodies are
+//! rejected with a reason. [`prompt`](crate::prompt) computes tokens and [`serve`](crate::serve) sends requests.
 
 mod ask;
 mod error;

@@ -1,8 +1,8 @@
-//! Where a body has its prompt, by endpoint.
+//! Prompt extraction by endpoint.
 //!
-//! Owns which fields are the prompt, and which of them make it one that nobody here has the tokens of. Promises that
-//! shapes no engine takes are refused, and that shapes not known here only cost the overlap. Leaves templates and
-//! tokens to [`prompt`](crate::prompt).
+//! Selects the prompt fields, and detects fields that make the engine's tokens differ from the prompt's. Shapes that no
+//! engine accepts are rejected; unknown shapes only lose the overlap. [`prompt`](crate::prompt) renders templates and
+//! tokenizes.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -16,7 +16,7 @@ use super::error::ApiError;
 use super::fields::{Fields, Given, unquoted};
 use super::responses;
 
-/// The prompt of a body.
+/// Extracts the prompt.
 pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Result<AskedPrompt, ApiError> {
     let prompt = match endpoint {
         Endpoint::Chat => chat(fields, body, true)?,
@@ -24,7 +24,7 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
             (None, Some(_)) => AskedPrompt::Opaque("embeddings"),
             _ => text_or_tokens(fields.prompt, "prompt")?,
         },
-        // Embedding models may have templates, too: engines then take messages in place of input.
+        // Embedding models may have chat templates; engines then accept messages in place of input.
         Endpoint::Embeddings if fields.input.json().is_none() && fields.messages.json().is_some() => {
             chat(fields, body, false)?
         }
@@ -37,7 +37,7 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
     })
 }
 
-/// What keeps the worker's tokens, or the names of its blocks, from being those that the prompt alone has.
+/// Reason why the worker's tokens or block hashes differ from those of the prompt alone.
 fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &AskedPrompt) -> Option<&'static str> {
     let has = |given: &[Given<'_>]| given.iter().any(|given| given.json().is_some());
     if has(&[fields.prompt_embeds, fields.input_embeds]) {
@@ -62,7 +62,7 @@ fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &AskedPrompt) -> Opti
     if has(&[fields.truncate_prompt_tokens]) {
         return Some("truncated");
     }
-    // Special tokens are added to plain text and left to the template of a chat; a request may ask for the contrary.
+    // Special tokens are added to plain text, and by the template for chats; a request may reverse this.
     let usual = match prompt {
         AskedPrompt::Text(_) => "true",
         AskedPrompt::Chat(_) => "false",
@@ -86,7 +86,7 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<AskedPromp
     })))
 }
 
-/// Text, ids, or a list of either, of which the first is routed by: the others go where it goes.
+/// Text, ids, or a list of either. The first list element decides the placement.
 fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<AskedPrompt, ApiError> {
     let raw = given.json().ok_or_else(|| missing(field))?;
     let shape = || given.wrong("a string, a list of strings, a list of token ids or a list of such lists");
@@ -104,7 +104,7 @@ fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<AskedPrompt, 
         }
         Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(AskedPrompt::Tokens).map_err(ids),
         Some(b'[') => serde_json::from_str(raw).map(|First(of)| AskedPrompt::Tokens(of)).map_err(ids),
-        // Engines embed images beside text that way.
+        // Engines accept images beside text in this form.
         Some(b'{') if field == "input" => Ok(AskedPrompt::Opaque("multimodal")),
         Some(b']') => Err(ApiError::invalid("invalid_value", Some(field), format!("{field} must not be empty"))),
         _ => Err(shape()),
@@ -115,7 +115,7 @@ pub(super) fn missing(field: &'static str) -> ApiError {
     ApiError::invalid("missing_field", Some(field), format!("the body has no {field}"))
 }
 
-/// The first of a list; the others are skipped.
+/// First element of a list; the others are skipped.
 struct First<T>(T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for First<T> {

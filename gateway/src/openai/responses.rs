@@ -1,8 +1,7 @@
-//! `/v1/responses`: its input as the messages of a chat.
+//! `/v1/responses`: conversion of the input to chat messages.
 //!
-//! Owns which items of an input are messages. Promises messages that a chat template takes, in the order of the items,
-//! in memory of about the input's size. Items that engines make of themselves what they like (function calls, images,
-//! earlier answers) make the prompt opaque.
+//! Produces messages for a chat template in the order of the items, with memory of about the input size. Items with
+//! engine-specific handling (function calls, images, earlier responses) make the prompt opaque.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -17,7 +16,7 @@ use super::error::ApiError;
 use super::fields::{Fields, Given};
 use super::prompt::missing;
 
-/// The prompt of a body.
+/// Extracts the prompt.
 pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<AskedPrompt, ApiError> {
     let has = |given: Given<'_>| given.json().is_some();
     if has(fields.previous_response_id) || has(fields.previous_input_messages) || has(fields.conversation) {
@@ -26,7 +25,7 @@ pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<AskedPrompt, Api
     if has(fields.prompt) {
         return Ok(AskedPrompt::Opaque("stored"));
     }
-    // Engines differ in what they make of this endpoint's tools before a template sees them.
+    // Engines convert the tools of this endpoint differently before templating.
     if fields.tools.json().is_some_and(|tools| !is_empty_list(tools)) {
         return Ok(AskedPrompt::Opaque("tools"));
     }
@@ -73,7 +72,7 @@ fn effort(reasoning: Given<'_>, body: &Bytes) -> Result<Option<Bytes>, ApiError>
     Ok(reasoning.effort.map(|effort| body.slice_ref(effort.get().as_bytes())))
 }
 
-/// An item of the input, as far as messages go.
+/// Message fields of an input item.
 #[derive(Deserialize)]
 struct Item<'a> {
     #[serde(borrow, rename = "type")]
@@ -84,7 +83,7 @@ struct Item<'a> {
     content: Option<&'a RawValue>,
 }
 
-/// A part of a message's content.
+/// One part of message content.
 #[derive(Deserialize)]
 struct Part<'a> {
     #[serde(borrow, rename = "type")]
@@ -93,8 +92,7 @@ struct Part<'a> {
     text: Option<&'a RawValue>,
 }
 
-/// Messages of a chat, as JSON that grows item by item: a list of small items kept apart would take many times the
-/// bytes that it came in.
+/// Chat messages as growing JSON. A list of separate small items would take many times the input size.
 #[derive(Default)]
 struct Messages {
     json: String,
@@ -125,7 +123,7 @@ impl Messages {
             self.add(role, content);
         } else if content.starts_with('[') {
             let mut parts = Parts { json: "[".to_owned(), opaque: None };
-            // A list that is not of parts is nothing that is understood here.
+            // Content that is not a list of parts is unknown.
             (&mut parts).deserialize(&mut serde_json::Deserializer::from_str(content)).map_err(|_| "items")?;
             if let Some(reason) = parts.opaque {
                 return Err(reason);
@@ -169,7 +167,7 @@ impl<'de> Visitor<'de> for &mut Messages {
     }
 }
 
-/// The parts of one content, likewise.
+/// The parts of one content as growing JSON.
 struct Parts {
     json: String,
     opaque: Option<&'static str>,

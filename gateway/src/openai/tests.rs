@@ -1,4 +1,4 @@
-//! Bodies by example and by property, and errors against the users' page.
+//! Body examples and properties, and errors compared with the documentation.
 
 mod asks;
 mod errors;
