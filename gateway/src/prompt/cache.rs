@@ -1,28 +1,26 @@
-//! Tokens of parts of earlier texts.
+//! Tokenizer cache: tokens of text parts, with least-recently-used eviction.
 //!
-//! Owns the parts' tokens and their age. Promises to stay within its bytes, the least recently used parts going first,
-//! and not to keep a text: a part is known by 128 bits of two keyed hashes, the keys drawn at the start, and its length.
-//! Leaves where texts are cut to [`chunks`](super::chunks).
+//! Stays within its byte limit and stores no text: the key of a part is 128 bits of two keyed hashes, with keys drawn
+//! at startup, and its length. [`chunks`](super::chunks) defines the parts.
 //!
-//! A part is kept once, whatever stands before it: conversations share their system prompts and their beginnings.
+//! A part is stored once, whatever precedes it: conversations share system prompts and beginnings.
 
 use std::sync::Arc;
 
 use ahash::RandomState;
 use lru::LruCache;
 
-/// What an entry takes beside its tokens: a node of the list, an allocation and its counts, and a slot of a table that
-/// is half full.
+/// Overhead of an entry: a list node, an allocation with its counters, and a slot of a half-full table.
 const ENTRY_BYTES: usize = 192;
 
-/// Which part.
+/// Key of a part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     hashes: [u64; 2],
     bytes: usize,
 }
 
-/// Makes keys. Others than this one make others of the same texts.
+/// Key generator. Different instances generate different keys for equal texts.
 pub(super) struct Keys([RandomState; 2]);
 
 impl Keys {
@@ -30,14 +28,14 @@ impl Keys {
         Self([RandomState::new(), RandomState::new()])
     }
 
-    /// `is_first`: a tokenizer may treat a text's beginning differently.
+    /// `is_first`: a tokenizer may treat the beginning of a text differently.
     pub(super) fn of(&self, text: &str, is_first: bool) -> Key {
         let hash = |state: &RandomState| state.hash_one((is_first, text));
         Key { hashes: [hash(&self.0[0]), hash(&self.0[1])], bytes: text.len() }
     }
 }
 
-/// The parts that are kept.
+/// Cached parts.
 pub(super) struct Cache {
     parts: LruCache<Key, Arc<[u32]>, RandomState>,
     bytes: usize,
@@ -53,7 +51,7 @@ impl Cache {
         self.parts.get(&key).cloned()
     }
 
-    /// A part that alone is larger than all may be is not kept.
+    /// A part larger than the limit is not stored.
     pub(super) fn put(&mut self, key: Key, ids: &[u32]) {
         let bytes = entry_bytes(ids);
         if bytes > self.bytes_max {
@@ -69,7 +67,7 @@ impl Cache {
         }
     }
 
-    /// What it takes now.
+    /// Current size.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -94,7 +92,7 @@ mod tests {
         cache.put(c, &[5, 6]);
         assert_eq!(cache.bytes(), 2 * (ENTRY_BYTES + 8));
         assert_eq!([a, b, c].map(|key| cache.get(key).is_some()), [true, false, true]);
-        // The same part again takes no more room, and one that is too large none.
+        // A repeated part takes no further space, and an oversized part none.
         cache.put(c, &[5, 6]);
         cache.put(b, &[0; 1_000]);
         assert_eq!((cache.bytes(), cache.get(b)), (2 * (ENTRY_BYTES + 8), None));

@@ -1,11 +1,11 @@
-//! A chat request as its template is given it.
+//! Template input of a chat request.
 //!
-//! Owns the reading of messages and tools, and the shape that vLLM brings them into first. Promises that what is not text
-//! alone is told apart, and limits on what is read. Leaves rendering to [`template`](super::template).
+//! Reads messages and tools with limits, converts them to vLLM's shape, and detects content other than text.
+//! [`template`](super::template) renders.
 //!
-//! vLLM's shape: only a message's known fields, contents as the template wants them (see [`ContentFormat`]), arguments of
-//! earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even where they are not
-//! given. Where SGLang does otherwise (it joins several texts by spaces), the texts of most requests are the same.
+//! vLLM's shape: only known message fields, contents in the template's format (see [`ContentFormat`]), arguments of
+//! earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even if absent. SGLang
+//! differs (it joins several texts by spaces), but most requests render to equal texts.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
@@ -16,10 +16,10 @@ use super::format::ContentFormat;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 
-/// Bytes of JSON that are read for one prompt, and bytes of text that are tokenised: about a million tokens.
+/// Maximum bytes of JSON read, and of text tokenized, per prompt: about a million tokens.
 pub(super) const PROMPT_BYTES_MAX: usize = 4 << 20;
 
-/// What a template is rendered with.
+/// Variables for rendering a template.
 pub(super) struct Chat {
     pub(super) messages: Vec<Value>,
     pub(super) tools: Value,
@@ -61,19 +61,19 @@ enum Part {
     },
 }
 
-/// Whether the request gives tools, were it an empty list.
+/// Whether the request has tools, even as an empty list.
 pub(super) fn has_tools(parts: &ChatParts) -> bool {
     parts.tools.as_deref().is_some_and(|tools| tools.trim_ascii() != b"null")
 }
 
-/// Bytes of JSON that a conversation has.
+/// JSON bytes of a conversation.
 pub(super) fn bytes(parts: &ChatParts) -> usize {
     let optional = [&parts.tools, &parts.documents, &parts.template_kwargs];
     let bytes: usize = optional.iter().filter_map(|part| part.as_ref().map(|bytes| bytes.len())).sum();
     parts.messages.len() + bytes
 }
 
-/// Why a template of ours would not tell the truth about this conversation, as far as that can be seen unread.
+/// Reason why a local template would render a different text, as far as known without parsing.
 pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
     if parts.has_own_template {
         return Err(NoTokens::OwnTemplate);
@@ -81,7 +81,7 @@ pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
     if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TooLong) }
 }
 
-/// Reads a conversation whose messages have text alone, for a template that wants `format`.
+/// Parses a text-only conversation for a template with content format `format`.
 pub(super) fn read(parts: &ChatParts, format: ContentFormat) -> Result<Chat, NoTokens> {
     let messages: Vec<Message> = json(&parts.messages)?;
     let messages = messages.into_iter().map(|message| message.shaped(format)).collect::<Result<_, _>>()?;
@@ -144,7 +144,7 @@ impl Message {
             }
             "tool" => fields.extend(self.tool_call_id.map(|id| ("tool_call_id", id))),
             "developer" => fields.push(("tools", self.tools.unwrap_or(Value::from(())))),
-            // Roles are the clients' words.
+            // Clients may use any role.
             _ => {}
         }
         fields.extend(self.name.filter(|name| name.as_str().is_some()).map(|name| ("name", name)));
@@ -162,7 +162,7 @@ impl Content {
 }
 
 impl Part {
-    /// `None` for a part that engines leave out.
+    /// `None` for a part that engines omit.
     fn text(self) -> Result<Option<String>, NoTokens> {
         match self {
             Self::Text(text) => Ok(Some(text)),
@@ -177,7 +177,7 @@ impl Part {
     }
 }
 
-/// A call in an earlier answer; its arguments came as JSON text.
+/// A call in an earlier response, with arguments as JSON text.
 fn tool_call(call: &Value) -> Result<Value, NoTokens> {
     let function = call.get_attr("function").map_err(|_| NoTokens::Malformed)?;
     let arguments = function.get_attr("arguments").map_err(|_| NoTokens::Malformed)?;
@@ -189,14 +189,14 @@ fn tool_call(call: &Value) -> Result<Value, NoTokens> {
     with(call, "function", with(&function, "arguments", arguments)?)
 }
 
-/// A tool, its fields in the order and with the gaps that the engine's own types give it.
+/// A tool with the field order and null fields of the engine's own types.
 fn tool(tool: &Value) -> Result<Value, NoTokens> {
     let function = tool.get_attr("function").map_err(|_| NoTokens::Malformed)?;
     if tool.kind() != ValueKind::Map {
         return Err(NoTokens::Malformed);
     }
     if function.kind() != ValueKind::Map {
-        // Not a function, or flat as in another API: as it came.
+        // Not a function, or the flat form of another API: unchanged.
         return Ok(tool.clone());
     }
     let function = ordered(&function, &["name", "description", "parameters"])?;
@@ -206,7 +206,7 @@ fn tool(tool: &Value) -> Result<Value, NoTokens> {
     ordered(&tool, &["type", "function"])
 }
 
-/// The map with `first` at its beginning, as nulls where they are missing.
+/// The map with the fields `first` at its beginning, null if missing.
 fn ordered(map: &Value, first: &[&str]) -> Result<Value, NoTokens> {
     let given = pairs(map)?;
     let found = |name: &str| given.iter().find(|(key, _)| key.as_str() == Some(name)).map(|(_, value)| value.clone());

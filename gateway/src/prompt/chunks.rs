@@ -1,54 +1,53 @@
-//! Where a text can be cut so that its parts are tokenised one by one.
+//! Cut points of a text: parts that can be tokenized independently.
 //!
-//! Owns the places. Promises that the tokens of the parts, one after the other, are the tokens of the whole. Leaves
-//! keeping tokens to [`cache`](super::cache).
+//! The tokens of the parts, concatenated, equal the tokens of the whole. [`cache`](super::cache) stores them.
 //!
-//! A tokenizer first looks for added tokens that are not normalised, leftmost first and longest of those, and puts what
-//! stands between them through normaliser, pre-tokeniser and model piece by piece. So nothing that stands after such a
-//! token has a part in the tokens before its end. Three things would: a token that takes the spaces after it
-//! (`rstrip`), which is no place to cut; a token that must stand alone as a word (`single_word`), with which nothing is
-//! cut at all; and whatever a tokenizer does at a text's very beginning. For the last, a part is tokenised together with
-//! the token before it, whose id is dropped.
+//! A tokenizer first finds added tokens that are not normalized, leftmost first and longest among those, and then
+//! processes the pieces between them with normalizer, pre-tokenizer and model. Text after such a token therefore does
+//! not affect the tokens before its end. There are three exceptions. A token that absorbs the following spaces
+//! (`rstrip`) is no cut point. With a token that must be a separate word (`single_word`) nothing is cut. A tokenizer
+//! may treat the beginning of a text specially; so a part is tokenized together with the token before it, whose id is
+//! then dropped.
 
 use std::ops::Range;
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::Tokenizer;
 
-/// Parts are no shorter, so that short messages do not make many entries.
+/// Minimum length of a part, so that short messages do not create many entries.
 pub(super) const CHUNK_BYTES_MIN: usize = 512;
 
 /// A part of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Chunk {
-    /// Where it stands.
+    /// Position in the text.
     pub(super) at: Range<usize>,
-    /// The special token that ends where it begins; `None` at the text's beginning.
+    /// The special token before the part; `None` at the beginning of the text.
     pub(super) after: Option<Mark>,
-    /// Whether it ends with a special token. What does not goes on in the next turn.
+    /// Whether the part ends with a special token. Other parts continue in the next turn.
     pub(super) is_closed: bool,
 }
 
 /// A special token in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
-    /// Where it begins.
+    /// Position of its first byte.
     pub(super) start: usize,
-    /// Its token.
+    /// Its token id.
     pub(super) id: u32,
 }
 
-/// Cuts texts.
+/// Splits texts at special tokens.
 pub(super) struct Cutter {
     tokens: AhoCorasick,
-    /// For each of them its id, where a text may be cut after it.
+    /// Id per special token; `None` if no cut may follow it.
     cuts: Vec<Option<u32>>,
-    /// The texts of those.
+    /// Texts of these special tokens.
     marks: Vec<String>,
 }
 
 impl Cutter {
-    /// `None` for a tokenizer whose texts cannot be cut.
+    /// `None` for a tokenizer without valid cut points.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let added = tokenizer.get_added_tokens_decoder();
         let mut added: Vec<_> =
@@ -66,13 +65,13 @@ impl Cutter {
         Some(Self { tokens, cuts, marks })
     }
 
-    /// The special tokens after which a text may be cut.
+    /// Special tokens with a cut point after them.
     pub(super) fn marks(&self) -> &[String] {
         &self.marks
     }
 
-    /// The text in parts of at least `bytes_min` bytes, but for the last. Each cut depends on nothing after it, so that
-    /// texts with a common beginning have common first parts.
+    /// Splits the text into parts of at least `bytes_min` bytes, except the last. Each cut depends only on the text
+    /// before it, so texts with a common beginning share their first parts.
     pub(super) fn chunks(&self, text: &str, bytes_min: usize) -> Vec<Chunk> {
         let (mut chunks, mut start, mut after) = (Vec::new(), 0, None);
         for found in self.tokens.find_iter(text) {

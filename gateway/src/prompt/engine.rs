@@ -1,8 +1,8 @@
-//! A worker's own tokenizer.
+//! Tokenization by the workers (`POST /tokenize`).
 //!
-//! Owns the question (`POST /tokenize`) and when it is not asked. Promises bounded answers in bounded time, that large JSON
-//! is not read on the threads that serve, that one worker which fails costs no prompt its tokens while another answers, and
-//! that engines which keep failing are left alone for a while. Leaves whose turn it is to whoever knows the workers.
+//! Responses are bounded in size and time, and large JSON is parsed outside the serving threads. While one worker
+//! responds, the failure of another costs no prompt its tokens; engines that fail repeatedly are paused. The caller
+//! selects the workers.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -21,16 +21,16 @@ use super::reason::NoTokens;
 use crate::openai::ChatParts;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// Bytes of an answer for each byte of the question: a token's number, and its text where an engine sends that along.
+/// Response bytes per query byte: a token number, and its text if an engine includes it.
 const ANSWER_BYTES_PER_BYTE: usize = 32;
 
-/// Bytes of an answer beside that.
+/// Additional response bytes.
 const ANSWER_BYTES_MIN: usize = 64 << 10;
 
-/// Bytes of JSON or text that are read and written on the threads that serve; more goes to the pool.
+/// Maximum bytes of JSON or text processed on a serving thread; more goes to the pool.
 const BYTES_HERE_MAX: usize = 64 << 10;
 
-/// What is tokenised.
+/// Input of a tokenization.
 #[derive(Clone, Copy)]
 pub(super) enum Question<'a> {
     Text(&'a str),
@@ -59,31 +59,31 @@ struct Answered {
     tokens: Vec<u32>,
 }
 
-/// Asks one worker once.
+/// Sends one query to one worker.
 pub(super) struct Client {
     upstream: Upstream,
-    /// What workers call the model. An adapter's tokens are its base model's.
+    /// Model name at the workers. Adapters share the tokens of their base model.
     model: Arc<str>,
     within: Duration,
     pool: Arc<Pool>,
 }
 
-/// How asking failed.
+/// Failure of a query.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AskError {
-    /// No answer.
+    /// No response.
     #[error(transparent)]
     Upstream(#[from] UpstreamError),
-    /// One that has no tokens.
+    /// Response without tokens.
     #[error("the answer has no list of tokens")]
     Unreadable,
-    /// Whatever the worker does: the question makes no sense, or there is no thread to work on it.
+    /// Failure in the gateway, independent of the worker: invalid query, or no free thread.
     #[error("the gateway itself cannot ask: {}", .0.name())]
     Here(NoTokens),
 }
 
 impl AskError {
-    /// Whether it may be this question alone that fails, at every worker.
+    /// Whether the same query may fail at every worker.
     fn is_refusal(&self) -> bool {
         match self {
             Self::Upstream(UpstreamError::Status(status)) => {
@@ -97,7 +97,7 @@ impl AskError {
 }
 
 impl Client {
-    /// `pool`: where large questions and answers are written and read.
+    /// `pool` encodes large queries and decodes large responses.
     pub(super) fn new(upstream: Upstream, model: &str, within: Duration, pool: Arc<Pool>) -> Self {
         Self { upstream, model: Arc::from(model), within, pool }
     }
@@ -106,7 +106,7 @@ impl Client {
         self.put(endpoint, self.body(question).await.map_err(AskError::Here)?).await
     }
 
-    /// Asks what [`body`](Self::body) wrote.
+    /// Sends a query encoded by [`body`](Self::body).
     async fn put(&self, endpoint: &str, body: Bytes) -> Result<Vec<u32>, AskError> {
         let bytes_max = ANSWER_BYTES_MIN + body.len() * ANSWER_BYTES_PER_BYTE;
         let url = format!("{}/tokenize", endpoint.trim_end_matches('/'));
@@ -116,7 +116,7 @@ impl Client {
         self.aside(bytes, read).await.map_err(AskError::Here)?.ok_or(AskError::Unreadable)
     }
 
-    /// The question as it is sent, if it is one of text alone.
+    /// Encodes a text-only query.
     async fn body(&self, question: Question<'_>) -> Result<Bytes, NoTokens> {
         let model = Arc::clone(&self.model);
         match question {
@@ -143,7 +143,7 @@ impl Client {
         }
     }
 
-    /// Does it here if it is about few bytes, else in the pool.
+    /// Runs small work inline, large work in the pool.
     async fn aside<T: Send + 'static>(
         &self,
         bytes: usize,
@@ -175,13 +175,13 @@ fn raw(json: &Bytes) -> Result<&RawValue, NoTokens> {
     serde_json::from_slice(json).map_err(|_| NoTokens::Malformed)
 }
 
-/// The engines of one model, asked for each prompt.
+/// The engines of one model as a tokenizer.
 pub(super) struct Engine {
     client: Client,
     any_worker: AnyWorker,
-    /// Of each worker, so that one that hangs delays few prompts until the router has ejected it.
+    /// Circuit breaker per worker, so that a hanging worker delays few prompts until its ejection.
     workers: WorkerBreakers,
-    /// Apart, for an engine may tokenise texts and no chats.
+    /// A separate breaker for texts, because an engine may tokenize texts but not chats.
     texts: Mutex<Breaker>,
     chats: Mutex<Breaker>,
 }
@@ -192,17 +192,17 @@ impl Engine {
         Self { client, any_worker, workers, texts: Mutex::default(), chats: Mutex::default() }
     }
 
-    /// Whether a worker has ever answered.
+    /// Whether any worker has responded so far.
     pub(super) fn is_proven(&self) -> bool {
         [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_proven())
     }
 
-    /// Whether it is left alone, with texts or with chats.
+    /// Whether texts or chats are paused.
     pub(super) fn is_paused(&self) -> bool {
         [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_paused())
     }
 
-    /// Within the client's time, whoever is asked.
+    /// Tokens within the client's time limit.
     pub(super) async fn tokens(&self, question: Question<'_>) -> Result<Vec<u32>, NoTokens> {
         let breaker = match question {
             Question::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TooLong),
@@ -241,7 +241,7 @@ impl Engine {
 }
 
 impl Engine {
-    /// The next worker that has not failed of late; where all have, the next one.
+    /// The next worker without a recent failure, or the next worker if all have failed.
     fn worker(&self) -> Option<String> {
         let now = Instant::now();
         let worker = (self.any_worker)(None, &|endpoint| self.workers.may_ask(endpoint, now));
@@ -249,8 +249,8 @@ impl Engine {
     }
 }
 
-/// Asks one worker, and where that fails another, if there is one, until `end`. The first then has half of the time, so
-/// that one which hangs costs no tokens. A refusal stands: every worker would give it.
+/// Queries one worker and, after a failure, one other worker, until `end`. With two workers the first has half of the
+/// time, so a hanging worker costs no tokens. A rejection is final, because every worker would give it.
 async fn in_turn<T, Answer: Future<Output = Result<T, AskError>>>(
     any_worker: &AnyWorker,
     workers: &WorkerBreakers,
@@ -281,7 +281,7 @@ async fn in_turn<T, Answer: Future<Output = Result<T, AskError>>>(
 }
 
 fn locked(breaker: &Mutex<Breaker>) -> MutexGuard<'_, Breaker> {
-    // Nothing panics that holds it.
+    // No code panics while it holds the lock.
     breaker.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -291,7 +291,7 @@ mod tests {
 
     const PAUSE: Duration = Duration::from_secs(10);
 
-    /// Those workers that are not excluded, in order.
+    /// Workers that are not excluded, in order.
     fn workers(names: &'static [&'static str]) -> AnyWorker {
         Arc::new(|but, may_ask| {
             let found = names.iter().find(|name| Some(**name) != but && may_ask(name));
@@ -303,7 +303,7 @@ mod tests {
         AskError::Upstream(UpstreamError::Broken(String::new()))
     }
 
-    /// What comes of asking `a` first of `names`, and who was asked; `of_a` is what `a` does.
+    /// Result and queried workers if `a` is the first of `names`; `of_a` is the behavior of `a`.
     async fn first_a<Answer: Future<Output = Result<u32, AskError>>>(
         names: &'static [&'static str],
         of_a: impl Fn() -> Answer,
@@ -338,7 +338,7 @@ mod tests {
         let (answer, asked) = first_a(&["a", "b"], std::future::pending).await;
         assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));
         assert_eq!(begun.elapsed(), PAUSE / 2);
-        // Alone it has all the time, and no two have more.
+        // A single worker has the whole time, and the total is bounded for two.
         let begun = Instant::now();
         let (answer, _) = first_a(&["a"], std::future::pending).await;
         assert!(matches!(answer, Err(AskError::Upstream(UpstreamError::Timeout(within))) if within == PAUSE));

@@ -1,7 +1,7 @@
-//! When engines are not sent prompts to tokenise.
+//! Circuit breakers for tokenization by engines.
 //!
-//! Owns the circuit breaker over a model's engines together, and one for each worker. Promises that a worker which hangs or
-//! cannot be reached gets one prompt for each pause, while there is another. Leaves what a failure is to `engine`.
+//! One breaker covers all engines of a model, and one each worker. A worker that hangs or is unreachable receives one
+//! prompt per pause while another worker is available. `engine` defines failures.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,16 +9,16 @@ use std::time::Duration;
 use ahash::AHashMap;
 use tokio::time::Instant;
 
-/// Failures one after the other, after which the engine is left alone.
+/// Consecutive failures before a pause.
 const FAILURES_MAX: u32 = 5;
 
-/// For how long. After that one question is asked; if it fails too, as long again.
+/// Duration of a pause. One query follows; its failure starts another pause.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Longest pause of one worker: each failure after the first doubles it.
+/// Maximum pause of one worker; each failure after the first doubles it.
 const WORKER_PAUSE_MAX: Duration = Duration::from_secs(80);
 
-/// When not to ask.
+/// Breaker over all engines of a model.
 #[derive(Default)]
 pub(super) struct Breaker {
     failures: u32,
@@ -27,17 +27,17 @@ pub(super) struct Breaker {
 }
 
 impl Breaker {
-    /// Whether it has ever been answered.
+    /// Whether a query has ever succeeded.
     pub(super) fn is_proven(&self) -> bool {
         self.is_proven
     }
 
-    /// Whether a pause has begun and no answer has ended it.
+    /// Whether a pause is in force.
     pub(super) fn is_paused(&self) -> bool {
         self.paused_until.is_some()
     }
 
-    /// After a pause the first that asks may, and the others once it has been answered.
+    /// After a pause only the first query passes until it succeeds.
     pub(super) fn may_ask(&mut self, now: Instant) -> bool {
         match self.paused_until {
             None => true,
@@ -53,8 +53,8 @@ impl Breaker {
         *self = Self { is_proven: true, ..Self::default() };
     }
 
-    /// A refusal says something of the engine only if it has never answered: else one client's questions that make no
-    /// sense would take the tokens from all.
+    /// A rejection counts only if no query has ever succeeded. Otherwise invalid queries of one client would disable
+    /// tokenization for all.
     pub(super) fn failed(&mut self, is_refusal: bool, now: Instant) {
         if is_refusal && self.is_proven {
             return self.answered();
@@ -66,7 +66,7 @@ impl Breaker {
     }
 }
 
-/// The workers that failed last time.
+/// Workers whose last query failed.
 #[derive(Default)]
 pub(super) struct WorkerBreakers(Mutex<AHashMap<String, Paused>>);
 
@@ -74,7 +74,7 @@ pub(super) struct WorkerBreakers(Mutex<AHashMap<String, Paused>>);
 struct Paused {
     until: Instant,
     pause: Duration,
-    /// Whether the prompt that ends the pause is under way.
+    /// Whether the trial query after the pause is in progress.
     is_trial: bool,
 }
 
@@ -84,12 +84,13 @@ impl WorkerBreakers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it did not fail last time, or its pause is over.
+    /// Whether the last query succeeded, or the pause is over.
     pub(super) fn may_ask(&self, worker: &str, now: Instant) -> bool {
         self.workers().get(worker).is_none_or(|paused| paused.until <= now)
     }
 
-    /// It is sent a prompt: after a pause it gets no other before that is answered, or as long again.
+    /// Records a query: after a pause the worker receives no other query until this one succeeds or another pause has
+    /// passed.
     pub(super) fn asked(&self, worker: &str, now: Instant) {
         if let Some(paused) = self.workers().get_mut(worker).filter(|paused| paused.until <= now) {
             paused.until = now + paused.pause;
@@ -104,10 +105,10 @@ impl WorkerBreakers {
         }
     }
 
-    /// It did not answer in time, or cannot be reached. Several that were under way at once count as one.
+    /// Records a timeout or a connection failure. Several concurrent failures count as one.
     pub(super) fn failed(&self, worker: &str, now: Instant) {
         let mut workers = self.workers();
-        // Workers that have left are not kept for ever.
+        // Drops workers that have left.
         workers.retain(|_, paused| now < paused.until + WORKER_PAUSE_MAX);
         let first = Paused { until: now, pause: PAUSE, is_trial: false };
         let paused = workers.entry(worker.to_owned()).or_insert(first);
@@ -127,7 +128,7 @@ mod tests {
         let (start, workers) = (Instant::now(), WorkerBreakers::default());
         assert!(workers.may_ask("a", start));
         workers.asked("a", start);
-        // Three that were under way.
+        // Three concurrent queries.
         (0..3).for_each(|_| workers.failed("a", start));
         assert!(!workers.may_ask("a", start + PAUSE - Duration::from_millis(1)) && workers.may_ask("b", start));
         let later = start + PAUSE;

@@ -1,7 +1,6 @@
-//! A model's tokenizer files.
+//! Discovery of chat templates and special tokens beside a `tokenizer.json`.
 //!
-//! Owns where a chat template and special tokens are found beside a `tokenizer.json`. Promises errors that name the file.
-//! Leaves what is in them to the tokenizer and to [`template`](super::template).
+//! Errors name the file. The tokenizer and [`template`](super::template) parse the contents.
 
 use std::fs;
 use std::io;
@@ -13,11 +12,11 @@ use serde::Deserialize;
 use super::TokensError;
 use super::template::TemplateSources;
 
-/// Variables of templates that name a token.
+/// Template variables that hold a token.
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// A template, or several by name.
+/// One template, or several by name.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Stated {
@@ -31,9 +30,9 @@ struct Named {
     template: String,
 }
 
-/// Finds templates: `chat_template_file` where it is given, else `chat_template.jinja` or `tokenizer_config.json` beside
-/// the tokenizer, the first of them that has one. Special tokens always come from beside the tokenizer, or from the
-/// `tokenizer_config.json` that is given.
+/// Finds templates: `chat_template_file` if given, else the first of `chat_template.jinja` and `tokenizer_config.json`
+/// beside the tokenizer that has one. Special tokens come from the file beside the tokenizer, or from the given
+/// `tokenizer_config.json`.
 pub(super) fn template_sources(
     tokenizer_file: &Path,
     chat_template_file: Option<&Path>,
@@ -72,7 +71,7 @@ pub(super) fn template_sources(
     Ok(sources)
 }
 
-/// A token's text: a string, or an object that has it as its content.
+/// Text of a token: a string, or the content of an object.
 fn token_text(token: &serde_json::Value) -> Option<&str> {
     token.as_str().or_else(|| token.get("content")?.as_str())
 }
@@ -87,7 +86,7 @@ fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources)
                 match name.as_str() {
                     "default" => sources.default = Some(template),
                     "tool_use" => sources.tool_use = Some(template),
-                    // For other uses, which no request asks for here.
+                    // Templates for other purposes, which no request selects.
                     _ => {}
                 }
             }
@@ -105,7 +104,7 @@ pub(super) fn read(path: &Path) -> Result<String, TokensError> {
     fs::read_to_string(path).map_err(|error| unreadable(path, error))
 }
 
-/// `None` for a file that is not there.
+/// `None` for a missing file.
 fn optional(path: &PathBuf) -> Result<Option<String>, TokensError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

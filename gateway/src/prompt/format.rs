@@ -1,10 +1,10 @@
-//! Whether a chat template takes a message's content as a list of parts or as a string.
+//! Content format of a chat template: a list of parts, or a string.
 //!
-//! Owns the guess, which is vLLM's: parts where the template loops over the content of a message out of a loop over
-//! `messages`, else a string. vLLM walks the template's syntax tree; this reads the tags, which for templates that are in
-//! use comes to the same. Leaves what becomes of the content to [`chat`](super::chat).
+//! Uses vLLM's heuristic: parts if the template loops over the content of a message outside a loop over `messages`,
+//! else a string. vLLM walks the syntax tree of the template; this parser reads its tags, with equal results for
+//! templates in use. [`chat`](super::chat) converts the content.
 
-/// How a template wants contents.
+/// Content format expected by a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ContentFormat {
     /// One string; several texts are joined by newlines.
@@ -14,10 +14,10 @@ pub(super) enum ContentFormat {
 }
 
 impl ContentFormat {
-    /// What `template` wants.
+    /// Detects the format of `template`.
     pub(super) fn of(template: &str) -> Self {
         let tags: Vec<Tag<'_>> = tags(template).collect();
-        // Names of the list of messages, then of one message: a name may be assigned from one that comes later.
+        // Aliases of the message list, then of one message; a name may be assigned from one that is defined later.
         let mut lists = vec!["messages"];
         let mut known = 0;
         while known < lists.len() {
@@ -66,7 +66,7 @@ fn tags(template: &str) -> impl Iterator<Item = Tag<'_>> {
     })
 }
 
-/// What an expression is taken from, without the loop's condition, filters and slices.
+/// Base variable of an expression, without loop condition, filters and slices.
 fn base(expression: &str) -> &str {
     let expression = expression.split(" if ").next().unwrap_or_default();
     let expression = expression.split(" recursive").next().unwrap_or_default();

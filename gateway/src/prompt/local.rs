@@ -1,8 +1,7 @@
-//! A model's own tokenizer.
+//! Local tokenizer of a model, with its chat templates and the cache of earlier texts.
 //!
-//! Owns the tokenizer, its templates and the tokens of earlier texts. Promises the same tokens with and without those:
-//! texts are only cut where that holds, and a tokenizer with which it does not hold on samples works without. Runs where
-//! it is called, which takes milliseconds: see [`pool`](super::pool).
+//! Tokens are equal with and without the cache: texts are only cut at valid points, and a tokenizer that fails a test
+//! on samples runs uncached. Calls take milliseconds on the calling thread: see [`pool`](super::pool).
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,19 +18,19 @@ use super::template::{Clock, Templates};
 use super::{TokensError, TokensError::Tokenizer as BadTokenizer};
 use crate::openai::ChatParts;
 
-/// Special tokens that the samples are put together with.
+/// Number of special tokens combined with the samples.
 const SAMPLED_MARKS_MAX: usize = 8;
 
-/// Beginnings of texts that tokenizers are known to treat in ways of their own.
+/// Beginnings of texts that some tokenizers treat specially.
 const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ", "É", "1234 + x_y", "\u{301}combining"];
 
-/// A tokenizer and what belongs to it.
+/// A tokenizer and its resources.
 pub(super) struct Local {
     tokenizer: Tokenizer,
     templates: Templates,
-    /// The tokens that stand before and after a text that is no chat; `None` where they depend on the text.
+    /// Tokens added before and after plain text; `None` if they depend on the text.
     around: Option<(Vec<u32>, Vec<u32>)>,
-    /// `None` where every text is tokenised whole.
+    /// The cache; `None` if every text is tokenized as a whole.
     kept: Option<Kept>,
     meters: Arc<Meters>,
 }
@@ -55,7 +54,7 @@ impl Local {
         let unusable = |error: String| BadTokenizer { path: tokenizer_file.to_owned(), error };
         let mut tokenizer =
             Tokenizer::from_bytes(files::read(tokenizer_file)?).map_err(|error| unusable(error.to_string()))?;
-        // Engines switch off what a file may say of them.
+        // Engines disable these settings of the file.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| unusable(error.to_string()))?;
         let sources = files::template_sources(tokenizer_file, chat_template_file)?;
@@ -73,17 +72,17 @@ impl Local {
         Ok(local)
     }
 
-    /// Whether chats can be tokenised.
+    /// Whether chats can be tokenized.
     pub(super) fn has_template(&self) -> bool {
         !self.templates.is_empty()
     }
 
-    /// Whether tokens of earlier texts are used.
+    /// Whether the cache is in use.
     pub(super) fn is_cached(&self) -> bool {
         self.kept.is_some()
     }
 
-    /// Keeps tokens from now on, if that is safe with this tokenizer.
+    /// Enables the cache if it is safe for this tokenizer.
     fn keep(&mut self, bytes_max: usize, chunk_bytes_min: usize) {
         let kept = Cutter::of(&self.tokenizer).filter(|cutter| self.cuts_are_safe(cutter)).map(|cutter| Kept {
             cutter,
@@ -94,7 +93,7 @@ impl Local {
         self.kept = kept;
     }
 
-    /// Tokens of a text that is no chat, with what the tokenizer adds around it.
+    /// Tokens of plain text, including tokens added around it.
     pub(super) fn text(&self, text: &str) -> Result<Vec<u32>, NoTokens> {
         if text.len() > PROMPT_BYTES_MAX {
             return Err(NoTokens::TooLong);
@@ -105,7 +104,7 @@ impl Local {
         }
     }
 
-    /// Tokens of a conversation. Its template brings what stands around it.
+    /// Tokens of a conversation. The template adds the surrounding tokens.
     pub(super) fn chat(&self, parts: &ChatParts) -> Result<Vec<u32>, NoTokens> {
         self.encode(&self.templates.render(parts)?, &[], &[])
     }
@@ -125,7 +124,7 @@ impl Local {
         Ok(ids)
     }
 
-    /// Appends the text's tokens, and says how many of them were known.
+    /// Appends the tokens of the text and returns how many came from the cache.
     fn encode_kept(&self, kept: &Kept, text: &str, ids: &mut Vec<u32>) -> Result<usize, NoTokens> {
         let (begin, mut from_cache) = (ids.len(), 0);
         for chunk in kept.cutter.chunks(text, kept.chunk_bytes_min) {
@@ -136,7 +135,7 @@ impl Local {
                 continue;
             }
             let Some(new) = part(&self.tokenizer, text, &chunk)? else {
-                // Not seen with any tokenizer: the token before the part is none when it stands there.
+                // Not observed with any tokenizer: the token before the part is not recognized at its beginning.
                 ids.truncate(begin);
                 ids.extend(whole(&self.tokenizer, text, false)?);
                 return Ok(0);
@@ -151,7 +150,7 @@ impl Local {
         Ok(from_cache)
     }
 
-    /// Tokenises samples both ways: a defence against tokenizers that [`Cutter`] does not know enough of.
+    /// Tokenizes samples with and without cuts, as a defence against tokenizers that [`Cutter`] does not cover.
     fn cuts_are_safe(&self, cutter: &Cutter) -> bool {
         let marks = &cutter.marks()[..cutter.marks().len().min(SAMPLED_MARKS_MAX)];
         marks.iter().all(|mark| {
@@ -167,19 +166,19 @@ impl Local {
 }
 
 impl Kept {
-    /// Nothing panics that holds it.
+    /// No code panics while it holds the lock.
     fn cache(&self) -> MutexGuard<'_, Cache> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 fn whole(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, NoTokens> {
-    // The error may quote the text, so that it is counted only.
+    // The error may quote the text, so it is counted but not logged.
     let encoding = tokenizer.encode_fast(text, add_special_tokens).map_err(|_| NoTokens::TokenizerError)?;
     Ok(encoding.get_ids().to_vec())
 }
 
-/// Tokens of a part of the text; `None` if the token before it is not the one that was found there.
+/// Tokens of a part; `None` if the token before it is not the expected one.
 fn part(tokenizer: &Tokenizer, text: &str, chunk: &Chunk) -> Result<Option<Vec<u32>>, NoTokens> {
     let Some(mark) = chunk.after else { return whole(tokenizer, &text[chunk.at.clone()], false).map(Some) };
     let mut ids = whole(tokenizer, &text[mark.start..chunk.at.end], false)?;
@@ -190,7 +189,7 @@ fn part(tokenizer: &Tokenizer, text: &str, chunk: &Chunk) -> Result<Option<Vec<u
     Ok(Some(ids))
 }
 
-/// What the tokenizer puts around a text, if it is the same around every sample.
+/// Tokens that the tokenizer adds around a text, if equal for all samples.
 fn around(tokenizer: &Tokenizer) -> Option<(Vec<u32>, Vec<u32>)> {
     let mut found: Option<(Vec<u32>, Vec<u32>)> = None;
     for sample in SAMPLES {

@@ -1,6 +1,6 @@
-//! What is measured of a model's tokens.
+//! Metrics of tokenization.
 //!
-//! Owns names, help texts and handles. Promises few series: models are configured, sources and reasons are words of ours.
+//! The number of series is bounded: models are configured, sources and reasons are constants.
 
 use std::time::Duration;
 
@@ -16,13 +16,13 @@ const TOKENIZED: &str = "pointsman_gateway_prompt_tokens_tokenized_total";
 const CACHE_BYTES: &str = "pointsman_gateway_prompt_cache_bytes";
 const PARITY: &str = "pointsman_gateway_tokens_parity_total";
 
-/// Handles of one model.
+/// Metric handles of one model.
 pub(super) struct Meters {
     model: String,
     pub(super) from_cache: Counter,
     pub(super) tokenized: Counter,
     pub(super) cache_bytes: Gauge,
-    /// Prompts that have tokens, by [`TokenSource`].
+    /// Prompts with tokens, by [`TokenSource`].
     had: [Counter; 4],
     seconds: [Histogram; 4],
 }
@@ -51,18 +51,18 @@ impl Meters {
         }
     }
 
-    /// A prompt that has tokens.
+    /// Counts a prompt with tokens.
     pub(super) fn had(&self, source: TokenSource) {
         self.had[source as usize].increment(1);
     }
 
-    /// A prompt that has none.
+    /// Counts a prompt without tokens.
     pub(super) fn had_not(&self, reason: &'static str) {
         let source = TokenSource::None.name();
         metrics::counter!(TOKENS, "model" => self.model.clone(), "source" => source, "reason" => reason).increment(1);
     }
 
-    /// How long a prompt's tokens took, waiting included.
+    /// Records the time until the tokens of a prompt are available, including queueing.
     pub(super) fn took(&self, source: TokenSource, time: Duration) {
         self.seconds[source as usize].record(time);
     }

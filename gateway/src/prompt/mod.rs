@@ -1,9 +1,8 @@
-//! Tokens to route by.
+//! Tokens of prompts for routing.
 //!
-//! Owns, for one model, where the tokens of a prompt come from: the request, a tokenizer of its own, the engine's, or
-//! nowhere. Promises that a request never fails for want of tokens, only goes by load alone, and that nothing is
-//! tokenised on the threads that serve. Leaves hashing and routing to the router; ids are dropped with the request, but
-//! for those of the beginnings that `cache` keeps.
+//! For one model, selects the source of tokens: the request, the local tokenizer, the engine, or none. Missing tokens
+//! never fail a request; it is routed by load alone. No tokenization runs on serving threads. The router hashes the
+//! ids, which are dropped with the request except for those in `cache`.
 
 mod cache;
 mod chat;
@@ -39,21 +38,21 @@ use parity::Parity;
 use pool::Pool;
 use reason::NoTokens;
 
-/// Where tokens came from.
+/// Source of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenSource {
-    /// The request had them.
+    /// The request itself.
     Request,
-    /// The tokenizer of the gateway.
+    /// The gateway's tokenizer.
     Local,
     /// A worker's `/tokenize`.
     Engine,
-    /// There are none.
+    /// No tokens.
     None,
 }
 
 impl TokenSource {
-    /// As metrics call it.
+    /// Label value in metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -65,55 +64,55 @@ impl TokenSource {
     }
 }
 
-/// A prompt's tokens; empty where there are none.
+/// Tokens of a prompt; empty without tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PromptTokens<'a> {
     /// Token ids.
     pub ids: Cow<'a, [u32]>,
-    /// Where they came from.
+    /// Their source.
     pub source: TokenSource,
 }
 
-/// Names the endpoint of a worker in service for which the predicate holds, another one each time; `None` while there is
-/// none. Given an endpoint, it names one of the others.
+/// Returns the endpoint of an eligible worker that satisfies the predicate, in rotation; `None` without one. A given
+/// endpoint is excluded.
 pub type AnyWorker = Arc<dyn Fn(Option<&str>, &dyn Fn(&str) -> bool) -> Option<String> + Send + Sync>;
 
-/// Why a model's tokens cannot be had as its settings say.
+/// Error while loading the tokenizer of a model.
 #[derive(Debug, thiserror::Error)]
 pub enum TokensError {
-    /// The source is `local`, and there is nothing to read.
+    /// The source is `local` without a file.
     #[error("tokens.source is local, must come with tokens.tokenizer_file")]
     NoTokenizer,
-    /// A file that cannot be read.
+    /// Unreadable file.
     #[error("{} cannot be read: {error}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system says.
+        /// System error.
         error: std::io::Error,
     },
-    /// A `tokenizer.json` that is none.
+    /// Invalid `tokenizer.json`.
     #[error("{} is no tokenizer: {error}", path.display())]
     Tokenizer {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Parser error.
         error: String,
     },
-    /// A chat template that cannot be used.
+    /// Invalid chat template.
     #[error("{} cannot be used: {error}", path.display())]
     Template {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Parser error.
         error: String,
     },
-    /// No threads to tokenise on.
+    /// Failure to start tokenizer threads.
     #[error("no thread can be started: {0}")]
     Threads(std::io::Error),
 }
 
-/// One model's tokens.
+/// Tokenization for one model.
 pub struct Tokens {
     source: Source,
     meters: Arc<Meters>,
@@ -128,22 +127,22 @@ enum Source {
     Engine {
         engine: Box<Engine>,
         model: String,
-        /// Whether the engine is used only if it answers.
+        /// Whether the engine is used only after a successful response.
         is_tried: bool,
-        /// Whether it was said that it does not.
+        /// Whether the missing response was logged.
         is_given_up: AtomicBool,
     },
     None,
 }
 
 impl Tokens {
-    /// Loads the model's tokenizer where there is one. `upstream_name` is what workers call the model, and what metrics
-    /// and logs call it here. Workers are not asked before there is a prompt, or a comparison to be made.
+    /// Loads the tokenizer of the model if configured. `upstream_name` is the model name at the workers, also used in
+    /// metrics and logs here. The first query to a worker happens with the first prompt or comparison.
     ///
-    /// Metrics go to the recorder that is installed by now.
+    /// Metrics use the recorder that is installed now.
     ///
     /// # Errors
-    /// A file that cannot be used.
+    /// An unusable file.
     pub async fn start(
         settings: &TokensSettings,
         upstream_name: &str,
@@ -188,8 +187,8 @@ impl Tokens {
         Ok(tokens)
     }
 
-    /// Where the tokens of prompts come from that have none. With a source of `auto` and no tokenizer it is `None` until a
-    /// worker has answered.
+    /// Token source of prompts without token ids. With source `auto` and no tokenizer it is `None` until a worker has
+    /// responded.
     #[must_use]
     pub fn source(&self) -> TokenSource {
         match &self.source {
@@ -199,10 +198,9 @@ impl Tokens {
         }
     }
 
-    /// The prompt's tokens. `model` is what the client asked for, the name of an adapter perhaps: adapters have the
-    /// tokens of the model they adapt.
+    /// Tokens of the prompt. `model` is the name in the request; an adapter has the tokens of its base model.
     ///
-    /// Cancel-safe: dropping the future takes the prompt out of the queue.
+    /// Cancel-safe: dropping the future removes the prompt from the queue.
     pub async fn of<'a>(&self, prompt: &'a AskedPrompt, _model: &str) -> PromptTokens<'a> {
         if let AskedPrompt::Tokens(ids) = prompt {
             self.meters.had(TokenSource::Request);
@@ -239,7 +237,7 @@ impl Tokens {
                 if before != self.source() {
                     self.meters.source(self.source());
                 }
-                // Once, and only of an engine that has never answered.
+                // Logged once, and only for an engine without any successful response.
                 if self.source() == TokenSource::None
                     && engine.is_paused()
                     && !is_given_up.swap(true, Ordering::Relaxed)
@@ -263,7 +261,7 @@ impl Drop for Tokens {
 async fn tokenise(local: &Arc<Local>, pool: &Pool, question: Question<'_>) -> Result<Vec<u32>, NoTokens> {
     let local = Arc::clone(local);
     match question {
-        // Before it is copied.
+        // Checked before the copy.
         Question::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => Err(NoTokens::TooLong),
         Question::Text(text) => {
             let text = text.to_owned();
@@ -305,7 +303,7 @@ fn warn_of_none(model: &str) {
     tracing::warn!(model, "routes by load only: prompts without token ids have none");
 }
 
-/// Seconds since 1970, for templates that show the date.
+/// Seconds since 1970, for templates with the current date.
 #[expect(
     clippy::disallowed_methods,
     reason = "chat templates show the calendar's date, which no monotonic clock knows"

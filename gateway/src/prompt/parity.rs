@@ -1,7 +1,7 @@
-//! Whether the gateway's tokenizer is the engines'.
+//! Comparison of the gateway's tokenizer with the engines' tokenizers.
 //!
-//! Owns the samples and when they are compared. Promises that no client's text is sent or shown. Leaves what to do about a
-//! difference to the operator: routing goes on, with hits that the engine does not have.
+//! Compares fixed samples at startup and periodically; no client text is sent or logged. After a difference, routing
+//! continues with predicted hits that the engine does not have; the operator must act.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use super::pool::Pool;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 
-/// How often to look whether there is a worker by now.
+/// Interval of checks for a worker.
 const WORKER_AWAITED: Duration = Duration::from_secs(1);
 
-/// Between comparisons.
+/// Interval of comparisons.
 const BETWEEN: Duration = Duration::from_secs(600);
 
-/// Between comparisons while no worker answers.
+/// Interval of comparisons while no worker responds.
 const BETWEEN_UNANSWERED: Duration = Duration::from_secs(30);
 
 const TEXT: &str = "A plain text,  with two spaces, 12345 numbers, a tab\tand naïve façade – Ελλάδα 東京 🙂.";
@@ -32,7 +32,7 @@ const CODE: &str = "fn main() {\n    let x = vec![1, 2, 3];\n\n    println!(\"{:
 
 const CHAT: &str = r#"[{"role":"system","content":"Answer in one word."},{"role":"user","content":"What's the capital of France?\n"}]"#;
 
-/// What the comparison needs.
+/// Inputs of the comparison.
 pub(super) struct Parity {
     pub(super) local: Arc<Local>,
     pub(super) pool: Arc<Pool>,
@@ -43,7 +43,7 @@ pub(super) struct Parity {
 }
 
 impl Parity {
-    /// Compares again and again, until it is aborted.
+    /// Compares periodically until aborted.
     pub(super) async fn watch(self) {
         loop {
             let Some(worker) = (self.any_worker)(None, &|_| true) else {
@@ -55,7 +55,7 @@ impl Parity {
         }
     }
 
-    /// Whether the worker answered all.
+    /// Whether the worker responded to all samples.
     async fn compare_all(&self, worker: &str) -> bool {
         let chat = ChatParts { messages: Bytes::from_static(CHAT.as_bytes()), ..ChatParts::default() };
         let mut samples = vec![("text", Question::Text(TEXT)), ("code", Question::Text(CODE))];
@@ -81,7 +81,7 @@ impl Parity {
         let ours = match self.ours(question).await {
             Ok(ids) => ids,
             Err(NoTokens::Busy) => {
-                // It says nothing of the tokenizer.
+                // No conclusion about the tokenizer.
                 self.meters.parity("unanswered");
                 return false;
             }

@@ -1,8 +1,7 @@
-//! Threads that tokenise, apart from those that serve.
+//! Tokenizer thread pool with a bounded queue.
 //!
-//! Owns a few threads and the queue before them. Promises that the queue is bounded, that nobody waits longer than
-//! [`WAIT_MAX`], that work nobody waits for any more is dropped and not begun, and that a panic in one piece of work harms
-//! no other. Leaves what the work is to its callers.
+//! Waits are limited to [`WAIT_MAX`], abandoned work is dropped before it starts, and a panic in one task affects no
+//! other.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,24 +15,24 @@ use tokio::time::timeout;
 
 use super::reason::NoTokens;
 
-/// Pieces of work that wait.
+/// Maximum queued tasks.
 const QUEUE_MAX: usize = 1_024;
 
-/// More are of no use to one model.
+/// Maximum threads; more do not help one model.
 const THREADS_MAX: u32 = 64;
 
-/// How long anybody waits, behind the work of others and for their own. Later than that a request does better by load.
+/// Maximum wait, queue and execution together. After it, routing by load alone is the better choice.
 pub(super) const WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// Templates and tokenizers recurse; a thread of the runtime has less.
+/// Stack size: templates and tokenizers recurse deeper than the runtime's threads allow.
 const STACK_BYTES: usize = 8 << 20;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A place in the queue. It is empty once the work has begun, or nobody waits for it any more.
+/// A queue entry, empty once the work has started or was abandoned.
 type Place = Arc<Mutex<Option<Work>>>;
 
-/// The threads. They end when this is dropped, after what they are at.
+/// The threads. After the drop of the pool they finish their current task and end.
 pub(super) struct Pool {
     queue: SyncSender<Place>,
 }
@@ -55,15 +54,15 @@ impl Pool {
         Ok(Self { queue })
     }
 
-    /// Has it done, within [`WAIT_MAX`]. Cancel-safe: dropping the future takes the work out of the queue, with all that it
-    /// holds, unless it has begun.
+    /// Runs the work within [`WAIT_MAX`]. Cancel-safe: dropping the future removes work that has not started from the
+    /// queue, with all its data.
     pub(super) async fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, NoTokens> + Send + 'static,
     ) -> Result<T, NoTokens> {
         let (reply, answer) = oneshot::channel();
         let work: Work = Box::new(move || {
-            // Whoever asked may be gone by now.
+            // The receiver may be gone.
             let _ = reply.send(work());
         });
         let place: Place = Arc::new(Mutex::new(Some(work)));
@@ -73,7 +72,7 @@ impl Pool {
     }
 }
 
-/// One who waits: the work goes with them.
+/// A waiting caller; dropping it abandons the work.
 struct Waits(Place);
 
 impl Drop for Waits {
@@ -82,18 +81,18 @@ impl Drop for Waits {
     }
 }
 
-/// The work, if it has not begun. Not held while the work is done or dropped.
+/// Takes the work unless it has started. The lock is not held while the work runs or is dropped.
 fn taken(place: &Mutex<Option<Work>>) -> Option<Work> {
     place.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 fn work_off(waiting: &Mutex<Receiver<Place>>) {
     loop {
-        // One thread waits in the queue, the others for its place; nothing panics in between.
+        // One thread waits on the channel, the others on the lock; no code in between panics.
         let place = waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(place) = place else { return };
         if let Some(work) = taken(&place) {
-            // The reply is dropped with the work, which tells the one who waits.
+            // A panic drops the reply sender, which informs the caller.
             let _ = catch_unwind(AssertUnwindSafe(work));
         }
     }
@@ -128,7 +127,7 @@ mod tests {
             let count = Arc::clone(&count);
             move || Ok(count.fetch_add(1, Ordering::Relaxed))
         };
-        // Polled once each, in turn: the first is begun, the second waits, the third finds no room.
+        // One poll each, in order: the first starts, the second waits, the third is rejected.
         let mut first = Box::pin(first);
         assert!(futures_now(&mut first).is_none());
         has_begun.recv().unwrap();
@@ -138,7 +137,7 @@ mod tests {
         drop(second);
         release.send(()).unwrap();
         assert_eq!(first.await, Ok(1));
-        // The queue is worked off in order: after this one, the dropped one has been passed over.
+        // The queue is processed in order: this task completes after the dropped one was skipped.
         loop {
             match pool.run(counted()).await {
                 Ok(before) => break assert_eq!(before, 0),
@@ -166,16 +165,16 @@ mod tests {
             let held = Arc::clone(&held);
             move || Ok(held.len())
         };
-        // The only thread is not released before: this wait has but one end.
+        // The only thread is not released before: the wait can only time out.
         assert_eq!(pool.run(work).await, Err(NoTokens::Busy));
         assert_eq!(from.elapsed(), WAIT_MAX);
         assert_eq!(Arc::strong_count(&held), 1);
-        // Work that has begun is waited for no longer, either.
+        // The wait for started work ends too.
         assert_eq!(first.await, Err(NoTokens::Busy));
         release.send(()).unwrap();
     }
 
-    /// What the future has now, if it has it.
+    /// Result of the future if it is ready.
     fn futures_now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         match std::pin::Pin::new(future).poll(&mut context) {

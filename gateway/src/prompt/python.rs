@@ -1,17 +1,17 @@
-//! What chat templates expect of Python.
+//! Python functions used by chat templates.
 //!
-//! Owns `json.dumps`, the printing of floats in it, and `strftime` in UTC. Promises the same text as Python's for what
-//! JSON can hold. Leaves methods of strings, lists and dictionaries to `minijinja_contrib`.
+//! `json.dumps`, its float format, and `strftime` in UTC, with the same output as Python for JSON values.
+//! `minijinja_contrib` has the methods of strings, lists and dictionaries.
 
 use std::fmt::Write as _;
 
 use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
-/// Nested values that `tojson` follows: JSON that came in is no deeper, and a template's own is not either.
+/// Maximum nesting for `tojson`; received JSON and template values are shallower.
 const DEPTH_MAX: usize = 192;
 
-/// How `json.dumps` writes.
+/// Format options of `json.dumps`.
 struct Style {
     ascii: bool,
     indent: Option<String>,
@@ -20,7 +20,7 @@ struct Style {
     sorted: bool,
 }
 
-/// The filter `tojson` as chat templates know it: no HTML escapes, and Python's arguments.
+/// The `tojson` filter of chat templates: no HTML escapes, and Python's arguments.
 pub(super) fn tojson(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Error> {
     let arguments = arguments.into_values();
     let (placed, named): (&[Value], Kwargs) = from_args(&arguments)?;
@@ -44,7 +44,7 @@ pub(super) fn tojson(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<St
     Ok(out)
 }
 
-/// One step of indentation; `None` for everything in one line.
+/// One level of indentation; `None` for a single line.
 fn indent_of(value: &Value) -> Result<Option<String>, Error> {
     if value.is_none() {
         return Ok(None);
@@ -69,7 +69,7 @@ fn dump(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<
         ValueKind::String => string(out, value.as_str().unwrap_or_default(), style.ascii),
         ValueKind::Seq | ValueKind::Iterable => list(out, value, style, depth)?,
         ValueKind::Map => map(out, value, style, depth)?,
-        // The kinds are another crate's, and it may add some.
+        // The kind enum of the template engine may grow.
         _ => return Err(invalid("the value has no JSON")),
     }
     Ok(())
@@ -133,7 +133,7 @@ fn line(out: &mut String, style: &Style, depth: usize) {
     }
 }
 
-/// A string's JSON, which for what is ASCII is the same in Python and in serde.
+/// JSON of a string; equal in Python and serde for ASCII.
 fn string(out: &mut String, text: &str, ascii: bool) {
     let quoted = serde_json::to_string(text).expect("strings have JSON");
     if !ascii || quoted.is_ascii() {
@@ -151,7 +151,7 @@ fn string(out: &mut String, text: &str, ascii: bool) {
     }
 }
 
-/// A float as Python's `repr` prints it: the shortest digits, with an exponent below 1e-4 and from 1e16 on.
+/// A float in the format of Python's `repr`: shortest digits, with an exponent below 1e-4 and from 1e16 on.
 fn float(value: f64) -> String {
     if value.is_nan() {
         return "NaN".to_owned();
@@ -187,7 +187,7 @@ const MONTHS: [&str; 12] = [
 
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 
-/// `strftime` of a moment in UTC, `now_s` seconds after 1970 began. What it does not know stays as it stands.
+/// `strftime` in UTC for `now_s` seconds since 1970. Unknown directives stay unchanged.
 pub(super) fn strftime(format: &str, now_s: u64) -> String {
     let (days, second) = (now_s / 86_400, now_s % 86_400);
     let (year, month, day, day_of_year) = civil(days);
@@ -202,7 +202,7 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
             continue;
         }
         let code = chars.next();
-        // glibc's `-` leaves the padding away.
+        // glibc's `-` flag omits the padding.
         let (code, bare) = if code == Some('-') { (chars.next(), true) } else { (code, false) };
         let padded = |n: u64, width: usize| if bare { n.to_string() } else { format!("{n:0width$}") };
         match code {
@@ -232,10 +232,10 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
     out
 }
 
-/// Year, month from 1, day from 1 and day of the year from 1, of the day that is `days` after 1970-01-01.
+/// Year, month from 1, day from 1 and day of the year from 1, for day number `days` since 1970-01-01.
 fn civil(days: u64) -> (u64, usize, u64, u64) {
     let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    // 400 years have 146,097 days; no clock is so far off that walking the years of one such span is long.
+    // 400 years have 146,097 days; iterating over the years of one period is cheap.
     let (mut year, mut rest) = (1970 + 400 * (days / 146_097), days % 146_097);
     while rest >= 365 + u64::from(leap(year)) {
         rest -= 365 + u64::from(leap(year));
@@ -261,7 +261,7 @@ mod tests {
 
     use super::*;
 
-    /// Expectations are what CPython 3.11 prints for the same expressions.
+    /// Expected values are the output of CPython 3.11 for the same expressions.
     #[test]
     fn json_is_pythons() {
         let mut env = Environment::new();

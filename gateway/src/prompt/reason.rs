@@ -1,44 +1,44 @@
-//! Why a prompt has no tokens.
+//! Reasons for prompts without tokens, as metric labels.
 //!
-//! Owns the reasons, as metrics name them. Promises that none of them carries a part of the prompt.
+//! No reason contains text of the prompt.
 
-/// Why a request goes by load alone.
+/// Reason for routing by load alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoTokens {
-    /// The parser found nothing to tokenise, and says why.
+    /// The parser found no text to tokenize, with its reason.
     Opaque(&'static str),
-    /// A message has more than text, whose tokens only the engine knows.
+    /// A message has content other than text; only the engine knows its tokens.
     Multimodal,
-    /// The client brings a chat template of its own.
+    /// The client sends its own chat template.
     OwnTemplate,
-    /// The model has no chat template here.
+    /// No chat template is configured.
     NoTemplate,
-    /// The chat template refused the conversation, failed, or did more than it may.
+    /// The chat template rejected the conversation, failed, or exceeded its limits.
     TemplateError,
-    /// Messages or tools are not of the shape that engines take.
+    /// Messages or tools have an unknown shape.
     Malformed,
-    /// The tokenizer refused the text.
+    /// The tokenizer rejected the text.
     TokenizerError,
-    /// A defect: whatever worked on it is gone.
+    /// A defect: the task was lost.
     Panicked,
-    /// More text than is tokenised here.
+    /// Text above the size limit.
     TooLong,
-    /// Too many prompts wait for a thread, or this one waited too long.
+    /// The queue is full, or the wait was too long.
     Busy,
-    /// The engine cannot be asked with what the request has.
+    /// The engine's `/tokenize` does not support a part of the request.
     Unsupported,
-    /// There is no worker to ask.
+    /// No worker available.
     NoWorker,
-    /// The workers that were asked did not answer with tokens.
+    /// The queried workers returned no tokens.
     EngineFailed,
-    /// The engine failed so often that it is left alone for a while.
+    /// The engine is paused after repeated failures.
     EnginePaused,
-    /// The model's source is `none`.
+    /// The source of the model is `none`.
     Off,
 }
 
 impl NoTokens {
-    /// As metrics call it.
+    /// Label value in metrics.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Opaque(reason) => reason,

@@ -1,8 +1,7 @@
-//! Chat templates.
+//! Chat templates: Jinja with the environment of `apply_chat_template` in Hugging Face's transformers.
 //!
-//! Owns a model's templates and their environment: Jinja with what `apply_chat_template` of Hugging Face's transformers
-//! gives it. Promises the text that transformers would render, and an end: a template runs with bounded steps, depth and
-//! output. Leaves what messages look like to [`chat`](super::chat) and tokens to [`local`](super::local).
+//! Renders the same text as transformers, with limits on steps, depth and output. [`chat`](super::chat) prepares
+//! messages and [`local`](super::local) tokenizes.
 
 use std::io;
 
@@ -17,31 +16,31 @@ use super::python::{strftime, tojson};
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 
-/// Steps of one rendering: a conversation of ten thousand messages takes about a million.
+/// Step limit of one rendering; ten thousand messages take about a million steps.
 const FUEL: u64 = 4_000_000;
 
-/// Depth of one rendering; templates are flat, macros two or three deep.
+/// Depth limit of one rendering; templates are flat, with macros two or three deep.
 const DEPTH_MAX: usize = 128;
 
-/// Ends the final message while it is rendered, so that the place can be found where it is to be continued. The space at
-/// its end tells whether the template trims.
+/// Marks the end of the final message during rendering, to find the position for a continuation. Its trailing space
+/// shows whether the template trims.
 const END_MARK: &str = "<<pointsman: the final message ends here>> ";
 
-/// The time in seconds since 1970, for templates that show today's date.
+/// Time in seconds since 1970, for templates with the current date.
 pub(super) type Clock = fn() -> u64;
 
-/// The templates of a model, as its files have them.
+/// Template sources of a model, from its files.
 #[derive(Default)]
 pub(super) struct TemplateSources {
-    /// For all conversations, unless there is a special one.
+    /// For conversations without a special template.
     pub(super) default: Option<String>,
     /// For conversations with tools.
     pub(super) tool_use: Option<String>,
-    /// `bos_token` and the like.
+    /// `bos_token` and similar variables.
     pub(super) special_tokens: Vec<(String, Value)>,
 }
 
-/// Templates, ready to render.
+/// Compiled templates.
 pub(super) struct Templates {
     default: Option<Template>,
     tool_use: Option<Template>,
@@ -63,12 +62,12 @@ impl Templates {
         })
     }
 
-    /// Whether there is any.
+    /// Whether no template is present.
     pub(super) fn is_empty(&self) -> bool {
         self.default.is_none() && self.tool_use.is_none()
     }
 
-    /// The conversation as text.
+    /// Renders the conversation.
     pub(super) fn render(&self, parts: &ChatParts) -> Result<String, NoTokens> {
         chat::refused(parts)?;
         let special = self.tool_use.as_ref().filter(|_| chat::has_tools(parts));
@@ -85,11 +84,12 @@ impl Templates {
             ("add_generation_prompt", Value::from(chat.add_generation_prompt)),
         ];
         let given = given.into_iter().map(|(name, value)| (Value::from(name), value));
-        // Later ones win: the client's variables over the special tokens, the request's own fields over both.
+        // Later values override: the client's variables override special tokens, and the request's own fields override
+        // both.
         template.render(Value::from_pairs(self.special_tokens.iter().cloned().chain(chat.variables).chain(given)))
     }
 
-    /// Rendered up to the end of the final message's text.
+    /// Renders up to the end of the final message's text.
     fn continued(&self, template: &Template, mut chat: Chat) -> Result<String, NoTokens> {
         if chat.add_generation_prompt {
             return Err(NoTokens::TemplateError);
@@ -153,7 +153,7 @@ impl Template {
     fn render(&self, variables: Value) -> Result<String, NoTokens> {
         let template = self.env.get_template("chat").expect("it was added when this was made");
         let mut out = Bounded { bytes: Vec::new(), is_full: false };
-        // What went wrong may quote the conversation, so that it is counted only.
+        // The error may quote the conversation, so it is counted but not logged.
         let failed = template.render_captured_to(variables, &mut out).is_err();
         if out.is_full {
             return Err(NoTokens::TooLong);
@@ -165,7 +165,7 @@ impl Template {
     }
 }
 
-/// Output up to a limit.
+/// Output with a size limit.
 struct Bounded {
     bytes: Vec<u8>,
     is_full: bool,
@@ -186,8 +186,8 @@ impl io::Write for Bounded {
     }
 }
 
-/// The template with `{% generation %}` blocks, which only mark what training counts, as blocks that are always there:
-/// how their tags treat whitespace stays.
+/// Replaces `{% generation %}` blocks, which only mark training data, by unconditional blocks, to preserve the
+/// whitespace handling of their tags.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

@@ -46,7 +46,7 @@ fn terms_are_read() {
 }
 
 #[test]
-fn values_that_break_their_rule_are_refused_by_name() {
+fn invalid_header_values_are_rejected_by_name() {
     let long = "x".repeat(257);
     let cases = [
         (PRIORITY, vec!["", "-1", "+1", "1.0", "4294967296", "high", "1 ", "٣"]),
@@ -73,7 +73,7 @@ fn values_that_break_their_rule_are_refused_by_name() {
 }
 
 #[test]
-fn request_ids_are_taken_where_they_fit_into_a_log() {
+fn request_ids_fit_for_logs_are_kept() {
     let id = |values: &[&str]| {
         let pairs: Vec<_> = values.iter().map(|value| ("x-request-id", *value)).collect();
         request_id(&map(&pairs)).map(str::to_owned)
@@ -87,7 +87,7 @@ fn request_ids_are_taken_where_they_fit_into_a_log() {
 }
 
 #[test]
-fn what_is_the_clients_passes_to_workers() {
+fn client_headers_are_forwarded_to_workers() {
     let passes = [
         ("accept", "text/event-stream"),
         ("content-type", "application/json"),
@@ -104,7 +104,7 @@ fn what_is_the_clients_passes_to_workers() {
 }
 
 #[test]
-fn what_frames_or_chooses_does_not_pass_to_workers() {
+fn framing_and_selecting_headers_are_not_forwarded() {
     let dropped = [
         ("Connection", "keep-alive, X-Mine"),
         ("X-Mine", "1"),
@@ -144,7 +144,7 @@ fn what_frames_or_chooses_does_not_pass_to_workers() {
 }
 
 #[test]
-fn rank_and_key_are_the_gateways_to_say() {
+fn gateway_sets_rank_and_key() {
     let client =
         map(&[("authorization", "Bearer client"), ("x-data-parallel-rank", "9"), ("connection", "x-request-id")]);
     let key = HeaderValue::from_static("Bearer worker");
@@ -163,7 +163,7 @@ fn rank_and_key_are_the_gateways_to_say() {
 }
 
 #[test]
-fn connection_may_name_as_much_as_it_likes() {
+fn long_connection_headers_are_linear() {
     let many = "a,".repeat(30_000) + " X-Mine ,, \t,not a name,content-type";
     let mut client = map(&[("connection", "close"), ("x-mine", "1"), ("x-also-mine", "2"), ("accept", "*/*")]);
     for value in [many.as_bytes(), b"\xff,x-ALSO-mine"] {
@@ -174,7 +174,7 @@ fn connection_may_name_as_much_as_it_likes() {
 }
 
 #[test]
-fn answers_pass_without_what_tells_workers_apart() {
+fn response_headers_that_identify_workers_are_dropped() {
     let answer = map(&[
         ("content-type", "text/event-stream"),
         ("content-length", "12"),

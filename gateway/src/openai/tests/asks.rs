@@ -1,4 +1,4 @@
-//! What is read of bodies, by example.
+//! Parsing of bodies, by example.
 
 use axum::body::Bytes;
 use proptest::prelude::*;
@@ -54,7 +54,7 @@ fn common_fields_are_read() {
 }
 
 #[test]
-fn the_limit_of_output_has_a_name_by_endpoint() {
+fn output_limit_field_depends_on_the_endpoint() {
     let limits = r#""max_tokens":1,"max_completion_tokens":2,"max_output_tokens":3"#;
     let of = |endpoint, rest: &str| ask(endpoint, &format!("{{{limits},{rest}}}")).output_tokens_max;
     assert_eq!(of(Endpoint::Chat, r#""messages":[]"#), Some(2));
@@ -69,7 +69,7 @@ fn the_limit_of_output_has_a_name_by_endpoint() {
 }
 
 #[test]
-fn prompts_are_text_or_tokens_and_of_several_the_first() {
+fn prompt_lists_use_their_first_element() {
     let text = |text: &str| AskedPrompt::Text(text.to_owned());
     let cases = [
         (r#""a\u00e9\n""#, text("aé\n")),
@@ -98,7 +98,7 @@ fn prompts_are_text_or_tokens_and_of_several_the_first() {
 }
 
 #[test]
-fn chats_are_carried_as_they_are() {
+fn chat_fields_are_forwarded_unchanged() {
     let body = r#"{"messages": [ {"role":"user","content":"\ud800 hi"} ], "tools":[{"a":1}], "documents":[{}],
         "chat_template_kwargs":{"enable_thinking":false}, "reasoning_effort":"low", "chat_template":"{{x}}",
         "add_generation_prompt":false, "continue_final_message":true}"#;
@@ -142,7 +142,7 @@ fn responses_become_chats() {
 }
 
 #[test]
-fn what_has_no_tokens_here_says_why() {
+fn prompts_without_tokens_have_a_reason() {
     let cases = [
         (Endpoint::Completions, r#"{"prompt_embeds":"AAAA"}"#, "embeddings"),
         (Endpoint::Completions, r#"{"prompt":"x","prompt_embeds":"AAAA"}"#, "embeddings"),
@@ -214,7 +214,7 @@ fn wrong_types_name_their_field() {
 }
 
 #[test]
-fn what_is_no_json_object_is_refused_everywhere() {
+fn bodies_other_than_json_objects_are_rejected() {
     let cases: [(&[u8], &str); 14] = [
         (b"", "invalid_json"),
         (b"{", "invalid_json"),
@@ -241,7 +241,7 @@ fn what_is_no_json_object_is_refused_everywhere() {
 }
 
 #[test]
-fn depth_is_bounded_in_parts_that_are_only_carried() {
+fn nesting_is_limited_in_forwarded_fields() {
     let nested = |depth: usize| format!("{{\"messages\":{}\"]\\\"[\"{}}}", "[".repeat(depth), "]".repeat(depth));
     assert!(Ask::parse(Endpoint::Chat, nested(127).into()).is_ok());
     assert_eq!(refused(Endpoint::Chat, nested(128)).code, "too_deep");
@@ -257,7 +257,7 @@ fn content_is_not_shown() {
     assert!(!shown.contains("hush"), "{shown}");
 }
 
-/// A body of every shape, for others to spoil.
+/// Bodies of every shape, mutated by the properties.
 const BODIES: [(Endpoint, &str); 4] = [
     (
         Endpoint::Chat,
@@ -282,7 +282,7 @@ proptest! {
     }
 
     #[test]
-    fn spoilt_bodies_are_read_or_refused(
+    fn mutated_bodies_are_parsed_or_rejected(
         which in 0..BODIES.len(),
         spoils in proptest::collection::vec((any::<prop::sample::Index>(), 0..3_u8, any::<prop::sample::Index>()), 1..4),
     ) {

@@ -1,4 +1,4 @@
-//! Every error, its headers, and its line in the users' page.
+//! Every error, its headers, and its row in the documentation.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -100,7 +100,7 @@ fn of_proxy() -> Vec<ApiError> {
 }
 
 #[test]
-fn errors_of_the_router_are_told_apart_and_tell_nothing_of_others() {
+fn router_errors_are_distinct_and_reveal_no_internals() {
     for (error, status, code, retry_after_s) in of_router() {
         let told = ApiError::from(error.clone());
         assert_eq!((told.status.as_u16(), told.code, told.retry_after_s), (status, code, retry_after_s), "{error}");
@@ -109,7 +109,7 @@ fn errors_of_the_router_are_told_apart_and_tell_nothing_of_others() {
 }
 
 #[tokio::test]
-async fn answers_have_the_shape_of_openai() {
+async fn error_responses_have_openai_format() {
     let answer = |error: ApiError| async {
         let (head, body) = error.into_response().into_parts();
         let body = body.collect().await.unwrap().to_bytes();
@@ -144,7 +144,7 @@ async fn answers_have_the_shape_of_openai() {
     }
 }
 
-/// Rows of the table of errors: `code` to status and type.
+/// Rows of the error table: `code` to status and type.
 fn rows() -> BTreeMap<String, (String, String)> {
     let table = PAGE.split("## Errors").nth(1).expect("the page has errors");
     let rows = table.lines().filter(|line| line.starts_with("| ") && line.contains("_error`"));
@@ -156,7 +156,7 @@ fn rows() -> BTreeMap<String, (String, String)> {
 }
 
 #[test]
-fn every_error_is_documented_and_every_documented_one_exists() {
+fn errors_match_their_documentation() {
     let errors = of_router().into_iter().map(|(error, ..)| ApiError::from(error)).chain(of_bodies()).chain(of_proxy());
     let made: BTreeMap<_, _> = errors
         .map(|error| (error.code.to_owned(), (error.status.as_str().to_owned(), error.kind.name().to_owned())))

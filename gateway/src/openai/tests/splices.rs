@@ -1,4 +1,4 @@
-//! Bodies changed in place, against a reader that takes them apart.
+//! Body edits compared with a reference parser.
 
 use axum::body::Bytes;
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ fn ask(body: &str) -> Ask {
 }
 
 #[test]
-fn without_changes_it_is_the_same_memory() {
+fn unchanged_bodies_share_their_memory() {
     let asked = ask("{ \"prompt\" : \"x\" , \"model\":\"m\",\"cache_salt\":\"s\",\"routed_dp_rank\":null}\n");
     let body = asked.body(Edits::default());
     let same = asked.body(Edits { model: Some("m"), cache_salt: Some("s") });
@@ -20,7 +20,7 @@ fn without_changes_it_is_the_same_memory() {
 }
 
 #[test]
-fn values_are_replaced_where_they_stand_and_else_inserted_first() {
+fn values_are_replaced_in_place_or_inserted_first() {
     let edits = |model, cache_salt| Edits { model, cache_salt };
     let cases = [
         (r#"{"prompt":"x","model": "a" }"#, edits(Some("b"), None), r#"{"prompt":"x","model": "b" }"#),
@@ -70,7 +70,7 @@ fn name() -> impl Strategy<Value = Option<String>> {
     proptest::option::of("[a-c\"\\\\é\n]{1,3}")
 }
 
-/// Fields in the order in which they are written, none of them twice.
+/// Distinct fields in the order of the body.
 fn fields() -> impl Strategy<Value = Vec<(String, Value)>> {
     let known = (name(), name(), proptest::collection::vec(proptest::option::of(value()), PLACES.len()));
     let unknown = proptest::collection::btree_map("x[a-z]{0,3}", value(), 0..5);
@@ -88,7 +88,7 @@ fn fields() -> impl Strategy<Value = Vec<(String, Value)>> {
 
 proptest! {
     #[test]
-    fn edits_are_there_and_nothing_else_changes(
+    fn edits_change_nothing_else(
         fields in fields(),
         space in "[ \n\t]{0,2}",
         model in name(),
@@ -98,7 +98,7 @@ proptest! {
         let body = format!("{space}{{{}}}{space}", written.join(","));
         let edited = ask(&body).body(Edits { model: model.as_deref(), cache_salt: salt.as_deref() });
 
-        // Field by field, in their order: what was inserted comes first, what was replaced stands where it stood.
+        // Field by field in order: inserted fields first, replaced fields in place.
         let changed = |key: &str, value: &Value| match key {
             "model" => model.clone().map_or(value.clone(), Value::from),
             "cache_salt" => salt.clone().map_or(value.clone(), Value::from),

@@ -8,9 +8,9 @@ use serde_json::value::RawValue;
 
 use super::*;
 
-/// What `tests/data/tokens/expected.json` holds: the texts that `apply_chat_template` of transformers 4.57.6 renders and
-/// the ids that `PreTrainedTokenizerFast` gives with the files beside it, the messages first put into the shape that vLLM
-/// gives its templates. Made once with Python; the tokenizer was trained on a few made-up lines.
+/// Contents of `tests/data/tokens/expected.json`: texts rendered by `apply_chat_template` of transformers 4.57.6 and
+/// ids from `PreTrainedTokenizerFast` with the files beside it, with messages first converted to vLLM's shape.
+/// Generated once with Python; the tokenizer was trained on a few invented lines.
 #[derive(Deserialize)]
 struct Expected {
     chats: Vec<ChatCase>,
@@ -75,7 +75,7 @@ impl ChatCase {
 }
 
 #[test]
-fn chats_are_rendered_and_tokenised_as_transformers_does() {
+fn chats_match_transformers() {
     for case in expected().chats {
         let local = local("tokenizer.json", case.template.as_deref(), 1 << 20);
         let parts = case.parts();
@@ -86,7 +86,7 @@ fn chats_are_rendered_and_tokenised_as_transformers_does() {
 }
 
 #[test]
-fn texts_are_tokenised_with_what_stands_around_them() {
+fn texts_include_surrounding_special_tokens() {
     for cache_bytes_max in [0, 1 << 20] {
         let local = local("tokenizer.json", None, cache_bytes_max);
         assert!(local.around.is_some());
@@ -97,14 +97,14 @@ fn texts_are_tokenised_with_what_stands_around_them() {
 }
 
 #[test]
-fn the_date_is_todays_unless_the_request_says_otherwise() {
+fn template_date_defaults_to_today() {
     let local = local("tokenizer.json", Some("llama3.jinja"), 0);
     let rendered = local.templates.render(&chat(r#"[{"role":"user","content":"Hi"}]"#)).unwrap();
     assert!(rendered.contains("Today: 26 Jul 2024\n"), "{rendered}");
 }
 
 #[test]
-fn what_no_template_here_can_tell_has_no_tokens() {
+fn unrenderable_chats_have_no_tokens() {
     let local = local("tokenizer.json", None, 0);
     let user = |content: &str| format!(r#"[{{"role":"user","content":{content}}}]"#);
     let image = r#"[{"type":"text","text":"a"},{"type":"image_url","image_url":{"url":"http://x/y.png"}}]"#;
@@ -146,7 +146,7 @@ fn templates_come_to_an_end() {
 }
 
 #[test]
-fn a_next_turn_costs_only_what_is_new() {
+fn next_turn_tokenizes_only_new_text() {
     let local = local("tokenizer.json", None, 1 << 20);
     let cached = |local: &Local| {
         let kept = local.kept.as_ref().unwrap();
@@ -160,7 +160,7 @@ fn a_next_turn_costs_only_what_is_new() {
     let text = local.templates.render(&chat(&format!("[{first}]"))).unwrap();
     let mut ids = Vec::new();
     let from_cache = local.encode_kept(local.kept.as_ref().unwrap(), &text, &mut ids).unwrap();
-    // All but the part after the last special token that is far enough from the one before.
+    // All except the part after the last special token at sufficient distance.
     assert!(ids.len() - from_cache < 300, "{} of {}", from_cache, ids.len());
     let second =
         format!(r#"[{first},{{"role":"assistant","content":"Go on."}},{{"role":"user","content":"{long}!"}}]"#);
@@ -170,7 +170,7 @@ fn a_next_turn_costs_only_what_is_new() {
 }
 
 #[test]
-fn tokenizers_that_cannot_be_cut_are_not() {
+fn tokenizers_without_cut_points_are_uncached() {
     let text = std::fs::read_to_string(data("tokenizer.json")).unwrap();
     let changed = |from: &str, to: &str| {
         let changed = text.replace(from, to);
@@ -180,11 +180,11 @@ fn tokenizers_that_cannot_be_cut_are_not() {
     assert!(Cutter::of(&changed(r#""single_word":false"#, r#""single_word":true"#)).is_none());
     assert!(Cutter::of(&changed(r#""rstrip":false"#, r#""rstrip":true"#)).is_none());
     assert!(Cutter::of(&changed(r#""special":true"#, r#""special":false"#)).is_none());
-    // Found in normalised text, they are found together with what stands around them.
+    // Tokens found in normalized text depend on the text around them.
     assert!(Cutter::of(&changed(r#""normalized":false"#, r#""normalized":true"#)).is_none());
 }
 
-/// Pieces that conversations are made of: text of every kind, special tokens and parts of them.
+/// Pieces of conversations: all kinds of text, special tokens and parts of them.
 fn piece() -> impl Strategy<Value = String> {
     const FIXED: [&str; 28] = [
         "<|im_start|>",
@@ -220,7 +220,7 @@ fn piece() -> impl Strategy<Value = String> {
 }
 
 fn conversations() -> impl Strategy<Value = Vec<String>> {
-    // Each goes on from some prefix of the one before.
+    // Each turn continues some prefix of the previous one.
     let turn = (0.0..=1.0_f64, prop::collection::vec(piece(), 0..20));
     prop::collection::vec(turn, 1..8).prop_map(|turns| {
         let mut texts: Vec<String> = vec![String::new()];
@@ -234,7 +234,7 @@ fn conversations() -> impl Strategy<Value = Vec<String>> {
     })
 }
 
-/// A tokenizer whose settings in its file are changed, with parts of any length and room for a few.
+/// A tokenizer with modified settings, parts of any length, and a small cache.
 fn variant(file: &str, changes: &[(&str, &str)], chunk_bytes_min: usize, cache_bytes: usize) -> Local {
     let mut local = local(file, Some("llama3.jinja"), 0);
     let mut text = std::fs::read_to_string(data(file)).unwrap();
@@ -251,13 +251,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn tokens_with_the_cache_are_those_without(
+    fn cached_and_uncached_tokens_are_equal(
         texts in conversations(),
         chunk_bytes_min in select(&[1_usize, 8, 40][..]),
         cache_bytes in select(&[600_usize, 1 << 20][..]),
     ) {
         thread_local! {
-            // Reading them is the slow part.
+            // Loading them is slow.
             static VARIANTS: Vec<Local> = vec![
                 variant("tokenizer.json", &[], 1, 1),
                 variant("tokenizer.json", &[(r#""lstrip":false"#, r#""lstrip":true"#)], 1, 1),
@@ -304,7 +304,7 @@ proptest! {
             continue_final_message: Some(is_continued),
             ..chat(&messages)
         };
-        // Whichever it is: an answer.
+        // Either result is valid; the call must return.
         LOCAL.with(|local| drop(local.chat(&parts)));
     }
 }
