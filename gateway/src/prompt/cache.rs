@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_tell_texts_places_and_processes_apart() {
+    fn keys_differ_by_text_position_and_process() {
         let keys = Keys::new();
         assert!(keys.of("a", true) == keys.of("a", true));
         assert!(keys.of("a", true) != keys.of("a", false));

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn where_one_worker_fails_one_other_is_asked() {
+    async fn after_a_failure_one_other_worker_is_queried() {
         let (answer, asked) = first_a(&["a", "b", "c"], async || Err(broken())).await;
         assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));
         let (answer, asked) = first_a(&["a"], async || Err(broken())).await;
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_worker_that_hangs_leaves_time_to_ask_another() {
+    async fn hanging_worker_leaves_time_for_a_second_query() {
         let begun = Instant::now();
         let (answer, asked) = first_a(&["a", "b"], std::future::pending).await;
         assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));

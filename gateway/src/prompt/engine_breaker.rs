@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_that_fails_is_asked_once_after_each_pause() {
+    fn failed_worker_gets_one_query_per_pause() {
         let (start, workers) = (Instant::now(), WorkerBreakers::default());
         assert!(workers.may_ask("a", start));
         workers.asked("a", start);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_of_a_worker_grow_and_end() {
+    fn worker_pauses_double_up_to_a_limit() {
         let (mut now, workers) = (Instant::now(), WorkerBreakers::default());
         let mut pauses = Vec::new();
         for _ in 0..6 {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn five_failures_pause_and_one_question_ends_the_pause() {
+    fn five_failures_pause_and_one_success_resumes() {
         let start = Instant::now();
         let mut breaker = Breaker::default();
         breaker.answered();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_count_until_the_engine_has_answered_once() {
+    fn rejections_count_until_the_first_success() {
         let start = Instant::now();
         let (mut never, mut once) = (Breaker::default(), Breaker::default());
         once.answered();

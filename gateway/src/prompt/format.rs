@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loops_over_contents_ask_for_parts() {
+    fn loops_over_content_select_parts() {
         let parts = [
             "{% for m in messages %}{% for c in m['content'] %}{{ c.text }}{% endfor %}{% endfor %}",
             "{%- for m in messages -%}{%- for c in m.content | selectattr('type', 'equalto', 'text') -%}{%- endfor -%}{%- endfor -%}",

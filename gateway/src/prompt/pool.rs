@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_queue_refuses_and_work_of_the_gone_is_not_begun() {
+    async fn full_queue_rejects_and_abandoned_work_never_starts() {
         let pool = Pool::with_queue(1, 1).unwrap();
         let (begun, has_begun) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nobody_waits_longer_than_that_and_their_work_is_dropped() {
+    async fn waits_are_limited_and_late_work_is_dropped() {
         let pool = Pool::start(1).unwrap();
         let (begun, has_begun) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();

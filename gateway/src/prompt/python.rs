@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_match_the_calendar() {
         let format = "%Y-%m-%d %H:%M:%S %A %a %B %b %j %y %I %p %-d %e %% %Q";
         // `date -u -d @SECONDS` with the same format.
         let leap_day = "2024-02-29 13:05:09 Thursday Thu February Feb 060 24 01 PM 29 29 % %Q";
