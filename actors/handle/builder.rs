@@ -1,5 +1,6 @@
 //! Starting a router.
 
+use std::pin::Pin;
 use std::sync::Arc;
 
 use ractor::Actor;
@@ -99,6 +100,15 @@ impl RouterBuilder {
     /// # Errors
     /// See [`StartError`]. Nothing runs on after an error.
     pub async fn start(self) -> Result<Router, StartError> {
+        self.start_boxed().await
+    }
+
+    /// Boxed, so that the actors are compiled in this crate and not once more in every crate that polls `start`.
+    fn start_boxed(self) -> Pin<Box<dyn Future<Output = Result<Router, StartError>> + Send>> {
+        Box::pin(self.start_actors())
+    }
+
+    async fn start_actors(self) -> Result<Router, StartError> {
         self.config.validate()?;
         let wanted = self.config.min_initial_workers;
         telemetry::describe();

@@ -28,6 +28,7 @@ mod tls;
 mod workers;
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -183,7 +184,15 @@ impl Gateway {
         Self::start_with(settings, Some(load)).await
     }
 
-    async fn start_with(settings: Settings, load: Option<LoadSettings>) -> Result<Self, GatewayError> {
+    /// Boxed, so that the gateway is compiled in this crate and not once more in every crate that polls the future.
+    fn start_with(
+        settings: Settings,
+        load: Option<LoadSettings>,
+    ) -> Pin<Box<dyn Future<Output = Result<Self, GatewayError>> + Send>> {
+        Box::pin(Self::start_parts(settings, load))
+    }
+
+    async fn start_parts(settings: Settings, load: Option<LoadSettings>) -> Result<Self, GatewayError> {
         // Handles belong to the recorder that is there when they are made.
         let metrics = Metrics::install();
         metrics::describe();

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -72,6 +73,15 @@ impl MockEngine {
     /// # Errors
     /// A configuration that breaks a rule, or a port that is taken.
     pub async fn start(config: MockConfig) -> Result<Self, MockError> {
+        Self::start_boxed(config).await
+    }
+
+    /// Boxed, so that the engine is compiled in this crate and not once more in every crate that polls `start`.
+    fn start_boxed(config: MockConfig) -> Pin<Box<dyn Future<Output = Result<Self, MockError>> + Send>> {
+        Box::pin(Self::start_parts(config))
+    }
+
+    async fn start_parts(config: MockConfig) -> Result<Self, MockError> {
         let engine = Arc::new(Engine::start(config).await?);
         let listener = {
             let mut listener = engine.http_listener.lock().await;
