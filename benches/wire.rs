@@ -14,7 +14,7 @@ use std::num::NonZeroU32;
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use pointsman::index::Index;
 use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, Limits, WireConfig};
+use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
 
 const BATCHES: u64 = 400;
 const BLOCKS_HELD_MAX: usize = 4_000;
@@ -160,7 +160,13 @@ fn batches(block_size: u64, ids: Ids) -> (Vec<Vec<u8>>, u64) {
 
 fn decoder(block_size: u64, ranks: u32) -> Decoder {
     let block_size = NonZeroU32::new(block_size as u32).expect("not zero");
-    Decoder::new(WireConfig { rank: RANK, ranks: 0..ranks, block_size, is_eagle: false, limits: Limits::default() })
+    Decoder::new(WireConfig {
+        rank: RANK,
+        ranks: 0..ranks,
+        block_size,
+        is_eagle: false,
+        limits: DecoderLimits::default(),
+    })
 }
 
 fn decode(decoder: &mut Decoder, batches: &[Vec<u8>], mut then: impl FnMut(&[RouterEvent])) {

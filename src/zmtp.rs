@@ -1,81 +1,80 @@
-//! What is around an engine's KV event payloads on the wire: ZMTP frames and the parts of a message.
+//! ZMTP framing around KV event payloads: frame checks and multi-part messages.
 //!
-//! Owns the limits of what an engine may send ([`Caps`]), the check of a byte stream against them as it goes by
-//! ([`FrameCheck`]), and the two shapes of multi-part messages ([`live`], [`replayed`]). Promises that a stream that
-//! passed holds no frame, and no message, larger than its caps, so that whoever reads it may make room for what a header
-//! announces; and that nothing here makes room for anything. Leaves the protocol itself (handshake, subscriptions) to the
-//! library that speaks it, and payloads to [`crate::wire`].
+//! Defines the size limits of an engine's messages ([`Caps`]), a check of the byte stream ([`FrameCheck`]), and the two
+//! forms of multi-part messages ([`live`], [`replayed`]). In a stream that passes the check, no frame and no message
+//! exceeds the caps, so a reader may allocate the announced sizes. The check itself allocates no memory. A library
+//! implements the protocol (handshake, subscriptions); [`crate::wire`] decodes payloads.
 //!
 //! Formats: ZMTP 3.0 (ZeroMQ RFC 23): a greeting of 64 bytes (`ff`, eight bytes of padding, `7f`, version, mechanism as
-//! 20 bytes, server flag, 31 bytes of filler), then frames of one flag byte (1 more, 2 long, 4 command) and a length of one
-//! byte, or of eight bytes, big-endian, where long.
+//! 20 bytes, server flag, 31 bytes of filler), then frames of one flag byte (1 more, 2 long, 4 command) and a length of
+//! one byte, or of eight bytes, big-endian, for long frames.
 
-/// The most that an engine may send at once.
+/// Size limits of the messages of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caps {
-    /// Bytes a frame.
+    /// Bytes per frame.
     pub frame_bytes_max: u64,
-    /// Bytes of all frames of one message together.
+    /// Bytes of all frames of one message.
     pub message_bytes_max: u64,
     /// Frames of one message.
     pub message_frames_max: u32,
 }
 
 impl Default for Caps {
-    /// 16 MiB a frame and a message, 8 frames: a batch of 20,000 blocks of 64 tokens is about 7 MB.
+    /// 16 MiB per frame and per message, 8 frames: a batch of 20,000 blocks of 64 tokens has about 7 MB.
     fn default() -> Self {
         Self { frame_bytes_max: 16 << 20, message_bytes_max: 16 << 20, message_frames_max: 8 }
     }
 }
 
-/// Why a stream was cut.
+/// Reason for closing a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
-    /// What came first is no ZMTP 3 greeting.
+    /// The stream does not start with a ZMTP 3 greeting.
     #[error("byte {at} of the greeting is {found:#04x}, must be {rule}")]
     Greeting {
-        /// Where.
+        /// Offset of the byte.
         at: usize,
-        /// What stands there.
+        /// Received value.
         found: u8,
-        /// What must.
+        /// Expected value.
         rule: &'static str,
     },
-    /// Only the NULL mechanism is spoken: no user, no encryption.
-    #[error("the peer wants a security mechanism other than NULL")]
+    /// Only the NULL mechanism is supported: no user, no encryption.
+    #[error("the engine requests a security mechanism other than NULL")]
     Mechanism,
-    /// Flags that mean nothing, so that no length can be trusted.
+    /// Undefined flags, which make the length unreliable.
     #[error("a frame has flags {0:#04x}, must be 1 (more), 2 (long), 4 (command) or a sum of them")]
     Flags(u8),
-    /// A command inside a message, or one that says it goes on.
-    #[error("a command stands inside a message, must stand between messages")]
+    /// A command inside a message, or a command with the `more` flag.
+    #[error("a command is inside a message, must be between messages")]
     Command,
-    /// A frame of more bytes than allowed.
+    /// A frame that exceeds the limit.
     #[error("a frame announces {bytes} bytes, must be at most {bytes_max}")]
     Frame {
-        /// As announced.
+        /// Announced bytes.
         bytes: u64,
-        /// The cap.
+        /// The limit.
         bytes_max: u64,
     },
-    /// A message of more bytes than allowed.
+    /// A message that exceeds the limit in bytes.
     #[error("a message has at least {bytes} bytes, must be at most {bytes_max}")]
     Message {
-        /// Announced so far.
+        /// Bytes announced so far.
         bytes: u64,
-        /// The cap.
+        /// The limit.
         bytes_max: u64,
     },
-    /// A message of more frames than allowed.
+    /// A message that exceeds the limit in frames.
     #[error("a message has more than {frames_max} frames")]
     Frames {
-        /// The cap.
+        /// The limit.
         frames_max: u32,
     },
 }
 
 impl StreamError {
-    /// Its name in metrics.
+    /// The metric label value.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -97,7 +96,7 @@ const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// Checks the bytes of one connection, in whatever pieces they come.
+/// Checks the bytes of one connection, split at any positions.
 ///
 /// ```
 /// use pointsman::zmtp::{Caps, FrameCheck, StreamError};
@@ -109,17 +108,17 @@ const COMMAND: u8 = 4;
 #[derive(Debug)]
 pub struct FrameCheck {
     caps: Caps,
-    state: State,
+    state: FrameState,
     message_bytes: u64,
     message_frames: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum State {
-    /// So many bytes of it have passed.
+enum FrameState {
+    /// Number of greeting bytes checked.
     Greeting(usize),
     Flags,
-    /// `left` bytes of the length are to come; `bytes` is what those that have passed say.
+    /// `left` bytes of the length are missing; `bytes` is the value of the received ones.
     Length {
         flags: u8,
         left: u8,
@@ -131,42 +130,43 @@ enum State {
 }
 
 impl FrameCheck {
-    /// For a connection that has yet to send its greeting.
+    /// A check for a new connection, before its greeting.
     #[must_use]
     pub fn new(caps: Caps) -> Self {
-        Self { caps, state: State::Greeting(0), message_bytes: 0, message_frames: 0 }
+        Self { caps, state: FrameState::Greeting(0), message_bytes: 0, message_frames: 0 }
     }
 
-    /// Looks at the next bytes. They may be passed on when all of them are well.
+    /// Checks the next bytes. The caller may forward them only if the check succeeds.
     ///
     /// # Errors
-    /// The first thing that breaks a rule; the connection must be cut then.
+    /// The first violation of a rule; the caller must close the connection.
     pub fn pass(&mut self, mut bytes: &[u8]) -> Result<(), StreamError> {
         while let Some(&first) = bytes.first() {
             let passed = match self.state {
-                State::Greeting(at) => {
+                FrameState::Greeting(at) => {
                     check_greeting(at, first)?;
-                    self.state = if at + 1 == GREETING_BYTES { State::Flags } else { State::Greeting(at + 1) };
+                    self.state =
+                        if at + 1 == GREETING_BYTES { FrameState::Flags } else { FrameState::Greeting(at + 1) };
                     1
                 }
-                State::Flags if first & !(MORE | LONG | COMMAND) != 0 => return Err(StreamError::Flags(first)),
-                State::Flags => {
+                FrameState::Flags if first & !(MORE | LONG | COMMAND) != 0 => return Err(StreamError::Flags(first)),
+                FrameState::Flags => {
                     let left = if first & LONG == 0 { 1 } else { 8 };
-                    self.state = State::Length { flags: first, left, bytes: 0 };
+                    self.state = FrameState::Length { flags: first, left, bytes: 0 };
                     1
                 }
-                State::Length { flags, left, bytes } => {
+                FrameState::Length { flags, left, bytes } => {
                     let bytes = bytes << 8 | u64::from(first);
                     self.state = match left {
                         1 => self.begin_frame(flags, bytes)?,
-                        _ => State::Length { flags, left: left - 1, bytes },
+                        _ => FrameState::Length { flags, left: left - 1, bytes },
                     };
                     1
                 }
-                State::Body { left } => {
+                FrameState::Body { left } => {
                     let passed = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
                     let left = left - passed as u64;
-                    self.state = if left == 0 { State::Flags } else { State::Body { left } };
+                    self.state = if left == 0 { FrameState::Flags } else { FrameState::Body { left } };
                     passed
                 }
             };
@@ -175,15 +175,15 @@ impl FrameCheck {
         Ok(())
     }
 
-    fn begin_frame(&mut self, flags: u8, bytes: u64) -> Result<State, StreamError> {
+    fn begin_frame(&mut self, flags: u8, bytes: u64) -> Result<FrameState, StreamError> {
         let Caps { frame_bytes_max, message_bytes_max, message_frames_max } = self.caps;
         if bytes > frame_bytes_max {
             return Err(StreamError::Frame { bytes, bytes_max: frame_bytes_max });
         }
         if flags & COMMAND != 0 {
-            // Readers go on with the message behind it, so it must not end the count of what they keep.
-            let stands_alone = flags & MORE == 0 && self.message_frames == 0;
-            return if stands_alone { Ok(Self::body(bytes)) } else { Err(StreamError::Command) };
+            // Readers continue with the message after a command, so a command must not reset the counts of a message.
+            let is_between_messages = flags & MORE == 0 && self.message_frames == 0;
+            return if is_between_messages { Ok(Self::body(bytes)) } else { Err(StreamError::Command) };
         }
         self.message_bytes += bytes; // both are bounded by their caps
         if self.message_bytes > message_bytes_max {
@@ -199,8 +199,8 @@ impl FrameCheck {
         Ok(Self::body(bytes))
     }
 
-    fn body(bytes: u64) -> State {
-        if bytes == 0 { State::Flags } else { State::Body { left: bytes } }
+    fn body(bytes: u64) -> FrameState {
+        if bytes == 0 { FrameState::Flags } else { FrameState::Body { left: bytes } }
     }
 }
 
@@ -215,41 +215,41 @@ fn check_greeting(at: usize, found: u8) -> Result<(), StreamError> {
     }
 }
 
-/// The number that ends an answer to a replay request.
+/// The sequence number that ends a replay response.
 const END: u64 = u64::MAX;
 
-/// One part of an answer to a replay request.
+/// One part of a replay response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Replayed<P> {
-    /// A message that was published before.
+    /// An earlier message.
     Message {
-        /// Its number.
+        /// Its sequence number.
         sequence: u64,
         /// Its payload.
         payload: P,
     },
-    /// That was all.
+    /// End of the response.
     End,
 }
 
-/// Why a multi-part message was refused.
+/// Reason for rejecting a multi-part message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PartsError {
     /// Too few or too many parts.
     #[error("a message has {parts} parts, must have {rule}")]
     Count {
-        /// As received.
+        /// Received number of parts.
         parts: usize,
-        /// What it must have.
+        /// Expected parts.
         rule: &'static str,
     },
-    /// A number that is none.
+    /// A sequence number of the wrong length.
     #[error("a sequence number has {0} bytes, must have 8")]
     Sequence(usize),
 }
 
 impl PartsError {
-    /// Its name in metrics.
+    /// The metric label value.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -259,7 +259,7 @@ impl PartsError {
     }
 }
 
-/// Takes a live message apart: topic, sequence number (8 bytes, big-endian), payload.
+/// Splits a live message into topic, sequence number (8 bytes, big-endian) and payload.
 ///
 /// ```
 /// let parts = [&b"kv-events"[..], &[0, 0, 0, 0, 0, 0, 0, 7], b"payload"];
@@ -268,7 +268,7 @@ impl PartsError {
 /// ```
 ///
 /// # Errors
-/// Another number of parts, or a sequence number of another length.
+/// A wrong number of parts, or a sequence number of the wrong length.
 pub fn live<P: AsRef<[u8]>>(parts: &[P]) -> Result<(u64, &P), PartsError> {
     match parts {
         [_topic, sequence, payload] => Ok((sequence_of(sequence.as_ref())?, payload)),
@@ -276,8 +276,8 @@ pub fn live<P: AsRef<[u8]>>(parts: &[P]) -> Result<(u64, &P), PartsError> {
     }
 }
 
-/// Takes an answer to a replay request apart: an empty part where the peer sends one, the topic where it sends one (vLLM
-/// from 0.26.0, SGLang from 0.5.22), sequence number, payload.
+/// Splits a part of a replay response: an optional empty part, an optional topic (vLLM from 0.26.0, SGLang from
+/// 0.5.22), sequence number, payload.
 ///
 /// ```
 /// use pointsman::zmtp::{Replayed, replayed};
@@ -291,7 +291,7 @@ pub fn live<P: AsRef<[u8]>>(parts: &[P]) -> Result<(u64, &P), PartsError> {
 /// ```
 ///
 /// # Errors
-/// Another number of parts, or a sequence number of another length.
+/// A wrong number of parts, or a sequence number of the wrong length.
 pub fn replayed<P: AsRef<[u8]>>(parts: &[P]) -> Result<Replayed<&P>, PartsError> {
     let (sequence, payload) = match parts {
         [sequence, payload] | [_, sequence, payload] | [_, _, sequence, payload] => (sequence, payload),
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_may_send_passes() {
+    fn valid_streams_pass() {
         let ready = with_body(COMMAND, 25);
         let message = [with_body(MORE, 9), with_body(MORE, 8), with_body(0, 1000)].concat();
         assert_eq!(check(&[ready, message.clone(), message]), Ok(()));
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn greetings_of_others_do_not() {
+    fn invalid_greetings_are_rejected() {
         let mut check = FrameCheck::new(SMALL);
         assert_eq!(check.pass(b"SSH-2.0"), Err(StreamError::Greeting { at: 0, found: b'S', rule: "0xff" }));
         let mut old = greeting();
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_announced_is_believed_before_it_comes() {
+    fn announced_sizes_are_checked_before_the_body() {
         for bytes in [1001, 8 << 30, 1 << 63, u64::MAX] {
             assert_eq!(check(&[frame(0, bytes)]), Err(StreamError::Frame { bytes, bytes_max: 1000 }));
         }
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_stand_between_messages() {
+    fn commands_are_allowed_only_between_messages() {
         let message = [with_body(MORE, 900), with_body(0, 10)].concat();
         assert_eq!(check(&[with_body(COMMAND, 5), message.clone(), with_body(COMMAND, 5), message]), Ok(()));
         assert_eq!(check(&[with_body(MORE, 900), with_body(COMMAND, 5)]), Err(StreamError::Command));
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_of_another_shape_are_refused() {
+    fn malformed_messages_are_rejected() {
         assert_eq!(live(&[&b"t"[..], b"123"]).expect_err("two parts").name(), "part_count");
         assert_eq!(live(&[&b"t"[..], b"123", b"p"]), Err(PartsError::Sequence(3)));
         assert_eq!(replayed::<&[u8]>(&[]).expect_err("none").name(), "part_count");
@@ -393,9 +393,10 @@ mod tests {
     }
 
     proptest! {
-        /// What a reader would have to keep of one message, commands or not, is within the caps while all passes.
+        /// The bytes and frames that a reader buffers for one message stay within the caps while the check succeeds,
+        /// with and without commands.
         #[test]
-        fn what_is_kept_is_within_the_caps(frames in proptest::collection::vec((0u8..8, 0u64..1100), 1..30)) {
+        fn buffered_data_is_within_the_caps(frames in proptest::collection::vec((0u8..8, 0u64..1100), 1..30)) {
             let mut check = FrameCheck::new(SMALL);
             check.pass(&greeting()).expect("a greeting");
             let (mut kept_bytes, mut kept_frames) = (0, 0);
@@ -413,9 +414,9 @@ mod tests {
             }
         }
 
-        /// It does not matter in which pieces the bytes come, and nothing makes the check panic.
+        /// The result does not depend on the split of the bytes, and no input causes a panic.
         #[test]
-        fn pieces_do_not_matter(
+        fn result_is_independent_of_the_split(
             body in proptest::collection::vec(any::<u8>(), 0..3000), greeted: bool, cuts in proptest::collection::vec(1usize..200, 1..40),
         ) {
             let bytes = if greeted { [greeting(), body].concat() } else { body };

@@ -64,7 +64,8 @@ fn ask(index: &Index, prompt: &[u64]) -> Vec<(u32, u32)> {
 
 fn ask_model(model: &Reference, prompt: &[u64]) -> Vec<(u32, u32)> {
     let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
-    let blocks = |found: &pointsman::index::reference::Match| found.hit.device_blocks + found.extension.blocks();
+    let blocks =
+        |found: &pointsman::index::reference::ReferenceMatch| found.hit.device_blocks + found.extension.blocks();
     model.overlaps(&hashes).iter().map(|found| (found.hit.slot.0, blocks(found))).collect()
 }
 

@@ -4,7 +4,7 @@
 //! and parents of other tiers are the rule. Ranks are spread over several shards. The number of cases is taken
 //! from `PROPTEST_CASES`.
 
-use pointsman::index::reference::{Match, Reference};
+use pointsman::index::reference::{Reference, ReferenceMatch};
 use pointsman::index::{Index, Overlaps};
 use pointsman::protocol::{
     BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
@@ -305,7 +305,7 @@ fn sorted(events: Vec<RouterEvent>) -> Vec<(WorkerRank, StorageTier, Option<Engi
 }
 
 /// Asks every shard, both ways, and joins the answers.
-fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<Match> {
+fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
     let mut overlaps = Overlaps::default();
     let mut matches = Vec::new();
     for shard in shards {
@@ -316,7 +316,7 @@ fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<Match> {
         assert_eq!(overlaps.iter().collect::<Vec<_>>(), plain, "asking for more changes nothing");
         assert!(overlaps.hits().is_sorted_by_key(|hit| hit.slot));
         let last_matched = overlaps.last_matched().iter();
-        matches.extend(plain.iter().zip(last_matched).map(|(&(hit, extension), &last_matched)| Match {
+        matches.extend(plain.iter().zip(last_matched).map(|(&(hit, extension), &last_matched)| ReferenceMatch {
             hit,
             extension,
             last_matched,

@@ -12,7 +12,7 @@ use pointsman::index::{Applied, Index, Overlaps};
 use pointsman::protocol::{
     BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
-use pointsman::wire::{Decoder, Finding, Limits, Report, WireConfig};
+use pointsman::wire::{Decoder, DecoderLimits, Finding, Report, WireConfig};
 use serde_json::Value;
 
 use crate::msgpack::{Msg, batch};
@@ -21,7 +21,7 @@ const RANK: WorkerRank = WorkerRank::new(WorkerId(3), 1);
 
 fn config() -> WireConfig {
     let block_size = NonZeroU32::new(4).expect("not zero");
-    WireConfig { rank: RANK, ranks: 1..2, block_size, is_eagle: false, limits: Limits::default() }
+    WireConfig { rank: RANK, ranks: 1..2, block_size, is_eagle: false, limits: DecoderLimits::default() }
 }
 
 fn decoder() -> Decoder {

@@ -17,7 +17,7 @@ use crate::actors::shared::{RankEntry, Shared};
 use crate::config::RouterConfig;
 use crate::ingest::SourceConfig;
 use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerConfigError};
-use crate::wire::{Limits, WireConfig};
+use crate::wire::{DecoderLimits, WireConfig};
 use crate::zmtp::Caps;
 use reader::{Command, Job};
 
@@ -80,7 +80,7 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
         ranks: start..start + worker.data_parallel_size,
         block_size: NonZeroU32::new(config.block_size).unwrap_or(NonZeroU32::MIN), // validated
         is_eagle: config.is_eagle,
-        limits: Limits::default(),
+        limits: DecoderLimits::default(),
     }
 }
 

@@ -7,7 +7,7 @@
 //! (reference: SGLang 0.5.22, managers/scheduler_components/load_publisher.py)
 
 use super::{EngineReading, count};
-use crate::wire::msgpack::{Cursor, Item};
+use crate::wire::msgpack::{Cursor, MsgpackItem};
 
 /// Longest payload that is looked at.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 10;
@@ -44,8 +44,8 @@ pub fn read_stat(payload: &[u8]) -> Result<EngineReading, MessageError> {
     }
     let mut cursor = Cursor::new(payload);
     let stat = match cursor.item() {
-        Ok(Item::Array(items)) => read_array(&mut cursor, items),
-        Ok(Item::Map(items)) => read_map(&mut cursor, items),
+        Ok(MsgpackItem::Array(items)) => read_array(&mut cursor, items),
+        Ok(MsgpackItem::Map(items)) => read_map(&mut cursor, items),
         Ok(_) | Err(_) => None,
     };
     stat.map(Stat::reading).ok_or(MessageError::NotAStat)
@@ -70,8 +70,8 @@ fn read_array(cursor: &mut Cursor<'_>, items: u32) -> Option<Stat> {
     for position in 0..items {
         let item = whole_item(cursor)?;
         match (position, item) {
-            (0, Item::Str(b"LoadStat")) => continue,
-            (0, Item::Str(_)) => return None,
+            (0, MsgpackItem::Str(b"LoadStat")) => continue,
+            (0, MsgpackItem::Str(_)) => return None,
             _ => {}
         }
         match stat.0.get_mut(at) {
@@ -87,10 +87,10 @@ fn read_map(cursor: &mut Cursor<'_>, items: u32) -> Option<Stat> {
     let (mut stat, mut known) = (Stat::default(), false);
     for _ in 0..items {
         let at = match whole_item(cursor)? {
-            Item::Str(b"num_running_reqs") => Some(0),
-            Item::Str(b"num_waiting_reqs") => Some(1),
-            Item::Str(b"num_tokens" | b"num_used_tokens") => Some(2),
-            Item::Str(b"max_total_num_tokens") => Some(3),
+            MsgpackItem::Str(b"num_running_reqs") => Some(0),
+            MsgpackItem::Str(b"num_waiting_reqs") => Some(1),
+            MsgpackItem::Str(b"num_tokens" | b"num_used_tokens") => Some(2),
+            MsgpackItem::Str(b"max_total_num_tokens") => Some(3),
             _ => None,
         };
         let value = number(whole_item(cursor)?);
@@ -103,11 +103,11 @@ fn read_map(cursor: &mut Cursor<'_>, items: u32) -> Option<Stat> {
 }
 
 /// The next item; what it contains is passed over.
-fn whole_item<'a>(cursor: &mut Cursor<'a>) -> Option<Item<'a>> {
+fn whole_item<'a>(cursor: &mut Cursor<'a>) -> Option<MsgpackItem<'a>> {
     let item = cursor.item().ok()?;
     let inside = match item {
-        Item::Array(items) => u64::from(items),
-        Item::Map(pairs) => 2 * u64::from(pairs),
+        MsgpackItem::Array(items) => u64::from(items),
+        MsgpackItem::Map(pairs) => 2 * u64::from(pairs),
         _ => 0,
     };
     cursor.pass(inside, NESTING_MAX).ok()?;
@@ -115,11 +115,11 @@ fn whole_item<'a>(cursor: &mut Cursor<'a>) -> Option<Item<'a>> {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts beyond 2^53 are no counts of requests")]
-fn number(item: Item<'_>) -> Option<f64> {
+fn number(item: MsgpackItem<'_>) -> Option<f64> {
     match item {
-        Item::Uint(number) => Some(number as f64),
-        Item::Neg(number) => Some(number as f64),
-        Item::Float(number) => Some(number),
+        MsgpackItem::Uint(number) => Some(number as f64),
+        MsgpackItem::Neg(number) => Some(number as f64),
+        MsgpackItem::Float(number) => Some(number),
         _ => None,
     }
 }

@@ -1,8 +1,9 @@
-//! What came of an event.
+//! Effects of one KV event on the index.
 
 use std::ops::AddAssign;
 
-/// What applying events changed, and what about them was odd. Counts blocks unless said otherwise; adds up.
+/// Counts of changes and anomalies from applied events. Counts are in blocks unless stated otherwise; values of several
+/// events can be added.
 ///
 /// ```
 /// use pointsman::index::Applied;
@@ -13,27 +14,27 @@ use std::ops::AddAssign;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
-    /// Stored under a name that was not in that place before.
+    /// Stored under a name that did not refer to that block before.
     pub stored: u64,
-    /// Stored again: nothing changed.
+    /// Stored again without a change.
     pub duplicates: u64,
-    /// Stored again behind a parent on the device: another copy, as engines have them that do not de-duplicate.
+    /// Stored again behind a parent in the device tier: another copy, reported by engines that do not de-duplicate.
     pub copies: u64,
-    /// Stored in a lower tier behind a parent that nobody named yet: they wait for it.
+    /// Stored in a lower tier behind an unknown parent: pending until the parent is stored.
     pub waiting: u64,
-    /// Waited for a parent that this event brought; now held.
+    /// Pending blocks whose parent this event stored; now held.
     pub adopted: u64,
-    /// Names and copies given up, by removal or by a clear.
+    /// Names and copies removed, by a removal or by a clear.
     pub removed: u64,
-    /// Events for a rank that is not registered here: ignored.
+    /// Events of a rank that is not registered in this index; ignored.
     pub unknown_ranks: u64,
-    /// Device-tier stores, not blocks, behind a parent that is not held: ignored whole.
+    /// Device-tier store events (not blocks) whose parent is not held; ignored completely.
     pub unknown_parents: u64,
-    /// Removals of names that are not held: skipped, the rest of their list was removed.
+    /// Removals of names that are not held; skipped, while the other names of the event are removed.
     pub unknown_removals: u64,
-    /// The same, of a rank that blocks were evicted from: as a rule, theirs.
+    /// Removals of unknown names for a rank with evicted blocks; usually the removals of those evicted blocks.
     pub evicted_removals: u64,
-    /// Given up to keep to the budget, of any rank.
+    /// Evicted to stay within the budget, from any rank.
     pub evicted: u64,
 }
 

@@ -1,13 +1,13 @@
-//! Numbered entries whose numbers are used again.
+//! Arena: numbered entries in one vector, with reuse of free numbers.
 //!
-//! Owns storage of equal-sized entries and the list of vacant ones. Promises that an entry keeps its number
-//! until it is removed and that removed entries are refilled before the storage grows, so that churn does not
-//! grow it. Does not know which entries are vacant in any other way: the owner recognises its own empty entries.
+//! An entry keeps its number until it is removed. Removed entries are reused before the storage grows, so churn does
+//! not grow it. The arena keeps only the list of vacant numbers; the owner recognises vacant entries by their default
+//! value.
 
 use std::mem::size_of;
 use std::ops::{Index, IndexMut};
 
-/// Entries of type `T`, named by `u32`.
+/// Entries of type `T`, addressed by `u32`.
 #[derive(Debug)]
 pub(super) struct Arena<T> {
     entries: Vec<T>,
@@ -19,7 +19,7 @@ impl<T: Default> Arena<T> {
         Self { entries: Vec::new(), vacant: Vec::new() }
     }
 
-    /// Puts an entry in and names it.
+    /// Inserts an entry and returns its number.
     pub(super) fn insert(&mut self, entry: T) -> u32 {
         if let Some(id) = self.vacant.pop() {
             self[id] = entry;
@@ -31,7 +31,7 @@ impl<T: Default> Arena<T> {
         id
     }
 
-    /// Vacates an entry; its heap memory is freed now, its place is used again.
+    /// Vacates an entry. Frees its heap memory immediately and makes its number available for reuse.
     pub(super) fn remove(&mut self, id: u32) {
         self[id] = T::default();
         self.vacant.push(id);
@@ -40,12 +40,12 @@ impl<T: Default> Arena<T> {
         }
     }
 
-    /// Every entry with its number, vacant ones (which are `T::default()`) included.
+    /// Every entry with its number, including vacant ones (which are `T::default()`).
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         (0..).zip(&self.entries)
     }
 
-    /// Every entry, vacant ones included.
+    /// Every entry, including vacant ones.
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.entries.iter_mut()
     }
@@ -60,19 +60,20 @@ impl<T: Default> Arena<T> {
         self.vacant.len()
     }
 
-    /// Heap bytes that the next insertion adds: none while there is a place for it.
+    /// Heap bytes that the next insertion adds: zero while a vacant or reserved entry exists.
     pub(super) fn growth(&self) -> usize {
         let full = self.vacant.is_empty() && self.entries.len() == self.entries.capacity();
         if full { grown(self.entries.len(), self.entries.capacity(), 1) * size_of::<T>() - self.bytes() } else { 0 }
     }
 
-    /// Moves the last entries into vacant places and gives the room behind them back. Tells `moved` of each that was
-    /// moved: its old and its new number.
+    /// Moves the last entries into vacant places and returns the freed memory. Calls `moved` with the old and the new
+    /// number of each moved entry.
     pub(super) fn compact(&mut self, mut moved: impl FnMut(u32, u32)) {
         let mut vacant = std::mem::take(&mut self.vacant);
         vacant.sort_unstable();
         let len = self.entries.len() - vacant.len();
-        // What is vacant behind `len` goes, what is not moves to a vacancy before it: there are as many of either.
+        // Vacant entries at or after `len` are dropped. Each occupied entry there moves to a vacancy before `len`; both
+        // have the same number.
         let (before, behind) = vacant.split_at(vacant.partition_point(|id| (*id as usize) < len));
         let mut behind = behind.iter().copied().peekable();
         let mut before = before.iter().copied();
@@ -80,7 +81,7 @@ impl<T: Default> Arena<T> {
             if behind.next_if_eq(&old).is_some() {
                 continue;
             }
-            let new = before.next().expect("as many vacancies before as entries behind");
+            let new = before.next().expect("vacancies before `len` match the occupied entries after it");
             self.entries[new as usize] = std::mem::take(&mut self.entries[old as usize]);
             moved(old, new);
         }
@@ -88,7 +89,7 @@ impl<T: Default> Arena<T> {
         self.entries.shrink_to(len + len / 16);
     }
 
-    /// Heap bytes of the storage itself, without what the entries own.
+    /// Heap bytes of the storage itself, without heap memory owned by the entries.
     pub(super) fn bytes(&self) -> usize {
         self.entries.capacity() * size_of::<T>() + self.vacant.capacity() * size_of::<u32>()
     }
@@ -108,8 +109,8 @@ impl<T> IndexMut<u32> for Arena<T> {
     }
 }
 
-/// Makes room for `more` entries, growing by a quarter rather than by doubling: runs are many and long-lived,
-/// and their slack is what an index would mostly consist of.
+/// Reserves room for `more` entries. Grows by a quarter instead of doubling: runs are numerous and long-lived, and with
+/// doubling their spare capacity would dominate the size of an index.
 pub(super) fn make_room<T>(list: &mut Vec<T>, more: usize) {
     let needed = list.len() + more;
     if needed > list.capacity() {
@@ -118,12 +119,12 @@ pub(super) fn make_room<T>(list: &mut Vec<T>, more: usize) {
     }
 }
 
-/// The capacity that [`make_room`] gives a list that has too little.
+/// The capacity that [`make_room`] gives to a list that is too small.
 fn grown(len: usize, capacity: usize, more: usize) -> usize {
     if len == 0 { more } else { (len + more).max(capacity + capacity / 4 + 4) }
 }
 
-/// Gives memory back once less than half of it is used, and leaves room to grow again.
+/// Shrinks a list that is less than half full, with a margin for new growth.
 pub(super) fn give_back<T>(list: &mut Vec<T>) {
     let (len, capacity) = (list.len(), list.capacity());
     if capacity > 8 && len < capacity / 2 {

@@ -1,12 +1,12 @@
-//! A bound on the bytes of an index, and what is known for keeping it.
+//! Byte budget of an index and the clock for least-recently-used eviction.
 //!
-//! Owns the bound, the running sum of what the ranks' own parts take, and a coarse clock of questions and events,
-//! by whose stamps on runs it is told what was of use last. Promises that a stamp orders like the times it stands
-//! for, also after the clock was set back. Leaves to [`super::evict`] what goes when the bound is reached.
+//! Holds the limit, the running total of bytes owned by individual ranks, and a coarse clock that advances with queries
+//! and events. Runs are stamped with this clock. Stamps keep the order of their times, also after the clock is reset to
+//! half. [`super::evict`] selects the blocks to evict.
 
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering::Relaxed};
 
-/// How full an index with a budget is, for gauges.
+/// Fill level of an index with a budget, for gauges.
 ///
 /// ```
 /// use pointsman::index::Index;
@@ -19,29 +19,31 @@ use std::sync::atomic::{AtomicU16, AtomicU32, Ordering::Relaxed};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BudgetState {
-    /// Heap bytes that the index may own.
+    /// Limit of the heap bytes that the index owns.
     pub bytes_max: u64,
-    /// Heap bytes that it owns.
+    /// Heap bytes that the index owns.
     pub bytes: u64,
-    /// Blocks evicted since the budget was set, waiting ones included.
+    /// Blocks evicted since the budget was set, including pending blocks.
     pub evicted_blocks: u64,
 }
 
-/// A bound and its account.
+/// Byte limit, its accounting, and the clock.
 #[derive(Debug)]
 pub(super) struct Budget {
     pub(super) bytes_max: usize,
-    /// Heap bytes of what each rank has for itself, summed up: [`super::rank::Rank::counted`].
+    /// Total heap bytes of all ranks' own parts: the sum of [`super::rank::RankBlocks::counted`].
     pub(super) ranks_bytes: usize,
     pub(super) evicted_blocks: u64,
-    /// Questions and events since the clock moved. Atomic, as the clock is, because a question changes nothing else.
+    /// Queries and events since the last tick of the clock. Atomic, like the clock, because a query has only shared
+    /// access.
     ops: AtomicU32,
     now: AtomicU16,
 }
 
 impl Budget {
-    /// Over how many ticks a whole index is looked upon: the clock moves once in `runs / TICKS` questions and events.
-    /// A run is some events old before it goes, so stamps tell apart thousandths of an age, and 16 bits last for many.
+    /// Number of ticks in which every run is visited once on average: the clock advances once per `runs / TICKS`
+    /// queries and events. A run is many events old when it is evicted, so stamps resolve thousandths of an age, and 16
+    /// bits last for many ages.
     const TICKS: usize = 1024;
 
     pub(super) fn new(bytes_max: usize) -> Self {
@@ -49,7 +51,7 @@ impl Budget {
         Self { bytes_max, ranks_bytes: 0, evicted_blocks: 0, ops, now }
     }
 
-    /// Counts a question or an event of an index with that many runs. Returns the stamp for what it comes to.
+    /// Counts a query or an event on an index with `runs` runs. Returns the stamp for the runs that it visits.
     pub(super) fn tick(&self, runs: usize) -> u16 {
         let (ops, now) = (self.ops.load(Relaxed) + 1, self.now.load(Relaxed));
         if (ops as usize) < runs / Self::TICKS {
@@ -62,7 +64,8 @@ impl Budget {
         next
     }
 
-    /// Sets the clock back to half its time, if it has run out. Returns whether it has: all stamps are to be halved.
+    /// Resets the clock to half of its range if it is exhausted. Returns true in that case: the caller must halve all
+    /// stamps.
     pub(super) fn wind(&self) -> bool {
         let spent = self.now.load(Relaxed) == u16::MAX;
         if spent {
@@ -77,14 +80,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_clock_moves_slower_the_more_runs_there_are() {
+    fn clock_ticks_less_often_with_more_runs() {
         let budget = Budget::new(0);
         assert_eq!((0..3).map(|_| budget.tick(10)).collect::<Vec<_>>(), [1, 2, 3]);
         assert_eq!((0..6).map(|_| budget.tick(3 * Budget::TICKS)).collect::<Vec<_>>(), [3, 3, 4, 4, 4, 5]);
     }
 
     #[test]
-    fn a_clock_that_has_run_out_is_set_back_once() {
+    fn exhausted_clock_is_halved_once() {
         let budget = Budget::new(0);
         let last = (0..100_000).map(|_| budget.tick(0)).last();
         assert_eq!(last, Some(u16::MAX));

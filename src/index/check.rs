@@ -1,6 +1,6 @@
-//! What must hold between the parts of an index.
+//! Invariants across the parts of an index.
 //!
-//! Owns nothing. Promises to find a broken promise of any part or between parts; costs a visit to everything.
+//! Checks each part and the relations between parts. Visits all data.
 
 use super::Index;
 use super::tree::Holder;
@@ -10,18 +10,18 @@ impl Index {
     /// Checks every invariant of the index and its parts. For tests: visits every block.
     ///
     /// # Panics
-    /// When an invariant is broken.
+    /// If an invariant is violated.
     ///
     /// ```
     /// pointsman::index::Index::new().check_invariants();
     /// ```
     pub fn check_invariants(&self) {
-        let seated = self.ranks.iter().flatten().count();
-        assert_eq!(self.registry.len(), seated, "every rank has a seat of its own");
+        let registered = self.ranks.iter().flatten().count();
+        assert_eq!(self.registry.len(), registered, "each registered rank has its own slot");
         for (id, slot) in &self.registry {
-            assert_eq!(self.rank(*slot).id, *id, "every rank sits where the registry says");
+            assert_eq!(self.rank(*slot).id, *id, "each rank is in the slot that the registry records");
         }
-        assert_eq!(self.bytes_used(), self.bytes(), "no byte is missed");
+        assert_eq!(self.bytes_used(), self.bytes(), "counted bytes match the visited bytes");
         for tier in StorageTier::ALL {
             self.check_tier(tier);
         }
@@ -30,7 +30,7 @@ impl Index {
         }
     }
 
-    /// Spans and holders are two sides of the same thing.
+    /// Spans and holders must agree: both describe the same blocks.
     fn check_tier(&self, tier: StorageTier) {
         let Some(tree) = self.tree(tier) else { return };
         tree.check_invariants();
@@ -41,11 +41,11 @@ impl Index {
             for (id, span) in residence.spans() {
                 let node = tree.node(span.node);
                 let holder = Holder { slot, span: id, cut: span.cut(), extent: span.extent() };
-                assert!(node.holders.contains(&holder), "the tree says what the span says");
+                assert!(node.holders.contains(&holder), "the tree's holder matches the span");
                 spans += 1;
             }
         }
-        assert_eq!(self.shape(tier).holders, spans, "every holder has its span");
+        assert_eq!(self.shape(tier).holders, spans, "every holder has a span");
     }
 
     fn check_waiting(&self, slot: crate::protocol::Slot) {
@@ -54,9 +54,9 @@ impl Index {
         waiting.check_invariants();
         for ((tier, name), block) in waiting.sorted() {
             let knows = |tier, name| rank.residence(tier).is_some_and(|residence| residence.find(name).is_some());
-            assert!(!knows(tier, name), "no block of a tier both waits and is held");
+            assert!(!knows(tier, name), "no block of a tier is both pending and held");
             let parent_known = StorageTier::ALL.into_iter().any(|tier| knows(tier, block.parent));
-            assert!(!parent_known, "no block waits for a parent that is known");
+            assert!(!parent_known, "no block is pending behind a known parent");
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Prefixes without names: how deep each rank reaches, for knowledge that no engine's event brought.
+//! Prefix depths: number of leading prompt blocks per rank, for blocks that no KV event reported.
 //!
-//! Owns a tree like a tier's, in which a rank holds a run's leading blocks and nothing else. Promises answers in slot
-//! order, and that raising, lowering and asking cost steps per run, not per block, but for comparing the prompt. Leaves
-//! to its owner why a rank reaches where it does: that what is raised stays one prefix with what is there, and that
-//! only what nobody else needs is lowered.
+//! Uses the same tree as the index tiers, but a rank holds only the leading blocks of a run and blocks have no engine
+//! names. Overlaps are returned in slot order. Raising, lowering and querying cost one step per run, not per block,
+//! apart from the comparison with the prompt. The caller decides why a rank has a depth. It must keep the blocks of a
+//! rank contiguous from the start of the prompt, and lower only blocks that no other user needs.
 
 use std::mem::take;
 
@@ -37,18 +37,18 @@ impl Index {
     }
 }
 
-/// How deep each rank reaches into prompts.
+/// Depth of each rank in the prompts of one tree.
 #[derive(Debug)]
 pub(crate) struct Depths {
     tree: Tree,
 }
 
-/// Part of a prompt that lies in one run.
+/// Part of a prompt that is stored in one run.
 struct Piece {
     node: u32,
-    /// Blocks of the prompt before the run.
+    /// Blocks of the prompt before this run.
     depth: u32,
-    /// Blocks of the prompt up to where it leaves the run.
+    /// Blocks of the prompt up to the end of its part of this run.
     end: u32,
 }
 
@@ -57,7 +57,7 @@ impl Depths {
         Self { tree: Tree::new(RandomState::new()) }
     }
 
-    /// Lets a rank reach to the end of `hashes`, if it does not reach further.
+    /// Raises a rank's depth to the end of `hashes`, unless it is already deeper.
     pub(crate) fn raise(&mut self, slot: Slot, hashes: &[BlockHash]) {
         let (mut at, mut rest) = (Point::START, hashes);
         while !rest.is_empty() {
@@ -72,27 +72,27 @@ impl Depths {
         }
     }
 
-    /// Lets a rank that reaches to the end of `hashes` reach `keep` blocks only. Nothing that it reaches may lie behind
-    /// the blocks given up.
+    /// Lowers the depth of a rank from the end of `hashes` to `keep` blocks. No deeper block of the rank may depend on
+    /// the removed blocks.
     pub(crate) fn lower(&mut self, slot: Slot, hashes: &[BlockHash], keep: u32) {
         let mut pieces: SmallVec<[Piece; 8]> = SmallVec::new();
         let (mut at, mut rest) = (Point::START, hashes);
         while !rest.is_empty() {
-            // What is there is only looked up, not grown.
+            // `grow` only looks up existing blocks here: the rank already holds all of them.
             let (start, len) = self.tree.grow(at, rest.iter().copied());
             at = Point { node: start.node, offset: start.offset + len };
             let depth = self.tree.node(at.node).depth;
             pieces.push(Piece { node: at.node, depth, end: depth + at.offset });
             rest = &rest[len as usize..];
         }
-        // A run of which nothing is given up may go on another way than this prompt.
+        // Runs that lose no block stay unchanged: the rank may reach further along them than this prompt does.
         for Piece { node, depth, .. } in pieces.into_iter().rev().take_while(|piece| piece.end > keep) {
             self.tree.publish(node, reach(slot, keep.saturating_sub(depth)));
         }
     }
 
-    /// Raises each rank's hit to where it reaches by this tree, and adds ranks that only this tree knows. A hit that
-    /// a lower tier carried further does not get longer by what that tier had added already.
+    /// Raises each rank's hit to the depth recorded in this tree, and adds ranks that are only in this tree. Blocks
+    /// that a lower tier already counted move to the device tier and are not counted twice.
     pub(crate) fn merge_into(
         &self,
         hashes: &[BlockHash],
@@ -138,11 +138,11 @@ impl Depths {
         self.tree.bytes()
     }
 
-    /// Checks what the type promises.
+    /// Checks the invariants of the tree and of prefix depths.
     pub(crate) fn check_invariants(&self) {
         self.tree.check_invariants();
         for (_, node) in self.tree.iter() {
-            assert!(node.holders.iter().all(|holder| holder.cut == holder.extent), "no prefix has a hole");
+            assert!(node.holders.iter().all(|holder| holder.cut == holder.extent), "leading blocks have no hole");
         }
     }
 }
@@ -152,7 +152,7 @@ fn reach(slot: Slot, blocks: u32) -> Holder {
 }
 
 impl Extension {
-    /// Takes away blocks that the device tier counts now, nearest tier first.
+    /// Removes blocks that the device tier now counts, nearest tier first.
     fn give_up_leading(&mut self, mut blocks: u32) {
         for added in [&mut self.host_pinned_blocks, &mut self.disk_blocks, &mut self.external_blocks] {
             let covered = blocks.min(*added);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn reaches_are_kept_for_each_rank() {
+    fn depths_are_kept_per_rank() {
         let mut depths = Depths::new();
         depths.raise(Slot(1), &prompt(0..10));
         depths.raise(Slot(4), &prompt(0..6));
@@ -187,14 +187,18 @@ mod tests {
         assert_eq!(depths_of(&depths, &[prompt(0..6), prompt(20..30)].concat()), [(1, 6), (4, 9)]);
         depths.raise(Slot(4), &prompt(0..8));
         depths.lower(Slot(4), &[prompt(0..6), prompt(20..23)].concat(), 6);
-        assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 8)], "the run goes on beside what was given up");
+        assert_eq!(
+            depths_of(&depths, &prompt(0..12)),
+            [(1, 10), (4, 8)],
+            "lowering one branch keeps the rest of the run"
+        );
         depths.lower(Slot(4), &prompt(0..8), 4);
         depths.check_invariants();
         assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 4)]);
         depths.lower(Slot(4), &prompt(0..4), 0);
         depths.lower(Slot(1), &prompt(0..10), 0);
         assert_eq!(depths_of(&depths, &prompt(0..12)), []);
-        assert_eq!(depths.tree.len(), 0, "nothing is left behind");
+        assert_eq!(depths.tree.len(), 0, "all nodes are freed");
     }
 
     /// A rank that holds blocks 0..3 on the device, 3..6 in host memory and 6..8 on disk.
@@ -217,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_raised_hit_takes_the_place_of_what_lower_tiers_added() {
+    fn raised_hit_replaces_lower_tier_blocks() {
         let index = tiered();
         assert_eq!(index.device_depth(Slot(2), &prompt(0..9)), 3);
         for (reach, expected) in [(2, (3, 3, 2)), (4, (4, 2, 2)), (7, (7, 0, 1)), (9, (9, 0, 0))] {

@@ -1,19 +1,19 @@
-//! Events that rebuild the index.
+//! Dump of an index as a list of KV events.
 //!
-//! Owns nothing. Promises that applying the dump, in order, to an index with the same ranks registered gives
-//! one that answers and reacts alike; that parents come before children; and the same dump for the same index.
+//! An index with the same ranks registered that applies the dump in order has the same overlaps and reacts equally to
+//! further events. Parents come before children, and equal indexes have equal dumps.
 
 use std::collections::BTreeMap;
 
-use super::rank::Rank;
+use super::rank::RankBlocks;
 use super::residence::Residence;
-use super::tree::{Node, Point, ROOT, Tree};
+use super::tree::{Point, ROOT, RunNode, Tree};
 use super::{EngineHash, Index};
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
 
 impl Index {
-    /// Events that rebuild an equal index, ranks in order and parents first. One store per run and rank;
-    /// a hole is stored under a name that the rank does not use, and removed once what lies behind it stands.
+    /// Events that rebuild an equal index: ranks in order, parents before children, one store per run and rank. A hole
+    /// is stored under a filler name that the rank does not use, and removed after the blocks behind it are stored.
     ///
     /// ```
     /// use pointsman::index::Index;
@@ -42,20 +42,20 @@ impl Index {
 /// The dump of one rank's residence in one tier.
 struct Dump<'a> {
     slot: Slot,
-    rank: &'a Rank,
+    rank: &'a RankBlocks,
     tier: StorageTier,
     tree: &'a Tree,
     residence: &'a Residence,
-    /// The names that stand in for holes.
+    /// Filler names of holes, by node and offset.
     fillers: BTreeMap<(u32, u32), EngineHash>,
     next_filler: u64,
 }
 
-/// A run of which some leading blocks are needed.
+/// A run with a number of leading blocks to dump.
 struct Needed {
-    /// The rank's span on it, if it holds any of it.
+    /// The rank's span on the run, if it holds any block of it.
     span: Option<u32>,
-    /// Number of blocks needed: up to the last one held, or to where another needed run hangs.
+    /// Number of blocks to dump: up to the last held block or to the attachment point of another dumped run.
     len: u32,
 }
 
@@ -95,7 +95,7 @@ impl Dump<'_> {
         }
     }
 
-    /// The runs that the rank holds blocks of and those on the way to them, by depth: parents first.
+    /// The runs with held blocks and their ancestors, ordered by depth so that parents come first.
     fn needed(&self) -> BTreeMap<(u32, u32), Needed> {
         let mut needed: BTreeMap<(u32, u32), Needed> = BTreeMap::new();
         for (id, span) in self.residence.spans() {
@@ -126,12 +126,12 @@ impl Dump<'_> {
         let offset = at.offset - 1;
         let filler = self.fillers.get(&(at.node, offset)).copied();
         filler.or_else(|| {
-            let span = self.tree.span_of(at.node, self.slot).expect("a block that is no filler is held");
+            let span = self.tree.span_of(at.node, self.slot).expect("a block without a filler name is held");
             Some(self.residence.span(span).name(offset))
         })
     }
 
-    /// Names a hole: any name will do that stands for nothing else.
+    /// Creates a filler name for a hole: any name that the rank does not use.
     fn fill(&mut self, node: u32, offset: u32) -> EngineHash {
         loop {
             let name = EngineHash(self.next_filler);
@@ -148,6 +148,6 @@ impl Dump<'_> {
     }
 }
 
-fn parent(node: &Node) -> Point {
+fn parent(node: &RunNode) -> Point {
     Point { node: node.parent, offset: node.attach }
 }

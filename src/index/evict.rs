@@ -1,46 +1,45 @@
-//! Keeping to a budget: whose blocks go, and which.
+//! Eviction: keeps an index within its byte budget.
 //!
-//! Owns nothing. Promises that after every event the index owns no more bytes than its budget, as long as that is
-//! more than the ranks cost that hold nothing, and that evicting only ever lowers an answer. Who pays: the tree,
-//! which ranks share, is everybody's cost; what the budget leaves beside it is shared evenly. While all fits, any
-//! rank may have more than its share. When it does not, the rank that has most gives up blocks, and that one has
-//! more than its share: who keeps to it loses nothing for others.
+//! After every event the index owns at most the budgeted bytes, provided that the budget exceeds the cost of the empty
+//! ranks. Eviction can only lower overlaps. The trees are shared by all ranks; the rest of the budget is shared evenly
+//! between the ranks. As long as everything fits, a rank may exceed its share. When the budget is exceeded, the rank
+//! with the most bytes evicts blocks. That rank is above its share, so a rank within its share loses nothing to others.
 //!
-//! What goes: first what waits for a parent; then leaves before what they lead back to, and among leaves what was
-//! stored or asked for least recently. Runs are stamped, not blocks, with one stamp for the part up to the last
-//! fork and one for what lies behind. A store stamps the way to it as a question does, so no run is younger than
-//! what it continues, and the order of stamps is leaf first by itself.
+//! Eviction order: first blocks that wait for a parent; then leaves before their ancestors, least recently stored or
+//! queried first. Stamps are kept per run, not per block: one stamp for the part up to the last fork and one for the
+//! part after it. A store stamps the path to its blocks as a query does, so no run is newer than its children, and the
+//! order of stamps is leaf first.
 //!
-//! Costs: evicting looks at every span of one rank, so it takes a 16th of the rank's blocks at a time: at most 16
-//! spans looked at and sorted for each block that goes, and about one where runs are tens of blocks long. The owner of
-//! the index pauses for a batch. What a store is about to add to tables is made room for before it comes: it could
-//! not be taken back. While an event is applied its own blocks may stand above the budget, and the list of spans, and
-//! while a table of names is built anew, the old one.
+//! Cost: eviction visits every span of one rank, therefore it removes one 16th of the rank's blocks per batch. This
+//! visits and sorts at most 16 spans per evicted block, and about one if runs are tens of blocks long. The owner of the
+//! index is blocked for the duration of a batch. Room for table growth is freed before a store, because tables cannot
+//! be shrunk back afterwards. While an event is applied, the budget may be exceeded by the blocks of the event, the
+//! list of spans, and the old name table during a rebuild.
 
 use std::cmp::Reverse;
 use std::mem::{size_of, take};
 
 use super::budget::{Budget, BudgetState};
-use super::rank::{Rank, lower_idx};
+use super::rank::{RankBlocks, lower_idx};
 use super::table::Spot;
 use super::tree::Holder;
-use super::waiting::Waiting;
+use super::waiting::PendingBlocks;
 use super::{Applied, Index, hold};
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
 
-/// What part of a rank's blocks is evicted at a time. It makes a 32nd of the rank's bytes free or so, and room in
-/// tables for as many blocks to come.
+/// Divisor of a rank's blocks per eviction batch. A batch frees about a 32nd of the rank's bytes and makes table room
+/// for the same number of new blocks.
 const BATCH: usize = 16;
-/// Bytes of a block on a run and in a span.
+/// Bytes per block: 8 on the run and 8 in the span.
 const BLOCK_BYTES: usize = 16;
 
-/// A store that is about to come.
-type Ask = (Slot, StorageTier, usize);
+/// Slot, tier and number of blocks of the next store.
+type PendingStore = (Slot, StorageTier, usize);
 
-/// The end of a span from `from` on, which may be evicted at once.
+/// The blocks of a span from `from` on, which can be evicted without leaving a hole.
 struct Leaf {
     stamp: u16,
-    /// How far into a prompt it starts.
+    /// Number of prompt blocks before it.
     depth: u32,
     tier: StorageTier,
     span: u32,
@@ -48,11 +47,10 @@ struct Leaf {
 }
 
 impl Index {
-    /// Bounds the heap bytes that the index owns, from now on, or lifts the bound. What is too much goes at once.
+    /// Sets or lifts the limit on the heap bytes that the index owns. Evicts immediately if the limit is exceeded.
     ///
-    /// Evicted blocks are forgotten as if they had been removed: what is stored behind them later has an unknown
-    /// parent, and their removal finds nothing ([`Applied::evicted_removals`]). A rank is known in full again
-    /// after it was cleared.
+    /// Evicted blocks are treated as removed: a later store behind them has an unknown parent, and their removal counts
+    /// as [`Applied::evicted_removals`]. The holdings of a rank are complete again after the rank is cleared.
     ///
     /// ```
     /// use pointsman::index::Index;
@@ -69,7 +67,7 @@ impl Index {
             (Some(bytes_max), budget @ None) => {
                 let mut new = Box::new(Budget::new(bytes_max));
                 for rank in self.ranks.iter_mut().flatten() {
-                    rank.counted = size_of::<Rank>() + rank.bytes();
+                    rank.counted = size_of::<RankBlocks>() + rank.bytes();
                     new.ranks_bytes += rank.counted;
                 }
                 *budget = Some(new);
@@ -78,7 +76,7 @@ impl Index {
         self.keep_within(None);
     }
 
-    /// How full the index is; `None` without a budget. Costs the same however much is held.
+    /// Fill level of the index; `None` without a budget. Constant cost.
     #[must_use]
     pub fn budget_state(&self) -> Option<BudgetState> {
         let budget = self.budget.as_ref()?;
@@ -86,37 +84,37 @@ impl Index {
         Some(BudgetState { bytes_max, bytes, evicted_blocks: budget.evicted_blocks })
     }
 
-    /// Heap bytes that the index owns, equal to [`Index::bytes`] but as counted when they changed. Costs the same
-    /// however much is held; without a budget, a step a rank.
+    /// Heap bytes that the index owns, from running totals; equal to [`Index::bytes`]. Constant cost with a budget, one
+    /// step per rank without.
     #[must_use]
     pub fn bytes_used(&self) -> usize {
-        let ranks = || self.ranks.iter().flatten().map(|rank| size_of::<Rank>() + rank.bytes()).sum();
+        let ranks = || self.ranks.iter().flatten().map(|rank| size_of::<RankBlocks>() + rank.bytes()).sum();
         let ranks = self.budget.as_ref().map_or_else(ranks, |budget| budget.ranks_bytes);
         let lower = self.lower.iter().flatten().map(|tree| tree.bytes()).sum::<usize>();
-        self.bytes_around() + ranks + self.device.bytes() + lower
+        self.container_bytes() + ranks + self.device.bytes() + lower
     }
 
-    /// Number of blocks that the rank in `slot` holds, each counted once per tier. Costs the same however many.
+    /// Number of blocks that the rank in `slot` holds, counted once per tier. Constant cost.
     #[must_use]
     pub fn held_blocks_of(&self, slot: Slot) -> usize {
         let rank = self.ranks.get(slot.index()).and_then(Option::as_ref);
         rank.map_or(0, |rank| rank.held_blocks())
     }
 
-    /// Number of blocks evicted from the rank in `slot` since it was registered or last cleared. While that is
-    /// zero, what is known of the rank is all that it said.
+    /// Number of blocks evicted from the rank in `slot` since it was registered or last cleared. At zero, the holdings
+    /// of the rank are complete.
     #[must_use]
     pub fn evicted_blocks_of(&self, slot: Slot) -> u64 {
         let rank = self.ranks.get(slot.index()).and_then(Option::as_ref);
         rank.map_or(0, |rank| rank.evicted_blocks)
     }
 
-    /// [`Index::apply`], for an index with a budget.
+    /// [`Index::apply`] for an index with a budget.
     pub(super) fn apply_within_budget(&mut self, slot: Slot, event: &RouterEvent) -> Applied {
         let now = self.tick();
         let mut evicted = 0;
         if let KvEvent::Stored { parent, blocks } = &event.data {
-            // What the blocks are to be stored behind should be the last to go for them.
+            // Stamps the parent first, so that the eviction below removes it last.
             parent.inspect(|parent| self.stamp(slot, event.tier, *parent, now));
             evicted += self.keep_within(Some((slot, event.tier, blocks.len())));
         }
@@ -135,34 +133,34 @@ impl Index {
         Applied { evicted, ..applied }
     }
 
-    /// Looks again at what the rank in `slot` has for itself.
+    /// Updates the byte count of the rank in `slot`.
     pub(super) fn recount(&mut self, slot: Slot) {
         let Some(budget) = &mut self.budget else { return };
         let Some(rank) = &mut self.ranks[slot.index()] else { return };
-        let counted = size_of::<Rank>() + rank.bytes();
+        let counted = size_of::<RankBlocks>() + rank.bytes();
         budget.ranks_bytes = budget.ranks_bytes + counted - rank.counted;
         rank.counted = counted;
     }
 
-    /// Evicts until the budget is kept, also with what `ask` will add to tables. Returns the number of blocks.
-    pub(super) fn keep_within(&mut self, ask: Option<Ask>) -> u64 {
+    /// Evicts until the index fits its budget, including the growth of `next`. Returns the number of evicted blocks.
+    pub(super) fn keep_within(&mut self, next: Option<PendingStore>) -> u64 {
         let Some(bytes_max) = self.budget.as_ref().map(|budget| budget.bytes_max) else { return 0 };
-        if self.bytes_with(ask) <= bytes_max {
+        if self.bytes_with(next) <= bytes_max {
             return 0;
         }
         let mut evicted = 0;
-        while self.bytes_with(ask) > bytes_max {
+        while self.bytes_with(next) > bytes_max {
             let Some(slot) = self.heaviest() else { break };
-            evicted += self.evict_from(slot, bytes_max, ask);
+            evicted += self.evict_from(slot, bytes_max, next);
             self.compact_trees();
         }
         evicted
     }
 
-    /// A new stamp, for the runs that an event comes to.
+    /// Returns the stamp for the runs that an event visits.
     fn tick(&mut self) -> u16 {
         let runs = self.runs();
-        let budget = self.budget.as_ref().expect("stamps are for a budget");
+        let budget = self.budget.as_ref().expect("only an index with a budget is stamped");
         let spent = budget.wind();
         let now = budget.tick(runs);
         for tree in std::iter::once(&mut self.device).chain(self.lower.iter_mut().flatten().map(|tree| &mut **tree)) {
@@ -174,7 +172,7 @@ impl Index {
         now
     }
 
-    /// Stamps the way to a block of that name in a tier, or in the nearest that has it.
+    /// Stamps the path to the named block in `tier`, or in the nearest tier that holds it.
     fn stamp(&self, slot: Slot, tier: StorageTier, name: crate::protocol::EngineHash, now: u16) {
         for tier in std::iter::once(tier).chain(StorageTier::ALL) {
             if let Some(at) = self.find(slot, tier, name) {
@@ -184,8 +182,8 @@ impl Index {
         }
     }
 
-    /// Forgets names that moved to where the index cannot follow, behind an evicted parent. Otherwise they would
-    /// still stand for blocks that the rank holds no more.
+    /// Removes names that the engine stored behind an evicted parent. The index cannot place them, and their old
+    /// positions are no longer valid.
     fn forget_misplaced(&mut self, slot: Slot, blocks: &[StoredBlock]) -> u64 {
         if self.rank(slot).evicted_blocks == 0 {
             return 0;
@@ -202,11 +200,11 @@ impl Index {
     fn note_evicted(&mut self, slot: Slot, blocks: u64) {
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
         rank.evicted_blocks += blocks;
-        self.budget.as_mut().expect("nothing is evicted without a budget").evicted_blocks += blocks;
+        self.budget.as_mut().expect("only an index with a budget evicts").evicted_blocks += blocks;
     }
 
-    fn bytes_with(&self, ask: Option<Ask>) -> usize {
-        let growth = ask.map_or(0, |(slot, tier, blocks)| {
+    fn bytes_with(&self, next: Option<PendingStore>) -> usize {
+        let growth = next.map_or(0, |(slot, tier, blocks)| {
             let tree = self.tree(tier).map_or(0, |tree| tree.growth());
             let residence = self.rank(slot).residence(tier).map_or(0, |residence| residence.growth(blocks));
             tree + residence + blocks * BLOCK_BYTES
@@ -214,25 +212,25 @@ impl Index {
         self.bytes_used() + growth
     }
 
-    /// The rank that has most for itself, among those with anything to give up.
+    /// The rank with the most own bytes, among the ranks with anything to evict.
     fn heaviest(&self) -> Option<Slot> {
         let ranks = (0..).map(Slot).zip(&self.ranks).filter_map(|(slot, rank)| Some((slot, rank.as_deref()?)));
         let heaviest = ranks.filter(|(_, rank)| rank.removable() > 0).max_by_key(|(_, rank)| rank.counted);
         heaviest.map(|(slot, _)| slot)
     }
 
-    /// Makes a rank give up what waits, or what its tables do not need, or else a batch of its blocks.
-    fn evict_from(&mut self, slot: Slot, bytes_max: usize, ask: Option<Ask>) -> u64 {
+    /// Frees memory of one rank: its pending blocks, else the spare room of its tables, else a batch of its blocks.
+    fn evict_from(&mut self, slot: Slot, bytes_max: usize, next: Option<PendingStore>) -> u64 {
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
-        let waiting = rank.waiting().map_or(0, Waiting::len) as u64;
+        let waiting = rank.waiting().map_or(0, PendingBlocks::len) as u64;
         if waiting > 0 {
-            *rank.waiting_mut(&self.hasher) = Waiting::new(self.hasher.clone());
+            *rank.waiting_mut(&self.hasher) = PendingBlocks::new(self.hasher.clone());
             self.recount(slot);
             self.note_evicted(slot, waiting);
             return waiting;
         }
         self.fit(slot);
-        if self.bytes_with(ask) <= bytes_max {
+        if self.bytes_with(next) <= bytes_max {
             return 0;
         }
         let held = self.rank(slot).held_blocks();
@@ -248,7 +246,7 @@ impl Index {
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
         if rank.removable() == 0 {
             let evicted_blocks = rank.evicted_blocks;
-            rank.reset(&self.hasher); // room for few names is not kept for none
+            rank.reset(&self.hasher); // returns the table memory of an empty rank
             rank.evicted_blocks = evicted_blocks;
             self.recount(slot);
         }
@@ -256,11 +254,11 @@ impl Index {
         evicted
     }
 
-    /// Evicts the last blocks of a leaf, at most so many. Returns whether there were any.
+    /// Evicts the last blocks of a leaf, at most `blocks`. Returns whether there were any.
     fn evict_end(&mut self, slot: Slot, leaf: &Leaf, blocks: usize) -> bool {
         let (tree, residence) = self.parts(slot, leaf.tier);
         if residence.held_blocks() == 0 {
-            return false; // its numbers mean nothing any more
+            return false; // span numbers are invalid once the residence is empty
         }
         let extent = residence.span(leaf.span).extent();
         if extent <= leaf.from {
@@ -274,7 +272,7 @@ impl Index {
         true
     }
 
-    /// All that a rank holds, in the order in which it may be evicted.
+    /// All spans of a rank, in eviction order.
     fn leaves(&self, slot: Slot) -> Vec<Leaf> {
         let rank = self.rank(slot);
         let mut leaves = Vec::new();
@@ -296,7 +294,7 @@ impl Index {
         leaves
     }
 
-    /// Gives back what a rank's tables and lists do not need any more.
+    /// Shrinks the tables and lists of a rank.
     fn fit(&mut self, slot: Slot) {
         let tiers: Vec<_> = self.rank(slot).residences().map(|(tier, _)| tier).collect();
         for tier in tiers {
@@ -308,7 +306,7 @@ impl Index {
         self.recount(slot);
     }
 
-    /// Gives back what the trees do not need any more, once that is much.
+    /// Shrinks the trees that have many vacant nodes.
     fn compact_trees(&mut self) {
         for tier in StorageTier::ALL {
             let tree = match lower_idx(tier) {

@@ -1,7 +1,7 @@
-//! Holding and giving up blocks: where one rank's blocks and the tree they lie in change together.
+//! Storing and removing blocks: keeps one rank's blocks and the tree of the tier consistent.
 //!
-//! Owns nothing. Promises that after each function the tree says of the rank what its spans say. Works on whole
-//! stretches of a run: what is appended or taken off in one piece touches the tree once.
+//! After each function the tree's holder of the rank matches the rank's spans. Contiguous stretches of a run are
+//! processed together, so each stretch updates the tree once.
 
 use super::Applied;
 use super::residence::{CHUNK, Named, Residence, Taken};
@@ -9,58 +9,60 @@ use super::table::Spot;
 use super::tree::{Holder, Point, Tree};
 use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
 
-/// What it means that a block is stored again.
+/// Meaning of a repeated store of a held block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Again {
-    /// Nothing: it is announced again.
-    Reported,
-    /// There is another copy of it.
+pub(super) enum RepeatedStore {
+    /// The engine announces the block again; the number of copies is unchanged.
+    Announcement,
+    /// The engine holds another copy of the block.
     Copy,
 }
 
-impl Again {
-    /// What engines mean by a store to `tier` behind `parent`. vLLM computes blocks anew that it holds already: the last
-    /// one of a prompt that is cached whole, and those that running requests generate alike. It keeps each copy, and
-    /// stores and removes each under one name. It also announces blocks again without a copy, if a request asks for that
-    /// (`kv_cache_report_mode`): always a prompt's first blocks, so without a parent. A copy of these looks the same and
-    /// is not counted: then too little is known until the engine removes its last copy or computes the block again,
-    /// while a copy that does not exist would never be removed. Lower tiers keep blocks by name, once each.
+impl RepeatedStore {
+    /// The meaning of repeated stores to `tier` behind `parent`. vLLM recomputes blocks that it already holds: the last
+    /// block of a completely cached prompt, and equal blocks that running requests generate. It keeps each copy, and
+    /// stores and removes each copy under the same name. vLLM also announces blocks again without a copy if a request
+    /// sets `kv_cache_report_mode`: always the first blocks of a prompt, hence without a parent. A real copy of these
+    /// first blocks looks the same and is not counted. In that case the index knows too little until the engine removes
+    /// its last copy or computes the block again, whereas a counted copy that does not exist would never be removed.
+    /// Lower tiers hold one block per name.
     pub(super) fn of(tier: StorageTier, parent: Option<EngineHash>) -> Self {
-        if tier == StorageTier::Device && parent.is_some() { Self::Copy } else { Self::Reported }
+        if tier == StorageTier::Device && parent.is_some() { Self::Copy } else { Self::Announcement }
     }
 }
 
-/// Holds `blocks`, one after the other, behind `at`. Where `again` says so, those that are held there under the same
-/// name count as further copies.
+/// Stores consecutive `blocks` behind `at`. With [`RepeatedStore::Copy`], a block that is already held there under the
+/// same name counts as a further copy.
 pub(super) fn store(
     tree: &mut Tree,
     residence: &mut Residence,
     slot: Slot,
     mut at: Point,
     mut blocks: &[StoredBlock],
-    again: Again,
+    repeated: RepeatedStore,
 ) -> Applied {
     let mut applied = Applied::default();
     while !blocks.is_empty() {
         let (start, len) = tree.grow(at, blocks.iter().map(|block| block.block_hash));
-        let done = store_stretch(tree, residence, slot, start, &blocks[..len as usize], again, &mut applied);
+        let done = store_stretch(tree, residence, slot, start, &blocks[..len as usize], repeated, &mut applied);
         at = Point { node: start.node, offset: start.offset + done as u32 };
         blocks = &blocks[done..];
     }
     applied
 }
 
-/// Gives up the blocks of `names` with all their copies. Returns how many names were known.
+/// Removes the blocks of `names` with all their copies. Returns the number of known names.
 pub(super) fn forget(tree: &mut Tree, residence: &mut Residence, slot: Slot, names: &[EngineHash]) -> usize {
     names.iter().for_each(|name| residence.drop_copies(*name));
     remove(tree, residence, slot, names)
 }
 
-/// Takes names away, or one copy each of their blocks, and gives up the blocks that have none left. Returns how many
-/// names were known.
+/// Removes names, or one copy of their blocks, and releases the blocks without a remaining name. Returns the number of
+/// known names.
 pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, names: &[EngineHash]) -> usize {
     let mut known = names.len();
-    // Neighbours tend to leave together, so the tree hears of a span only when the next block is of another.
+    // Neighbouring blocks are usually removed together. The tree is updated once per span, when the next block is in
+    // another span.
     let mut open = None;
     for chunk in names.chunks(CHUNK) {
         let located = residence.locate(chunk);
@@ -80,57 +82,59 @@ pub(super) fn remove(tree: &mut Tree, residence: &mut Residence, slot: Slot, nam
     if let Some(left) = open {
         publish(tree, residence, slot, left);
     }
-    residence.settle();
+    residence.shrink();
     known
 }
 
-/// Gives up everything: `residence` is to be thrown away.
+/// Removes all blocks of the rank from the tree. The caller must discard `residence`.
 pub(super) fn clear(tree: &mut Tree, residence: &Residence, slot: Slot) {
     for (id, span) in residence.spans() {
         tree.publish(span.node, Holder { slot, span: id, cut: 0, extent: 0 });
     }
 }
 
-/// Stores blocks that lie in one piece of one run. Returns how many it got through: a block that was held
-/// elsewhere under the same name is given up there, and that may shorten this very run.
+/// Stores blocks of one stretch of a run. Returns the number of processed blocks: if a name referred to a block
+/// elsewhere, that block is released, which can shorten this run.
 fn store_stretch(
     tree: &mut Tree,
     residence: &mut Residence,
     slot: Slot,
     at: Point,
     blocks: &[StoredBlock],
-    again: Again,
+    repeated: RepeatedStore,
     applied: &mut Applied,
 ) -> usize {
     let span = tree.span_of(at.node, slot).unwrap_or_else(|| residence.open(at.node, blocks.len()));
-    let mut given_up = None;
+    let mut released = None;
     let mut done = 0;
-    while done < blocks.len() && given_up.is_none() {
+    while done < blocks.len() && released.is_none() {
         let offset = at.offset + done as u32;
         let appended = residence.append(span, offset, &blocks[done..]);
         applied.stored += appended as u64;
         done += appended;
         let Some(block) = blocks.get(done) else { break };
         match residence.name(Spot { span, offset: offset + appended as u32 }, block.engine_hash) {
-            Named::Already if again == Again::Copy && residence.add_copy(block.engine_hash) => applied.copies += 1,
+            Named::Already if repeated == RepeatedStore::Copy && residence.add_copy(block.engine_hash) => {
+                applied.copies += 1
+            }
             Named::Already => applied.duplicates += 1,
             Named::New | Named::Moved => applied.stored += 1,
             Named::MovedFrom(spot) => {
                 applied.stored += 1;
-                given_up = Some(spot);
+                released = Some(spot);
             }
         }
         done += 1;
     }
     publish(tree, residence, slot, span);
-    if let Some(spot) = given_up {
+    if let Some(spot) = released {
         residence.release(spot);
         publish(tree, residence, slot, spot.span);
     }
     done
 }
 
-/// Tells the tree what a span holds now, and frees the span if that is nothing.
+/// Updates the tree's holder of a span, and frees an empty span.
 fn publish(tree: &mut Tree, residence: &mut Residence, slot: Slot, id: u32) {
     let span = residence.span(id);
     let holder = Holder { slot, span: id, cut: span.cut(), extent: span.extent() };
@@ -138,6 +142,6 @@ fn publish(tree: &mut Tree, residence: &mut Residence, slot: Slot, id: u32) {
     if holder.extent == 0 {
         residence.close(id);
     } else {
-        residence.settle_span(id);
+        residence.shrink_span(id);
     }
 }

@@ -1,20 +1,20 @@
-//! What lower tiers need beyond the device tier: parents in other tiers, and parents that come later.
+//! Stores and removals in lower tiers: parents in other tiers and parents that arrive later.
 //!
-//! Owns nothing. Promises that no block waits for a name that the rank knows in any tier, and that storing a
-//! list behind a waiting block comes to the same as storing its blocks one by one.
+//! A block is pending only while no tier of the rank holds its parent. Storing a list behind a pending block has the
+//! same result as storing its blocks one by one.
 
 use std::collections::VecDeque;
 
-use super::hold::Again;
+use super::hold::RepeatedStore;
 use super::tree::Point;
-use super::waiting::Block;
+use super::waiting::PendingBlock;
 use super::{Applied, Index, hold};
 use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
 
 impl Index {
-    /// Where blocks behind `parent` belong in a tier's tree; `None` when the rank does not know the parent. A
-    /// parent that only another tier holds is looked for in all of them, nearest first, and the way to it is
-    /// laid in this tier's tree: the caller holds something at its end.
+    /// The position behind `parent` in a tier's tree; `None` if the rank does not hold the parent. If only another tier
+    /// holds the parent, all tiers are searched, nearest first, and the path to the parent is added to this tier's
+    /// tree. The caller must then hold a block at the end of that path.
     pub(super) fn point_behind(&mut self, slot: Slot, tier: StorageTier, parent: Option<EngineHash>) -> Option<Point> {
         let Some(parent) = parent else { return Some(Point::START) };
         if let Some(point) = self.find(slot, tier, parent) {
@@ -36,8 +36,8 @@ impl Index {
         Some(at)
     }
 
-    /// Stores blocks one by one, letting wait those whose parent is not known, and adopting those that waited
-    /// for one of them.
+    /// Stores blocks one by one. Blocks with an unknown parent become pending, and pending blocks whose parent is
+    /// stored become held.
     pub(super) fn store_each(
         &mut self,
         slot: Slot,
@@ -45,7 +45,7 @@ impl Index {
         mut parent: Option<EngineHash>,
         blocks: &[StoredBlock],
     ) -> Applied {
-        let again = Again::of(tier, parent);
+        let repeated = RepeatedStore::of(tier, parent);
         let mut applied = Applied::default();
         for block in blocks {
             applied += match (self.point_behind(slot, tier, parent), parent) {
@@ -54,7 +54,7 @@ impl Index {
                     self.waiting_mut(slot).remove((tier, block.engine_hash));
                     let (tree, residence) = self.parts(slot, tier);
                     let at = at.unwrap_or(Point::START);
-                    let mut applied = hold::store(tree, residence, slot, at, std::slice::from_ref(block), again);
+                    let mut applied = hold::store(tree, residence, slot, at, std::slice::from_ref(block), repeated);
                     applied.adopted = self.adopt(slot, block.engine_hash);
                     applied
                 }
@@ -64,7 +64,7 @@ impl Index {
         applied
     }
 
-    /// Forgets those of `names` that wait. Returns the others, or nothing when that is all of them anyway.
+    /// Removes the pending blocks among `names`. Returns the other names, or `None` if the rank has no pending block.
     pub(super) fn remove_waiting(
         &mut self,
         slot: Slot,
@@ -84,12 +84,12 @@ impl Index {
         Some(Point { node: residence.span(spot.span).node, offset: spot.offset + 1 })
     }
 
-    /// Lets a block wait for its parent, unless the block is held already: then it keeps its place, for the new
-    /// one cannot be told.
+    /// Records a block as pending, unless it is already held. A held block keeps its position, since the new position
+    /// is unknown.
     fn wait(&mut self, slot: Slot, tier: StorageTier, parent: EngineHash, block: &StoredBlock) -> Applied {
-        debug_assert_ne!(tier, StorageTier::Device, "device blocks do not wait");
+        debug_assert_ne!(tier, StorageTier::Device, "device blocks are never pending");
         let held = self.find(slot, tier, block.engine_hash).is_some();
-        let waits = Block { parent, block_hash: block.block_hash };
+        let waits = PendingBlock { parent, block_hash: block.block_hash };
         if !held && self.waiting_mut(slot).insert((tier, block.engine_hash), waits) {
             Applied { waiting: 1, ..Applied::default() }
         } else {
@@ -97,7 +97,8 @@ impl Index {
         }
     }
 
-    /// Holds every block that waited for `name`, and those that waited for these. Returns how many that were.
+    /// Stores every block that is pending behind `name`, and recursively the blocks behind these. Returns the number of
+    /// stored blocks.
     fn adopt(&mut self, slot: Slot, name: EngineHash) -> u64 {
         let mut adopted = 0;
         let mut known = VecDeque::from([name]);
@@ -106,7 +107,7 @@ impl Index {
                 let at = self.point_behind(slot, tier, Some(parent)).expect("a block that was just stored is known");
                 let stored = StoredBlock { engine_hash: name, block_hash: block.block_hash };
                 let (tree, residence) = self.parts(slot, tier);
-                hold::store(tree, residence, slot, at, &[stored], Again::Reported);
+                hold::store(tree, residence, slot, at, &[stored], RepeatedStore::Announcement);
                 known.push_back(name);
                 adopted += 1;
             }
@@ -114,7 +115,7 @@ impl Index {
         adopted
     }
 
-    fn waiting_mut(&mut self, slot: Slot) -> &mut super::waiting::Waiting {
+    fn waiting_mut(&mut self, slot: Slot) -> &mut super::waiting::PendingBlocks {
         self.ranks[slot.index()].as_mut().expect("every registered slot has a rank").waiting_mut(&self.hasher)
     }
 }

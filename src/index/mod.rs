@@ -1,33 +1,34 @@
-//! The prefix index: which rank holds which prompt prefixes, per storage tier, as its KV events tell.
+//! Prefix index: the prompt prefixes that each rank holds per storage tier, derived from KV events.
 //!
-//! Owns one shard's knowledge: the ranks assigned to it and what each said it stored and removed. Answers, for
-//! the block hashes of a request, how many leading blocks each rank holds *now*. What that means is defined by
-//! a slow literal model, `reference.rs`, and property tests hold this index to it after every event:
+//! One [`Index`] covers the ranks of one shard. For the block hashes of a request it returns the number of leading
+//! blocks that each rank currently holds. A slow reference model, `reference.rs`, defines the semantics; property tests
+//! compare the index with the model after every event:
 //!
-//! - A rank holds a prefix in a tier while some engine hash of that rank and tier stands for it. A stored block
-//!   extends the prefix that its parent's engine hash stands for; without a parent it starts a prompt.
-//! - Storing a name again in its place, on the device and behind a parent, adds a copy: the name is forgotten at the
-//!   removal of its last copy. In a lower tier, or in a list that starts a prompt, it changes nothing (why: `hold.rs`).
-//! - Storing a name elsewhere moves it, with one copy. A block with two names is held until both are removed. A
-//!   removed name is forgotten, also as a parent.
-//! - An overlap is the longest run of leading blocks held. A hole hides what lies behind it; healing it brings
-//!   that back.
-//! - Lower tiers extend a rank's device hit, each from where the one before ended. Their stores may name a
-//!   parent of any tier of the rank, and wait for one that is not known yet. Device stores do not wait.
+//! - A *name* is an engine hash. Per rank and tier, each name refers to one prefix. A stored block extends the prefix
+//!   of its parent's name; without a parent it starts a prompt. A rank holds a prefix while at least one name refers to
+//!   it.
+//! - A repeated store of a name at the same position, in the device tier and behind a parent, adds a copy; the name is
+//!   removed with its last copy. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
+//!   (reason: `hold.rs`).
+//! - Storing a name at another position moves it there, with one copy. A block with two names is held until both are
+//!   removed. A removed name is no longer a valid parent.
+//! - The overlap is the longest run of held leading blocks. Blocks behind a hole do not count until the hole is filled.
+//! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Lower-tier stores may name a parent
+//!   in any tier of the rank. They are pending while the parent is unknown; device stores are not.
 //!
-//! Promises that answers depend on what is held and on nothing else: not on the order of events, their
-//! batching, or the shape of the tree. No event is an error: what is odd is counted in [`Applied`].
+//! Overlaps depend only on the held blocks, not on the order or batching of events or on the shape of the tree. No
+//! event is an error; anomalies are counted in [`Applied`].
 //!
-//! Costs: a stored or removed block one probe of a hash table and, in the common case, an append or a cut at
-//! the end of a list; an answer the comparison of the prompt with a few runs, plus one step per rank that holds
-//! part of them. Where it loses: a run's tail that one rank alone gives up block by block is checked against
-//! every other holder of the run each time, and a rank with a single block far down a long run spends eight
-//! bytes on each block before it.
+//! Cost: a stored or removed block takes one hash-table probe and usually an append or a cut at the end of a list. A
+//! query compares the prompt with a few runs and takes one step per rank that holds a part of them. Two cases are
+//! expensive: if one rank removes the tail of a run block by block, each removal checks every other holder of the run;
+//! and a rank with a single block deep in a long run spends eight bytes on each block before it.
 //!
-//! With a budget ([`Index::set_budget`]) it may know less than it was told, of ranks that [`Index::evicted_blocks_of`]
-//! names, and never more. That assumes what engines do: a rank's name stands for the same prefix whenever it is used.
+//! With a budget ([`Index::set_budget`]) the index may hold less than the events reported, for ranks with nonzero
+//! [`Index::evicted_blocks_of`], and never more. This requires that a rank's name always refers to the same prefix, as
+//! it does in current engines.
 //!
-//! Does not spread ranks over shards, detect gaps in event streams, or weigh tiers against each other.
+//! Assignment of ranks to shards, detection of gaps in event streams, and weights of tiers are outside this module.
 
 mod applied;
 mod arena;
@@ -64,11 +65,11 @@ pub use overlaps::{Extension, Hit, Overlaps};
 use crate::protocol::{BlockHash, WorkerRank};
 use crate::protocol::{EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId};
 use budget::Budget;
-use hold::Again;
-use rank::{Rank, lower_idx};
+use hold::RepeatedStore;
+use rank::{RankBlocks, lower_idx};
 use tree::Tree;
 
-/// One shard's prefix index. Single-threaded: its owner applies events and asks questions in turn.
+/// Prefix index of one shard. Single-threaded: the owner applies events and runs queries sequentially.
 ///
 /// ```
 /// use pointsman::index::{Index, Overlaps};
@@ -97,17 +98,17 @@ use tree::Tree;
 pub struct Index {
     registry: BTreeMap<WorkerRank, Slot>,
     /// By slot.
-    ranks: Vec<Option<Box<Rank>>>,
-    /// By slot, apart from `ranks` so that an answer need not visit each rank it names.
+    ranks: Vec<Option<Box<RankBlocks>>>,
+    /// By slot; separate from `ranks` so that a query does not access each rank in its result.
     generations: Vec<Generation>,
     device: Tree,
-    /// Host-pinned, disk and external, each from its first store on.
+    /// Host-pinned, disk and external; each is created by its first store.
     lower: [Option<Box<Tree>>; 3],
     budget: Option<Box<Budget>>,
     hasher: RandomState,
 }
 
-/// How large a tier's tree is, for tests and metrics.
+/// Size of a tier's tree, for tests and metrics.
 ///
 /// ```
 /// use pointsman::index::Index;
@@ -119,9 +120,9 @@ pub struct Index {
 pub struct Shape {
     /// Runs of consecutive blocks.
     pub runs: usize,
-    /// Blocks in all runs together: distinct prefixes, however many ranks hold each.
+    /// Blocks in all runs: the number of distinct prefixes, independent of the number of holders.
     pub run_blocks: usize,
-    /// Pairs of a run and a rank that holds part of it.
+    /// Pairs of a run and a rank that holds a part of it.
     pub holders: usize,
 }
 
@@ -132,7 +133,7 @@ impl Default for Index {
 }
 
 impl Index {
-    /// An index that knows no rank.
+    /// Creates an index without ranks.
     #[must_use]
     pub fn new() -> Self {
         let hasher = RandomState::new();
@@ -147,34 +148,35 @@ impl Index {
         }
     }
 
-    /// Lets `rank` sit in `slot` from now on, holding nothing. Whoever sat there leaves, and so does the rank
-    /// from wherever it sat. Returns false, and changes nothing, when a later generation sits in the slot.
-    /// Saying the same again changes nothing either.
+    /// Registers `rank` in `slot` without blocks. Removes the previous rank of the slot and any earlier registration of
+    /// the rank. Returns false without a change if the slot has a later generation. Repeating a registration has no
+    /// effect.
     ///
-    /// Slots are dense: the index keeps a few bytes for each up to the highest.
+    /// Slots are dense: the index allocates a few bytes per slot up to the highest.
     pub fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation) -> bool {
         if self.ranks.len() <= slot.index() {
             self.ranks.resize_with(slot.index() + 1, || None);
             self.generations.resize(slot.index() + 1, Generation::default());
         }
         if let Some(occupant) = &self.ranks[slot.index()] {
-            let seated = self.generations[slot.index()];
-            if seated > generation || (seated == generation && occupant.id == rank) {
-                return seated == generation;
+            let current = self.generations[slot.index()];
+            if current > generation || (current == generation && occupant.id == rank) {
+                return current == generation;
             }
             let occupant = occupant.id;
             self.remove_rank(occupant);
         }
         self.remove_rank(rank);
         self.registry.insert(rank, slot);
-        self.ranks[slot.index()] = Some(Box::new(Rank::new(rank, &self.hasher)));
+        self.ranks[slot.index()] = Some(Box::new(RankBlocks::new(rank, &self.hasher)));
         self.generations[slot.index()] = generation;
         self.recount(slot);
         self.keep_within(None);
         true
     }
 
-    /// Forgets a rank and all it holds. Returns whether it was registered. Costs a step per run it holds part of.
+    /// Removes a rank and its blocks. Returns whether it was registered. Costs one step per run that the rank holds a
+    /// part of.
     pub fn remove_rank(&mut self, rank: WorkerRank) -> bool {
         let Some(slot) = self.registry.remove(&rank) else { return false };
         self.clear(slot);
@@ -185,26 +187,26 @@ impl Index {
         true
     }
 
-    /// Forgets every rank of a worker. Returns how many were registered.
+    /// Removes every rank of a worker. Returns the number of registered ranks among them.
     pub fn remove_worker(&mut self, worker: WorkerId) -> usize {
         let ranks = WorkerRank::new(worker, 0)..=WorkerRank::new(worker, u32::MAX);
         let ranks: Vec<_> = self.registry.range(ranks).map(|(rank, _)| *rank).collect();
         ranks.into_iter().filter(|rank| self.remove_rank(*rank)).count()
     }
 
-    /// Whether a rank is registered here, and where.
+    /// The slot of a rank, if it is registered in this index.
     #[must_use]
     pub fn slot_of(&self, rank: WorkerRank) -> Option<Slot> {
         self.registry.get(&rank).copied()
     }
 
-    /// The generation of the latest rank that sat in `slot`; the default for a slot that nobody sat in.
+    /// Generation of the latest rank registered in `slot`; the default for an unused slot.
     #[must_use]
     pub fn generation(&self, slot: Slot) -> Generation {
         self.generations.get(slot.index()).copied().unwrap_or_default()
     }
 
-    /// Takes in one event. Any event may come at any time; what was odd about it is in the report.
+    /// Applies one event. Events may arrive at any time; the result reports anomalies.
     pub fn apply(&mut self, event: &RouterEvent) -> Applied {
         let Some(slot) = self.slot_of(event.rank) else { return Applied { unknown_ranks: 1, ..Applied::default() } };
         if self.budget.is_some() { self.apply_within_budget(slot, event) } else { self.change(slot, event) }
@@ -218,21 +220,22 @@ impl Index {
         }
     }
 
-    /// Number of blocks held, each counted once per rank and tier. Waiting blocks are not held.
+    /// Number of held blocks, each counted once per rank and tier. Pending blocks are excluded.
     #[must_use]
     pub fn held_blocks(&self) -> usize {
         self.ranks.iter().flatten().map(|rank| rank.held_blocks()).sum()
     }
 
-    /// Heap bytes that the index owns. Visits every run and every rank's part of it: not for hot paths.
+    /// Heap bytes that the index owns. Visits every run and every holder; not for hot paths.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        let ranks = self.ranks.iter().flatten().map(|rank| size_of::<Rank>() + rank.bytes_visited()).sum::<usize>();
+        let ranks =
+            self.ranks.iter().flatten().map(|rank| size_of::<RankBlocks>() + rank.bytes_visited()).sum::<usize>();
         let lower = self.lower.iter().flatten().map(|tree| tree.bytes_visited()).sum::<usize>();
-        self.bytes_around() + ranks + self.device.bytes_visited() + lower
+        self.container_bytes() + ranks + self.device.bytes_visited() + lower
     }
 
-    /// How large a tier's tree is. Visits every run.
+    /// Size of a tier's tree. Visits every run.
     #[must_use]
     pub fn shape(&self, tier: StorageTier) -> Shape {
         let Some(tree) = self.tree(tier) else { return Shape::default() };
@@ -243,11 +246,11 @@ impl Index {
         })
     }
 
-    /// Heap bytes of what ranks and trees are kept in.
-    fn bytes_around(&self) -> usize {
-        // A B-tree's nodes cannot be seen; they are two thirds full or so.
+    /// Heap bytes of the containers of ranks and trees.
+    fn container_bytes(&self) -> usize {
+        // The node sizes of a B-tree are not accessible; nodes are assumed to be two thirds full.
         let registry = self.registry.len() * size_of::<(WorkerRank, Slot)>() * 3 / 2;
-        let slots = self.ranks.capacity() * size_of::<Option<Box<Rank>>>()
+        let slots = self.ranks.capacity() * size_of::<Option<Box<RankBlocks>>>()
             + self.generations.capacity() * size_of::<Generation>();
         let lower = self.lower.iter().flatten().count() * size_of::<Tree>();
         registry + slots + lower + self.budget.as_ref().map_or(0, |_| size_of::<Budget>())
@@ -270,12 +273,12 @@ impl Index {
             return self.store_each(slot, tier, parent, blocks);
         };
         let (tree, residence) = self.parts(slot, tier);
-        hold::store(tree, residence, slot, at, blocks, Again::of(tier, parent))
+        hold::store(tree, residence, slot, at, blocks, RepeatedStore::of(tier, parent))
     }
 
     fn remove(&mut self, slot: Slot, tier: StorageTier, names: &[EngineHash]) -> Applied {
-        let kept_from_waiting = self.remove_waiting(slot, tier, names);
-        let others = kept_from_waiting.as_deref().unwrap_or(names);
+        let not_pending = self.remove_waiting(slot, tier, names);
+        let others = not_pending.as_deref().unwrap_or(names);
         let known = if self.rank(slot).residence(tier).is_some() {
             let (tree, residence) = self.parts(slot, tier);
             hold::remove(tree, residence, slot, others)
@@ -286,7 +289,7 @@ impl Index {
         Applied { removed: (names.len() - unknown) as u64, unknown_removals: unknown as u64, ..Applied::default() }
     }
 
-    /// Gives up all that a rank holds, in every tier. Returns the number of names and further copies.
+    /// Removes all blocks of a rank in every tier. Returns the number of names and further copies.
     fn clear(&mut self, slot: Slot) -> usize {
         let rank = self.ranks[slot.index()].as_deref_mut().expect("every registered slot has a rank");
         let names = rank.removable();
@@ -294,7 +297,7 @@ impl Index {
             match lower_idx(tier) {
                 None => hold::clear(&mut self.device, residence, slot),
                 Some(idx) => {
-                    let tree = self.lower[idx].as_mut().expect("a rank that holds blocks of a tier made its tree");
+                    let tree = self.lower[idx].as_mut().expect("a tier with held blocks has a tree");
                     hold::clear(tree, residence, slot);
                 }
             }
@@ -303,7 +306,7 @@ impl Index {
         names
     }
 
-    fn rank(&self, slot: Slot) -> &Rank {
+    fn rank(&self, slot: Slot) -> &RankBlocks {
         self.ranks[slot.index()].as_ref().expect("every registered slot has a rank")
     }
 
@@ -314,7 +317,7 @@ impl Index {
         }
     }
 
-    /// A tier's tree and a rank's residence in it, made if need be.
+    /// A tier's tree and a rank's residence in it; creates missing ones.
     fn parts(&mut self, slot: Slot, tier: StorageTier) -> (&mut Tree, &mut residence::Residence) {
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
         let hasher = &self.hasher;

@@ -1,8 +1,8 @@
-//! The answer to one request: which ranks hold how much of its prompt.
+//! Result of an index query: number of leading prompt blocks per rank.
 
 use crate::protocol::{EngineHash, Generation, Slot, StorageTier};
 
-/// A rank that holds some leading blocks of a request.
+/// Overlap of one rank in its device tier.
 ///
 /// ```
 /// use pointsman::index::Hit;
@@ -15,13 +15,13 @@ use crate::protocol::{EngineHash, Generation, Slot, StorageTier};
 pub struct Hit {
     /// The rank's slot.
     pub slot: Slot,
-    /// Who sat in the slot when the question was answered.
+    /// Generation of the slot at the time of the query.
     pub generation: Generation,
-    /// Leading blocks held in device memory; zero for a rank whose hit starts in a lower tier.
+    /// Leading blocks in device memory; zero for a rank whose hit starts in a lower tier.
     pub device_blocks: u32,
 }
 
-/// How much further the lower tiers of a rank carry its hit, each from where the one before ended.
+/// Blocks by which the lower tiers extend a rank's hit, each from the end of the nearer tier.
 ///
 /// ```
 /// use pointsman::index::Extension;
@@ -34,16 +34,16 @@ pub struct Hit {
 pub struct Extension {
     /// The rank's slot.
     pub slot: Slot,
-    /// Blocks that only pinned host memory adds.
+    /// Blocks added by pinned host memory.
     pub host_pinned_blocks: u32,
-    /// Blocks that only disk adds.
+    /// Blocks added by disk.
     pub disk_blocks: u32,
-    /// Blocks that only the external store adds.
+    /// Blocks added by the external store.
     pub external_blocks: u32,
 }
 
 impl Extension {
-    /// Blocks that the lower tiers add together.
+    /// Blocks added by all lower tiers.
     #[must_use]
     pub fn blocks(&self) -> u32 {
         self.host_pinned_blocks + self.disk_blocks + self.external_blocks
@@ -55,7 +55,7 @@ impl Extension {
 
     pub(super) fn add(&mut self, tier: StorageTier, blocks: u32) {
         match tier {
-            StorageTier::Device => debug_assert_eq!(blocks, 0, "the device tier extends nothing"),
+            StorageTier::Device => debug_assert_eq!(blocks, 0, "the device tier is no extension"),
             StorageTier::HostPinned => self.host_pinned_blocks += blocks,
             StorageTier::Disk => self.disk_blocks += blocks,
             StorageTier::External => self.external_blocks += blocks,
@@ -63,7 +63,7 @@ impl Extension {
     }
 }
 
-/// The ranks that hold leading blocks of one request, with the buffers to find them: keep it and ask again.
+/// The ranks that hold leading blocks of one request, and the query buffers. Reuse one value for several queries.
 ///
 /// ```
 /// use pointsman::index::{Index, Overlaps};
@@ -78,15 +78,15 @@ pub struct Overlaps {
     pub(super) hits: Vec<Hit>,
     pub(super) extensions: Vec<Extension>,
     pub(super) last_matched: Vec<EngineHash>,
-    /// Blocks reached so far, by slot. All zero between questions.
+    /// Blocks reached so far, by slot. All zero between queries.
     pub(super) reached: Vec<u32>,
-    /// Where each rank's hit ended, by slot. Means nothing for slots without a hit.
+    /// End of each rank's hit, by slot. Undefined for slots without a hit.
     pub(super) ends: Vec<End>,
-    /// Extensions as they are found.
+    /// Extensions in the order of discovery, before they are summed.
     pub(super) steps: Vec<(Slot, StorageTier, u32)>,
 }
 
-/// The last block of a rank's hit, as its residence numbers it.
+/// Position of the last block of a rank's hit in its residence.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct End {
     pub(super) tier: StorageTier,
@@ -101,20 +101,20 @@ impl Overlaps {
         &self.hits
     }
 
-    /// The ranks among [`Overlaps::hits`] whose lower tiers carry the hit further, in slot order.
+    /// Extensions of the ranks in [`Overlaps::hits`] whose lower tiers extend the hit, in slot order.
     #[must_use]
     pub fn extensions(&self) -> &[Extension] {
         &self.extensions
     }
 
-    /// Per hit, the engine's name of the last block matched in any tier. Empty unless
-    /// [`Index::overlaps_detailed`](super::Index::overlaps_detailed) was asked.
+    /// Per hit, the engine hash of the last block matched in any tier. Empty unless the query was
+    /// [`Index::overlaps_detailed`](super::Index::overlaps_detailed).
     #[must_use]
     pub fn last_matched(&self) -> &[EngineHash] {
         &self.last_matched
     }
 
-    /// Each hit with its extension, which is all zero for most.
+    /// Each hit with its extension; most extensions are zero.
     pub fn iter(&self) -> impl Iterator<Item = (Hit, Extension)> + '_ {
         let mut rest = self.extensions.as_slice();
         self.hits.iter().map(move |&hit| match rest.split_first() {
@@ -126,13 +126,13 @@ impl Overlaps {
         })
     }
 
-    /// Forgets the last answer and makes room for `slots` ranks.
+    /// Clears the previous result and makes room for `slots` ranks.
     pub(super) fn reset(&mut self, slots: usize) {
         self.hits.clear();
         self.extensions.clear();
         self.last_matched.clear();
         self.steps.clear();
-        debug_assert!(self.reached.iter().all(|&blocks| blocks == 0), "buffers are left clean");
+        debug_assert!(self.reached.iter().all(|&blocks| blocks == 0), "buffers are zero between queries");
         if self.reached.len() < slots {
             self.reached.resize(slots, 0);
         }

@@ -1,21 +1,21 @@
-//! All that one rank holds.
+//! All blocks of one rank.
 //!
-//! Owns a residence per tier and the blocks that wait for a parent. Promises that a rank which never used a
-//! lower tier pays one null pointer for them.
+//! Holds one residence per tier and the pending blocks. A rank that never used a lower tier pays one null pointer for
+//! the lower tiers.
 
 use std::mem::size_of;
 
 use ahash::RandomState;
 
 use super::residence::Residence;
-use super::waiting::Waiting;
+use super::waiting::PendingBlocks;
 use crate::protocol::{StorageTier, WorkerRank};
 
-/// One rank's holdings.
+/// The blocks of one rank in all tiers.
 #[derive(Debug)]
-pub(super) struct Rank {
+pub(super) struct RankBlocks {
     pub(super) id: WorkerRank,
-    /// Heap bytes, this included, as an index with a budget last counted them.
+    /// Heap bytes, including this struct, at the last count by an index with a budget.
     pub(super) counted: usize,
     pub(super) evicted_blocks: u64,
     device: Residence,
@@ -25,10 +25,10 @@ pub(super) struct Rank {
 #[derive(Debug)]
 struct Lower {
     residences: [Residence; 3],
-    waiting: Waiting,
+    waiting: PendingBlocks,
 }
 
-/// Where a lower tier stands among the lower tiers; `None` for the device tier.
+/// Index of a lower tier in arrays of lower tiers; `None` for the device tier.
 pub(super) const fn lower_idx(tier: StorageTier) -> Option<usize> {
     match tier {
         StorageTier::Device => None,
@@ -38,17 +38,17 @@ pub(super) const fn lower_idx(tier: StorageTier) -> Option<usize> {
     }
 }
 
-impl Rank {
+impl RankBlocks {
     pub(super) fn new(id: WorkerRank, hasher: &RandomState) -> Self {
         Self { id, counted: 0, evicted_blocks: 0, device: Residence::new(hasher.clone()), lower: None }
     }
 
-    /// Forgets everything, also that anything was evicted.
+    /// Removes all blocks and resets the eviction count.
     pub(super) fn reset(&mut self, hasher: &RandomState) {
         *self = Self { counted: self.counted, ..Self::new(self.id, hasher) };
     }
 
-    /// The rank's residence in a tier, unless it never used that tier.
+    /// The rank's residence in a tier; `None` for a lower tier if the rank never used one.
     pub(super) fn residence(&self, tier: StorageTier) -> Option<&Residence> {
         match lower_idx(tier) {
             None => Some(&self.device),
@@ -56,7 +56,7 @@ impl Rank {
         }
     }
 
-    /// The rank's residence in a tier, made if need be.
+    /// The rank's residence in a tier; creates a missing one.
     pub(super) fn residence_mut(&mut self, tier: StorageTier, hasher: &RandomState) -> &mut Residence {
         match lower_idx(tier) {
             None => &mut self.device,
@@ -64,42 +64,42 @@ impl Rank {
         }
     }
 
-    /// The residences in use, nearest tier first.
+    /// The non-empty residences, nearest tier first.
     pub(super) fn residences(&self) -> impl Iterator<Item = (StorageTier, &Residence)> {
         let used = |tier| Some((tier, self.residence(tier)?));
         StorageTier::ALL.into_iter().filter_map(used).filter(|(_, residence)| residence.held_blocks() > 0)
     }
 
-    pub(super) fn waiting(&self) -> Option<&Waiting> {
+    pub(super) fn waiting(&self) -> Option<&PendingBlocks> {
         self.lower.as_ref().map(|lower| &lower.waiting)
     }
 
-    pub(super) fn waiting_mut(&mut self, hasher: &RandomState) -> &mut Waiting {
+    pub(super) fn waiting_mut(&mut self, hasher: &RandomState) -> &mut PendingBlocks {
         &mut self.lower_mut(hasher).waiting
     }
 
-    /// Whether any block waits for its parent.
+    /// Whether any block is pending behind an unknown parent.
     pub(super) fn has_waiting(&self) -> bool {
         self.lower.as_ref().is_some_and(|lower| !lower.waiting.is_empty())
     }
 
-    /// Number of blocks held, over all tiers.
+    /// Number of held blocks in all tiers.
     pub(super) fn held_blocks(&self) -> usize {
         self.residences().map(|(_, residence)| residence.held_blocks()).sum()
     }
 
-    /// Number of names and further copies, of held and of waiting blocks.
+    /// Number of names and further copies, of held and pending blocks.
     pub(super) fn removable(&self) -> usize {
         let held = self.residences().map(|(_, residence)| residence.removable()).sum::<usize>();
-        held + self.waiting().map_or(0, Waiting::len)
+        held + self.waiting().map_or(0, PendingBlocks::len)
     }
 
-    /// Heap bytes owned, as counted whenever they changed.
+    /// Heap bytes owned, from running totals.
     pub(super) fn bytes(&self) -> usize {
         self.bytes_by(Residence::bytes)
     }
 
-    /// Heap bytes owned, looked up in every span.
+    /// Heap bytes owned, summed over every span.
     pub(super) fn bytes_visited(&self) -> usize {
         self.bytes_by(Residence::bytes_visited)
     }
@@ -114,7 +114,7 @@ impl Rank {
     fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {
         self.lower.get_or_insert_with(|| {
             let residences = std::array::from_fn(|_| Residence::new(hasher.clone()));
-            Box::new(Lower { residences, waiting: Waiting::new(hasher.clone()) })
+            Box::new(Lower { residences, waiting: PendingBlocks::new(hasher.clone()) })
         })
     }
 }

@@ -1,9 +1,8 @@
-//! What the index means: the same answers, by the shortest way to say them.
+//! Reference model of the index: the same results by the simplest algorithm.
 //!
-//! Owns, per rank and tier, a list of names with the prefix that each stands for, in the order in which they
-//! came, and a list of blocks that wait. Promises nothing but to be plainly right: every question walks the
-//! lists. Property tests hold [`super::Index`] to it after every event, and simulations may use it as an
-//! oracle. Not for use in a router, hence hidden from the documentation.
+//! Keeps, per rank and tier, a list of names with their prefixes in order of arrival, and a list of pending blocks.
+//! Every query scans the lists. Property tests compare [`super::Index`] with the model after every event, and
+//! simulations may use it as an oracle. Not for use in a router, therefore hidden from the documentation.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,50 +10,56 @@ use super::{Applied, Extension, Hit};
 use crate::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
 use crate::protocol::{WorkerId, WorkerRank};
 
-/// The model of an index, of all shards at once.
+/// Model of the indexes of all shards.
 #[derive(Clone, Debug, Default)]
 pub struct Reference {
-    ranks: BTreeMap<WorkerRank, Rank>,
+    ranks: BTreeMap<WorkerRank, ReferenceRank>,
 }
 
-/// One rank's overlap with a request, and the engine's name of the last block matched.
+/// One rank's overlap with a request, and the engine hash of the last matched block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Match {
-    /// The device tier's part.
+pub struct ReferenceMatch {
+    /// The part of the device tier.
     pub hit: Hit,
-    /// The lower tiers' part.
+    /// The part of the lower tiers.
     pub extension: Extension,
-    /// The engine's name of the last block matched in any tier.
+    /// The engine hash of the last block matched in any tier.
     pub last_matched: EngineHash,
 }
 
 #[derive(Clone, Debug)]
-struct Rank {
+struct ReferenceRank {
     slot: Slot,
     generation: Generation,
-    /// Names that stand for a prefix, oldest first. No name twice in a tier.
+    /// Names and their prefixes, oldest first. Names are unique within a tier.
     named: BTreeMap<StorageTier, Vec<(EngineHash, Vec<BlockHash>)>>,
-    /// Copies of a name's block beside the first.
+    /// Copies of a name's block beyond the first.
     copies: BTreeMap<(StorageTier, EngineHash), u64>,
-    /// Blocks whose parent no tier names: `(tier, name)` to `(parent, block hash)`.
+    /// Pending blocks: `(tier, name)` to `(parent, block hash)`.
     waiting: BTreeMap<(StorageTier, EngineHash), (EngineHash, BlockHash)>,
 }
 
 impl Reference {
     /// See [`super::Index::register`].
     pub fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation) -> bool {
-        if let Some((&occupant, seated)) = self.ranks.iter().find(|(_, seated)| seated.slot == slot) {
-            if seated.generation > generation {
+        if let Some((&occupant, current)) = self.ranks.iter().find(|(_, current)| current.slot == slot) {
+            if current.generation > generation {
                 return false;
             }
-            if (occupant, seated.generation) == (rank, generation) {
+            if (occupant, current.generation) == (rank, generation) {
                 return true;
             }
             self.ranks.remove(&occupant);
         }
         self.ranks.insert(
             rank,
-            Rank { slot, generation, named: BTreeMap::new(), copies: BTreeMap::new(), waiting: BTreeMap::new() },
+            ReferenceRank {
+                slot,
+                generation,
+                named: BTreeMap::new(),
+                copies: BTreeMap::new(),
+                waiting: BTreeMap::new(),
+            },
         );
         true
     }
@@ -83,21 +88,21 @@ impl Reference {
         }
     }
 
-    /// Every rank's overlap that is not nothing, in slot order.
+    /// Every nonzero overlap of a rank, in slot order.
     #[must_use]
-    pub fn overlaps(&self, hashes: &[BlockHash]) -> Vec<Match> {
+    pub fn overlaps(&self, hashes: &[BlockHash]) -> Vec<ReferenceMatch> {
         let mut matches: Vec<_> = self.ranks.values().filter_map(|rank| rank.overlap(hashes)).collect();
         matches.sort_by_key(|found| found.hit.slot);
         matches
     }
 
-    /// The names that a rank's tier knows, oldest first, each with the prefix it stands for.
+    /// The names in a rank's tier with their prefixes, oldest first.
     #[must_use]
     pub fn named(&self, rank: WorkerRank, tier: StorageTier) -> &[(EngineHash, Vec<BlockHash>)] {
         self.ranks.get(&rank).and_then(|rank| rank.named.get(&tier)).map_or(&[], Vec::as_slice)
     }
 
-    /// Number of blocks held: of distinct prefixes per rank and tier.
+    /// Number of held blocks: distinct prefixes per rank and tier.
     #[must_use]
     pub fn held_blocks(&self) -> usize {
         let distinct = |named: &Vec<(EngineHash, Vec<BlockHash>)>| {
@@ -110,15 +115,15 @@ impl Reference {
     }
 }
 
-impl Rank {
-    /// A list is stored block by block, each behind the one before.
+impl ReferenceRank {
+    /// Stores a list block by block, each behind the previous one.
     fn store(&mut self, tier: StorageTier, parent: Option<EngineHash>, blocks: &[StoredBlock]) -> Applied {
         let mut applied = Applied::default();
         if tier == StorageTier::Device && self.resolve(tier, parent).is_none() {
             applied.unknown_parents = 1;
             return applied;
         }
-        // A list that starts a prompt may only report again what is held.
+        // A list that starts a prompt may be a repeated announcement of held blocks.
         let adds_copies = tier == StorageTier::Device && parent.is_some();
         let mut parent = parent;
         for block in blocks {
@@ -137,7 +142,7 @@ impl Rank {
                     applied.adopted += self.adopt(block.engine_hash);
                 }
                 None => {
-                    let parent = parent.expect("the start of a prompt is always known");
+                    let parent = parent.expect("the start of a prompt is always a valid parent");
                     let changed = self.path(tier, block.engine_hash).is_none()
                         && self.waiting.insert((tier, block.engine_hash), (parent, block.block_hash))
                             != Some((parent, block.block_hash));
@@ -179,8 +184,8 @@ impl Rank {
         Applied { removed, ..Applied::default() }
     }
 
-    /// The longest run of leading blocks that the device holds, and what each lower tier adds to it.
-    fn overlap(&self, hashes: &[BlockHash]) -> Option<Match> {
+    /// The longest run of leading blocks in the device tier, and the blocks that each lower tier adds.
+    fn overlap(&self, hashes: &[BlockHash]) -> Option<ReferenceMatch> {
         let mut reached = 0;
         let mut last_matched = None;
         let mut blocks = [0; 4];
@@ -192,14 +197,14 @@ impl Rank {
             }
         }
         let [device_blocks, host_pinned_blocks, disk_blocks, external_blocks] = blocks;
-        Some(Match {
+        Some(ReferenceMatch {
             hit: Hit { slot: self.slot, generation: self.generation, device_blocks },
             extension: Extension { slot: self.slot, host_pinned_blocks, disk_blocks, external_blocks },
             last_matched: last_matched?,
         })
     }
 
-    /// The prefix that blocks behind `parent` extend. A lower tier looks in every tier, its own first.
+    /// The prefix of `parent`. For a lower tier, searches every tier, its own first.
     fn resolve(&self, tier: StorageTier, parent: Option<EngineHash>) -> Option<Vec<BlockHash>> {
         let Some(parent) = parent else { return Some(Vec::new()) };
         let own = self.path(tier, parent);
@@ -209,7 +214,7 @@ impl Rank {
         own.or_else(|| StorageTier::ALL.into_iter().find_map(|tier| self.path(tier, parent)))
     }
 
-    /// Lets a name stand for a prefix, and for no other. Returns whether that is new.
+    /// Assigns a name to a prefix and removes its earlier prefix. Returns whether the assignment is new.
     fn name(&mut self, tier: StorageTier, name: EngineHash, path: Vec<BlockHash>) -> bool {
         let named = self.named.entry(tier).or_default();
         if named.iter().any(|(other, held)| *other == name && *held == path) {
@@ -221,7 +226,7 @@ impl Rank {
         true
     }
 
-    /// Stores what waited for `name`, by tier and name, then what waited for these.
+    /// Stores the blocks pending behind `name`, by tier and name, then the blocks pending behind these.
     fn adopt(&mut self, name: EngineHash) -> u64 {
         let mut adopted = 0;
         let mut known = VecDeque::from([name]);
@@ -244,7 +249,7 @@ impl Rank {
         self.named.get(&tier)?.iter().find(|(other, _)| *other == name).map(|(_, path)| path.clone())
     }
 
-    /// The name that has stood for a prefix longest.
+    /// The oldest name of a prefix.
     fn name_of(&self, tier: StorageTier, path: &[BlockHash]) -> Option<EngineHash> {
         self.named.get(&tier)?.iter().find(|(_, held)| held == path).map(|(name, _)| *name)
     }

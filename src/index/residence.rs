@@ -1,11 +1,10 @@
-//! What one rank holds in one tier, by the engine's names.
+//! Blocks of one rank in one tier, addressed by engine hash (name).
 //!
-//! Owns the rank's spans and the finding of a block by its engine hash. Promises that each name stands for one
-//! block, that a block is held exactly while it has a name, and that the name a block has had longest is the
-//! one it is reported by. A block of which there are several copies keeps its name until each copy was taken away.
-//! Costs about 30 bytes a held block: 8 for its name, the rest for an entry of the table that names are found
-//! through, which keeps no keys of its own. Further copies are counted in a table of their own, 16 bytes or so for
-//! each block that has any. Leaves the tree to [`super::hold`].
+//! Owns the rank's spans and the lookup of a block by name. Each name refers to one block, a block is held exactly
+//! while it has a name, and its oldest name is the one in query results. A block with several copies keeps its name
+//! until every copy is removed. Cost: about 30 bytes per held block, 8 for the name and the rest for an entry of the
+//! lookup table, which stores no keys. Further copies are counted in a separate table at about 16 bytes per block with
+//! copies. [`super::hold`] updates the tree.
 
 use std::mem::size_of;
 
@@ -18,70 +17,70 @@ use super::span::Span;
 use super::table::{Listing, Spot, Table};
 use crate::protocol::{EngineHash, StoredBlock};
 
-/// How many names are looked up before the first is acted upon. A lookup is two or three cache misses in a row;
-/// lookups that do not wait for each other's outcome overlap theirs.
+/// Number of names that are looked up before the first is processed. A lookup has two or three dependent cache misses;
+/// independent lookups overlap theirs.
 pub(super) const CHUNK: usize = 16;
 
-/// Further copies that are counted at most, of all blocks together. Bounds what a publisher that stores one block over
-/// and over can cost; a copy that is not counted is an [`Applied::duplicates`](super::Applied::duplicates).
+/// Limit of the counted further copies of all blocks. Bounds the memory that a publisher can use by storing one block
+/// repeatedly; a copy beyond the limit counts as [`Applied::duplicates`](super::Applied::duplicates).
 pub(super) const COPIES_MAX: u32 = 1 << 16;
 
-/// Up to so many blocks, tables double when they grow.
+/// Number of blocks up to which tables double when they grow.
 const SMALL_ROOM: usize = 8_192;
 
-/// What naming a block came to.
+/// Result of naming a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Named {
-    /// It had that name.
+    /// The block already had that name.
     Already,
     /// The name is new.
     New,
-    /// The name stood for another block, which keeps others.
+    /// The name referred to another block, which has other names left.
     Moved,
-    /// The name stood for another block, which has none left and must be released.
+    /// The name referred to another block, which has no name left and must be released.
     MovedFrom(Spot),
 }
 
-/// What taking a name away came to.
+/// Result of removing a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Taken {
-    /// Nothing: the name is not known.
+    /// The name is unknown.
     Unknown,
-    /// The block is still held: under another name, or as another copy.
+    /// The block is still held, under another name or as another copy.
     StillHeld,
-    /// That was the block's only name: it must be released.
+    /// The block has no name left and must be released.
     LastName(Spot),
 }
 
-/// A name that was looked up.
+/// Result of a name lookup.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Located {
     hash: u64,
-    /// Absent for what is not listed, and not looked for where there are aliases.
+    /// `None` for a name that is not listed, or if the lookup was skipped because aliases exist.
     listing: Option<Listing>,
-    /// Whether there were aliases then.
+    /// Whether aliases existed at the time of the lookup.
     aliased: bool,
 }
 
-/// One rank's blocks in one tier.
+/// Blocks of one rank in one tier.
 #[derive(Debug)]
 pub(super) struct Residence {
     spans: Arena<Span>,
-    /// Heap bytes that the spans own.
+    /// Heap bytes owned by the spans.
     owned: usize,
-    /// Every held block by its first name, which is read through its span.
+    /// Every held block by its first name. The name itself is stored in the span.
     names: Table,
-    /// Further names. Engines that give a block two names are rare.
+    /// Further names. Few engines give a block two names.
     aliases: Option<Box<Aliases>>,
-    /// Present while some block has more than one copy.
+    /// `Some` while any block has more than one copy.
     copies: Option<Box<Copies>>,
     hasher: RandomState,
 }
 
-/// Further copies of blocks: an engine that does not de-duplicate stores each, and removes each, under one name.
+/// Further copies of blocks: an engine without de-duplication stores and removes each copy under the same name.
 #[derive(Debug)]
 struct Copies {
-    /// Copies beside the first, by name. Every name is known, no number is zero.
+    /// Number of copies beyond the first, by name. Every name is known and every number is positive.
     further: HashMap<EngineHash, u32, RandomState>,
     total: u32,
 }
@@ -89,9 +88,9 @@ struct Copies {
 #[derive(Debug)]
 struct Aliases {
     spots: HashMap<EngineHash, Spot, RandomState>,
-    /// Each block's further names, in the order in which they came.
+    /// Further names of each block, oldest first.
     names: HashMap<Spot, SmallVec<[EngineHash; 2]>, RandomState>,
-    /// Heap bytes of the lists that are too long to be kept in the map.
+    /// Heap bytes of the lists that exceed the inline capacity.
     spilled: usize,
 }
 
@@ -100,7 +99,7 @@ impl Residence {
         Self { spans: Arena::new(), owned: 0, names: Table::default(), aliases: None, copies: None, hasher }
     }
 
-    /// The block of that name.
+    /// The block with that name.
     pub(super) fn find(&self, name: EngineHash) -> Option<Spot> {
         let first = self.listing(name, self.hasher.hash_one(name)).and_then(|listing| self.names.get(listing));
         first.or_else(|| self.aliases.as_ref()?.spots.get(&name).copied())
@@ -110,28 +109,29 @@ impl Residence {
         &self.spans[id]
     }
 
-    /// A new span on a node's run, with room for `len` blocks.
+    /// Creates a span on a node's run, with room for `len` blocks.
     pub(super) fn open(&mut self, node: u32, len: usize) -> u32 {
         let span = Span::on(node, len);
         self.owned += span.bytes();
         self.spans.insert(span)
     }
 
-    /// Frees a span that holds nothing any more.
+    /// Frees an empty span.
     pub(super) fn close(&mut self, id: u32) {
-        debug_assert_eq!(self.spans[id].extent(), 0, "a span with blocks stays");
+        debug_assert_eq!(self.spans[id].extent(), 0, "only an empty span is freed");
         self.owned -= self.spans[id].bytes();
         self.spans.remove(id);
     }
 
-    /// Holds as many of `blocks` as are nothing but new blocks with new names, right behind the span's last
-    /// block. Returns how many that were. This is what nearly all stores consist of.
+    /// Fast path of a store, which covers nearly all stores: appends leading `blocks` that are new and have new names,
+    /// directly behind the span's last block. Returns the number of appended blocks.
     pub(super) fn append(&mut self, span: u32, offset: u32, blocks: &[StoredBlock]) -> usize {
         if self.aliases.is_some() || !self.spans[span].ends_at(offset) {
             return 0;
         }
         self.make_room(blocks.len());
-        // The names are in place before they are listed: any of them may be asked for by a later one.
+        // The span contains the names before the table lists them, because a later name of the list can be compared
+        // with an earlier one.
         self.change(span, |span| span.extend(blocks.iter().map(|block| block.engine_hash)));
         let mut listed = 0;
         'listing: for chunk in blocks.chunks(CHUNK) {
@@ -149,7 +149,7 @@ impl Residence {
         listed as usize
     }
 
-    /// Gives the block at `spot` a name, and holds it if it was not held. The name leaves whatever block had it.
+    /// Names the block at `spot`, and holds it if it was not held. Removes the name from its previous block.
     pub(super) fn name(&mut self, spot: Spot, name: EngineHash) -> Named {
         let before = self.find(name);
         if before == Some(spot) {
@@ -170,7 +170,7 @@ impl Residence {
         }
     }
 
-    /// Looks up to [`CHUNK`] names up, to be handed to [`Residence::take_located`].
+    /// Looks up to [`CHUNK`] names up, for [`Residence::take_located`].
     pub(super) fn locate(&self, names: &[EngineHash]) -> [Located; CHUNK] {
         let aliased = self.aliases.is_some();
         let mut located = self.hashes(names.iter().copied()).map(|hash| Located { hash, listing: None, aliased });
@@ -182,9 +182,9 @@ impl Residence {
         located
     }
 
-    /// Counts another copy of the block of that name, which must be known, unless there are too many.
+    /// Counts another copy of the block with that name, which must be known. Returns false at the limit of copies.
     pub(super) fn add_copy(&mut self, name: EngineHash) -> bool {
-        debug_assert!(self.find(name).is_some(), "a copy is of a block that is held");
+        debug_assert!(self.find(name).is_some(), "only held blocks have copies");
         let hasher = &self.hasher;
         let copies = self
             .copies
@@ -197,27 +197,27 @@ impl Residence {
         true
     }
 
-    /// Forgets the further copies of the block of that name: the next removal is of the last one.
+    /// Drops the further copies of the block with that name; the next removal removes the last copy.
     pub(super) fn drop_copies(&mut self, name: EngineHash) {
         let Some(copies) = &mut self.copies else { return };
         copies.total -= copies.further.remove(&name).unwrap_or_default();
-        self.settle_copies();
+        self.shrink_copies();
     }
 
-    /// Takes one of several copies away, if there are several.
+    /// Removes one further copy, if there is any.
     fn take_copy(&mut self, name: EngineHash) -> bool {
         let Some(copies) = &mut self.copies else { return false };
         let Some(further) = copies.further.get_mut(&name) else { return false };
         (*further, copies.total) = (*further - 1, copies.total - 1);
         if *further == 0 {
             copies.further.remove(&name);
-            self.settle_copies();
+            self.shrink_copies();
         }
         true
     }
 
-    /// Gives back memory that few copies do not need.
-    fn settle_copies(&mut self) {
+    /// Shrinks the table of copies.
+    fn shrink_copies(&mut self) {
         let Some(copies) = &mut self.copies else { return };
         if copies.total == 0 {
             self.copies = None;
@@ -226,12 +226,12 @@ impl Residence {
         }
     }
 
-    /// Takes a name away, or one copy of its block. The block of its last name counts as held until it is released.
+    /// Removes a name, or one copy of its block. A block without a name counts as held until it is released.
     pub(super) fn take(&mut self, name: EngineHash) -> Taken {
         if self.take_copy(name) { Taken::StillHeld } else { self.take_last(name) }
     }
 
-    /// Takes a name away with all copies of its block.
+    /// Removes a name with all copies of its block.
     fn take_all(&mut self, name: EngineHash) -> Taken {
         self.drop_copies(name);
         self.take_last(name)
@@ -246,22 +246,22 @@ impl Residence {
         }
     }
 
-    /// [`Residence::take`], for a name that was looked up before other names were taken.
+    /// [`Residence::take`] for a name that was looked up before other names were removed.
     pub(super) fn take_located(&mut self, name: EngineHash, located: &Located) -> Taken {
         let Located { hash, listing, aliased } = *located;
         if aliased {
-            return self.take(name); // an alias may have taken the place of the name before it
+            return self.take(name); // an alias may have become the first name of the block
         }
         if self.take_copy(name) {
             return Taken::StillHeld;
         }
         match listing.and_then(|listing| Some((listing, self.names.get(listing)?))) {
             Some((listing, spot)) => self.strike(spot, listing, hash),
-            None => Taken::Unknown, // or it came twice, and was taken
+            None => Taken::Unknown, // unknown, or listed twice in the event and already removed
         }
     }
 
-    /// Strikes the block at `spot` off, where it is listed by a name with that hash.
+    /// Removes the table entry of the block at `spot`. Its oldest alias becomes its first name.
     fn strike(&mut self, spot: Spot, listing: Listing, hash: u64) -> Taken {
         self.names.remove(listing, hash);
         let Some(heir) = self.first_alias(spot) else { return Taken::LastName(spot) };
@@ -271,38 +271,38 @@ impl Residence {
         Taken::StillHeld
     }
 
-    /// Gives up a block whose last name was taken.
+    /// Releases a block without a name.
     pub(super) fn release(&mut self, spot: Spot) {
         self.owned += self.spans[spot.span].release(spot.offset);
     }
 
-    /// Gives back memory that what is left of a span does not need.
-    pub(super) fn settle_span(&mut self, id: u32) {
-        self.change(id, Span::settle);
+    /// Shrinks a span's lists.
+    pub(super) fn shrink_span(&mut self, id: u32) {
+        self.change(id, Span::shrink);
     }
 
-    /// Gives back memory that few names do not need.
-    pub(super) fn settle(&mut self) {
+    /// Shrinks the name table.
+    pub(super) fn shrink(&mut self) {
         if self.names.room() > 64 && self.names.len() < self.names.room() / 4 {
             self.rebuild(self.names.len() * 2);
         }
     }
 
-    /// Number of blocks held.
+    /// Number of held blocks.
     pub(super) fn held_blocks(&self) -> usize {
         self.names.len()
     }
 
-    /// Number of names and further copies: of removals until nothing is held.
+    /// Number of names and further copies, which is the number of removals until the residence is empty.
     pub(super) fn removable(&self) -> usize {
         let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.spots.len());
         self.names.len() + aliases + self.copies.as_ref().map_or(0, |copies| copies.total as usize)
     }
 
-    /// Every name with further copies of its block and how many these are, in the order of blocks.
+    /// Every name with further copies of its block, and their number, ordered by block.
     pub(super) fn copied(&self) -> Vec<(Spot, EngineHash, u32)> {
         let Some(copies) = &self.copies else { return Vec::new() };
-        let spot = |name| self.find(name).expect("a copy is of a block that is held");
+        let spot = |name| self.find(name).expect("only held blocks have copies");
         let mut copied: Vec<_> = copies.further.iter().map(|(name, further)| (spot(*name), *name, *further)).collect();
         copied.sort_unstable_by_key(|(spot, name, _)| (spot.span, spot.offset, *name));
         copied
@@ -313,7 +313,7 @@ impl Residence {
         self.spans.iter().filter(|(_, span)| span.extent() > 0)
     }
 
-    /// Every block with further names, in order.
+    /// Every block with further names, ordered by block.
     pub(super) fn aliased(&self) -> Vec<(Spot, &[EngineHash])> {
         let Some(aliases) = &self.aliases else { return Vec::new() };
         let mut aliased: Vec<_> = aliases.names.iter().map(|(spot, names)| (*spot, names.as_slice())).collect();
@@ -321,7 +321,7 @@ impl Residence {
         aliased
     }
 
-    /// Heap bytes owned, as counted whenever they changed.
+    /// Heap bytes owned, from running totals.
     pub(super) fn bytes(&self) -> usize {
         let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.bytes());
         self.spans.bytes() + self.owned + self.names.bytes() + aliases + self.copies_bytes()
@@ -331,7 +331,7 @@ impl Residence {
         self.copies.as_ref().map_or(0, |copies| size_of::<Copies>() + copies.further.allocation_size())
     }
 
-    /// Heap bytes owned, looked up in every span.
+    /// Heap bytes owned, summed over every span.
     pub(super) fn bytes_visited(&self) -> usize {
         let spans = self.spans.iter().map(|(_, span)| span.bytes()).sum::<usize>();
         let aliases = self.aliases.as_ref().map_or(0, |aliases| {
@@ -341,19 +341,18 @@ impl Residence {
         self.spans.bytes() + spans + self.names.bytes() + aliases + self.copies_bytes()
     }
 
-    /// Heap bytes that `more` blocks on a new span add beside their names: none while there is a place for them.
+    /// Heap bytes that `more` blocks on a new span add beyond their names: zero if the table and the arena have room.
     pub(super) fn growth(&self, more: usize) -> usize {
         let needed = self.names.len() + more;
         let room = if needed > self.names.room() { self.room_for(needed) } else { 0 };
         self.spans.growth() + Table::bytes_of(room).saturating_sub(self.names.bytes())
     }
 
-    /// Gives back what is left of the table and of the storage of spans after many blocks were given up, if that is
-    /// much. Tells `moved` of each span that has another number now.
+    /// Shrinks the table and the span storage after many removals. Calls `moved` with each span that has a new number.
     pub(super) fn fit(&mut self, mut moved: impl FnMut(&Span, u32)) {
         let len = self.names.len();
         let mut stale = self.names.room() > len + len / 8 + 64;
-        // Aliases are listed by span.
+        // Aliases refer to spans by number, so spans cannot be renumbered while aliases exist.
         if self.aliases.is_none() && self.spans.vacant() > self.spans.len() / 4 + 16 {
             let mut renumbered = Vec::new();
             self.spans.compact(|_, new| renumbered.push(new));
@@ -367,14 +366,14 @@ impl Residence {
         }
     }
 
-    /// Says that a span's run has another number now.
+    /// Updates the node numbers of all spans.
     pub(super) fn renumber(&mut self, mut new: impl FnMut(u32) -> u32) {
         for span in self.spans.iter_mut().filter(|span| span.extent() > 0) {
             span.node = new(span.node);
         }
     }
 
-    /// The names of a block, the one it has had longest first; none of a block that is not held.
+    /// The names of a block, oldest first; empty if the block is not held.
     pub(super) fn names_of(&self, spot: Spot) -> impl Iterator<Item = EngineHash> {
         let span = &self.spans[spot.span];
         let first = span.holds(spot.offset).then(|| span.name(spot.offset));
@@ -382,7 +381,7 @@ impl Residence {
         first.into_iter().chain(others.into_iter().flatten().copied())
     }
 
-    /// Makes the table large enough for `more` blocks. All blocks held must be listed now.
+    /// Makes the table large enough for `more` blocks. All held blocks must be listed at this point.
     fn make_room(&mut self, more: usize) {
         let needed = self.names.len() + more;
         if needed > self.names.room() {
@@ -390,14 +389,14 @@ impl Residence {
         }
     }
 
-    /// How many blocks a table is built for that is too small for `needed`. Building lists every block once more: twice
-    /// for each new one where tables grow by half, four times where by a quarter. Small ones double, for they are small.
+    /// New table size if it is too small for `needed` blocks. A rebuild lists every block again: two more insertions
+    /// per block if tables grow by half, four if by a quarter. Small tables double.
     fn room_for(&self, needed: usize) -> usize {
         let room = self.names.room();
         needed.max(room + room.min(SMALL_ROOM.max(room / 2)))
     }
 
-    /// Changes a span and counts what it owns.
+    /// Changes a span and updates the byte count.
     fn change(&mut self, id: u32, change: impl FnOnce(&mut Span)) {
         let span = &mut self.spans[id];
         let before = span.bytes();
@@ -405,7 +404,7 @@ impl Residence {
         self.owned = self.owned + span.bytes() - before;
     }
 
-    /// Builds the table anew, with room for `len` blocks. Reads names span by span, not at random.
+    /// Rebuilds the table with room for `len` blocks. Reads names span by span, for sequential memory access.
     fn rebuild(&mut self, len: usize) {
         let mut names = Table::with_room(len);
         for (span, held) in self.spans() {
@@ -415,11 +414,11 @@ impl Residence {
                 }
             }
         }
-        debug_assert_eq!(names.len(), self.names.len(), "all blocks held were listed");
+        debug_assert_eq!(names.len(), self.names.len(), "all held blocks were listed");
         self.names = names;
     }
 
-    /// Every block held, with its first name.
+    /// Every held block with its first name.
     fn blocks(&self) -> impl Iterator<Item = (Spot, EngineHash)> {
         self.spans().flat_map(|(id, span)| {
             let offsets = span.stretches().flat_map(|stretch| stretch.start..stretch.end);
@@ -432,7 +431,7 @@ impl Residence {
         self.names.insert(hash, spot);
     }
 
-    /// The hashes of up to [`CHUNK`] names, and what the table says of them on its way here.
+    /// Hashes of up to [`CHUNK`] names. Prefetches their lines of the table.
     fn hashes(&self, names: impl Iterator<Item = EngineHash>) -> [u64; CHUNK] {
         let mut hashes = [0; CHUNK];
         for (hash, name) in hashes.iter_mut().zip(names) {
@@ -442,7 +441,7 @@ impl Residence {
         hashes
     }
 
-    /// Where the table lists a name with that hash.
+    /// Position of a name in the table.
     fn listing(&self, name: EngineHash, hash: u64) -> Option<Listing> {
         self.names.find(hash, |spot| name_of(&self.spans, spot) == name)
     }
@@ -464,7 +463,7 @@ impl Residence {
         aliases.spilled += spilled(names) - before;
     }
 
-    /// Whether there was such an alias.
+    /// Returns whether the alias existed.
     fn remove_alias(&mut self, name: EngineHash) -> bool {
         let Some(aliases) = &mut self.aliases else { return false };
         let Some(spot) = aliases.spots.remove(&name) else { return false };
@@ -480,25 +479,28 @@ impl Residence {
         true
     }
 
-    /// Checks what the type promises.
+    /// Checks the invariants of the type.
     pub(super) fn check_invariants(&self) {
         self.spans().for_each(|(_, span)| span.check_invariants());
         self.names.check_invariants(self.blocks().map(|(spot, name)| (self.hasher.hash_one(name), spot)));
         assert!(self.blocks().all(|(spot, name)| self.find(name) == Some(spot)), "a block is found by its name");
         assert_eq!(self.spans().count(), self.spans.len(), "no span is empty");
-        assert_eq!(self.bytes(), self.bytes_visited(), "no byte is missed");
+        assert_eq!(self.bytes(), self.bytes_visited(), "counted bytes match the visited bytes");
         if let Some(copies) = &self.copies {
             assert!(copies.further.iter().all(|(name, further)| *further > 0 && self.find(*name).is_some()));
-            assert_eq!(copies.further.values().sum::<u32>(), copies.total, "no copy is missed");
-            assert!(copies.total > 0 && copies.total <= COPIES_MAX, "no room is kept for copies where there are none");
+            assert_eq!(copies.further.values().sum::<u32>(), copies.total, "the total matches the sum");
+            assert!(
+                copies.total > 0 && copies.total <= COPIES_MAX,
+                "the table of copies exists only while there are copies"
+            );
         }
         let Some(aliases) = &self.aliases else { return };
-        assert!(!aliases.spots.is_empty(), "no room is kept for aliases where there are none");
+        assert!(!aliases.spots.is_empty(), "the table of aliases exists only while there are aliases");
         let listed = aliases.names.iter().all(|(spot, names)| {
             let held = self.spans[spot.span].holds(spot.offset);
             held && !names.is_empty() && names.iter().all(|name| self.find(*name) == Some(*spot))
         });
-        assert!(listed, "every alias leads to its held block");
+        assert!(listed, "every alias refers to a held block");
         assert_eq!(aliases.names.values().map(|names| names.len()).sum::<usize>(), aliases.spots.len());
     }
 }

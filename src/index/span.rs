@@ -1,10 +1,9 @@
-//! What one rank holds, in one tier, of one run of the tree.
+//! Blocks of one rank in one run of one tier.
 //!
-//! Owns the engine's name of each held block of the run and the knowledge which blocks those are: a leading
-//! stretch and, where there are holes, a bit for each block. Promises that the list of names ends with the last held
-//! block. Holding or giving up a block costs the same wherever it lies and however many holes there are, but for a look
-//! at the bits of 64 blocks at a time up to the next hole. Leaves the finding of blocks by name to
-//! [`super::residence`] and the publishing of the result to [`super::hold`].
+//! Holds the engine hash of each held block. The set of held blocks is a leading stretch plus, if there are holes, one
+//! bit per block. The list of names ends with the last held block. Holding or releasing a block has constant cost,
+//! independent of its position and of the number of holes, apart from a scan of 64 bits at a time to the next hole.
+//! [`super::residence`] looks blocks up by name, and [`super::hold`] publishes changes to the tree.
 
 use std::mem::size_of;
 
@@ -12,7 +11,7 @@ use super::arena::{give_back, make_room};
 use super::steps;
 use crate::protocol::EngineHash;
 
-/// Blocks for each word of [`Span::held`].
+/// Number of blocks per word of [`Span::held`].
 const WORD: u32 = u64::BITS;
 
 /// Consecutive held blocks: offsets `start..end` of a run.
@@ -25,72 +24,72 @@ pub(super) struct Stretch {
 /// One rank's blocks of one run.
 #[derive(Debug, Default)]
 pub(super) struct Span {
-    /// The run's node.
+    /// Number of the run's node.
     pub(super) node: u32,
-    /// Number of leading blocks of the run that are held.
+    /// Number of held leading blocks of the run.
     cut: u32,
-    /// The name of each block by its offset in the run. Entries of blocks that are not held mean nothing.
+    /// Name of each block by its offset in the run. Entries of blocks that are not held are undefined.
     names: Vec<EngineHash>,
-    /// A bit for each name: whether its block is held. Empty where there is no hole, which is nearly always.
+    /// One bit per name: whether its block is held. Empty if there is no hole, which is the common case.
     held: Vec<u64>,
 }
 
 impl Span {
-    /// A span that holds nothing yet, with room for exactly `len` names.
+    /// An empty span with room for exactly `len` names.
     pub(super) fn on(node: u32, len: usize) -> Self {
         Self { node, cut: 0, names: Vec::with_capacity(len), held: Vec::new() }
     }
 
-    /// Number of leading blocks held.
+    /// Number of held leading blocks.
     pub(super) fn cut(&self) -> u32 {
         self.cut
     }
 
-    /// One past the offset of the last held block; zero when nothing is held.
+    /// One past the offset of the last held block; zero for an empty span.
     pub(super) fn extent(&self) -> u32 {
         self.names.len() as u32
     }
 
-    /// The name of the block at `offset`, which must be held.
+    /// Name of the held block at `offset`.
     pub(super) fn name(&self, offset: u32) -> EngineHash {
         self.names[offset as usize]
     }
 
-    /// The names of a stretch of held blocks.
+    /// Names of a stretch of held blocks.
     pub(super) fn names(&self, stretch: Stretch) -> &[EngineHash] {
         &self.names[stretch.start as usize..stretch.end as usize]
     }
 
-    /// Gives the block at `offset` another name.
+    /// Changes the name of the block at `offset`.
     pub(super) fn rename(&mut self, offset: u32, name: EngineHash) {
         self.names[offset as usize] = name;
     }
 
-    /// Whether [`Span::extend`] may be used at `offset`.
+    /// Whether [`Span::extend`] is allowed at `offset`.
     pub(super) fn ends_at(&self, offset: u32) -> bool {
         self.cut == offset && self.names.len() == offset as usize && self.held.is_empty()
     }
 
-    /// Puts names behind the last held block's. Until [`Span::keep`] says how many are held, none is.
+    /// Appends names behind the last held block. The new blocks are not held until [`Span::keep`].
     pub(super) fn extend(&mut self, names: impl ExactSizeIterator<Item = EngineHash>) {
-        debug_assert!(self.ends_at(self.cut), "a block may only be appended where no hole is");
+        debug_assert!(self.ends_at(self.cut), "blocks are appended only to a span without holes");
         make_room(&mut self.names, names.len());
         self.names.extend(names);
     }
 
-    /// Holds blocks up to `cut`, whose names [`Span::extend`] brought, and drops the names of those behind.
+    /// Holds the blocks up to `cut`, whose names [`Span::extend`] appended, and drops the later names.
     pub(super) fn keep(&mut self, cut: u32) {
         self.names.truncate(cut as usize);
         self.cut = cut;
     }
 
-    /// Holds the block at `offset`, which was not held.
+    /// Holds the block at `offset`, which must not be held.
     pub(super) fn hold(&mut self, offset: u32, name: EngineHash) {
-        debug_assert!(!self.holds(offset), "a block is held once, further names are aliases");
+        debug_assert!(!self.holds(offset), "the block is not held yet; further names are aliases");
         let more = (offset + 1).saturating_sub(self.extent());
         let has_holes = !self.held.is_empty() || offset > self.cut;
         if has_holes && self.held.is_empty() {
-            self.note_holes(self.extent());
+            self.create_bits(self.extent());
         }
         make_room(&mut self.names, more as usize);
         self.names.resize(self.names.len() + more as usize, EngineHash::default());
@@ -112,10 +111,10 @@ impl Span {
         }
     }
 
-    /// Gives up the block at `offset`, which was held. Returns by how many heap bytes the span grew: holes are noted from
-    /// the first on, but the last block, which is what nearly always goes, leaves none.
+    /// Releases the held block at `offset`. Returns the number of heap bytes by which the span grew: the first hole
+    /// allocates the bits, but removing the last block, the common case, creates no hole.
     pub(super) fn release(&mut self, offset: u32) -> usize {
-        debug_assert!(self.holds(offset), "only a held block can be given up");
+        debug_assert!(self.holds(offset), "only a held block can be released");
         let (extent, before) = (self.extent(), self.held.capacity());
         if self.held.is_empty() {
             if offset + 1 == extent {
@@ -123,7 +122,7 @@ impl Span {
                 self.names.truncate(offset as usize);
                 return 0;
             }
-            self.note_holes(extent);
+            self.create_bits(extent);
         }
         self.held[(offset / WORD) as usize] &= !(1 << (offset % WORD));
         self.cut = self.cut.min(offset);
@@ -137,9 +136,8 @@ impl Span {
         (self.held.capacity() - before) * size_of::<u64>()
     }
 
-    /// Gives back memory that blocks given up do not need any more. Apart from [`Span::release`], for most spans
-    /// that shrink are gone a moment later.
-    pub(super) fn settle(&mut self) {
+    /// Shrinks the lists. Separate from [`Span::release`], because most shrinking spans are freed soon afterwards.
+    pub(super) fn shrink(&mut self) {
         give_back(&mut self.names);
         if self.cut == self.extent() {
             self.held = Vec::new();
@@ -154,7 +152,7 @@ impl Span {
             || self.held.get((offset / WORD) as usize).is_some_and(|word| word >> (offset % WORD) & 1 == 1)
     }
 
-    /// Where the held stretch with the block at `offset` ends; `None` when the block is not held.
+    /// End of the held stretch that contains `offset`; `None` if the block is not held.
     pub(super) fn end_from(&self, offset: u32) -> Option<u32> {
         if offset < self.cut {
             return Some(self.cut);
@@ -172,8 +170,8 @@ impl Span {
         })
     }
 
-    /// Notes by bits what is held, which are the first `extent` blocks.
-    fn note_holes(&mut self, extent: u32) {
+    /// Creates the bits for the first `extent` blocks, which are all held.
+    fn create_bits(&mut self, extent: u32) {
         let words = extent.div_ceil(WORD) as usize;
         steps::add(words);
         make_room(&mut self.held, words);
@@ -183,10 +181,10 @@ impl Span {
         }
     }
 
-    /// The first block from `offset` on that is not held, where holes are noted.
+    /// The first block at or after `offset` that is not held. Requires the bits.
     fn next_hole(&self, offset: u32) -> u32 {
         let first = (offset / WORD) as usize;
-        // Blocks before `offset` count as held.
+        // Bits before `offset` are treated as held.
         let mut word = !self.held[first] & (u64::MAX << (offset % WORD));
         let mut at = first;
         while word == 0 {
@@ -197,7 +195,7 @@ impl Span {
         (at as u32 * WORD + word.trailing_zeros()).min(self.extent())
     }
 
-    /// The first block from `offset` on that is held.
+    /// The first held block at or after `offset`.
     fn next_held(&self, offset: u32) -> Option<u32> {
         if offset < self.cut {
             return Some(offset);
@@ -215,16 +213,16 @@ impl Span {
         self.names.capacity() * size_of::<EngineHash>() + self.held.capacity() * size_of::<u64>()
     }
 
-    /// Checks what the type promises.
+    /// Checks the invariants of the type.
     pub(super) fn check_invariants(&self) {
         let extent = self.extent();
         if self.held.is_empty() {
-            return assert_eq!(self.cut, extent, "where no holes are noted there are none");
+            return assert_eq!(self.cut, extent, "a span without bits has no holes");
         }
-        assert!(self.cut < extent, "holes are noted where there are some");
-        assert_eq!(self.held.len(), extent.div_ceil(WORD) as usize, "a bit for each name");
+        assert!(self.cut < extent, "a span with bits has a hole");
+        assert_eq!(self.held.len(), extent.div_ceil(WORD) as usize, "one bit per name");
         assert_eq!(self.held[0] & 1, u64::from(self.cut > 0));
-        assert_eq!(self.next_hole(0), self.cut, "the first hole is known");
+        assert_eq!(self.next_hole(0), self.cut, "`cut` is the first hole");
         assert!(self.holds(extent - 1), "names end with the last held block");
         assert_eq!(extent.div_ceil(WORD) * WORD - extent, self.held[self.held.len() - 1].leading_zeros());
     }
@@ -235,8 +233,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_order_of_holding_and_releasing_agrees_with_a_bit_set() {
-        // All 6-bit walks: from each set of held blocks, toggle each block.
+    fn holding_and_releasing_matches_a_bit_set() {
+        // For each set of 6 blocks, toggle each block.
         for held in 0_u32..64 {
             for toggled in 0..6 {
                 let mut span = Span::default();
@@ -248,7 +246,7 @@ mod tests {
                 } else {
                     span.hold(toggled, EngineHash(u64::from(toggled)));
                 }
-                span.settle();
+                span.shrink();
                 span.check_invariants();
                 let expected = held ^ (1 << toggled);
                 let actual = (0..6).filter(|&offset| span.holds(offset)).fold(0, |bits, offset| bits | 1 << offset);
@@ -259,9 +257,9 @@ mod tests {
         }
     }
 
-    /// A few thousand blocks, and every second one, or all, given up and held again in one order or the other.
+    /// Several thousand blocks; releases every block or every second block and holds them again, in both orders.
     #[test]
-    fn holes_cost_no_more_where_there_are_many() {
+    fn cost_per_hole_is_independent_of_their_number() {
         for (stride, is_forward) in [(1, true), (1, false), (2, true), (2, false)] {
             let cost = |blocks: u32| {
                 let mut span = Span::on(1, 0);
@@ -270,16 +268,16 @@ mod tests {
                 if !is_forward {
                     order.reverse();
                 }
-                let begun = steps::count();
+                let started = steps::count();
                 order.iter().for_each(|offset| _ = span.release(*offset));
                 span.check_invariants();
                 assert_eq!(span.stretches().count(), if stride == 1 { 1 } else { blocks as usize / 2 });
                 order.iter().for_each(|offset| span.hold(*offset, EngineHash(u64::from(*offset))));
                 span.check_invariants();
-                steps::count() - begun
+                steps::count() - started
             };
             let (small, large) = (cost(4_096), cost(32_768));
-            assert!(large <= 10 * small + 64, "every {stride}. block: {small} steps, for eight times as many {large}");
+            assert!(large <= 10 * small + 64, "stride {stride}: {small} steps, {large} for eight times as many blocks");
         }
     }
 }

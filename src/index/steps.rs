@@ -1,20 +1,20 @@
-//! A count of steps that are not bounded by the size of an event, for tests that hold them to it.
+//! Step counter for tests of algorithmic cost.
 //!
-//! Owns a counter for each thread of the crate's own tests; elsewhere there is none and counting is nothing. Leaves to
-//! callers what a step is.
+//! Counts steps whose number is not bounded by the size of an event. Each thread of the crate's own tests has a
+//! counter; other builds compile the counting away. Callers define a step.
 
 #[cfg(test)]
 thread_local! {
     static STEPS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Counts so many steps.
+/// Adds to the step count.
 #[cfg(test)]
 pub(super) fn add(steps: usize) {
     STEPS.with(|count| count.set(count.get() + steps));
 }
 
-/// Counts nothing.
+/// No operation outside tests.
 #[cfg(not(test))]
 pub(super) fn add(_steps: usize) {}
 

@@ -1,40 +1,39 @@
-//! Where one rank's blocks are, by the hashes of their names.
+//! Hash table from name hashes to the blocks of one rank.
 //!
-//! Owns a hash table that keeps no names: whoever asks tells whether a block it comes upon is the one. Made for
-//! lists of names that come in together, each at a random place of a table that no cache near the core holds, so
-//! a search reads one cache line: seven places, a byte of a hash for each that decides which to look at, and a
-//! count of the blocks that found the line full and went on to the next. The counts say how far a search must go,
-//! so a removed block leaves no mark and churn needs no sweeping. Promises that a block stays where it is listed until
-//! it is removed. Costs about one cache miss an access and 18 to 27 bytes a block, a small table up to 37. Does not
-//! grow by itself: its owner builds it anew from the names, in the order in which they lie in memory.
+//! The table stores no names: the caller of a lookup compares the name of each candidate block. Designed for lists of
+//! names that arrive together, in a table that exceeds the near caches, so a search reads one cache line. A line has
+//! seven places, one hash byte (tag) per place, and a count of the blocks that found the line full and continued to the
+//! next. The counts bound the search, so a removed block leaves no tombstone and churn requires no cleanup. A listed
+//! block keeps its place until it is removed. Cost: about one cache miss per access, and 18 to 27 bytes per block, up
+//! to 37 in a small table. The table does not grow; its owner rebuilds it from the names in memory order.
 
 use std::hint::black_box;
 use std::mem::size_of;
 
 use super::tree::RUN_BLOCKS_MAX;
 
-/// One block: the one at `offset` of the run that `span` lies on.
+/// Position of a block: `offset` in the run of `span`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Spot {
     pub(super) span: u32,
     pub(super) offset: u32,
 }
 
-/// A block as the table lists it: its spot, and twelve bits of its name's hash in the bits that no offset uses.
-/// A line's tags are eight bits, and each false match would cost the two cache misses of reading a name.
+/// Table entry of a block: its spot, and twelve bits of its name's hash in the bits that offsets do not use. Tags have
+/// only eight bits, and each false match would cost the two cache misses of reading a name.
 #[derive(Clone, Copy, Debug, Default)]
-struct Listed {
+struct TableEntry {
     span: u32,
     offset_and_check: u32,
 }
 
-const _: () = assert!(RUN_BLOCKS_MAX <= 1 << Listed::OFFSET_BITS);
+const _: () = assert!(RUN_BLOCKS_MAX <= 1 << TableEntry::OFFSET_BITS);
 
-impl Listed {
+impl TableEntry {
     const OFFSET_BITS: u32 = 20;
 
     fn new(spot: Spot, hash: u64) -> Self {
-        debug_assert!(spot.offset < RUN_BLOCKS_MAX, "no run is longer");
+        debug_assert!(spot.offset < RUN_BLOCKS_MAX, "no offset exceeds the maximum run length");
         Self { span: spot.span, offset_and_check: Self::check(hash) | spot.offset }
     }
 
@@ -42,18 +41,18 @@ impl Listed {
         Spot { span: self.span, offset: self.offset_and_check & !(u32::MAX << Self::OFFSET_BITS) }
     }
 
-    /// Whether this may be the block of a name with that hash.
+    /// Whether the entry can belong to a name with that hash.
     fn may_be(self, hash: u64) -> bool {
         (self.offset_and_check ^ Self::check(hash)) >> Self::OFFSET_BITS == 0
     }
 
-    /// Bits that neither the tag nor the line depends on.
+    /// Hash bits that neither the tag nor the line depends on.
     fn check(hash: u64) -> u32 {
         ((hash >> 8) as u32) << Self::OFFSET_BITS
     }
 }
 
-/// Where the table lists a block.
+/// Position of a block in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Listing {
     line: u32,
@@ -62,27 +61,27 @@ pub(super) struct Listing {
 
 const PLACES: usize = 7;
 
-/// A cache line of the table.
+/// One cache line of the table.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(64))]
 struct Line {
-    /// A byte for each place, zero where it is vacant; the highest byte counts the blocks that went on to the
-    /// next line and are still there. A count that reached its maximum stays.
+    /// One byte per place, zero if vacant. The highest byte counts the listed blocks that continued to the next line; a
+    /// saturated count stays.
     tags: u64,
-    listed: [Listed; PLACES],
+    listed: [TableEntry; PLACES],
 }
 
 const _: () = assert!(size_of::<Line>() == 64);
 
 impl Line {
-    /// The lowest bit of each byte that belongs to a place.
+    /// The lowest bit of each place's byte.
     const PLACE: u64 = 0x0001_0101_0101_0101;
     const PASSED: u32 = 8 * PLACES as u32;
 
     /// The highest bit of each place's byte that equals `tag`.
     fn tagged(&self, tag: u8) -> u64 {
         let differ = self.tags ^ (Self::PLACE * u64::from(tag));
-        // Adding to the low seven bits of each byte carries into the eighth unless they are zero, and no further.
+        // Adding to the low seven bits of a byte carries into its eighth bit unless they are zero, and not beyond it.
         let low = Self::PLACE * 0x7f;
         !(((differ & low) + low) | differ) & (Self::PLACE << 7)
     }
@@ -93,7 +92,7 @@ impl Line {
 
     fn put(&mut self, place: usize, hash: u64, spot: Spot) {
         self.tags |= u64::from(tag(hash)) << (8 * place);
-        self.listed[place] = Listed::new(spot, hash);
+        self.listed[place] = TableEntry::new(spot, hash);
     }
 
     fn passed(&self) -> u64 {
@@ -107,14 +106,14 @@ impl Line {
     }
 
     fn unpass(&mut self) {
-        debug_assert!(self.passed() > 0, "what is removed behind a line went past it");
+        debug_assert!(self.passed() > 0, "a block listed in a later line passed this line");
         if self.passed() < 0xff {
             self.tags -= 1 << Self::PASSED;
         }
     }
 }
 
-/// Blocks by the hashes of their names.
+/// Table from name hashes to blocks.
 #[derive(Debug, Default)]
 pub(super) struct Table {
     lines: Vec<Line>,
@@ -138,21 +137,21 @@ impl Table {
         self.len
     }
 
-    /// Number of blocks there may be: half as many as places. The core does not foresee
-    /// which lines are full, so that going on to the next costs more than the place saved is worth.
+    /// Maximum number of blocks: half the number of places. The CPU cannot predict full lines, so continuing to the
+    /// next line costs more than the saved place is worth.
     pub(super) fn room(&self) -> usize {
         self.lines.len() * PLACES / 2
     }
 
-    /// Brings the line that a search for that hash starts with near the core. Searches branch on what they read, so
-    /// that each waits for memory before the next can start; these do not, and overlap.
+    /// Prefetches the first line of a search for that hash. A search branches on its loads, so consecutive searches
+    /// wait for memory one by one; prefetches overlap.
     pub(super) fn fetch(&self, hash: u64) {
         if let Some(line) = self.lines.get(self.home(hash)) {
             black_box(line.tags);
         }
     }
 
-    /// Where the block is listed that `is` the one, among those whose names may have that hash.
+    /// Position of the block that satisfies `is`, among the blocks whose names can have that hash.
     pub(super) fn find(&self, hash: u64, is: impl Fn(Spot) -> bool) -> Option<Listing> {
         let mut at = self.home(hash);
         for _ in 0..self.lines.len() {
@@ -173,15 +172,15 @@ impl Table {
         None
     }
 
-    /// The block listed where [`Table::find`] told, unless it was removed since.
+    /// The block at a position returned by [`Table::find`], unless it was removed since.
     pub(super) fn get(&self, at: Listing) -> Option<Spot> {
         let line = &self.lines[at.line as usize];
         (line.tags >> (8 * at.place) & 0xff != 0).then(|| line.listed[at.place as usize].spot())
     }
 
-    /// Lists a block. There must be room.
+    /// Lists a block. The table must have room.
     pub(super) fn insert(&mut self, hash: u64, spot: Spot) {
-        assert!(self.len < self.room(), "the owner makes room");
+        assert!(self.len < self.room(), "the owner makes room before inserting");
         self.len += 1;
         let mut at = self.home(hash);
         loop {
@@ -194,12 +193,12 @@ impl Table {
         }
     }
 
-    /// Lists a block unless one is found of which `is` holds. There must be room. Returns whether it was listed.
+    /// Lists a block unless a listed block satisfies `is`. The table must have room. Returns whether it was listed.
     #[inline]
     pub(super) fn insert_new(&mut self, hash: u64, spot: Spot, is: impl Fn(Spot) -> bool) -> bool {
         let home = self.home(hash);
         let line = &mut self.lines[home];
-        // Nearly always the first line tells all.
+        // In the common case the first line is sufficient.
         if line.tagged(tag(hash)) == 0
             && line.passed() == 0
             && let Some(place) = line.vacant()
@@ -220,7 +219,7 @@ impl Table {
         new
     }
 
-    /// Strikes a block off whose name has that hash.
+    /// Removes a block whose name has that hash.
     pub(super) fn remove(&mut self, listing: Listing, hash: u64) {
         let mut at = self.home(hash);
         while at != listing.line as usize {
@@ -236,7 +235,7 @@ impl Table {
         self.lines.capacity() * size_of::<Line>()
     }
 
-    /// The line that a search starts with.
+    /// First line of a search.
     fn home(&self, hash: u64) -> usize {
         (((hash >> 32) * self.lines.len() as u64) >> 32) as usize
     }
@@ -245,12 +244,12 @@ impl Table {
         if line + 1 < self.lines.len() { line + 1 } else { 0 }
     }
 
-    /// Checks what the type promises, given the hashes of the names of all blocks listed.
+    /// Checks the invariants of the type, given the name hashes of all listed blocks.
     pub(super) fn check_invariants(&self, hashes: impl Iterator<Item = (u64, Spot)>) {
         let mut passed = vec![0; self.lines.len()];
         let mut len = 0;
         for (hash, spot) in hashes {
-            let listing = self.find(hash, |other| other == spot).expect("every block is found");
+            let listing = self.find(hash, |other| other == spot).expect("every listed block is found");
             let mut at = self.home(hash);
             while at != listing.line as usize {
                 passed[at] += 1;
@@ -258,17 +257,17 @@ impl Table {
             }
             len += 1;
         }
-        assert_eq!(self.len, len, "no other block is listed");
-        assert!(self.len <= self.room(), "some line is never full");
+        assert_eq!(self.len, len, "no further block is listed");
+        assert!(self.len <= self.room(), "at least one line has room");
         let agrees = |(line, passed): (&Line, u64)| line.passed() == passed || line.passed() == 0xff;
-        assert!(self.lines.iter().zip(passed).all(agrees), "each line knows what went past it");
+        assert!(self.lines.iter().zip(passed).all(agrees), "each line counts the blocks that passed it");
         let taken =
             self.lines.iter().map(|line| (0..PLACES).filter(|place| line.tags >> (8 * place) & 0xff != 0).count());
         assert_eq!(self.len, taken.sum::<usize>(), "each block is listed once");
     }
 }
 
-/// The byte that stands for a hash, never zero.
+/// Tag of a hash; never zero.
 fn tag(hash: u64) -> u8 {
     (hash as u8).max(1)
 }

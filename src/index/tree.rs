@@ -1,12 +1,11 @@
-//! The shape shared by all ranks of one tier: runs of block hashes, and how far each rank reaches into each.
+//! Prefix tree of one tier, shared by all ranks.
 //!
-//! Owns nodes, each a run of consecutive block hashes behind some block of its parent's run, and per node the
-//! ranks that hold blocks of it. Promises that every prefix has exactly one place: a child never begins with
-//! the block that its parent's run continues with. A prompt that leaves a run in its middle hangs a child there
-//! and does not split the run, because each holder says for itself how far it reaches; so a popular prefix
-//! stays one run. What nobody holds and nothing hangs behind is given back at once, but for the
-//! end of a run with many children. Leaves the holders' holes
-//! and the engines' names of blocks to [`super::residence`].
+//! Each node has a run of consecutive block hashes, attached behind a block of its parent's run, and the ranks that
+//! hold blocks of the run. Every prefix has exactly one position: a child never starts with the block that continues
+//! its parent's run. A prompt that leaves a run in the middle adds a child there and does not split the run, because
+//! each holder records its own extent. A popular prefix therefore remains one run. Blocks without holders and children
+//! are freed immediately, except the end of a run with many children. [`super::residence`] holds the holes of holders
+//! and the names of blocks.
 
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
@@ -20,17 +19,18 @@ use super::arena::{Arena, give_back, make_room};
 use super::steps;
 use crate::protocol::{BlockHash, Slot};
 
-/// The node of the empty prefix: no run, no holders, never freed.
+/// RunNode of the empty prefix: no run, no holders, never freed.
 pub(super) const ROOT: u32 = 0;
-/// Most blocks of one run; a longer prompt goes on in a child. A million, so that an offset leaves room for other
-/// bits beside it.
+/// Maximum number of blocks of a run; a longer prompt continues in a child. About a million, so that an offset leaves
+/// 12 bits for other data.
 pub(super) const RUN_BLOCKS_MAX: u32 = 1 << 20;
-/// What part of a node's children may leave before its last child is looked for again: looking for it visits them all.
-const LOOK_SHARE: usize = 8;
-/// No node.
+/// Fraction of a node's children that may be removed before its last child is determined again by a scan of all
+/// children.
+const RESCAN_SHARE: usize = 8;
+/// Null node number.
 const NONE: u32 = u32::MAX;
 
-/// A place between blocks: behind the first `offset` blocks of a node's run.
+/// Position between blocks: behind the first `offset` blocks of a node's run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Point {
     pub(super) node: u32,
@@ -38,52 +38,52 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// Where every prompt starts.
+    /// Start of every prompt.
     pub(super) const START: Self = Self { node: ROOT, offset: 0 };
 }
 
-/// One rank's reach into a run, as its span has it.
+/// The blocks of a run that one rank holds, as recorded in its span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Holder {
     /// The rank.
     pub(super) slot: Slot,
-    /// Its span of this run.
+    /// The rank's span on this run.
     pub(super) span: u32,
-    /// Number of leading blocks of the run that it holds.
+    /// Number of held leading blocks of the run.
     pub(super) cut: u32,
-    /// One past the last block of the run that it holds; greater than `cut` only when it has a hole.
+    /// One past the last held block of the run; greater than `cut` only if there is a hole.
     pub(super) extent: u32,
 }
 
-/// A run and where it hangs.
+/// A run and its position in the tree.
 #[derive(Debug)]
-pub(super) struct Node {
-    /// The node whose run this one continues.
+pub(super) struct RunNode {
+    /// The node whose run this run continues.
     pub(super) parent: u32,
-    /// How many blocks of the parent's run come before this one.
+    /// Number of blocks of the parent's run before this run.
     pub(super) attach: u32,
-    /// How many blocks of a prompt come before this run.
+    /// Number of prompt blocks before this run.
     pub(super) depth: u32,
-    /// No child hangs further back than this. May be too high after a child left.
+    /// Upper bound of `attach` of all children. May be too high after the removal of a child.
     attach_max: u32,
     first_child: u32,
     next: u32,
     previous: u32,
-    /// The blocks. Empty in the root and in vacant entries only.
+    /// The blocks. Empty only in the root and in vacant entries.
     pub(super) run: Vec<BlockHash>,
-    /// Who holds blocks of the run, by slot.
+    /// The ranks that hold blocks of the run, by slot.
     pub(super) holders: SmallVec<[Holder; 1]>,
-    /// When a question or a store last came to the run, and when one last came further than every child hangs.
-    /// Kept under a budget only, in what would be padding; atomic because a question changes nothing else.
+    /// Stamps of the last query or store that reached the run, and of the last one that passed all children. Maintained
+    /// only with a budget, in bytes that would be padding; atomic because a query has only shared access.
     hit_at: AtomicU16,
     end_hit_at: AtomicU16,
-    /// How often the run need not be trimmed to its last child before that is looked for again.
+    /// Number of trims to skip until the last child is determined again.
     trims_left: u16,
-    /// Whether the run may be longer than needed since.
+    /// Whether the run may be longer than needed because of skipped trims.
     is_untrimmed: bool,
 }
 
-impl Default for Node {
+impl Default for RunNode {
     fn default() -> Self {
         Self {
             parent: NONE,
@@ -103,11 +103,11 @@ impl Default for Node {
     }
 }
 
-/// Nodes that have another number now: old and new, in order of the old ones.
+/// Renumbered nodes as pairs of old and new number, ordered by old number.
 pub(super) struct Moved(Vec<(u32, u32)>);
 
 impl Moved {
-    /// The number of the node that was `id`.
+    /// Current number of the node that had number `id`.
     pub(super) fn of(&self, id: u32) -> u32 {
         self.0.binary_search_by_key(&id, |(old, _)| *old).map_or(id, |at| self.0[at].1)
     }
@@ -116,12 +116,12 @@ impl Moved {
 /// The runs of one tier.
 #[derive(Debug)]
 pub(super) struct Tree {
-    nodes: Arena<Node>,
-    /// Every node but the root, by where it hangs and its first block. Keys are read through the nodes.
+    nodes: Arena<RunNode>,
+    /// Every node except the root, by position and first block. Keys are read through the nodes.
     children: HashTable<u32>,
-    /// Heap bytes that the nodes own.
+    /// Heap bytes owned by the nodes.
     owned: usize,
-    /// The stamp of new runs.
+    /// Stamp for new runs.
     pub(super) now: u16,
     hasher: RandomState,
 }
@@ -129,12 +129,12 @@ pub(super) struct Tree {
 impl Tree {
     pub(super) fn new(hasher: RandomState) -> Self {
         let mut nodes = Arena::new();
-        let root = nodes.insert(Node::default());
-        debug_assert_eq!(root, ROOT, "the root comes first");
+        let root = nodes.insert(RunNode::default());
+        debug_assert_eq!(root, ROOT, "the root is node 0");
         Self { nodes, children: HashTable::new(), owned: 0, now: 0, hasher }
     }
 
-    pub(super) fn node(&self, id: u32) -> &Node {
+    pub(super) fn node(&self, id: u32) -> &RunNode {
         &self.nodes[id]
     }
 
@@ -144,9 +144,9 @@ impl Tree {
         holders.binary_search_by_key(&slot, |holder| holder.slot).ok().map(|at| holders[at].span)
     }
 
-    /// Shows `visit` each node on the way of `hashes`, with the number of blocks of its run that agree, until
-    /// the way ends or `visit` says no.
-    pub(super) fn walk(&self, hashes: &[BlockHash], mut visit: impl FnMut(&Node, u32) -> bool) {
+    /// Calls `visit` with each node on the path of `hashes` and the number of agreeing blocks of its run, until the
+    /// path ends or `visit` returns false.
+    pub(super) fn walk(&self, hashes: &[BlockHash], mut visit: impl FnMut(&RunNode, u32) -> bool) {
         let (mut at, mut rest) = (Point::START, hashes);
         while let Some(&first) = rest.first() {
             let Some(id) = self.child(at, first) else { return };
@@ -160,9 +160,9 @@ impl Tree {
         }
     }
 
-    /// Makes the tree continue at `at` with the first blocks of `next`. Returns where they lie and how many of
-    /// them lie there in one piece: at least one when `next` is not empty. The caller holds at least one of
-    /// them, or calls again for what follows and holds something there.
+    /// Extends the tree at `at` by the first blocks of `next`. Returns the position of these blocks and their number in
+    /// one stretch: at least one if `next` is not empty. The caller must hold one of these blocks, or call again for
+    /// the following blocks and hold one of those.
     pub(super) fn grow(&mut self, at: Point, next: impl ExactSizeIterator<Item = BlockHash> + Clone) -> (Point, u32) {
         let Some(first) = next.clone().next() else { return (at, 0) };
         let run = &self.nodes[at.node].run;
@@ -185,9 +185,9 @@ impl Tree {
         (Point { node: self.hang(at, next.take(len).collect()), offset: 0 }, len as u32)
     }
 
-    /// Records a rank's reach into a run; an `extent` of zero removes it. Gives back what nobody needs now.
+    /// Records a rank's holder of a run; an `extent` of zero removes it. Frees blocks that are no longer needed.
     pub(super) fn publish(&mut self, id: u32, holder: Holder) {
-        debug_assert!(holder.cut <= holder.extent, "the leading blocks are among the held ones");
+        debug_assert!(holder.cut <= holder.extent, "`cut` is at most `extent`");
         let node = &mut self.nodes[id];
         match node.holders.binary_search_by_key(&holder.slot, |holder| holder.slot) {
             Ok(at) if holder.extent == 0 => {
@@ -214,12 +214,12 @@ impl Tree {
         }
     }
 
-    /// The block hashes of a prompt up to `at`.
+    /// Block hashes of a prompt up to `at`.
     pub(super) fn path(&self, at: Point) -> Vec<BlockHash> {
         let Point { mut node, mut offset } = at;
         let mut path = vec![BlockHash::default(); (self.nodes[node].depth + offset) as usize];
         while node != ROOT {
-            let Node { parent, attach, depth, run, .. } = &self.nodes[node];
+            let RunNode { parent, attach, depth, run, .. } = &self.nodes[node];
             let (start, len) = (*depth as usize, offset as usize);
             path[start..start + len].copy_from_slice(&run[..len]);
             (node, offset) = (*parent, *attach);
@@ -227,36 +227,35 @@ impl Tree {
         path
     }
 
-    /// Number of nodes, the root not counted.
+    /// Number of nodes without the root.
     pub(super) fn len(&self) -> usize {
         self.nodes.len() - 1
     }
 
-    /// Every node with its number, the root and vacant entries not included.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Node)> {
+    /// Every node with its number, without the root and vacant entries.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &RunNode)> {
         self.nodes.iter().filter(|(_, node)| !node.run.is_empty())
     }
 
-    /// Heap bytes owned, as counted whenever they changed.
+    /// Heap bytes owned, from running totals.
     pub(super) fn bytes(&self) -> usize {
         self.nodes.bytes() + self.children.allocation_size() + self.owned
     }
 
-    /// Heap bytes owned, looked up in every node.
+    /// Heap bytes owned, summed over every node.
     pub(super) fn bytes_visited(&self) -> usize {
         let owned = self.nodes.iter().map(|(_, node)| node.owned());
         self.nodes.bytes() + self.children.allocation_size() + owned.sum::<usize>()
     }
 
-    /// Heap bytes that the next new run adds beside its blocks: none while there is a place for it.
+    /// Heap bytes that the next new run adds beyond its blocks: zero if the containers have room.
     pub(super) fn growth(&self) -> usize {
         let children =
             if self.children.len() == self.children.capacity() { self.children.allocation_size() } else { 0 };
         self.nodes.growth() + children
     }
 
-    /// Moves nodes into the places of those that are gone, if these are many, and gives the room behind them back.
-    /// Returns which have another number now.
+    /// Moves nodes into vacant places if there are many, and frees the remaining memory. Returns the renumbered nodes.
     pub(super) fn compact(&mut self) -> Option<Moved> {
         if self.nodes.vacant() <= self.nodes.len() / 2 + 64 {
             return None;
@@ -277,7 +276,7 @@ impl Tree {
         Some(moved)
     }
 
-    /// Stamps the run that `at` lies on, up to there, and those on the way to it.
+    /// Stamps the run at `at` and its ancestors.
     pub(super) fn stamp_path(&self, at: Point, now: u16) {
         let Point { mut node, mut offset } = at;
         while node != ROOT {
@@ -287,7 +286,7 @@ impl Tree {
         }
     }
 
-    /// Halves every stamp, which leaves their order.
+    /// Halves every stamp, which preserves their order.
     pub(super) fn halve_stamps(&mut self) {
         for (_, node) in self.nodes.iter() {
             node.hit_at.store(node.hit_at.load(Relaxed) / 2, Relaxed);
@@ -311,7 +310,8 @@ impl Tree {
         let depth = self.nodes[parent].depth + attach;
         self.owned += run.capacity() * size_of::<BlockHash>();
         let (hit_at, end_hit_at) = (AtomicU16::new(self.now), AtomicU16::new(self.now));
-        let id = self.nodes.insert(Node { parent, attach, depth, next, run, hit_at, end_hit_at, ..Node::default() });
+        let id =
+            self.nodes.insert(RunNode { parent, attach, depth, next, run, hit_at, end_hit_at, ..RunNode::default() });
         if next != NONE {
             self.nodes[next].previous = id;
         }
@@ -320,13 +320,13 @@ impl Tree {
         above.attach_max = above.attach_max.max(attach);
         let (nodes, hasher) = (&self.nodes, &self.hasher);
         match self.children.entry(hash_of(hasher, at, first), |_| false, |&id| nodes[id].hash(hasher)) {
-            Entry::Occupied(_) => unreachable!("nothing equals a child that was just looked up in vain"),
+            Entry::Occupied(_) => unreachable!("the lookup found no such child"),
             Entry::Vacant(entry) => drop(entry.insert(id)),
         }
         id
     }
 
-    /// Frees `id` if nobody holds it and nothing hangs on it, and then what that leaves behind further up.
+    /// Frees `id` if it has no holder and no child, then its ancestors that are no longer needed.
     fn collapse(&mut self, mut id: u32) {
         while id != ROOT {
             let node = &self.nodes[id];
@@ -340,12 +340,12 @@ impl Tree {
             let above = &self.nodes[parent];
             let in_use = !above.holders.is_empty() || above.first_child != NONE;
             if in_use && (attach as usize) < above.run.len() && !above.is_untrimmed {
-                return; // the run's end was not this child's doing
+                return; // the run has this length for another reason
             }
             id = parent;
         }
         if self.len() == 0 {
-            // Room for many nodes is not kept for none.
+            // An empty tree returns its memory.
             *self = Self { now: self.now, ..Self::new(self.hasher.clone()) };
         }
     }
@@ -369,8 +369,8 @@ impl Tree {
         }
     }
 
-    /// Cuts off the end of a run that nobody holds and nothing hangs behind. Of a node with many children it does so
-    /// once for every few of them that leave, so that a child costs the same however many there are.
+    /// Cuts the end of a run that has no holder and no child. With many children, it runs only after a fraction of them
+    /// was removed, so the cost per removed child is independent of their number.
     fn trim(&mut self, id: u32) {
         let node = &self.nodes[id];
         let len = node.run.len() as u32;
@@ -384,7 +384,7 @@ impl Tree {
             let (attach_max, children) = self.attach_max(id);
             let node = &mut self.nodes[id];
             node.attach_max = attach_max;
-            node.trims_left = u16::try_from(children / LOOK_SHARE).unwrap_or(u16::MAX);
+            node.trims_left = u16::try_from(children / RESCAN_SHARE).unwrap_or(u16::MAX);
             keep = keep.max(attach_max);
         }
         self.nodes[id].is_untrimmed = false;
@@ -396,7 +396,7 @@ impl Tree {
         self.owned -= (before - run.capacity()) * size_of::<BlockHash>();
     }
 
-    /// How far back the last child of `id` hangs, and how many children were looked at.
+    /// Highest `attach` of the children of `id`, and the number of visited children.
     fn attach_max(&self, id: u32) -> (u32, usize) {
         let len = self.nodes[id].run.len() as u32;
         let (mut max, mut child, mut children) = (0, self.nodes[id].first_child, 0);
@@ -409,23 +409,29 @@ impl Tree {
         (max, children)
     }
 
-    /// Checks what the type promises.
+    /// Checks the invariants of the type.
     pub(super) fn check_invariants(&self) {
         assert_eq!(self.children.len(), self.len(), "every node but the root is a child");
-        assert_eq!(self.bytes(), self.bytes_visited(), "no byte is missed");
-        assert!(self.nodes[ROOT].run.is_empty() && self.nodes[ROOT].holders.is_empty(), "the root is bare");
+        assert_eq!(self.bytes(), self.bytes_visited(), "counted bytes match the visited bytes");
+        assert!(
+            self.nodes[ROOT].run.is_empty() && self.nodes[ROOT].holders.is_empty(),
+            "the root has no run and no holders"
+        );
         self.check_children(ROOT);
         for (id, node) in self.iter() {
             let above = &self.nodes[node.parent];
             let at = Point { node: node.parent, offset: node.attach };
-            assert!(node.parent == ROOT || !above.run.is_empty(), "no parent is vacant");
-            assert!(node.attach <= above.attach_max && node.attach as usize <= above.run.len(), "hangs on its parent");
+            assert!(node.parent == ROOT || !above.run.is_empty(), "the parent is not vacant");
+            assert!(
+                node.attach <= above.attach_max && node.attach as usize <= above.run.len(),
+                "the child is attached to its parent's run"
+            );
             assert!(node.parent == ROOT || node.attach > 0, "a child follows some block of its parent");
-            assert_eq!(node.depth, above.depth + node.attach, "depth adds up");
+            assert_eq!(node.depth, above.depth + node.attach, "depth is the parent's depth plus the offset");
             assert_eq!(self.child(at, node.run[0]), Some(id), "a child is found by its first block");
-            assert_ne!(above.run.get(node.attach as usize), Some(&node.run[0]), "each prefix has one place");
-            assert!(node.run.len() <= RUN_BLOCKS_MAX as usize, "no run is too long");
-            assert!(node.holders.is_sorted_by(|a, b| a.slot < b.slot), "one holder a slot, in order");
+            assert_ne!(above.run.get(node.attach as usize), Some(&node.run[0]), "each prefix has one position");
+            assert!(node.run.len() <= RUN_BLOCKS_MAX as usize, "runs respect the maximum length");
+            assert!(node.holders.is_sorted_by(|a, b| a.slot < b.slot), "holders are sorted and unique by slot");
             assert!(node.holders.iter().all(|holder| holder.cut <= holder.extent && holder.extent > 0));
             let held = node.holders.iter().map(|holder| holder.extent).max().unwrap_or(0);
             let (needed, len) = (held.max(self.attach_max(id).0), node.run.len() as u32);
@@ -443,8 +449,8 @@ impl Tree {
     }
 }
 
-impl Node {
-    /// Remembers that `blocks` leading blocks of the run were asked for or stored.
+impl RunNode {
+    /// Stamps a run of which `blocks` leading blocks were queried or stored.
     pub(super) fn stamp(&self, now: u16, blocks: u32) {
         self.hit_at.store(now, Relaxed);
         if blocks > self.attach_max {
@@ -452,7 +458,7 @@ impl Node {
         }
     }
 
-    /// The last stamps of the run, of what lies before its last child and of what lies behind, and where that is.
+    /// Stamps of the run: of the part before its last child and of the part after it, with the boundary.
     pub(super) fn stamps(&self) -> (u16, u16, u32) {
         (self.hit_at.load(Relaxed), self.end_hit_at.load(Relaxed), self.attach_max)
     }
@@ -479,8 +485,7 @@ fn hash_of(hasher: &RandomState, at: Point, first: BlockHash) -> u64 {
     hasher.hash_one((u64::from(at.node) << 32 | u64::from(at.offset), first))
 }
 
-/// Number of leading blocks in which two lists agree. Whole chunks first, which compare as wide as the machine
-/// can.
+/// Number of equal leading blocks of two lists. Compares whole chunks first, which vectorises.
 pub(crate) fn common_blocks(a: &[BlockHash], b: &[BlockHash]) -> usize {
     const CHUNK: usize = 16;
     let len = a.len().min(b.len());
@@ -498,7 +503,7 @@ fn agreeing(run: &[BlockHash], next: impl Iterator<Item = BlockHash>) -> u32 {
 mod tests {
     use super::*;
 
-    /// Steps for children that hang at each block of a run, and leave, the last one first.
+    /// Steps to remove children attached at each block of a run, the last one first.
     fn cost_of_leaving(children: u32) -> usize {
         let holder = |extent| Holder { slot: Slot(0), span: 0, cut: extent, extent };
         let mut tree = Tree::new(RandomState::new());
@@ -513,19 +518,19 @@ mod tests {
         let tails: Vec<u32> = (1..=children).map(hang).collect();
         tree.publish(start.node, holder(0));
         tree.check_invariants();
-        let begun = steps::count();
+        let started = steps::count();
         for (left, tail) in tails.iter().enumerate().rev() {
             tree.publish(*tail, holder(0));
             let run = if left > 0 { tree.node(start.node).run.len() } else { 0 };
-            assert!(run <= left + 2 * left / LOOK_SHARE + 1, "{run} blocks for {left} children");
+            assert!(run <= left + 2 * left / RESCAN_SHARE + 1, "{run} blocks for {left} children");
         }
-        assert_eq!(tree.len(), 0, "nothing is left behind");
-        steps::count() - begun
+        assert_eq!(tree.len(), 0, "all nodes are freed");
+        steps::count() - started
     }
 
     #[test]
-    fn a_child_that_leaves_costs_no_more_where_there_are_many() {
+    fn cost_of_removing_a_child_is_independent_of_their_number() {
         let (small, large) = (cost_of_leaving(1_000), cost_of_leaving(16_000));
-        assert!(large <= 20 * small, "{small} steps, for sixteen times as many {large}");
+        assert!(large <= 20 * small, "{small} steps, {large} for sixteen times as many children");
     }
 }

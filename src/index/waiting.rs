@@ -1,10 +1,11 @@
-//! Blocks of lower tiers that were stored behind a parent nobody has named yet.
+//! Pending blocks of lower tiers: blocks stored behind a parent that no tier of the rank holds.
 //!
-//! Owns, for one rank, each such block with its parent's name, and the finding of blocks by the parent they
-//! wait for. Engines report tiers independently, so a host block may be announced before the device block it
-//! follows. Promises order: blocks of one parent are handed out by tier and name, never by a hash map's whim. Never
-//! drops a block by itself; it holds no more than was sent and not removed. A block costs the same however many wait
-//! for its parent: each knows its place in the parent's list. Leaves to [`super::Index`] when a parent becomes known.
+//! Holds, for one rank, each pending block with its parent's name, and a lookup by parent. Engines report tiers
+//! independently, so a host block may be announced before its parent in the device tier. Blocks of one parent are
+//! returned ordered by tier and name, independent of hash-map order. Blocks stay pending until they are removed or
+//! adopted, so their number is bounded by the stores without a removal. The cost per block is independent of the number
+//! of blocks pending behind its parent, because each block records its position in the parent's list. [`super::Index`]
+//! determines when a parent becomes known.
 
 use std::mem::size_of;
 
@@ -14,34 +15,34 @@ use smallvec::SmallVec;
 
 use crate::protocol::{BlockHash, EngineHash, StorageTier};
 
-/// The name of a waiting block, which is its own in each tier.
-pub(super) type Name = (StorageTier, EngineHash);
+/// Tier and name of a pending block; names are separate in each tier.
+pub(super) type TierName = (StorageTier, EngineHash);
 
-/// One rank's waiting blocks.
+/// Pending blocks of one rank.
 #[derive(Debug)]
-pub(super) struct Waiting {
-    blocks: HashMap<Name, Listed, RandomState>,
-    /// By parent, in no order.
-    children: HashMap<EngineHash, SmallVec<[Name; 1]>, RandomState>,
-    /// Heap bytes of the lists that are too long to be kept in the map.
+pub(super) struct PendingBlocks {
+    blocks: HashMap<TierName, ListedBlock, RandomState>,
+    /// By parent, unordered.
+    children: HashMap<EngineHash, SmallVec<[TierName; 1]>, RandomState>,
+    /// Heap bytes of the lists that exceed the inline capacity.
     spilled: usize,
 }
 
-/// What is known of a waiting block.
+/// Parent and content of a pending block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct PendingBlock {
     pub(super) parent: EngineHash,
     pub(super) block_hash: BlockHash,
 }
 
-/// A waiting block and its place in the list of its parent's children.
+/// A pending block and its position in the list of its parent's children.
 #[derive(Clone, Copy, Debug)]
-struct Listed {
-    block: Block,
+struct ListedBlock {
+    block: PendingBlock,
     at: u32,
 }
 
-impl Waiting {
+impl PendingBlocks {
     pub(super) fn new(hasher: RandomState) -> Self {
         Self { blocks: HashMap::with_hasher(hasher.clone()), children: HashMap::with_hasher(hasher), spilled: 0 }
     }
@@ -54,49 +55,49 @@ impl Waiting {
         self.blocks.is_empty()
     }
 
-    /// Lets a block wait. Returns whether that changed anything.
-    pub(super) fn insert(&mut self, name: Name, block: Block) -> bool {
+    /// Adds a pending block. Returns whether anything changed.
+    pub(super) fn insert(&mut self, name: TierName, block: PendingBlock) -> bool {
         if self.blocks.get(&name).is_some_and(|listed| listed.block == block) {
             return false;
         }
         self.remove(name);
         let siblings = self.children.entry(block.parent).or_default();
         let before = spilled(siblings);
-        self.blocks.insert(name, Listed { block, at: siblings.len() as u32 });
+        self.blocks.insert(name, ListedBlock { block, at: siblings.len() as u32 });
         siblings.push(name);
         self.spilled += spilled(siblings) - before;
         true
     }
 
-    /// Forgets a block. Those that wait for it go on waiting.
-    pub(super) fn remove(&mut self, name: Name) -> Option<Block> {
-        let Listed { block, at } = self.blocks.remove(&name)?;
-        let siblings = self.children.get_mut(&block.parent).expect("a waiting block is listed with its parent");
+    /// Removes a block. Blocks pending behind it stay pending.
+    pub(super) fn remove(&mut self, name: TierName) -> Option<PendingBlock> {
+        let ListedBlock { block, at } = self.blocks.remove(&name)?;
+        let siblings = self.children.get_mut(&block.parent).expect("a pending block is listed with its parent");
         siblings.swap_remove(at as usize);
         if let Some(moved) = siblings.get(at as usize) {
-            self.blocks.get_mut(moved).expect("what is listed waits").at = at;
+            self.blocks.get_mut(moved).expect("a listed block is pending").at = at;
         }
         if siblings.is_empty() {
             self.spilled -= spilled(siblings);
             self.children.remove(&block.parent);
         }
-        self.settle();
+        self.shrink();
         Some(block)
     }
 
-    /// Forgets the blocks that wait for `parent`. Returns them sorted by name.
-    pub(super) fn take_children(&mut self, parent: EngineHash) -> Vec<(Name, Block)> {
+    /// Removes the blocks pending behind `parent`. Returns them sorted by name.
+    pub(super) fn take_children(&mut self, parent: EngineHash) -> Vec<(TierName, PendingBlock)> {
         let Some(names) = self.children.remove(&parent) else { return Vec::new() };
         self.spilled -= spilled(&names);
-        let block = |name| (name, self.blocks.remove(&name).expect("what is listed waits").block);
+        let block = |name| (name, self.blocks.remove(&name).expect("a listed block is pending").block);
         let mut children: Vec<_> = names.into_iter().map(block).collect();
         children.sort_unstable_by_key(|(name, _)| *name);
-        self.settle();
+        self.shrink();
         children
     }
 
-    /// Gives back memory that few blocks do not need.
-    fn settle(&mut self) {
+    /// Shrinks the maps.
+    fn shrink(&mut self) {
         if self.blocks.len() < self.blocks.capacity() / 4 {
             self.blocks.shrink_to(self.blocks.len() * 2);
             self.children.shrink_to(self.children.len() * 2);
@@ -104,7 +105,7 @@ impl Waiting {
     }
 
     /// Every block, sorted by name.
-    pub(super) fn sorted(&self) -> Vec<(Name, Block)> {
+    pub(super) fn sorted(&self) -> Vec<(TierName, PendingBlock)> {
         let mut blocks: Vec<_> = self.blocks.iter().map(|(name, listed)| (*name, listed.block)).collect();
         blocks.sort_unstable_by_key(|(name, _)| *name);
         blocks
@@ -115,18 +116,22 @@ impl Waiting {
         self.blocks.allocation_size() + self.children.allocation_size() + self.spilled
     }
 
-    /// Checks what the type promises.
+    /// Checks the invariants of the type.
     pub(super) fn check_invariants(&self) {
-        assert!(self.children.values().all(|children| !children.is_empty()), "no list is empty");
-        let listed = |(name, Listed { block, at }): (&Name, &Listed)| {
+        assert!(self.children.values().all(|children| !children.is_empty()), "lists of children are not empty");
+        let listed = |(name, ListedBlock { block, at }): (&TierName, &ListedBlock)| {
             self.children[&block.parent].get(*at as usize) == Some(name)
         };
-        assert!(self.blocks.iter().all(listed), "a waiting block is listed with its parent");
-        assert_eq!(self.spilled, self.children.values().map(spilled).sum::<usize>(), "no byte is missed");
+        assert!(self.blocks.iter().all(listed), "a pending block is listed with its parent");
+        assert_eq!(
+            self.spilled,
+            self.children.values().map(spilled).sum::<usize>(),
+            "counted bytes match the visited bytes"
+        );
         assert_eq!(self.children.values().map(|children| children.len()).sum::<usize>(), self.blocks.len());
     }
 }
 
-fn spilled(names: &SmallVec<[Name; 1]>) -> usize {
-    if names.spilled() { names.capacity() * size_of::<Name>() } else { 0 }
+fn spilled(names: &SmallVec<[TierName; 1]>) -> usize {
+    if names.spilled() { names.capacity() * size_of::<TierName>() } else { 0 }
 }

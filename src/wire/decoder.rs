@@ -1,62 +1,61 @@
-//! The decoder of one rank's event stream.
+//! Decoder of one rank's KV event stream.
 //!
-//! Owns the order of a batch, the checks that an event must pass before it counts, and what must be remembered from
-//! one event to the next: namespaces and cache groups.
+//! Processes batches in order, validates each event, and keeps the state between events: namespaces and cache groups.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
 
-use super::event::{Event, Lists, Tag, TokenForm};
+use super::event::{Lists, Tag, TokenForm, WireEvent};
 use super::group::Groups;
-use super::keys::Keys;
-use super::msgpack::{Cursor, Item};
+use super::keys::StoreKeys;
+use super::msgpack::{Cursor, MsgpackItem};
 use super::namespace::Namespaces;
 use super::{Finding, Report};
 use crate::hashing::{BlockHasher, HashScheme};
 use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
 
-/// Whose stream it is and how the pool hashes.
+/// Identity of the stream and the hashing rules of its pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WireConfig {
-    /// The rank whose stream this is.
+    /// The rank that publishes the stream.
     pub rank: WorkerRank,
-    /// All ranks of its worker. Where there are several, a batch that names another than `rank` is refused.
+    /// All ranks of the worker. If there are several, batches labelled with a rank other than `rank` are rejected.
     pub ranks: Range<u32>,
-    /// Tokens of the pool's blocks.
+    /// Tokens per block of the pool.
     pub block_size: NonZeroU32,
-    /// Whether the pool hashes EAGLE's pairs.
+    /// Whether the pool hashes EAGLE token pairs.
     pub is_eagle: bool,
-    /// What a batch may be at most.
-    pub limits: Limits,
+    /// Size limits of a batch.
+    pub limits: DecoderLimits,
 }
 
-/// What one batch may be at most, and what may be remembered between batches.
+/// Size limits of one batch and of the state kept between batches.
 ///
 /// ```
-/// use pointsman::wire::Limits;
+/// use pointsman::wire::DecoderLimits;
 ///
-/// let limits = Limits { payload_bytes_max: 1 << 20, ..Limits::default() };
+/// let limits = DecoderLimits { payload_bytes_max: 1 << 20, ..DecoderLimits::default() };
 /// assert_eq!(limits.nesting_max, 16);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Bytes of a batch. Default 16 MiB.
+pub struct DecoderLimits {
+    /// Bytes of a batch. Default: 16 MiB.
     pub payload_bytes_max: usize,
-    /// Events of a batch that are read. Default 262,144.
+    /// Decoded events of a batch. Default: 262,144.
     pub events_max: usize,
-    /// Block hashes of one event. Default 262,144.
+    /// Block hashes of one event. Default: 262,144.
     pub hashes_max: usize,
-    /// Tokens of one event. Default 4,194,304.
+    /// Tokens of one event. Default: 4,194,304.
     pub tokens_max: usize,
-    /// Extra keys of one event. Default 65,536.
+    /// Extra keys of one event. Default: 65,536.
     pub keys_max: usize,
-    /// Levels of arrays and maps inside one field of an event, at most 32. Default 16.
+    /// Nesting levels of arrays and maps inside one field of an event, at most 32. Default: 16.
     pub nesting_max: usize,
-    /// Blocks with an adapter or salt that are remembered, 40 to 80 bytes each. Default 1,048,576.
+    /// Remembered blocks with an adapter or salt, 40 to 80 bytes each. Default: 1,048,576.
     pub namespaces_max: usize,
 }
 
-impl Default for Limits {
+impl Default for DecoderLimits {
     fn default() -> Self {
         Self {
             payload_bytes_max: 16 << 20,
@@ -70,19 +69,19 @@ impl Default for Limits {
     }
 }
 
-/// Reads the batches of one rank, in order.
+/// Decodes the batches of one rank, in order.
 ///
 /// ```
 /// use std::num::NonZeroU32;
 /// use pointsman::protocol::{EngineHash, KvEvent, WorkerId, WorkerRank};
-/// use pointsman::wire::{Decoder, Limits, WireConfig};
+/// use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
 ///
 /// let mut decoder = Decoder::new(WireConfig {
 ///     rank: WorkerRank::new(WorkerId(7), 0),
 ///     ranks: 0..1,
 ///     block_size: NonZeroU32::new(4).expect("not zero"),
 ///     is_eagle: false,
-///     limits: Limits::default(),
+///     limits: DecoderLimits::default(),
 /// });
 /// // [1.5, [["BlockRemoved", [17], "GPU"]], 0]
 /// let payload = b"\x93\xca\x3f\xc0\x00\x00\x91\x93\xacBlockRemoved\x91\x11\xa3GPU\x00";
@@ -98,11 +97,11 @@ pub struct Decoder {
     namespaces: Namespaces,
     groups: Groups,
     lists: Lists,
-    keys: Keys,
+    keys: StoreKeys,
 }
 
 impl Decoder {
-    /// A decoder that has seen nothing yet.
+    /// A decoder at the start of a stream.
     #[must_use]
     pub fn new(config: WireConfig) -> Self {
         Self {
@@ -110,21 +109,21 @@ impl Decoder {
             namespaces: Namespaces::default(),
             groups: Groups::default(),
             lists: Lists::default(),
-            keys: Keys::default(),
+            keys: StoreKeys::default(),
         }
     }
 
-    /// Blocks remembered for their namespace.
+    /// Number of remembered blocks with a namespace.
     #[must_use]
     pub fn namespaces(&self) -> usize {
         self.namespaces.len()
     }
 
-    /// Reads one batch and appends what could be read of it to `events`, in order; removals from one tier that follow
-    /// each other as one.
+    /// Decodes one batch and appends its usable events to `events`, in order. Consecutive removals from one tier are
+    /// merged.
     ///
-    /// Never fails as a whole where a part can be read; the report says what could not. Time and memory are linear in
-    /// the bytes.
+    /// Decodes as much of the batch as possible; the report lists the rejected parts. Time and memory are linear in the
+    /// number of bytes.
     pub fn decode(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
         let mut report = Report::default();
         if payload.len() > self.config.limits.payload_bytes_max {
@@ -140,7 +139,7 @@ impl Decoder {
         report
     }
 
-    /// The rank's cache is gone, and with it all that its events have told: a new incarnation begins.
+    /// Discards all state after the rank's cache was lost, at the start of a new incarnation.
     pub fn forget(&mut self) {
         self.namespaces.clear();
         self.groups = Groups::default();
@@ -152,12 +151,12 @@ impl Decoder {
         events: &mut Vec<RouterEvent>,
         report: &mut Report,
     ) -> Result<(), Finding> {
-        let Item::Array(n_items) = cursor.item()? else { return Err(Finding::WrongType) };
+        let MsgpackItem::Array(n_items) = cursor.item()? else { return Err(Finding::WrongType) };
         if n_items < 2 {
             return Err(Finding::WrongShape);
         }
         self.pass_time(&mut cursor, report)?;
-        let Item::Array(n_events) = cursor.item()? else { return Err(Finding::WrongType) };
+        let MsgpackItem::Array(n_events) = cursor.item()? else { return Err(Finding::WrongType) };
         report.events = n_events;
         if n_items == 2 {
             self.events(n_events, &mut cursor, events, report)?;
@@ -171,8 +170,9 @@ impl Decoder {
         Ok(())
     }
 
-    /// Reads events and the rank that the batch says it is of. It stands behind them, so if it is another's, all that
-    /// was read is taken back: passing over the events beforehand would cost every batch nearly half as much again.
+    /// Decodes the events and the rank label of a batch. The label follows the events, so for a foreign rank the
+    /// decoded events are rolled back. Skipping the events first to read the label would cost every batch almost half
+    /// as much again.
     fn events_of_rank(
         &mut self,
         n_events: u32,
@@ -182,19 +182,19 @@ impl Decoder {
     ) -> Result<(), Finding> {
         let (n_before, groups) = (events.len(), self.groups);
         if self.config.ranks.len() > 1 {
-            self.namespaces.begin();
+            self.namespaces.start_batch();
         }
         let read = self.events(n_events, cursor, events, report);
-        // A batch that breaks off before it says so is taken for the stream's.
+        // A batch that is truncated before its label counts as a batch of the stream's rank.
         let foreign = read.and_then(|()| self.foreign_rank(cursor, report));
         if let Ok(Some(rank)) = foreign {
             events.truncate(n_before);
             self.groups = groups;
-            self.namespaces.take_back();
+            self.namespaces.roll_back();
             *report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
             return Err(Finding::ForeignRank);
         }
-        self.namespaces.keep();
+        self.namespaces.commit();
         foreign.map(|_| ())
     }
 
@@ -216,14 +216,19 @@ impl Decoder {
         self.pass(u64::from(n_events - n_read), cursor)
     }
 
-    /// When the batch was made does not matter, but that it is no time may tell who publishes.
+    /// The batch timestamp is unused, but an invalid type is counted because it helps to identify the publisher.
     fn pass_time(&self, cursor: &mut Cursor<'_>, report: &mut Report) -> Result<(), Finding> {
         let start = *cursor;
         match cursor.item()? {
-            Item::Float(time) if time.is_finite() => {}
-            Item::Float(_) => report.findings.add(Finding::NotFinite),
-            Item::Nil | Item::Uint(_) | Item::Neg(_) => {}
-            Item::Bool(_) | Item::Str(_) | Item::Bin(_) | Item::Ext(_) | Item::Array(_) | Item::Map(_) => {
+            MsgpackItem::Float(time) if time.is_finite() => {}
+            MsgpackItem::Float(_) => report.findings.add(Finding::NotFinite),
+            MsgpackItem::Nil | MsgpackItem::Uint(_) | MsgpackItem::Neg(_) => {}
+            MsgpackItem::Bool(_)
+            | MsgpackItem::Str(_)
+            | MsgpackItem::Bin(_)
+            | MsgpackItem::Ext(_)
+            | MsgpackItem::Array(_)
+            | MsgpackItem::Map(_) => {
                 report.findings.add(Finding::WrongType);
                 *cursor = start;
                 self.pass(1, cursor)?;
@@ -232,21 +237,21 @@ impl Decoder {
         Ok(())
     }
 
-    /// The rank that the batch says it is of, if that is another than the stream's; of a worker with one rank it is
-    /// the stream's, whatever its number.
+    /// The rank label of the batch if it differs from the stream's rank. For a worker with a single rank the label is
+    /// ignored.
     fn foreign_rank(&self, cursor: &mut Cursor<'_>, report: &mut Report) -> Result<Option<u32>, Finding> {
         let start = *cursor;
         let rank = match cursor.item()? {
-            Item::Nil => None,
-            Item::Uint(rank) => Some(u32::try_from(rank).unwrap_or(u32::MAX)),
-            Item::Neg(_) => Some(u32::MAX),
-            Item::Bool(_)
-            | Item::Float(_)
-            | Item::Str(_)
-            | Item::Bin(_)
-            | Item::Ext(_)
-            | Item::Array(_)
-            | Item::Map(_) => {
+            MsgpackItem::Nil => None,
+            MsgpackItem::Uint(rank) => Some(u32::try_from(rank).unwrap_or(u32::MAX)),
+            MsgpackItem::Neg(_) => Some(u32::MAX),
+            MsgpackItem::Bool(_)
+            | MsgpackItem::Float(_)
+            | MsgpackItem::Str(_)
+            | MsgpackItem::Bin(_)
+            | MsgpackItem::Ext(_)
+            | MsgpackItem::Array(_)
+            | MsgpackItem::Map(_) => {
                 report.findings.add(Finding::WrongType);
                 *cursor = start;
                 self.pass(1, cursor)?;
@@ -256,7 +261,7 @@ impl Decoder {
         Ok(rank.filter(|rank| self.config.ranks.len() > 1 && *rank != self.config.rank.rank))
     }
 
-    /// Passes over items of which nothing is wanted, however deep.
+    /// Skips unused items at any depth.
     fn pass(&self, count: u64, cursor: &mut Cursor<'_>) -> Result<(), Finding> {
         match cursor.pass(count, self.config.limits.nesting_max) {
             Err(finding) if finding.ends_batch() => Err(finding),
@@ -264,7 +269,7 @@ impl Decoder {
         }
     }
 
-    /// Reads one event and uses it. The batch's events are those from `n_before` on. An error is the end of the batch.
+    /// Decodes and applies one event. The events of the batch start at `n_before`. An error ends the batch.
     fn event(
         &mut self,
         cursor: &mut Cursor<'_>,
@@ -273,7 +278,7 @@ impl Decoder {
         report: &mut Report,
     ) -> Result<(), Finding> {
         let start = *cursor;
-        let mut event = Event::new();
+        let mut event = WireEvent::new();
         match event.read(cursor, &self.config.limits, &mut self.lists) {
             Ok(()) => match self.take(&event, events[n_before..].last_mut(), report) {
                 Ok(taken) => {
@@ -292,10 +297,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// What an event means here; nothing, where it says nothing, or where `last`, the event before it, now says it too.
+    /// Converts an event. Returns `None` if it has no effect, or if it was merged into the previous event `last`.
     fn take(
         &mut self,
-        event: &Event<'_>,
+        event: &WireEvent<'_>,
         last: Option<&mut RouterEvent>,
         report: &mut Report,
     ) -> Result<Option<RouterEvent>, Finding> {
@@ -314,8 +319,8 @@ impl Decoder {
                 let tier = tier(event.medium)?;
                 self.removed(event, tier, report)?;
                 let names = self.lists.hashes.iter().copied().map(EngineHash);
-                // Engines tell of each block that goes in an event of its own. A list for each would cost more than
-                // all that is read of it.
+                // Engines publish each removed block as an event of its own. A list per event would cost more than the
+                // rest of its decoding.
                 if let Some(RouterEvent { tier: same, data: KvEvent::Removed { blocks }, .. }) = last
                     && *same == tier
                 {
@@ -330,16 +335,16 @@ impl Decoder {
                 (tier, self.stored(event, tier, report)?)
             }
         };
-        let says_something = data == KvEvent::Cleared || data.block_count() > 0;
-        Ok(says_something.then_some(RouterEvent { rank: self.config.rank, tier, data }))
+        let has_effect = data == KvEvent::Cleared || data.block_count() > 0;
+        Ok(has_effect.then_some(RouterEvent { rank: self.config.rank, tier, data }))
     }
 
-    fn main_attention(&mut self, event: &Event<'_>) -> Result<(), Finding> {
+    fn main_attention(&mut self, event: &WireEvent<'_>) -> Result<(), Finding> {
         let is_main = self.groups.is_main(event.group_idx, event.spec_kind);
         if is_main { Ok(()) } else { Err(Finding::NotMainAttention) }
     }
 
-    fn removed(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<(), Finding> {
+    fn removed(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<(), Finding> {
         if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
             return Err(Finding::BadHash);
         }
@@ -350,7 +355,7 @@ impl Decoder {
         Ok(())
     }
 
-    fn stored(&mut self, event: &Event<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
+    fn stored(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
         let WireConfig { block_size, is_eagle, limits, .. } = self.config;
         if event.block_size != Some(u64::from(block_size.get())) {
             report.engine_block_size = event.block_size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
@@ -364,7 +369,7 @@ impl Decoder {
         let n_blocks = self.lists.hashes.len().min(scheme.block_count(self.lists.tokens.len()));
         let lacks_tokens = n_blocks < self.lists.hashes.len();
         if n_blocks == 0 {
-            // With nothing left the whole event is refused, for the first of the reasons.
+            // If no block is usable, the whole event is rejected, and only the first cause counts.
             let causes = [
                 (event.bad_hashes > 0, Finding::BadHash),
                 (event.has_bad_token, Finding::BadToken),
@@ -407,13 +412,13 @@ impl Decoder {
     }
 }
 
-/// Counts what cost only a part of the event.
-fn note(event: &Event<'_>, report: &mut Report) {
+/// Counts the defects that affect only a part of the event.
+fn note(event: &WireEvent<'_>, report: &mut Report) {
     report.findings.add_many(Finding::BadHash, event.bad_hashes);
     report.findings.add_many(Finding::WrongType, event.misplaced);
 }
 
-/// The engines' words for where a block lies. Engines that know one place only do not say.
+/// Storage tier of a medium name. Engines with a single medium omit the name.
 fn tier(medium: Option<&[u8]>) -> Result<StorageTier, Finding> {
     match medium {
         None | Some(b"GPU") => Ok(StorageTier::Device),

@@ -1,25 +1,25 @@
-//! One event out of its bytes: which field stands where, in each of the dialects.
+//! Parser of one KV event: the fields of each dialect.
 //!
-//! Owns the layouts: an array with the tag first, or a map with the tag as `type`, as vLLM and SGLang have published
-//! them, shorter and longer than known. Promises that token ids and hashes are read in one pass, into buffers that
-//! are used again, and never more of them than the limits allow. Leaves what the fields mean to the decoder.
+//! Reads events as arrays that start with the tag, or as maps with the tag under `type`, in the layouts of vLLM and
+//! SGLang, including shorter and longer ones. Token ids and hashes are read in one pass into reused buffers, within the
+//! limits. The decoder interprets the fields.
 
-use super::msgpack::{Cursor, Item};
-use super::{Finding, Limits};
+use super::msgpack::{Cursor, MsgpackItem};
+use super::{DecoderLimits, Finding};
 
-/// What kind of event it is.
+/// Event type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tag {
     Stored,
     Removed,
     Cleared,
-    /// Says of itself that it means nothing here.
+    /// Declared by the engine as an event without effect.
     Ignored,
 }
 
 impl Tag {
-    fn of(item: Item<'_>) -> Result<Self, Finding> {
-        let Item::Str(name) = item else { return Err(Finding::WrongType) };
+    fn of(item: MsgpackItem<'_>) -> Result<Self, Finding> {
+        let MsgpackItem::Str(name) = item else { return Err(Finding::WrongType) };
         match name {
             b"BlockStored" => Ok(Self::Stored),
             b"BlockRemoved" => Ok(Self::Removed),
@@ -30,9 +30,9 @@ impl Tag {
     }
 }
 
-/// What may be known about an event.
+/// Field of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Field {
+enum EventField {
     BlockHashes,
     ParentBlockHash,
     TokenIds,
@@ -45,12 +45,12 @@ enum Field {
     GroupIdx,
     SpecKind,
     Locality,
-    /// Not needed, or not known.
+    /// Unused or unknown.
     Other,
 }
 
-impl Field {
-    /// The field under a key of an event that is a map.
+impl EventField {
+    /// The field for a key of a map event.
     fn named(tag: Tag, key: &[u8]) -> Self {
         let field = match key {
             b"block_hashes" => Self::BlockHashes,
@@ -70,7 +70,7 @@ impl Field {
         if field.belongs_to(tag) { field } else { Self::Other }
     }
 
-    /// The field at a position of an event that is an array, the tag being at 0.
+    /// The field at a position of an array event; the tag is at position 0.
     fn at(tag: Tag, position: u32) -> Self {
         match (tag, position) {
             (Tag::Stored | Tag::Removed, 1) => Self::BlockHashes,
@@ -88,7 +88,7 @@ impl Field {
         }
     }
 
-    /// Whether the field says something about such an event; elsewhere it may be anything.
+    /// Whether the field is defined for events with this tag; otherwise its value is ignored.
     fn belongs_to(self, tag: Tag) -> bool {
         match self {
             Self::Locality => tag != Tag::Ignored,
@@ -101,81 +101,81 @@ impl Field {
         }
     }
 
-    /// Whether a new release may have put something else in the field's place: behind the fields that arrays have
-    /// always had.
+    /// Whether another release may use the position for another field: the positions after the original fields of array
+    /// events.
     fn in_tail(self) -> bool {
         matches!(self, Self::LoraName | Self::ExtraKeys | Self::GroupIdx | Self::SpecKind | Self::Locality)
     }
 }
 
-/// How tokens came.
+/// Encoding of the tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum TokenForm {
-    /// Not at all.
+    /// No tokens.
     #[default]
     None,
-    /// As ids.
+    /// Token ids.
     Ids,
-    /// As EAGLE's pairs of neighbours.
+    /// EAGLE pairs of neighbouring tokens.
     Pairs,
 }
 
-/// What one event brings in numbers. Used again for the next.
+/// Number lists of one event, reused for the next.
 #[derive(Debug, Default)]
 pub(super) struct Lists {
     /// Engine hashes.
     pub(super) hashes: Vec<u64>,
-    /// Token ids, forgotten before the decoder returns.
+    /// Token ids, erased before the decoder returns.
     pub(super) tokens: Vec<u32>,
 }
 
 impl Lists {
-    /// Capacity that is worth keeping between batches, in items of each list.
+    /// Capacity kept between batches, in items per list.
     const KEPT: usize = 16 * 1024;
 
-    /// Forgets the tokens of an event, not only their number: they are what users wrote.
+    /// Overwrites the tokens of an event, since they encode user text, and clears the lists.
     pub(super) fn wipe(&mut self) {
         self.tokens.fill(0);
         self.tokens.clear();
         self.hashes.clear();
     }
 
-    /// Gives back what a large event made it take.
+    /// Frees the memory of large events.
     pub(super) fn shrink(&mut self) {
         self.tokens.shrink_to(Self::KEPT);
         self.hashes.shrink_to(Self::KEPT);
     }
 }
 
-/// One event's fields beside its lists; none where it does not say.
+/// Fields of one event without its lists; `None` for absent fields.
 #[derive(Debug)]
-pub(super) struct Event<'a> {
+pub(super) struct WireEvent<'a> {
     pub(super) tag: Tag,
     has_hashes: bool,
     pub(super) parent: Option<u64>,
     pub(super) token_form: TokenForm,
     pub(super) block_size: Option<u64>,
-    /// Any item, at most `lora_name` says more.
+    /// Any item; ignored if `lora_name` is set.
     pub(super) lora_id: Option<Cursor<'a>>,
     pub(super) lora_name: Option<&'a str>,
     pub(super) cache_salt: Option<&'a str>,
     pub(super) extra_keys: Option<Cursor<'a>>,
-    /// What stands in the place of an adapter's name, and of extra keys, and is neither.
+    /// Items of an unexpected type in the fields of the adapter name and of the extra keys.
     pub(super) odd_keys: [Option<Cursor<'a>>; 2],
     pub(super) medium: Option<&'a [u8]>,
     pub(super) group_idx: Option<u64>,
     pub(super) spec_kind: Option<&'a [u8]>,
     pub(super) locality: Option<&'a [u8]>,
-    /// Hashes that were none.
+    /// Number of invalid hashes.
     pub(super) bad_hashes: u64,
-    /// Whether a token was none.
+    /// Whether a token was invalid.
     pub(super) has_bad_token: bool,
-    /// Items of another type than stands there, without which the event can be used.
+    /// Items of an unexpected type in fields that the event does not require.
     pub(super) misplaced: u64,
 }
 
-impl<'a> Event<'a> {
-    /// No event yet.
+impl<'a> WireEvent<'a> {
+    /// An event without fields.
     pub(super) fn new() -> Self {
         Self {
             tag: Tag::Ignored,
@@ -198,16 +198,21 @@ impl<'a> Event<'a> {
         }
     }
 
-    /// Reads an event and what it lists, in place: it is large, and most events are short.
+    /// Parses an event and its lists in place: the struct is large, and most events are short.
     ///
     /// # Errors
-    /// Why it cannot be used. The cursor is then somewhere in the event.
-    pub(super) fn read(&mut self, cursor: &mut Cursor<'a>, limits: &Limits, lists: &mut Lists) -> Result<(), Finding> {
+    /// The reason for which the event is unusable. The cursor is then at any position inside the event.
+    pub(super) fn read(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        limits: &DecoderLimits,
+        lists: &mut Lists,
+    ) -> Result<(), Finding> {
         lists.wipe();
         let head = cursor.item()?;
-        if let Item::Array(len) = head {
+        if let MsgpackItem::Array(len) = head {
             self.read_array(len, cursor, limits, lists)?;
-        } else if let Item::Map(pairs) = head {
+        } else if let MsgpackItem::Map(pairs) = head {
             self.read_map(pairs, cursor, limits, lists)?;
         } else {
             return Err(Finding::WrongType);
@@ -224,7 +229,7 @@ impl<'a> Event<'a> {
         &mut self,
         len: u32,
         cursor: &mut Cursor<'a>,
-        limits: &Limits,
+        limits: &DecoderLimits,
         lists: &mut Lists,
     ) -> Result<(), Finding> {
         if len == 0 {
@@ -232,7 +237,7 @@ impl<'a> Event<'a> {
         }
         self.tag = Tag::of(cursor.item()?)?;
         for position in 1..len {
-            let field = Field::at(self.tag, position);
+            let field = EventField::at(self.tag, position);
             let start = *cursor;
             match self.read_field(field, cursor, limits, lists) {
                 Err(Finding::WrongType) if field.in_tail() => {
@@ -246,17 +251,17 @@ impl<'a> Event<'a> {
         Ok(())
     }
 
-    /// Something else stands in the tail of an array than was expected there. SGLang has put a map with the salt where
-    /// vLLM has the adapter's name.
-    fn misplaced(&mut self, field: Field, at: Cursor<'a>) -> Result<(), Finding> {
+    /// Handles an item of an unexpected type at the end of an array event. SGLang publishes a map with the salt at the
+    /// position of vLLM's adapter name.
+    fn misplaced(&mut self, field: EventField, at: Cursor<'a>) -> Result<(), Finding> {
         let mut cursor = at;
-        if field == Field::LoraName
-            && let Item::Map(1) = cursor.item()?
-            && cursor.item()? == Item::Str(b"cache_salt")
+        if field == EventField::LoraName
+            && let MsgpackItem::Map(1) = cursor.item()?
+            && cursor.item()? == MsgpackItem::Str(b"cache_salt")
             && let Ok(salt) = optional(&mut cursor, text)
         {
             self.cache_salt = salt;
-        } else if field == Field::LoraName {
+        } else if field == EventField::LoraName {
             self.odd_keys[0] = Some(at);
         } else {
             self.misplaced += 1;
@@ -268,19 +273,19 @@ impl<'a> Event<'a> {
         &mut self,
         pairs: u32,
         cursor: &mut Cursor<'a>,
-        limits: &Limits,
+        limits: &DecoderLimits,
         lists: &mut Lists,
     ) -> Result<(), Finding> {
         self.tag = find_tag(pairs, *cursor, limits)?;
         for _ in 0..pairs {
             let start = *cursor;
-            let field = if let Item::Str(key) = cursor.item()? {
-                Field::named(self.tag, key)
+            let field = if let MsgpackItem::Str(key) = cursor.item()? {
+                EventField::named(self.tag, key)
             } else {
-                // Nobody's key. It may be a whole array.
+                // Unknown key, possibly a nested item.
                 *cursor = start;
                 cursor.pass(1, limits.nesting_max)?;
-                Field::Other
+                EventField::Other
             };
             self.read_field(field, cursor, limits, lists)?;
         }
@@ -289,47 +294,53 @@ impl<'a> Event<'a> {
 
     fn read_field(
         &mut self,
-        field: Field,
+        field: EventField,
         cursor: &mut Cursor<'a>,
-        limits: &Limits,
+        limits: &DecoderLimits,
         lists: &mut Lists,
     ) -> Result<(), Finding> {
         match field {
-            Field::BlockHashes => self.read_hashes(cursor, limits, &mut lists.hashes)?,
-            Field::ParentBlockHash => {
+            EventField::BlockHashes => self.read_hashes(cursor, limits, &mut lists.hashes)?,
+            EventField::ParentBlockHash => {
                 let parent = cursor.item()?;
-                self.parent = if parent == Item::Nil { None } else { Some(hash(parent).ok_or(Finding::BadHash)?) };
+                self.parent =
+                    if parent == MsgpackItem::Nil { None } else { Some(hash(parent).ok_or(Finding::BadHash)?) };
             }
-            Field::TokenIds => self.read_tokens(cursor, limits, &mut lists.tokens)?,
-            Field::BlockSize => self.block_size = optional(cursor, number)?,
-            Field::LoraId => self.lora_id = anything(cursor, limits)?,
-            Field::LoraName => self.lora_name = optional(cursor, text)?,
-            Field::CacheSalt => self.cache_salt = optional(cursor, text)?,
-            Field::ExtraKeys => {
-                let is_array = matches!({ *cursor }.item()?, Item::Array(_));
-                let keys = anything(cursor, limits)?;
+            EventField::TokenIds => self.read_tokens(cursor, limits, &mut lists.tokens)?,
+            EventField::BlockSize => self.block_size = optional(cursor, number)?,
+            EventField::LoraId => self.lora_id = deferred(cursor, limits)?,
+            EventField::LoraName => self.lora_name = optional(cursor, text)?,
+            EventField::CacheSalt => self.cache_salt = optional(cursor, text)?,
+            EventField::ExtraKeys => {
+                let is_array = matches!({ *cursor }.item()?, MsgpackItem::Array(_));
+                let keys = deferred(cursor, limits)?;
                 (self.extra_keys, self.odd_keys[1]) = if is_array { (keys, None) } else { (None, keys) };
             }
-            Field::Medium => self.medium = optional(cursor, bytes)?,
-            Field::GroupIdx => self.group_idx = optional(cursor, number)?,
-            Field::SpecKind => self.spec_kind = optional(cursor, bytes)?,
-            Field::Locality => self.locality = optional(cursor, bytes)?,
-            Field::Other => cursor.pass(1, limits.nesting_max)?,
+            EventField::Medium => self.medium = optional(cursor, bytes)?,
+            EventField::GroupIdx => self.group_idx = optional(cursor, number)?,
+            EventField::SpecKind => self.spec_kind = optional(cursor, bytes)?,
+            EventField::Locality => self.locality = optional(cursor, bytes)?,
+            EventField::Other => cursor.pass(1, limits.nesting_max)?,
         }
         Ok(())
     }
 
-    /// Reads the hashes of an event. A bad one ends a store's list, for what follows it has lost its place; of a
-    /// removal it costs itself.
-    fn read_hashes(&mut self, cursor: &mut Cursor<'a>, limits: &Limits, hashes: &mut Vec<u64>) -> Result<(), Finding> {
-        let Item::Array(len) = cursor.item()? else { return Err(Finding::WrongType) };
+    /// Reads the hashes of an event. In a store, an invalid hash ends the list, because the following blocks lose their
+    /// position. In a removal, only the invalid hash is skipped.
+    fn read_hashes(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        limits: &DecoderLimits,
+        hashes: &mut Vec<u64>,
+    ) -> Result<(), Finding> {
+        let MsgpackItem::Array(len) = cursor.item()? else { return Err(Finding::WrongType) };
         let len = len as usize;
         if len > limits.hashes_max {
             return Err(Finding::TooLarge);
         }
         self.has_hashes = true;
         hashes.clear();
-        // No more than there are bytes for, whatever the array says of its length.
+        // Reserves at most one hash per remaining byte, independent of the declared array length.
         hashes.reserve(len.min(cursor.bytes_left()));
         for position in 0..len {
             let start = *cursor;
@@ -347,9 +358,14 @@ impl<'a> Event<'a> {
         Ok(())
     }
 
-    /// Reads ids, or pairs as the ids they stand for: one more than there are pairs. A bad one ends the list.
-    fn read_tokens(&mut self, cursor: &mut Cursor<'a>, limits: &Limits, tokens: &mut Vec<u32>) -> Result<(), Finding> {
-        let Item::Array(len) = cursor.item()? else { return Err(Finding::WrongType) };
+    /// Reads token ids, or converts pairs to ids: one id more than pairs. An invalid token ends the list.
+    fn read_tokens(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        limits: &DecoderLimits,
+        tokens: &mut Vec<u32>,
+    ) -> Result<(), Finding> {
+        let MsgpackItem::Array(len) = cursor.item()? else { return Err(Finding::WrongType) };
         let len = len as usize;
         if len > limits.tokens_max {
             return Err(Finding::TooLarge);
@@ -357,7 +373,7 @@ impl<'a> Event<'a> {
         tokens.clear();
         self.token_form = match { *cursor }.item() {
             _ if len == 0 => TokenForm::None,
-            Ok(Item::Array(_)) => TokenForm::Pairs,
+            Ok(MsgpackItem::Array(_)) => TokenForm::Pairs,
             _ => TokenForm::Ids,
         };
         let good = match self.token_form {
@@ -370,8 +386,8 @@ impl<'a> Event<'a> {
     }
 }
 
-/// Reads ids up to the first bad one, and says how many there were. No more room than there are bytes for is made,
-/// whatever the array says of its length.
+/// Reads token ids up to the first invalid one and returns their number. Allocates at most one id per remaining byte,
+/// independent of the declared array length.
 fn read_ids(len: usize, cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Result<usize, Finding> {
     tokens.resize(len.min(cursor.bytes_left()), 0);
     let mut good = 0;
@@ -380,7 +396,7 @@ fn read_ids(len: usize, cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Resul
         if good == len {
             break;
         }
-        // One in an unusual encoding, or near the end of the bytes, or none.
+        // An id in an uncommon encoding or near the end of the bytes, or an invalid item.
         let start = *cursor;
         let (Some(token), Some(to)) = (token(cursor.item()?), tokens.get_mut(good)) else {
             *cursor = start;
@@ -393,9 +409,9 @@ fn read_ids(len: usize, cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Resul
     Ok(good)
 }
 
-/// Reads pairs up to the first bad one, and says how many there were.
+/// Reads pairs up to the first invalid one and returns their number.
 fn read_pairs(len: usize, cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Result<usize, Finding> {
-    // A pair takes three bytes at least.
+    // A pair has at least three bytes.
     tokens.reserve(len.min(cursor.bytes_left() / 3) + 1);
     for position in 0..len {
         let start = *cursor;
@@ -407,11 +423,11 @@ fn read_pairs(len: usize, cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Res
     Ok(len)
 }
 
-/// The tag of an event that is a map. It comes first, but nothing says that it must.
-fn find_tag(pairs: u32, mut cursor: Cursor<'_>, limits: &Limits) -> Result<Tag, Finding> {
+/// Tag of a map event. Usually the first key, but its position is not specified.
+fn find_tag(pairs: u32, mut cursor: Cursor<'_>, limits: &DecoderLimits) -> Result<Tag, Finding> {
     for _ in 0..pairs {
         let start = cursor;
-        if cursor.item()? == Item::Str(b"type") {
+        if cursor.item()? == MsgpackItem::Str(b"type") {
             return Tag::of(cursor.item()?);
         }
         cursor = start;
@@ -420,9 +436,10 @@ fn find_tag(pairs: u32, mut cursor: Cursor<'_>, limits: &Limits) -> Result<Tag, 
     Err(Finding::WrongShape)
 }
 
-/// Appends a pair of neighbours to the tokens that the pairs before it stand for. False if it is no such pair.
+/// Appends a pair of neighbouring tokens to the tokens of the previous pairs. Returns false if the item is not such a
+/// pair.
 fn read_pair(cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Result<bool, Finding> {
-    if cursor.item()? != Item::Array(2) {
+    if cursor.item()? != MsgpackItem::Array(2) {
         return Ok(false);
     }
     let (Some(first), Some(second)) = (token(cursor.item()?), token(cursor.item()?)) else { return Ok(false) };
@@ -435,45 +452,52 @@ fn read_pair(cursor: &mut Cursor<'_>, tokens: &mut Vec<u32>) -> Result<bool, Fin
     Ok(true)
 }
 
-/// A block hash in any of its forms, so that all forms of one agree: of a binary one the last eight bytes, which is
-/// what vLLM makes of it where it publishes integers.
-fn hash(item: Item<'_>) -> Option<u64> {
+/// Block hash in any encoding. Equal hashes are equal in all encodings: of a binary hash, the last eight bytes count,
+/// as in vLLM's integer hashes.
+fn hash(item: MsgpackItem<'_>) -> Option<u64> {
     match item {
-        Item::Uint(hash) => Some(hash),
-        Item::Neg(hash) => Some(hash.cast_unsigned()),
-        Item::Bin(bytes) => bytes.last_chunk().map(|bytes| u64::from_be_bytes(*bytes)),
-        Item::Nil | Item::Bool(_) | Item::Float(_) | Item::Str(_) | Item::Ext(_) | Item::Array(_) | Item::Map(_) => {
-            None
-        }
+        MsgpackItem::Uint(hash) => Some(hash),
+        MsgpackItem::Neg(hash) => Some(hash.cast_unsigned()),
+        MsgpackItem::Bin(bytes) => bytes.last_chunk().map(|bytes| u64::from_be_bytes(*bytes)),
+        MsgpackItem::Nil
+        | MsgpackItem::Bool(_)
+        | MsgpackItem::Float(_)
+        | MsgpackItem::Str(_)
+        | MsgpackItem::Ext(_)
+        | MsgpackItem::Array(_)
+        | MsgpackItem::Map(_) => None,
     }
 }
 
-fn token(item: Item<'_>) -> Option<u32> {
-    if let Item::Uint(token) = item { u32::try_from(token).ok() } else { None }
+fn token(item: MsgpackItem<'_>) -> Option<u32> {
+    if let MsgpackItem::Uint(token) = item { u32::try_from(token).ok() } else { None }
 }
 
-fn number(item: Item<'_>) -> Option<u64> {
-    if let Item::Uint(number) = item { Some(number) } else { None }
+fn number(item: MsgpackItem<'_>) -> Option<u64> {
+    if let MsgpackItem::Uint(number) = item { Some(number) } else { None }
 }
 
-fn bytes(item: Item<'_>) -> Option<&[u8]> {
-    if let Item::Str(bytes) = item { Some(bytes) } else { None }
+fn bytes(item: MsgpackItem<'_>) -> Option<&[u8]> {
+    if let MsgpackItem::Str(bytes) = item { Some(bytes) } else { None }
 }
 
-fn text(item: Item<'_>) -> Option<&str> {
+fn text(item: MsgpackItem<'_>) -> Option<&str> {
     bytes(item).and_then(|bytes| str::from_utf8(bytes).ok())
 }
 
-/// A value, or nil for none.
-fn optional<'a, T>(cursor: &mut Cursor<'a>, read: impl FnOnce(Item<'a>) -> Option<T>) -> Result<Option<T>, Finding> {
+/// A value, or `None` for nil.
+fn optional<'a, T>(
+    cursor: &mut Cursor<'a>,
+    read: impl FnOnce(MsgpackItem<'a>) -> Option<T>,
+) -> Result<Option<T>, Finding> {
     let item = cursor.item()?;
-    if item == Item::Nil { Ok(None) } else { Ok(Some(read(item).ok_or(Finding::WrongType)?)) }
+    if item == MsgpackItem::Nil { Ok(None) } else { Ok(Some(read(item).ok_or(Finding::WrongType)?)) }
 }
 
-/// Where an item begins that is read later, or nil for none.
-fn anything<'a>(cursor: &mut Cursor<'a>, limits: &Limits) -> Result<Option<Cursor<'a>>, Finding> {
+/// Start of an item for later parsing, or `None` for nil.
+fn deferred<'a>(cursor: &mut Cursor<'a>, limits: &DecoderLimits) -> Result<Option<Cursor<'a>>, Finding> {
     let start = *cursor;
     cursor.pass(1, limits.nesting_max)?;
-    let is_nil = { start }.item()? == Item::Nil;
+    let is_nil = { start }.item()? == MsgpackItem::Nil;
     Ok((!is_nil).then_some(start))
 }

@@ -1,14 +1,14 @@
-//! What was odd about a batch: typed causes, their counts, and the report of one batch.
+//! Decoding findings: typed causes, their counts, and the report of one batch.
 //!
-//! Owns the list of causes and their names, which are label values of a metric. Promises that counting allocates
-//! nothing. Leaves what follows from a cause to who reads the stream.
+//! Defines the causes and their metric label values. Counting allocates no memory. The reader of the stream decides on
+//! the reaction to a cause.
 
 use std::fmt;
 use std::ops::AddAssign;
 
 macro_rules! findings {
     ($($(#[$doc:meta])* $cause:ident = $name:literal,)*) => {
-        /// Why an event, a part of one, or a batch was not used, or what was guessed about it.
+        /// Reason for which an event, a part of it, or a batch was rejected, or used in a separate namespace.
         ///
         /// ```
         /// assert_eq!(pointsman::wire::Finding::UnknownMedium.name(), "unknown_medium");
@@ -19,7 +19,7 @@ macro_rules! findings {
         }
 
         impl Finding {
-            /// Every cause, in the order of their counts.
+            /// Every cause, in the order of the counts.
             pub const ALL: [Self; [$($name),*].len()] = [$(Self::$cause),*];
 
             /// The cause as a metric label.
@@ -34,54 +34,54 @@ macro_rules! findings {
 }
 
 findings! {
-    /// The bytes end inside an item: the rest of the batch is lost.
+    /// The bytes end inside an item; the rest of the batch is lost.
     Truncated = "truncated",
-    /// A marker that msgpack does not have: the rest of the batch is lost.
+    /// An undefined msgpack marker; the rest of the batch is lost.
     Malformed = "malformed",
-    /// More bytes, events, hashes, tokens or keys than the limits allow: that event or batch is refused.
+    /// More bytes, events, hashes, tokens or keys than the limits allow; the event or batch is rejected.
     TooLarge = "too_large",
-    /// Nested deeper than the limits allow: that event is refused.
+    /// Nested deeper than the limits allow; the event is rejected.
     TooDeep = "too_deep",
-    /// An item of a type that cannot stand there.
+    /// An item of an unexpected type.
     WrongType = "wrong_type",
-    /// A batch or event without an item that it must have.
+    /// A batch or event without a required item.
     WrongShape = "wrong_shape",
-    /// An event whose tag nobody knows.
+    /// An unknown event tag.
     UnknownEvent = "unknown_event",
-    /// A block hash that is none: the blocks of a store from there on, or that one removal.
+    /// An invalid block hash; rejects the rest of the blocks of a store, or a single removal.
     BadHash = "bad_hash",
-    /// A token id that is none: the blocks of a store from there on.
+    /// An invalid token id; rejects the rest of the blocks of a store.
     BadToken = "bad_token",
-    /// A store whose blocks are not of the pool's size.
+    /// A store with a block size other than the pool's.
     BlockSize = "block_size",
-    /// A store with fewer tokens than its blocks need: the blocks that miss some are refused.
+    /// A store with too few tokens for its blocks; rejects the incomplete blocks.
     TokensMissing = "tokens_missing",
-    /// Token ids where the pool hashes EAGLE pairs, or pairs where it does not.
+    /// Token ids in a pool that hashes EAGLE pairs, or pairs in a pool that does not.
     Eagle = "eagle",
-    /// A storage medium that nobody knows.
+    /// An unknown storage medium.
     UnknownMedium = "unknown_medium",
-    /// Blocks of a cache group that is not the main attention's.
+    /// Blocks of a cache group other than the main attention's.
     NotMainAttention = "not_main_attention",
-    /// Blocks that lie elsewhere than at the engine that tells of them.
+    /// Blocks at a location other than the publishing engine.
     NonLocal = "non_local",
-    /// Extra keys of which several could be the salt: used, in a namespace of their own.
+    /// Several extra keys that could be the salt; used in a separate namespace.
     AmbiguousNamespace = "ambiguous_namespace",
-    /// Extra keys of an unknown kind: used, in a namespace of their own.
+    /// Extra keys of an unknown type; used in a separate namespace.
     UnknownNamespace = "unknown_namespace",
-    /// An adapter's number without its name: used, in a namespace of its own.
+    /// An adapter number without its name; used in a separate namespace.
     UnnamedLora = "unnamed_lora",
-    /// More blocks in namespaces than are remembered: the store is refused.
+    /// Blocks in namespaces exceed the limit; the store is rejected.
     NamespacesFull = "namespaces_full",
-    /// A batch of another rank than the stream's: refused.
+    /// A batch of a rank other than the stream's; rejected.
     ForeignRank = "foreign_rank",
-    /// A time that is no number: ignored.
+    /// A timestamp that is not finite; ignored.
     NotFinite = "not_finite",
-    /// Bytes behind the batch: ignored.
+    /// Bytes after the batch; ignored.
     TrailingBytes = "trailing_bytes",
 }
 
 impl Finding {
-    /// Whether nobody can tell where the next item begins.
+    /// Whether the start of the next item is unknown.
     pub(super) fn ends_batch(self) -> bool {
         matches!(self, Self::Truncated | Self::Malformed)
     }
@@ -102,7 +102,7 @@ pub struct Findings {
 }
 
 impl Findings {
-    /// Counts one.
+    /// Counts one finding.
     pub fn add(&mut self, finding: Finding) {
         self.counts[finding as usize] += 1;
     }
@@ -111,19 +111,19 @@ impl Findings {
         self.counts[finding as usize] += count;
     }
 
-    /// How often it was found.
+    /// Number of findings of a cause.
     #[must_use]
     pub fn get(&self, finding: Finding) -> u64 {
         self.counts[finding as usize]
     }
 
-    /// Whether nothing was found.
+    /// Whether there are no findings.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.counts.iter().all(|count| *count == 0)
     }
 
-    /// What was found, and how often.
+    /// Causes with a nonzero count.
     pub fn iter(&self) -> impl Iterator<Item = (Finding, u64)> + '_ {
         Finding::ALL.into_iter().zip(self.counts).filter(|(_, count)| *count > 0)
     }
@@ -143,21 +143,21 @@ impl fmt::Debug for Findings {
     }
 }
 
-/// What came of one batch.
+/// Result of decoding one batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Events that the batch says it has.
+    /// Number of events declared by the batch.
     pub events: u32,
-    /// Events that were read and, where they say something, used at least in part.
+    /// Events that were decoded and, unless they have no effect, at least partly used.
     pub usable: u32,
-    /// Blocks of the stores that were used.
+    /// Blocks of the used stores.
     pub stored_blocks: u32,
-    /// Whether the rank's whole cache was dropped by one of the events.
+    /// Whether an event cleared the rank's whole cache.
     pub cleared: bool,
-    /// What was odd.
+    /// Findings of the batch.
     pub findings: Findings,
-    /// The engine's block size in tokens, where it is not the pool's.
+    /// The engine's block size in tokens, if it differs from the pool's.
     pub engine_block_size: Option<u32>,
-    /// The rank that the batch says it is of, where that is not the stream's.
+    /// The rank label of the batch, if it differs from the stream's rank.
     pub foreign_rank: Option<u32>,
 }

@@ -1,22 +1,24 @@
-//! Cache groups: which blocks are the main attention's.
+//! Cache groups: detection of the main attention's blocks.
 //!
-//! Owns what was learned of an engine's groups. Engines with several kinds of attention keep a cache group for each,
-//! and tell of each, under the same block hashes. Requests are matched by the main attention's blocks only.
+//! Engines with several attention types keep one cache group per type and publish events for each group with the same
+//! block hashes. Requests are matched with the blocks of the main attention only. This module remembers the type of
+//! each group.
 
-/// What stores have said about the groups of one rank.
+/// Attention types of one rank's cache groups, learned from events.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Groups {
-    /// One bit for each group that was seen as main attention.
+    /// One bit per group known as main attention.
     main: u64,
-    /// Likewise as another kind.
+    /// One bit per group known as another type.
     other: u64,
 }
 
 impl Groups {
-    /// Whether an event is about the main attention. A kind decides and is remembered; without one what was learned
-    /// of the group; without that, the first group is the main one, and an event that names none is of it.
+    /// Whether an event is about the main attention. An explicit type decides and is remembered. Without a type, the
+    /// remembered type of the group decides. For an unknown group, only the first group is main attention; an event
+    /// without a group belongs to it.
     pub(super) fn is_main(&mut self, group_idx: Option<u64>, spec_kind: Option<&[u8]>) -> bool {
-        // Groups from 64 on, which nobody has, are known only by their kind.
+        // The types of groups from 64 on are not remembered; no known engine has so many.
         let bit = group_idx.and_then(|idx| 1_u64.checked_shl(u32::try_from(idx).ok()?)).unwrap_or(0);
         match (spec_kind, group_idx) {
             (Some(b"full_attention" | b"mla_attention" | b"sink_full_attention"), _) => {
@@ -39,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_are_remembered_for_events_without() {
+    fn types_are_remembered_for_events_without_a_type() {
         let mut groups = Groups::default();
         assert!(groups.is_main(None, None) && groups.is_main(Some(0), None));
         assert!(!groups.is_main(Some(1), None) && !groups.is_main(Some(u64::MAX), None));

@@ -1,62 +1,61 @@
-//! What a store says about whose blocks they are: adapter, salt, extra keys.
+//! Namespace keys of a store event: adapter, salt and extra keys.
 //!
-//! Owns the reading of vLLM's `extra_keys`, one entry for each block, in which adapter, multimodal objects and salt
-//! stand untagged side by side. Promises that a key of unknown meaning never leaves a block in a namespace that it
-//! would share with blocks without the key, and that all odd keys are counted. Leaves inheritance to
-//! [`super::namespace`].
+//! Parses vLLM's `extra_keys`, one entry per block, in which adapter, multimodal objects and salt are adjacent and
+//! untagged. A block with a key of unknown meaning never shares a namespace with blocks without that key, and all
+//! unknown keys are counted. [`super::namespace`] handles inheritance.
 
 use smallvec::SmallVec;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::event::Event;
-use super::msgpack::{Cursor, Item, digest_bytes};
+use super::event::WireEvent;
+use super::msgpack::{Cursor, MsgpackItem, digest_bytes};
 use super::namespace::{self, Namespace};
-use super::{Finding, Findings, Limits};
+use super::{DecoderLimits, Finding, Findings};
 use crate::hashing::{HashScheme, MmBlocks, mm_hash_of_id};
 
-/// In front of a salt that NVIDIA Dynamo's frontend has put among the extra keys.
+/// Prefix of a salt that NVIDIA Dynamo's frontend adds to the extra keys.
 const SALT_PREFIX: &str = "dynamo-cache-salt:";
 
-/// What the keys of one store say. Used again for the next.
+/// StoreKeys of one store, reused for the next.
 #[derive(Debug, Default)]
-pub(super) struct Keys {
-    /// Multimodal objects: block of the store, hash. Ascending, each once.
+pub(super) struct StoreKeys {
+    /// Multimodal objects as (block of the store, hash), ascending and unique.
     objects: Vec<(usize, u64)>,
-    /// From which block of the store on further keys hold, ascending.
-    turns: Vec<(usize, u64)>,
+    /// Namespace changes as (first block of the store, hash of the additional keys), ascending.
+    changes: Vec<(usize, u64)>,
 }
 
-impl Keys {
-    /// Capacity that is worth keeping between batches, in items of each list.
+impl StoreKeys {
+    /// Capacity kept between batches, in items per list.
     const KEPT: usize = 1024;
 
-    /// Reads the keys of a store of `n_blocks` blocks behind a block in `parent`, and says where the first belongs,
-    /// before any turn.
+    /// Reads the keys of a store of `n_blocks` blocks behind a block in namespace `parent`. Returns the namespace of
+    /// the first block before any change.
     ///
     /// # Errors
-    /// [`Finding::TooLarge`], or that the keys break off.
+    /// [`Finding::TooLarge`], or the error of truncated keys.
     pub(super) fn read(
         &mut self,
-        event: &Event<'_>,
+        event: &WireEvent<'_>,
         n_blocks: usize,
         parent: Namespace,
         scheme: HashScheme<'_>,
-        limits: &Limits,
+        limits: &DecoderLimits,
         findings: &mut Findings,
     ) -> Result<Namespace, Finding> {
         self.objects.clear();
-        self.turns.clear();
+        self.changes.clear();
         let mut base = parent;
         let lora_name = event.lora_name.filter(|name| !name.is_empty());
         if let Some(name) = lora_name {
             base.lora = namespace::of_lora(scheme, name);
-        } else if let Some(mut id) = event.lora_id.filter(|id| { *id }.item() != Ok(Item::Uint(0))) {
+        } else if let Some(mut id) = event.lora_id.filter(|id| { *id }.item() != Ok(MsgpackItem::Uint(0))) {
             let mut hasher = namespace::lora_id_hasher();
             id.digest(&mut hasher)?;
             base.lora = hasher.digest();
             findings.add(Finding::UnnamedLora);
         }
-        // A salt in a field of its own is named with each store: it stands for the whole prompt.
+        // Engines repeat a salt field with every store: it applies to the whole prompt.
         let named_salt = event.cache_salt.filter(|salt| !salt.is_empty());
         if let Some(salt) = named_salt {
             base.salt = namespace::of_salt(scheme, salt);
@@ -64,16 +63,16 @@ impl Keys {
         for mut odd in event.odd_keys.into_iter().flatten() {
             let mut hasher = namespace::keys_hasher();
             odd.digest(&mut hasher)?;
-            self.turns.push((0, hasher.digest()));
+            self.changes.push((0, hasher.digest()));
             findings.add(Finding::UnknownNamespace);
         }
         if let Some(mut cursor) = event.extra_keys
-            && let Item::Array(n_entries) = cursor.item()?
+            && let MsgpackItem::Array(n_entries) = cursor.item()?
         {
             let mut keys_left = limits.keys_max;
             for block_idx in 0..n_blocks.min(n_entries as usize) {
                 let begins_prompt = block_idx == 0 && event.parent.is_none();
-                let entry = Entry { block_idx, begins_prompt, lora_name, named_salt };
+                let entry = BlockKeys { block_idx, begins_prompt, lora_name, named_salt };
                 if let Some(salt) = self.read_entry(&mut cursor, entry, &mut keys_left, findings)? {
                     base.salt = namespace::of_salt(scheme, salt);
                 }
@@ -84,36 +83,36 @@ impl Keys {
         Ok(base)
     }
 
-    /// Reads the keys of one block, and the salt if they name it.
+    /// Reads the keys of one block. Returns the salt if the keys contain one.
     fn read_entry<'a>(
         &mut self,
         cursor: &mut Cursor<'a>,
-        entry: Entry<'_>,
+        entry: BlockKeys<'_>,
         keys_left: &mut usize,
         findings: &mut Findings,
     ) -> Result<Option<&'a str>, Finding> {
         let start = *cursor;
         let head = cursor.item()?;
-        if head == Item::Nil {
+        if head == MsgpackItem::Nil {
             return Ok(None);
         }
         let mut odd: Option<Xxh3> = None;
         let mut salts: SmallVec<[&'a str; 2]> = SmallVec::new();
-        // Named once in each entry. A second time it is a salt that somebody chose to look like it.
+        // Each entry contains the adapter name once. A second occurrence is a salt equal to the name.
         let mut lora_name = entry.lora_name;
-        let n_keys = if let Item::Array(n_keys) = head { n_keys as usize } else { 0 };
+        let n_keys = if let MsgpackItem::Array(n_keys) = head { n_keys as usize } else { 0 };
         *keys_left = keys_left.checked_sub(n_keys).ok_or(Finding::TooLarge)?;
-        if !matches!(head, Item::Array(_)) {
+        if !matches!(head, MsgpackItem::Array(_)) {
             *cursor = start;
             cursor.digest(odd.get_or_insert_with(namespace::keys_hasher))?;
         }
         for _ in 0..n_keys {
             let start = *cursor;
-            match Key::read(cursor)? {
-                Some(Key::Plain(key)) if lora_name == Some(key) => lora_name = None,
-                Some(Key::Plain(key)) if entry.names_salt(key) => {}
-                Some(Key::Plain(key)) if entry.begins_prompt => salts.push(key),
-                Some(Key::Plain(id) | Key::Object(id)) => {
+            match ExtraKey::read(cursor)? {
+                Some(ExtraKey::Plain(key)) if lora_name == Some(key) => lora_name = None,
+                Some(ExtraKey::Plain(key)) if entry.repeats_salt(key) => {}
+                Some(ExtraKey::Plain(key)) if entry.begins_prompt => salts.push(key),
+                Some(ExtraKey::Plain(id) | ExtraKey::Object(id)) => {
                     self.objects.extend(mm_hash_of_id(id).map(|mm_hash| (entry.block_idx, mm_hash)));
                 }
                 None => {
@@ -123,7 +122,7 @@ impl Keys {
             }
         }
         if let Some(hasher) = odd {
-            self.turns.push((entry.block_idx, hasher.digest()));
+            self.changes.push((entry.block_idx, hasher.digest()));
             findings.add(Finding::UnknownNamespace);
         }
         match salts[..] {
@@ -132,42 +131,42 @@ impl Keys {
             _ => {
                 let mut hasher = namespace::keys_hasher();
                 salts.iter().for_each(|salt| digest_bytes(&mut hasher, 5, salt.as_bytes()));
-                self.turns.push((entry.block_idx, hasher.digest()));
+                self.changes.push((entry.block_idx, hasher.digest()));
                 findings.add(Finding::AmbiguousNamespace);
                 Ok(None)
             }
         }
     }
 
-    /// Gives back what a store with many keys made it take.
+    /// Frees the memory of stores with many keys.
     pub(super) fn shrink(&mut self) {
         self.objects.shrink_to(Self::KEPT);
-        self.turns.shrink_to(Self::KEPT);
+        self.changes.shrink_to(Self::KEPT);
     }
 
-    /// Whether all blocks belong where the first does.
+    /// Whether all blocks have the namespace of the first.
     pub(super) fn is_uniform(&self) -> bool {
-        self.turns.is_empty()
+        self.changes.is_empty()
     }
 
-    /// The store in runs of blocks that belong together: where each run ends, and its namespace.
+    /// Splits the store into runs of blocks with the same namespace: the end of each run and its namespace.
     pub(super) fn runs(&self, base: Namespace, n_blocks: usize) -> impl Iterator<Item = (usize, Namespace)> + '_ {
-        let mut turns = self.turns.iter().peekable();
+        let mut changes = self.changes.iter().peekable();
         let mut namespace = base;
         let mut at = 0;
         std::iter::from_fn(move || {
             if at >= n_blocks {
                 return None;
             }
-            while let Some((_, keys)) = turns.next_if(|(from, _)| *from <= at) {
+            while let Some((_, keys)) = changes.next_if(|(from, _)| *from <= at) {
                 namespace = namespace.within(*keys);
             }
-            at = turns.peek().map_or(n_blocks, |(from, _)| n_blocks.min(*from));
+            at = changes.peek().map_or(n_blocks, |(from, _)| n_blocks.min(*from));
             Some((at, namespace))
         })
     }
 
-    /// The objects in the blocks from one to before another.
+    /// The objects in blocks `from..to`.
     pub(super) fn objects(&self, from: usize, to: usize) -> MmBlocks {
         if self.objects.is_empty() {
             return MmBlocks::NONE;
@@ -181,42 +180,42 @@ impl Keys {
     }
 }
 
-/// One block's keys, and what is known of them beforehand.
+/// Context for reading one block's keys.
 #[derive(Clone, Copy)]
-struct Entry<'e> {
+struct BlockKeys<'e> {
     block_idx: usize,
-    /// Whether a salt may stand here.
+    /// Whether the keys may contain a salt.
     begins_prompt: bool,
     lora_name: Option<&'e str>,
     named_salt: Option<&'e str>,
 }
 
-impl Entry<'_> {
-    /// Whether the key is nothing but the salt that the event names in a field of its own.
-    fn names_salt(&self, key: &str) -> bool {
+impl BlockKeys<'_> {
+    /// Whether the key only repeats the salt from the event's own field, or is empty.
+    fn repeats_salt(&self, key: &str) -> bool {
         let salt = key.strip_prefix(SALT_PREFIX).unwrap_or(key);
         salt.is_empty() || self.named_salt == Some(salt)
     }
 }
 
-/// A key whose meaning its form tells.
-enum Key<'a> {
+/// A key with a recognised form.
+enum ExtraKey<'a> {
     /// A string.
     Plain(&'a str),
-    /// A multimodal object's name, which stands with its offset.
+    /// Identifier of a multimodal object, paired with its offset.
     Object(&'a str),
 }
 
-impl<'a> Key<'a> {
-    /// None if the form tells nothing; the cursor is then somewhere in the key.
+impl<'a> ExtraKey<'a> {
+    /// Returns `None` for an unrecognised form; the cursor is then at any position inside the key.
     fn read(cursor: &mut Cursor<'a>) -> Result<Option<Self>, Finding> {
         let head = cursor.item()?;
-        if let Item::Str(key) = head {
+        if let MsgpackItem::Str(key) = head {
             return Ok(str::from_utf8(key).ok().map(Self::Plain));
         }
-        if head == Item::Array(2)
-            && let Item::Str(id) = cursor.item()?
-            && let Item::Uint(_) | Item::Neg(_) = cursor.item()?
+        if head == MsgpackItem::Array(2)
+            && let MsgpackItem::Str(id) = cursor.item()?
+            && let MsgpackItem::Uint(_) | MsgpackItem::Neg(_) = cursor.item()?
         {
             return Ok(str::from_utf8(id).ok().map(Self::Object));
         }

@@ -1,28 +1,27 @@
-//! What engines publish about their caches, as bytes: one batch in, [`RouterEvent`]s and findings out.
+//! Decoder of engine KV event payloads: one batch of bytes in, [`RouterEvent`]s and findings out.
 //!
-//! Owns the dialects of KV events that vLLM and SGLang have spoken: events as msgpack arrays and as maps, shorter and
-//! longer than known; block hashes as integers of either sign and as bytes; token ids and EAGLE's pairs; every engine's
-//! words for storage. Turns token ids into block hashes and forgets them: nothing behind this module sees a token.
+//! Supports the dialects of vLLM and SGLang: events as msgpack arrays and maps, shorter and longer than the known
+//! layouts; block hashes as signed or unsigned integers and as bytes; token ids and EAGLE pairs; the medium names of
+//! all engines. Token ids are converted to block hashes and erased: no token leaves this module.
 //!
-//! Promises:
+//! Guarantees:
 //!
-//! - No bytes make it panic, recurse, or hold more than a small multiple of them, and never more than [`Limits`] say.
-//! - What cannot be read costs as little as possible, the blocks behind a bad one, or an event, and is counted by cause.
-//!   A batch is lost from where it breaks off.
-//! - Who shares blocks is never widened by guessing: a request matches what was stored under its own adapter and salt,
-//!   and keys of unknown meaning make a namespace that no request can name. Salts are inherited down the chain, for
-//!   engines name them on the first block only.
-//! - Only blocks of the main attention count. A removal from another cache group names the same hashes and would take
-//!   away what is still there.
+//! - No input causes a panic, recursion, or memory use beyond a small multiple of its size; [`DecoderLimits`] bounds
+//!   both.
+//! - An undecodable part has the smallest possible effect (the blocks behind an invalid one, or one event), and is
+//!   counted by cause. A truncated batch is lost from the truncation on.
+//! - Heuristics never widen the sharing of blocks. A request matches only blocks stored with its own adapter and salt,
+//!   and keys of unknown meaning create a namespace that no request can name. Children inherit salts, because engines
+//!   send a salt only with the first block.
+//! - Only blocks of the main attention count. A removal from another cache group has the same hashes and would remove
+//!   blocks that are still cached.
 //!
-//! Leaves transport, sequence numbers, gaps and trust to who reads the stream, and applying the events to
-//! [`crate::index`]. Costs are in `benches/wire.rs`: of a store of 64-token blocks the tokens are most, in reading them
-//! more than in hashing.
+//! Transport, sequence numbers, gaps and stream states belong to the reader of the stream; [`crate::index`] applies the
+//! events. Costs are measured in `benches/wire.rs`: in a store of 64-token blocks, tokens dominate, with more time for
+//! decoding than for hashing.
 //!
-//! Where it loses: stores without tokens, as offloading connectors may publish them, are refused; a store behind a
-//! salted block that this decoder has not seen stored is taken for unsalted, and matches nothing.
-//!
-//! [`RouterEvent`]: crate::protocol::RouterEvent
+//! Limits: stores without tokens, which offloading connectors may publish, are rejected. A store behind a salted block
+//! that this decoder has not decoded is treated as unsalted and matches nothing.
 
 mod decoder;
 mod event;
@@ -32,5 +31,5 @@ mod keys;
 pub(crate) mod msgpack;
 mod namespace;
 
-pub use decoder::{Decoder, Limits, WireConfig};
+pub use decoder::{Decoder, DecoderLimits, WireConfig};
 pub use finding::{Finding, Findings, Report};

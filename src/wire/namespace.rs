@@ -1,9 +1,9 @@
-//! Namespaces: who may share blocks with whom.
+//! Namespaces: sets of requests that may share blocks.
 //!
-//! Owns which blocks of the rank stand in a namespace that is not everybody's, so that what is stored behind them is
-//! put there too: engines name a salt on the first block of a prompt only. Promises that namespaces of different
-//! origin (adapter by name, salt, adapter by number, keys of unknown meaning) are seeded apart, and no more blocks
-//! than the bound. Does not read events.
+//! Remembers which blocks of the rank are outside the default namespace, so that their children inherit the namespace:
+//! engines send a salt only with the first block of a prompt. Namespaces from different sources (adapter name, salt,
+//! adapter number, keys of unknown meaning) have separate hash seeds. The number of remembered blocks is bounded. Event
+//! parsing is in [`super::keys`].
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -15,17 +15,18 @@ use super::Finding;
 use crate::hashing::{BASE_SEED, HashScheme};
 use crate::protocol::StorageTier;
 
-/// Apart from the seeds 0 and 1 of [`HashScheme::seed`]: no name or salt that a request could give makes one of these.
+/// Distinct from the seeds 0 and 1 of [`HashScheme::seed`], so no adapter name or salt of a request can produce one of
+/// these namespaces.
 const KEYS_SEED: u64 = 2;
 const LORA_ID_SEED: u64 = 3;
 const CHAIN_SEED: u64 = 4;
 
-/// What the blocks of a namespace add to the seed of their hashes: nothing, for most.
+/// Contribution of a namespace to the seed of block hashes; zero for most blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Namespace {
-    /// By the adapter, named with each store; 0 for none.
+    /// From the adapter, which is sent with each store; 0 without an adapter.
     pub(super) lora: u64,
-    /// By the salt and other keys, named where a prompt begins; 0 for none.
+    /// From the salt and other keys, which are sent at the start of a prompt; 0 without a salt.
     pub(super) salt: u64,
 }
 
@@ -38,7 +39,7 @@ impl Namespace {
         BASE_SEED.wrapping_add(self.lora).wrapping_add(self.salt)
     }
 
-    /// The namespace inside this one that further keys make.
+    /// The sub-namespace for further keys.
     pub(super) fn within(self, keys: u64) -> Self {
         let salt = match self.salt {
             0 => keys,
@@ -53,64 +54,64 @@ impl Namespace {
     }
 }
 
-/// What an adapter's name adds: what requests for it add.
+/// Seed contribution of an adapter name, equal to that of requests for the adapter.
 pub(super) fn of_lora(scheme: HashScheme<'_>, name: &str) -> u64 {
     HashScheme { lora_name: Some(name), cache_salt: None, ..scheme }.seed().wrapping_sub(BASE_SEED)
 }
 
-/// What a salt adds: what requests with it add.
+/// Seed contribution of a salt, equal to that of requests with the salt.
 pub(super) fn of_salt(scheme: HashScheme<'_>, salt: &str) -> u64 {
     HashScheme { lora_name: None, cache_salt: Some(salt), ..scheme }.seed().wrapping_sub(BASE_SEED)
 }
 
-/// Hash of an adapter's number.
+/// Hasher for adapter numbers.
 pub(super) fn lora_id_hasher() -> Xxh3 {
     Xxh3::with_seed(LORA_ID_SEED)
 }
 
-/// Hash of keys of unknown meaning.
+/// Hasher for keys of unknown meaning.
 pub(super) fn keys_hasher() -> Xxh3 {
     Xxh3::with_seed(KEYS_SEED)
 }
 
 /// One block outside the default namespace.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct NamespacedBlock {
     namespace: Namespace,
-    /// One bit for each tier that has the block.
+    /// One bit per tier that holds the block.
     tiers: u8,
-    /// Copies on the device beside the first: each is removed by an event of its own.
+    /// Copies in device memory beyond the first; each is removed by a separate event.
     copies: u32,
 }
 
-/// The blocks outside the default namespace, by their engine hash.
+/// The blocks outside the default namespace, by engine hash.
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
-    entries: AHashMap<u64, Entry>,
+    entries: AHashMap<u64, NamespacedBlock>,
     journal: Option<Journal>,
 }
 
-/// How things stood when a batch began that may have to be taken back.
+/// Undo log of a batch that may be rolled back.
 #[derive(Debug, Default)]
 struct Journal {
-    /// What was changed since, up to a clear.
-    changed: BTreeMap<u64, Option<Entry>>,
-    /// What a clear dropped.
-    cleared: Option<AHashMap<u64, Entry>>,
+    /// Entries changed since the start of the batch, up to a clear.
+    changed: BTreeMap<u64, Option<NamespacedBlock>>,
+    /// Entries dropped by a clear.
+    cleared: Option<AHashMap<u64, NamespacedBlock>>,
 }
 
 impl Namespaces {
-    /// Where what follows this block belongs.
+    /// Namespace inherited by the children of this block.
     pub(super) fn of(&self, name: u64) -> Namespace {
         self.entries.get(&name).map_or(Namespace::default(), |entry| entry.namespace)
     }
 
-    /// Whether so many names can be remembered.
+    /// Checks that the names fit within the limit.
     ///
     /// # Errors
     /// [`Finding::NamespacesFull`].
     pub(super) fn room_for(&self, names: &[u64], entries_max: usize) -> Result<(), Finding> {
-        // Most that come again are counted only when it matters.
+        // Known names are excluded only if the upper bound does not fit.
         if self.entries.len() + names.len() <= entries_max {
             return Ok(());
         }
@@ -118,28 +119,29 @@ impl Namespaces {
         if self.entries.len() + new <= entries_max { Ok(()) } else { Err(Finding::NamespacesFull) }
     }
 
-    /// A block was stored. The last store of a name decides where it belongs, in every tier. Behind a parent on the device
-    /// it is another copy if it is there already, by the rule of the index, which must not know a block longer than this.
+    /// Records a stored block. The last store of a name determines its namespace in every tier. A repeated store in the
+    /// device tier behind a parent adds a copy, by the rule of the index: the index must not hold a block longer than
+    /// this map.
     pub(super) fn stored(&mut self, name: u64, namespace: Namespace, tier: StorageTier, has_parent: bool) {
         if !namespace.is_default() {
-            self.note(name);
-            let entry = self.entries.entry(name).or_insert(Entry { namespace, tiers: 0, copies: 0 });
+            self.save(name);
+            let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, tiers: 0, copies: 0 });
             let is_copy = has_parent && tier == StorageTier::Device && entry.tiers & bit(tier) != 0;
             entry.copies = entry.copies.saturating_add(u32::from(is_copy));
             entry.namespace = namespace;
             entry.tiers |= bit(tier);
         } else if self.entries.contains_key(&name) {
-            self.note(name);
+            self.save(name);
             self.entries.remove(&name);
         }
     }
 
-    /// A block, or a copy of it, was removed from one tier; forgotten with the last.
+    /// Records the removal of a block, or of a copy, from one tier. Forgets the block with its last removal.
     pub(super) fn removed(&mut self, name: u64, tier: StorageTier) {
         if !self.entries.contains_key(&name) {
             return;
         }
-        self.note(name);
+        self.save(name);
         if let Some(entry) = self.entries.get_mut(&name) {
             if tier == StorageTier::Device && entry.copies > 0 {
                 entry.copies -= 1;
@@ -152,7 +154,7 @@ impl Namespaces {
         }
     }
 
-    /// Every block was removed.
+    /// Forgets every block.
     pub(super) fn clear(&mut self) {
         let dropped = mem::take(&mut self.entries);
         if let Some(journal) = &mut self.journal {
@@ -160,18 +162,18 @@ impl Namespaces {
         }
     }
 
-    /// A batch begins that may have to be taken back.
-    pub(super) fn begin(&mut self) {
+    /// Starts a batch that may be rolled back.
+    pub(super) fn start_batch(&mut self) {
         self.journal = Some(Journal::default());
     }
 
-    /// The batch stays.
-    pub(super) fn keep(&mut self) {
+    /// Commits the batch.
+    pub(super) fn commit(&mut self) {
         self.journal = None;
     }
 
-    /// The batch goes, without a trace.
-    pub(super) fn take_back(&mut self) {
+    /// Rolls the batch back.
+    pub(super) fn roll_back(&mut self) {
         let Some(Journal { changed, cleared }) = self.journal.take() else { return };
         if let Some(dropped) = cleared {
             self.entries = dropped;
@@ -184,8 +186,8 @@ impl Namespaces {
         }
     }
 
-    /// Before a name changes.
-    fn note(&mut self, name: u64) {
+    /// Saves the entry of a name before a change.
+    fn save(&mut self, name: u64) {
         if let Some(journal) = &mut self.journal
             && journal.cleared.is_none()
         {
@@ -193,7 +195,7 @@ impl Namespaces {
         }
     }
 
-    /// Blocks remembered.
+    /// Number of remembered blocks.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
@@ -213,22 +215,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_remembered_until_its_last_copy_is_removed() {
+    fn block_is_forgotten_with_its_last_copy() {
         let (mut namespaces, namespace) = (Namespaces::default(), Namespace { lora: 0, salt: 7 });
         let device = StorageTier::Device;
         namespaces.stored(1, namespace, device, false);
         namespaces.stored(2, namespace, device, true);
-        namespaces.stored(1, namespace, device, false); // reported again
+        namespaces.stored(1, namespace, device, false); // announced again
         namespaces.stored(2, namespace, device, true); // another copy
-        namespaces.begin();
+        namespaces.start_batch();
         namespaces.removed(2, device);
         assert_eq!(namespaces.of(2), namespace);
         namespaces.removed(2, device);
         namespaces.removed(1, device);
         assert_eq!(namespaces.len(), 0);
-        namespaces.take_back();
+        namespaces.roll_back();
         namespaces.removed(2, device);
-        assert_eq!(namespaces.of(2), namespace, "the copy is back, too");
+        assert_eq!(namespaces.of(2), namespace, "the copy is restored");
         namespaces.stored(2, namespace, StorageTier::HostPinned, true);
         namespaces.removed(2, device);
         namespaces.removed(2, StorageTier::HostPinned);

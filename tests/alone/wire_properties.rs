@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, Finding, Limits, Report, WireConfig};
+use pointsman::wire::{Decoder, DecoderLimits, Finding, Report, WireConfig};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use stats_alloc::Region;
@@ -20,7 +20,7 @@ const BLOCK_SIZE: usize = 4;
 
 fn decoder() -> Decoder {
     let block_size = NonZeroU32::new(BLOCK_SIZE as u32).expect("not zero");
-    Decoder::new(WireConfig { rank: RANK, ranks: 0..2, block_size, is_eagle: false, limits: Limits::default() })
+    Decoder::new(WireConfig { rank: RANK, ranks: 0..2, block_size, is_eagle: false, limits: DecoderLimits::default() })
 }
 
 fn decode(payload: &[u8]) -> (Vec<RouterEvent>, Report) {

@@ -220,7 +220,13 @@ fn what_is_around_the_events_may_be_odd() {
 
 #[test]
 fn limits_cost_what_is_beyond_them() {
-    let limits = Limits { payload_bytes_max: 400, events_max: 3, hashes_max: 2, tokens_max: 8, ..Limits::default() };
+    let limits = DecoderLimits {
+        payload_bytes_max: 400,
+        events_max: 3,
+        hashes_max: 2,
+        tokens_max: 8,
+        ..DecoderLimits::default()
+    };
     let mut decoder = Decoder::new(WireConfig { limits, ..config() });
     let many = removal(1..=3, []);
     let long = store([1], None, &[1; 9], []);

@@ -142,7 +142,7 @@ fn further_keys_combine_with_what_is_inherited() {
 
 #[test]
 fn over_the_bound_a_store_is_refused_and_nobody_elses() {
-    let limits = Limits { namespaces_max: 2, ..Limits::default() };
+    let limits = DecoderLimits { namespaces_max: 2, ..DecoderLimits::default() };
     let mut decoder = Decoder::new(WireConfig { limits, ..config() });
     let salted = |names: [u64; 2]| store(names, None, &TOKENS, [("cache_salt", "s".into())]);
     let (events, report) =

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, Limits, WireConfig};
+use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
 use pointsman_trial::mock::{
     Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Scope, Tier, tokenize,
 };
@@ -244,7 +244,7 @@ async fn the_router_s_decoder_takes_every_dialect_for_what_requests_will_ask() {
         churn(&engine).await;
         let rank = WorkerRank::new(WorkerId(1), 0);
         let block_size = NonZeroU32::new(4).unwrap();
-        let config = WireConfig { rank, ranks: 0..1, block_size, is_eagle: false, limits: Limits::default() };
+        let config = WireConfig { rank, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
         let (mut decoder, mut events) = (Decoder::new(config), Vec::new());
         for batch in replay(&engine, 0, 0).await {
             let report = decoder.decode(&batch.payload, &mut events);

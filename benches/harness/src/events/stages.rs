@@ -10,7 +10,7 @@ use std::time::Duration;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::index::Index;
 use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, Findings, Limits, WireConfig};
+use pointsman::wire::{Decoder, DecoderLimits, Findings, WireConfig};
 
 use super::recording::Recording;
 use super::{Events, EventsError};
@@ -104,7 +104,7 @@ fn decoders(options: &Events) -> Vec<Decoder> {
         ranks: 0..1,
         block_size: options.block_size,
         is_eagle: false,
-        limits: Limits::default(),
+        limits: DecoderLimits::default(),
     };
     (0..options.ranks).map(|engine| Decoder::new(config(engine))).collect()
 }

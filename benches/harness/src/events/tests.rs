@@ -3,7 +3,7 @@ use std::num::NonZeroU32;
 use clap::Parser;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, Limits, WireConfig};
+use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
 use serde_json::Value;
 
@@ -53,7 +53,8 @@ fn batches_are_decoded_to_what_the_engine_did() {
     let prompts = [(0..16).collect::<Vec<_>>(), [0, 1, 2, 3].into_iter().chain(70_000..70_014).collect()];
     let id = WorkerRank::new(WorkerId(3), 0);
     for dialect in [Dialect::Map, Dialect::Array] {
-        let config = WireConfig { rank: id, ranks: 0..1, block_size, is_eagle: false, limits: Limits::default() };
+        let config =
+            WireConfig { rank: id, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
         let mut decoder = Decoder::new(config);
         engine.reset_cache().expect("nobody uses it");
         let mut decoded: Vec<RouterEvent> = Vec::new();
