@@ -18,7 +18,7 @@ use serde::Serialize;
 
 pub use cell::EngineLoadCell;
 pub use message::{MESSAGE_BYTES_MAX, MessageError, read_stat};
-pub use page::{PAGE_BYTES_MAX, Page, read_page};
+pub use page::{PAGE_BYTES_MAX, Page, PageSeries, read_page, series};
 
 use crate::protocol::Timestamp;
 

@@ -50,10 +50,9 @@ impl Page {
 #[must_use]
 pub fn read_page(text: &str) -> Page {
     let mut page = Page::default();
-    for line in text.lines().filter(|line| !line.starts_with('#') && line.len() <= LINE_BYTES_MAX) {
-        let name = line.split(['{', ' ', '\t']).next().unwrap_or_default();
-        let Some((field, label)) = wanted(name) else { continue };
-        match read_series(&line[name.len()..], label).and_then(|(rank, value)| Some((rank, reading(field, value)?))) {
+    for series in series(text) {
+        let Some((field, label)) = wanted(series.name) else { continue };
+        match series.rank_and_value(label).and_then(|(rank, value)| Some((rank, reading(field, value)?))) {
             Some((rank, reading)) if page.ranks.len() < WorkerConfig::RANKS_MAX as usize => {
                 let known = page.ranks.entry(rank).or_default();
                 *known = known.max(reading);
@@ -95,30 +94,59 @@ fn reading(field: Field, value: f64) -> Option<EngineReading> {
     })
 }
 
-/// Rank and value of what stands behind a metric's name: `{a="b",...} 1.0 timestamp`.
-fn read_series(rest: &str, rank_label: &str) -> Option<(Option<u32>, f64)> {
-    let mut rank = None;
-    let mut rest = rest.trim_start();
-    if let Some(labels) = rest.strip_prefix('{') {
-        rest = labels;
-        loop {
-            rest = rest.trim_start_matches([' ', '\t', ',']);
-            if let Some(behind) = rest.strip_prefix('}') {
-                rest = behind;
-                break;
+/// One series of a page in Prometheus' text format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageSeries<'a> {
+    /// Name of the metric.
+    pub name: &'a str,
+    /// Labels, value and timestamp: `{a="b",...} 1.0 1700000000`.
+    rest: &'a str,
+}
+
+/// The series of a page, in order. Comments and lines over 16 KiB are skipped.
+///
+/// ```
+/// use pointsman::engine_load::series;
+///
+/// let page = "# TYPE hits_total counter\nhits_total{engine=\"1\",model=\"m\"} 70\n";
+/// let hits = series(page).find(|series| series.name == "hits_total").expect("one series");
+/// assert_eq!(hits.rank_and_value("engine"), Some((Some(1), 70.0)));
+/// ```
+pub fn series(text: &str) -> impl Iterator<Item = PageSeries<'_>> {
+    let lines = text.lines().filter(|line| !line.starts_with('#') && line.len() <= LINE_BYTES_MAX);
+    lines.map(|line| {
+        let name = line.split(['{', ' ', '\t']).next().unwrap_or_default();
+        PageSeries { name, rest: &line[name.len()..] }
+    })
+}
+
+impl PageSeries<'_> {
+    /// The rank in the label of this name, and the value. `None` if the series is malformed; no rank if the label is
+    /// absent or is not a number.
+    #[must_use]
+    pub fn rank_and_value(&self, rank_label: &str) -> Option<(Option<u32>, f64)> {
+        let mut rank = None;
+        let mut rest = self.rest.trim_start();
+        if let Some(labels) = rest.strip_prefix('{') {
+            rest = labels;
+            loop {
+                rest = rest.trim_start_matches([' ', '\t', ',']);
+                if let Some(behind) = rest.strip_prefix('}') {
+                    rest = behind;
+                    break;
+                }
+                let (label, behind) = rest.split_once('=')?;
+                let value = behind.trim_start().strip_prefix('"')?;
+                let end = quote_end(value)?;
+                if label.trim_end() == rank_label {
+                    rank = value[..end].parse().ok();
+                }
+                rest = &value[end + 1..];
             }
-            let (label, behind) = rest.split_once('=')?;
-            let value = behind.trim_start().strip_prefix('"')?;
-            let end = quote_end(value)?;
-            if label.trim_end() == rank_label {
-                // A rank that is none, as where one is not used, is like an absent label.
-                rank = value[..end].parse().ok();
-            }
-            rest = &value[end + 1..];
         }
+        let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
+        Some((rank, value))
     }
-    let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
-    Some((rank, value))
 }
 
 /// Where a quoted string ends, escapes skipped.

@@ -7,17 +7,18 @@
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use pointsman::wire::Findings;
 use pointsman_trial::engine::{ConfigError, Refused};
+use pointsman_trial::kv_events::{self, Encoder};
 use pointsman_trial::workload::Prompt;
 use pointsman_trial::workload::trace::TraceError;
 use serde::{Deserialize, Serialize};
 
 use crate::source;
 
-mod encode;
 mod recording;
 mod report;
 mod stages;
@@ -35,6 +36,17 @@ pub enum Dialect {
     Map,
     /// As an array, like vLLM before
     Array,
+}
+
+impl Dialect {
+    /// Writer of the events of an engine of one rank.
+    fn encoder(self, block_size: u32) -> Encoder {
+        let layout = match self {
+            Self::Map => kv_events::Dialect::VllmMap,
+            Self::Array => kv_events::Dialect::VllmArray,
+        };
+        Encoder { format: layout.into(), block_size, rank: 0, lora_ids: Arc::default() }
+    }
 }
 
 /// One measurement.

@@ -5,9 +5,9 @@
 //! engines follow each other in modelled time.
 
 use pointsman_trial::engine::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
-
-use super::{Events, EventsError, encode};
 use pointsman_trial::workload::Prompt;
+
+use super::{Events, EventsError};
 
 /// Requests that wait at an engine as long as there are any.
 const WAITING: u32 = 8;
@@ -63,6 +63,7 @@ impl Recording {
 pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, EventsError> {
     let tokens_max = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
     let mut recording = Recording::default();
+    let encoder = options.dialect.encoder(options.block_size.get());
     for engine in 0..options.ranks {
         let mut rank = Rank::new(EngineConfig {
             block_size: options.block_size.get(),
@@ -84,7 +85,8 @@ pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, 
             now_us += step.duration_us;
             if !step.events.is_empty() {
                 step.events.iter().for_each(|event| recording.count(event));
-                let payload = encode::batch(options.dialect, options.block_size.get(), now_us, &step.events);
+                let mut payload = encoder.batch(now_us as f64 / 1e6, &step.events);
+                payload.shrink_to_fit();
                 recording.messages.push(Message { sent_us: now_us, engine, payload });
             }
         }

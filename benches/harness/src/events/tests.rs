@@ -61,7 +61,7 @@ fn batches_are_decoded_to_what_the_engine_did() {
         for (request, prompt) in (0..).zip(&prompts) {
             engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("it fits");
             let step = engine.step().expect("a request waits");
-            let report = decoder.decode(&encode::batch(dialect, 4, 1, &step.events), &mut decoded);
+            let report = decoder.decode(&dialect.encoder(4).batch(1e-6, &step.events), &mut decoded);
             assert!(report.findings.is_empty(), "{report:?}");
         }
         let names = |event: &RouterEvent| match &event.data {

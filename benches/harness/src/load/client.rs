@@ -18,6 +18,7 @@ use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder}
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Error as SendError};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use pointsman_trial::sse::EventTooLong;
 use rustls::{ClientConfig, RootCertStore};
 use tokio::time::timeout;
 
@@ -110,6 +111,12 @@ pub enum Failure {
     /// The answer does not end.
     #[error("the answer does not end")]
     Endless,
+}
+
+impl From<EventTooLong> for Failure {
+    fn from(_: EventTooLong) -> Self {
+        Self::EventTooLong
+    }
 }
 
 fn in_brackets(code: Option<&str>) -> String {

@@ -10,13 +10,11 @@
 
 use std::borrow::Cow;
 
+use pointsman_trial::sse::SseReader;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::client::Failure;
-
-/// Longest event, in bytes.
-const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// Most gaps of one answer: more than any model generates.
 const GAPS_MAX: usize = 1 << 20;
@@ -27,7 +25,7 @@ const CODE_CHARS_MAX: usize = 64;
 /// What has come of an answer. Times are in µs of the caller's clock.
 #[derive(Debug, Default)]
 pub struct Answer {
-    lines: Lines,
+    events: SseReader,
     /// When its first token came.
     pub first_token_us: Option<u64>,
     /// When its last one came.
@@ -128,9 +126,9 @@ impl Answer {
     /// # Errors
     /// What came is no stream of chunks, or tells of an error.
     pub fn push(&mut self, bytes: &[u8], now_us: u64) -> Result<(), Failure> {
-        let mut lines = std::mem::take(&mut self.lines);
-        let taken = lines.push(bytes, |data| self.event(data, now_us));
-        self.lines = lines;
+        let mut events = std::mem::take(&mut self.events);
+        let taken = events.push(bytes, |data| self.event(data, now_us));
+        self.events = events;
         taken
     }
 
@@ -188,43 +186,10 @@ impl Answer {
     }
 }
 
-/// Server-sent events out of bytes: lines end with a line feed, a blank one ends an event. Fields other than `data` are
-/// passed over.
-#[derive(Debug, Default)]
-struct Lines {
-    /// The line that has begun.
-    line: Vec<u8>,
-    /// The data of the event that has begun, each of its lines ended by a line feed.
-    data: Vec<u8>,
-}
-
-impl Lines {
-    fn push(&mut self, bytes: &[u8], mut event: impl FnMut(&[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
-        for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
-            if self.line.len() + self.data.len() + piece.len() > EVENT_BYTES_MAX {
-                return Err(Failure::EventTooLong);
-            }
-            self.line.extend_from_slice(piece);
-            let Some(line) = self.line.strip_suffix(b"\n") else { continue };
-            let line = line.strip_suffix(b"\r").unwrap_or(line);
-            if let Some(value) = line.strip_prefix(b"data:") {
-                self.data.extend_from_slice(value.strip_prefix(b" ").unwrap_or(value));
-                self.data.push(b'\n');
-            } else if line.is_empty()
-                && let Some(data) = self.data.strip_suffix(b"\n")
-            {
-                let taken = event(data);
-                self.data.clear();
-                taken?;
-            }
-            self.line.clear();
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use pointsman_trial::sse::EVENT_BYTES_MAX;
+
     use super::*;
 
     const CHAT: &str = ": hello\n\ndata: {\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n\

@@ -19,7 +19,7 @@ use serde::de::IgnoredAny;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
-use super::sse::{EventTooLong, SseReader};
+use crate::sse::{EventTooLong, SseReader};
 
 /// How long a request may take, whole.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -213,12 +213,7 @@ impl ChatStream {
 
     fn push(&mut self, bytes: &[u8], now: Instant) -> Result<(), ClientError> {
         let mut reader = std::mem::take(&mut self.reader);
-        let mut read = Ok(());
-        reader.push(bytes, |data| {
-            if read.is_ok() {
-                read = self.event(data, now);
-            }
-        })?;
+        let read = reader.push(bytes, |data| self.event(data, now));
         self.reader = reader;
         read
     }

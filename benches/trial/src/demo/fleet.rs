@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
+use pointsman::engine_load::series;
 use pointsman::ingest::Trust;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman::select::Policy;
@@ -64,12 +65,10 @@ impl RankWork {
     }
 }
 
-/// A counter of a rank on a page of metrics; 0 where it is not there.
+/// A counter of a rank on an engine's Prometheus page; 0 if it is absent.
 fn counter(page: &str, name: &str, rank: u16) -> u64 {
-    let label = format!("engine=\"{rank}\"");
-    let mut lines = page.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.split_once('}'));
-    let found = lines.find(|(labels, _)| labels.split(',').any(|one| one == label));
-    found.and_then(|(_, value)| value.trim().parse().ok()).unwrap_or_default()
+    let mut values = series(page).filter(|series| series.name == name).filter_map(|s| s.rank_and_value("engine"));
+    values.find(|(of, _)| *of == Some(rank.into())).map_or(0, |(_, value)| value as u64)
 }
 
 /// Engines, and the gateway before them.

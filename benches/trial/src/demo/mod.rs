@@ -14,7 +14,6 @@ mod fleet;
 mod lag;
 mod progress;
 mod report;
-mod sse;
 mod workload;
 
 use std::future::Future;

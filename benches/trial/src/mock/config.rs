@@ -8,8 +8,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use crate::engine::EngineConfig;
 use clap::Args;
 
-use super::dialect::{Dialect, EventFormat};
 use super::faults::{Faults, mix};
+use crate::kv_events::{Dialect, EventFormat};
 
 /// Most data-parallel ranks of one engine.
 const DATA_PARALLEL_SIZE_MAX: u16 = 64;

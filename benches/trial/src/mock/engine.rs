@@ -18,11 +18,11 @@ use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use super::config::MockConfig;
-use super::dialect::{Encoder, EventFormat};
 use super::faults::{FaultBoard, Faults};
 use super::http::Server;
 use super::rank::{Pace, Rank};
 use super::sockets::{EventSocket, ReplaySocket, listen};
+use crate::kv_events::{Encoder, EventFormat};
 
 /// How often a restart tries to get its own ports back, and how long apart.
 const LISTEN_TRIES_MAX: u32 = 200;

@@ -7,7 +7,6 @@
 //! real text to real engines.
 
 mod config;
-mod dialect;
 mod engine;
 mod faults;
 mod http;
@@ -17,8 +16,8 @@ mod sockets;
 mod tokenizer;
 
 pub use crate::engine::{Block, EngineHash, Tier};
+pub use crate::kv_events::{Dialect, EventFormat};
 pub use config::MockConfig;
-pub use dialect::{Dialect, EventFormat};
 pub use engine::{MockEngine, MockError};
 pub use faults::{Fault, FaultBoard, Faults, Scope};
 pub use tokenizer::{chat_text, detokenize, tokenize};

@@ -2,7 +2,7 @@
 //!
 //! Owns sequence numbers, the replay ring and the damage done to messages on their way out. Promises that the ring is
 //! always whole and in order: faults hit what is sent live, never what is replayed. Leaves sockets to
-//! [`super::sockets`] and what a batch says to [`super::dialect`].
+//! [`super::sockets`] and what a batch says to [`crate::kv_events`].
 
 use std::collections::VecDeque;
 

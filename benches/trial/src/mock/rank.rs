@@ -15,10 +15,10 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::dialect::Encoder;
 use super::faults::FaultBoard;
 use super::publisher::{Message, Publisher};
 use super::sockets::EventSocket;
+use crate::kv_events::Encoder;
 
 /// Requests that may wait and run on a rank; what comes then is refused.
 const REQUESTS_MAX: usize = 65_536;
@@ -307,7 +307,7 @@ impl State {
         let mut all = events.to_vec();
         all.append(&mut self.loose_events);
         if !all.is_empty() {
-            let payload = self.encoder.batch(self.timestamp(), &all);
+            let payload = self.encoder.batch(self.timestamp(), &all).into();
             self.publisher.publish(payload, faults, out);
         }
     }

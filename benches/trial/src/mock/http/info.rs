@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::Shared;
 use super::answer;
 use super::request::{Prompt, TokenizeRequest, parsed};
-use crate::mock::dialect::EventFormat;
+use crate::kv_events::EventFormat;
 use crate::mock::engine::{Engine, MockError};
 use crate::mock::faults::Faults;
 use crate::mock::rank::Rank;

@@ -1,19 +1,19 @@
-//! How engines of different makes and ages write the same cache events.
+//! Writer of KV event batches in the layouts of vLLM and SGLang.
 //!
-//! Owns the layout of event batches. Promises the bytes that the engine itself would send for the same content:
-//! order and presence of fields, width of numbers and of map headers. Leaves topic, sequence and replay framing to
-//! the publisher.
+//! The bytes are those of the engine itself for the same content: order and presence of fields, width of numbers and of
+//! map headers. Topic, sequence and replay framing belong to the publisher.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::engine::{Block, CacheEvent, EngineHash, Tier};
-use bytes::Bytes;
 use rmp::encode;
 use serde::{Deserialize, Serialize};
 
-/// Whose encoding of cache events, and of which age.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+use crate::engine::{Block, CacheEvent, EngineHash, Tier};
+
+/// Layout of KV events, by engine and release.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "mock", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Dialect {
     /// vLLM 0.20 to 0.23: events are arrays of positional fields, replayed without their topic.
@@ -75,18 +75,21 @@ impl From<Dialect> for EventFormat {
 
 /// Writes batches of one rank.
 #[derive(Clone, Debug)]
-pub(crate) struct Encoder {
-    pub(crate) format: EventFormat,
+pub struct Encoder {
+    /// Layout of the batches.
+    pub format: EventFormat,
     /// Tokens per block.
-    pub(crate) block_size: u32,
-    pub(crate) rank: u32,
-    /// Number of each adapter, as the engine would have counted them at load; from 1.
-    pub(crate) lora_ids: Arc<BTreeMap<String, u32>>,
+    pub block_size: u32,
+    /// The rank, which each batch names.
+    pub rank: u32,
+    /// Number of each adapter in the order of loading, from 1.
+    pub lora_ids: Arc<BTreeMap<String, u32>>,
 }
 
 impl Encoder {
     /// One batch: `[ts, events, rank]`. `ts` is in seconds.
-    pub(crate) fn batch(&self, ts: f64, events: &[CacheEvent]) -> Bytes {
+    #[must_use]
+    pub fn batch(&self, ts: f64, events: &[CacheEvent]) -> Vec<u8> {
         let mut out = Writer(Vec::with_capacity(64 + events.len() * 64));
         out.array(3);
         out.float(ts);
@@ -95,7 +98,7 @@ impl Encoder {
             self.event(&mut out, event);
         }
         out.uint(self.rank.into());
-        Bytes::from(out.0)
+        out.0
     }
 
     fn event(&self, out: &mut Writer, event: &CacheEvent) {
