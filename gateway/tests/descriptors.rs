@@ -6,18 +6,16 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
-/// The end of every wait.
-const PATIENCE: Duration = Duration::from_secs(120);
+use crate::common::process::{PATIENCE, Process};
 
 /// Descriptors of the process.
 const DESCRIPTORS: usize = 256;
@@ -46,21 +44,18 @@ async fn engine() -> (String, Arc<AtomicUsize>) {
     (url, probes)
 }
 
-struct Process {
-    _child: Child,
-    clients: SocketAddr,
-    admin: SocketAddr,
-    /// What was logged until it listened.
-    log: Vec<String>,
-}
-
 /// A free port, most probably: `[admin]` shows its address nowhere.
 async fn free_address() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
     listener.local_addr().expect("it listens")
 }
 
-impl Process {
+struct Limited {
+    process: Process,
+    admin: SocketAddr,
+}
+
+impl Limited {
     async fn start(engine: &str) -> Self {
         let directory = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let (config, token) = (directory.join("descriptors.toml"), directory.join("descriptors.token"));
@@ -76,27 +71,11 @@ impl Process {
         let mut command = Command::new("sh");
         command.arg("-c").arg(format!("ulimit -n {DESCRIPTORS}; exec \"$0\" \"$@\""));
         command.arg(env!("CARGO_BIN_EXE_pointsman")).arg("serve").arg("--config").arg(&config);
-        command.stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().expect("there is a shell");
-        let mut lines = BufReader::new(child.stderr.take().expect("it is piped")).lines();
-        let mut log = Vec::new();
-        let listening = async {
-            while let Some(line) = lines.next_line().await.expect("text") {
-                log.push(line.clone());
-                if line.contains("\"message\":\"listening\"") {
-                    let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
-                    return line["address"].as_str().expect("an address").parse().expect("an address");
-                }
-            }
-            panic!("it ends without listening: {log:?}");
-        };
-        let clients = timeout(PATIENCE, listening).await.expect("it listens in time");
-        tokio::spawn(async move { while lines.next_line().await.is_ok_and(|line| line.is_some()) {} });
-        Self { _child: child, clients, admin, log }
+        Self { process: Process::start(command).await, admin }
     }
 
     async fn metric(&self, name: &str) -> f64 {
-        let page = told(self.clients, "GET /metrics", "").await;
+        let page = told(self.process.address, "GET /metrics", "").await;
         let value = page.lines().find_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
         value.unwrap_or_else(|| panic!("no {name} in {page}")).1.parse().expect("a number")
     }
@@ -119,19 +98,21 @@ async fn told(address: SocketAddr, what: &str, body: &str) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
     let (url, probes) = engine().await;
-    let process = Process::start(&url).await;
-    let warned = process.log.iter().any(|line| line.contains("WARN") && line.contains("connections_max is lowered"));
-    assert!(warned, "{:?}", process.log);
+    let started = Limited::start(&url).await;
+    let Limited { process, admin } = &started;
+    let warned =
+        process.startup.iter().any(|line| line.contains("WARN") && line.contains("connections_max is lowered"));
+    assert!(warned, "{:?}", process.startup);
     let mut idle = Vec::new();
     for _ in 0..IDLE_CLIENTS {
-        idle.push(TcpStream::connect(process.clients).await.expect("the system takes it"));
+        idle.push(TcpStream::connect(process.address).await.expect("the system takes it"));
     }
-    assert!(told(process.clients, "GET /live", "").await.starts_with("HTTP/1.1 200"));
-    assert!(told(process.clients, "GET /ready", "").await.starts_with("HTTP/1.1 200"));
-    let refused = told(process.clients, "POST /v1/completions", r#"{"model":"m","prompt":[1]}"#).await;
+    assert!(told(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200"));
+    assert!(told(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200"));
+    let refused = told(process.address, "POST /v1/completions", r#"{"model":"m","prompt":[1]}"#).await;
     assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("too_many_connections"), "{refused}");
     assert!(refused.to_lowercase().contains("retry-after: 1\r\n"), "{refused}");
-    let health = told(process.admin, "GET /admin/models/m/health", "").await;
+    let health = told(*admin, "GET /admin/models/m/health", "").await;
     assert!(health.starts_with("HTTP/1.1 200"), "{health}");
     // The engine is probed on, and stays in service.
     let before = probes.load(Ordering::Relaxed);
@@ -141,12 +122,12 @@ async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
         }
     };
     timeout(PATIENCE, probed).await.expect("it is probed in time");
-    assert_eq!(process.metric("pointsman_ejected_ranks").await, 0.0);
-    assert!(process.metric("pointsman_gateway_connections_refused_total{listener=\"clients\"}").await > 0.0);
+    assert_eq!(started.metric("pointsman_ejected_ranks").await, 0.0);
+    assert!(started.metric("pointsman_gateway_connections_refused_total{listener=\"clients\"}").await > 0.0);
     drop(idle);
     let served = async {
         let request = r#"{"model":"m","prompt":[1]}"#;
-        while told(process.clients, "POST /v1/completions", request).await.contains("too_many_connections") {
+        while told(process.address, "POST /v1/completions", request).await.contains("too_many_connections") {
             sleep(Duration::from_millis(20)).await;
         }
     };

@@ -5,85 +5,36 @@
 #![cfg(unix)]
 
 use std::net::SocketAddr;
-use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
-use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::process::{Child, ChildStderr, Command};
+use tokio::process::Command;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-/// The end of every wait.
-const PATIENCE: Duration = Duration::from_secs(120);
+use crate::common::process::{PATIENCE, Process, serve};
 
 /// Clients in the middle of an answer.
 const STREAMS: usize = 500;
 
-/// A process, and what it logs.
-struct Process {
-    child: Child,
-    log: tokio::io::Lines<BufReader<ChildStderr>>,
-    address: SocketAddr,
+/// A gateway of one model, `mock`, before this engine.
+async fn start(engine: &MockEngine) -> Process {
+    start_with(engine, &["--listen", "127.0.0.1:0"]).await
 }
 
-impl Process {
-    /// A gateway of one model, `mock`, before this engine.
-    async fn start(engine: &MockEngine) -> Self {
-        Self::start_with(engine, &["--listen", "127.0.0.1:0"]).await
-    }
-
-    async fn start_with(engine: &MockEngine, flags: &[&str]) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-        command.args(["serve", "--log-format", "json"]).args(flags);
-        command.args(["--model", "mock", "--worker", &engine.url()]);
-        // Nobody shall change what is tested.
-        command.env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().expect("the binary is there");
-        let mut log = BufReader::new(child.stderr.take().expect("it is piped")).lines();
-        let listening = async {
-            while let Some(line) = log.next_line().await.expect("text") {
-                if line.contains("\"message\":\"listening\"") {
-                    let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
-                    return line["address"].as_str().expect("an address").parse().expect("an address");
-                }
-            }
-            panic!("it ends without listening");
-        };
-        let address = timeout(PATIENCE, listening).await.expect("it listens in time");
-        let process = Self { child, log, address };
-        let ready = async {
-            while !ask(address, "GET /ready", "").await.starts_with("HTTP/1.1 200") {
-                sleep(Duration::from_millis(20)).await;
-            }
-        };
-        timeout(PATIENCE, ready).await.expect("it is ready in time");
-        process
-    }
-
-    fn signal(&self, name: &str) {
-        let id = self.child.id().expect("it runs").to_string();
-        let sent = std::process::Command::new("kill").args(["-s", name, &id]).status().expect("kill is there");
-        assert!(sent.success());
-    }
-
-    /// Waits for a line of the log.
-    async fn says(&mut self, message: &str) {
-        let said = async {
-            while let Some(line) = self.log.next_line().await.expect("text") {
-                if line.contains(message) {
-                    return;
-                }
-            }
-            panic!("it never says {message:?}");
-        };
-        timeout(PATIENCE, said).await.expect("it says so in time");
-    }
-
-    async fn exit(mut self) -> ExitStatus {
-        timeout(PATIENCE, self.child.wait()).await.expect("it ends in time").expect("its end is seen")
-    }
+async fn start_with(engine: &MockEngine, flags: &[&str]) -> Process {
+    let mut command = serve();
+    command.args(flags).args(["--model", "mock", "--worker", &engine.url()]);
+    let process = Process::start(command).await;
+    let ready = async {
+        while !ask(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200") {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, ready).await.expect("it is ready in time");
+    process
 }
 
 /// A whole answer, on a connection of its own.
@@ -119,7 +70,7 @@ async fn engine(time_scale: f64) -> MockEngine {
 async fn a_drain_with_500_open_streams_breaks_none() {
     // 100 steps of 14 ms, 20 times as slow: the signal comes long before the last of them.
     let engine = engine(0.05).await;
-    let process = Process::start(&engine).await;
+    let process = start(&engine).await;
     let mut asking = JoinSet::new();
     for n in 0..STREAMS {
         asking.spawn(begun(process.address, n, 100));
@@ -190,7 +141,7 @@ async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
 async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
     const CLIENTS: usize = 200;
     let engine = engine(1.0).await;
-    let process = Process::start(&engine).await;
+    let process = start(&engine).await;
     let (address, (first, mut firsts)) = (process.address, tokio::sync::mpsc::channel(CLIENTS));
     let mut clients = JoinSet::new();
     for n in 0..CLIENTS {
@@ -238,7 +189,7 @@ async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
 async fn during_the_drain_delay_kept_connections_are_served_and_then_closed() {
     let engine = engine(1.0).await;
     let flags = ["--listen", "127.0.0.1:0", "--set", "gateway.drain_delay_ms=600000"];
-    let process = Process::start_with(&engine, &flags).await;
+    let process = start_with(&engine, &flags).await;
     let mut kept = TcpStream::connect(process.address).await.expect("it listens");
     kept.write_all(request(0, 1).as_bytes()).await.expect("the connection stands");
     let before = whole_answer(&mut kept).await.expect("an answer");
@@ -278,10 +229,10 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     std::fs::write(&token, "0123456789abcdef").expect("a file");
     let (listen, admin) = (free_address(), free_address());
     let flags = ["--listen", &listen, "--admin-listen", &admin, "--admin-token-file", token.to_str().expect("text")];
-    let mut first = Process::start_with(&engine, &flags).await;
+    let mut first = start_with(&engine, &flags).await;
     let (stream, _) = begun(first.address, 0, 1000).await;
     first.signal("TERM");
-    first.says("no new connections").await;
+    first.logged("no new connections").await;
     let closed = async {
         while TcpStream::connect(first.address).await.is_ok() {
             sleep(Duration::from_millis(20)).await;
@@ -289,7 +240,7 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     };
     timeout(PATIENCE, closed).await.expect("nobody listens any more, in time");
 
-    let second = Process::start_with(&engine, &flags).await;
+    let second = start_with(&engine, &flags).await;
     assert!(ask(second.address, "GET /v1/models", "").await.starts_with("HTTP/1.1 200 "));
     assert!(first.child.try_wait().expect("it is a child").is_none(), "the first one still drains");
     drop(stream);
@@ -303,10 +254,10 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
 #[tokio::test]
 async fn signals_of_no_meaning_are_ignored_with_a_line_of_the_log() {
     let engine = engine(1.0).await;
-    let mut process = Process::start(&engine).await;
+    let mut process = start(&engine).await;
     for signal in ["USR1", "USR2"] {
         process.signal(signal);
-        process.says(&format!("SIG{signal}")).await;
+        process.logged(&format!("SIG{signal}")).await;
     }
     assert!(ask(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200 "));
     process.signal("TERM");
@@ -341,10 +292,10 @@ async fn refusals_are_in_the_format_of_the_log() {
 #[tokio::test]
 async fn a_second_signal_ends_the_process_at_once() {
     let engine = engine(0.01).await;
-    let mut process = Process::start(&engine).await;
+    let mut process = start(&engine).await;
     let (mut stream, mut heard) = begun(process.address, 0, 1000).await;
     process.signal("TERM");
-    process.says("no new connections").await;
+    process.logged("no new connections").await;
     process.signal("INT");
     assert_eq!(process.exit().await.code(), Some(130));
     let _ = timeout(PATIENCE, stream.read_to_string(&mut heard)).await.expect("its connection is gone in time");

@@ -5,18 +5,15 @@
 
 use std::fs;
 use std::net::SocketAddr;
-use std::process::Stdio;
 use std::time::Duration;
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
-use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-/// The end of every wait.
-const PATIENCE: Duration = Duration::from_secs(120);
+use crate::common::process::{PATIENCE, Process, serve};
 
 const MIB: u64 = 1 << 20;
 
@@ -31,39 +28,20 @@ const BUDGET_BYTES: u64 = 32 * MIB;
 /// their bodies would take 240 MiB.
 const CONNECTIONS_BYTES: u64 = 32 * MIB;
 
-struct Process {
-    child: Child,
-    address: SocketAddr,
-}
+/// A gateway of one model, `mock`.
+struct Measured(Process);
 
-impl Process {
-    /// A gateway of one model, `mock`, before this engine.
+impl Measured {
     async fn start(engine: &MockEngine) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-        command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"]);
-        command.args(["--model", "mock", "--worker", &engine.url()]);
+        let mut command = serve();
+        command.args(["--listen", "127.0.0.1:0", "--model", "mock", "--worker", &engine.url()]);
         command.args(["--set", &format!("gateway.body_budget_bytes={BUDGET_BYTES}")]);
-        command.env_clear().stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().expect("the binary is there");
-        let mut log = BufReader::new(child.stderr.take().expect("it is piped")).lines();
-        let listening = async {
-            while let Some(line) = log.next_line().await.expect("text") {
-                if line.contains("\"message\":\"listening\"") {
-                    let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
-                    return line["address"].as_str().expect("an address").parse().expect("an address");
-                }
-            }
-            panic!("it ends without listening");
-        };
-        let address = timeout(PATIENCE, listening).await.expect("it listens in time");
-        // Nobody shall wait for a reader of the log.
-        tokio::spawn(async move { while log.next_line().await.is_ok_and(|line| line.is_some()) {} });
-        Self { child, address }
+        Self(Process::start(command).await)
     }
 
     /// Memory that the process has in RAM.
     fn resident_bytes(&self) -> u64 {
-        let id = self.child.id().expect("it runs");
+        let id = self.0.child.id().expect("it runs");
         let status = fs::read_to_string(format!("/proc/{id}/status")).expect("it runs");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("Linux has it");
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
@@ -72,7 +50,7 @@ impl Process {
     /// The status of a small request's answer.
     async fn small(&self) -> String {
         let body = r#"{"model":"mock","max_tokens":1,"messages":[{"role":"user","content":"hello"}]}"#;
-        let mut stream = TcpStream::connect(self.address).await.expect("it listens");
+        let mut stream = TcpStream::connect(self.0.address).await.expect("it listens");
         stream.write_all((head(body.len() as u64) + body).as_bytes()).await.expect("the connection stands");
         let mut status = [0; 12];
         timeout(PATIENCE, stream.read_exact(&mut status)).await.expect("in time").expect("an answer");
@@ -80,7 +58,7 @@ impl Process {
     }
 
     async fn metric(&self, name: &str) -> f64 {
-        let mut stream = TcpStream::connect(self.address).await.expect("it listens");
+        let mut stream = TcpStream::connect(self.0.address).await.expect("it listens");
         let request = "GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n";
         stream.write_all(request.as_bytes()).await.expect("the connection stands");
         let mut page = String::new();
@@ -117,7 +95,7 @@ async fn unfinished(address: SocketAddr) -> TcpStream {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back() {
     let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
-    let process = Process::start(&engine).await;
+    let process = Measured::start(&engine).await;
     let served = async {
         while process.small().await != "200" {
             sleep(Duration::from_millis(20)).await;
@@ -129,7 +107,7 @@ async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back
     for _ in 0..6 {
         let mut sending = JoinSet::new();
         for _ in 0..CLIENTS {
-            sending.spawn(unfinished(process.address));
+            sending.spawn(unfinished(process.0.address));
         }
         let mut clients = Vec::new();
         while let Some(client) = sending.join_next().await {
@@ -157,10 +135,10 @@ async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_bodies_do_not_keep_others_from_being_served() {
     let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
-    let process = Process::start(&engine).await;
+    let process = Measured::start(&engine).await;
     let mut slow = JoinSet::new();
     for _ in 0..BUDGET_BYTES / SENT_BYTES + 1 {
-        slow.spawn(unfinished(process.address));
+        slow.spawn(unfinished(process.0.address));
     }
     let slow = timeout(PATIENCE, slow.join_all()).await.expect("they send in time");
     let exhausted = async {

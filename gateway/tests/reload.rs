@@ -6,7 +6,6 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -16,16 +15,14 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::Value;
-use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::process::{Child, ChildStderr, Command};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-/// The end of every wait.
-const PATIENCE: Duration = Duration::from_secs(120);
+use crate::common::process::{PATIENCE, Process, serve};
 
 const TOKEN: &str = "admin-token-0123456789";
 const OTHER_TOKEN: &str = "other-token-0123456789";
@@ -33,15 +30,14 @@ const KEY: &str = "client-key-0123456789";
 const OTHER_KEY: &str = "other-client-key-0123456789";
 
 /// A gateway's process with a directory of files.
-struct Process {
-    child: Child,
-    log: tokio::io::Lines<BufReader<ChildStderr>>,
+struct Reloaded {
+    process: Process,
     directory: PathBuf,
     clients: SocketAddr,
     admin: SocketAddr,
 }
 
-impl Process {
+impl Reloaded {
     /// Starts with these settings; `files` are written beside them.
     async fn start(name: &str, config: &str, files: &[(&str, &str)]) -> Self {
         let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
@@ -49,48 +45,21 @@ impl Process {
         for (file, content) in [("token", TOKEN), ("pointsman.toml", config)].iter().chain(files) {
             std::fs::write(directory.join(file), content).expect("a file in it");
         }
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-        command.args(["serve", "--log-format", "json", "--config"]).arg(directory.join("pointsman.toml"));
-        // Nobody shall change what is tested.
-        command.env_clear().stdin(Stdio::null()).stdout(Stdio::null());
-        command.stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().expect("the binary is there");
-        let log = BufReader::new(child.stderr.take().expect("it is piped")).lines();
-        let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut process = Self { child, log, directory, clients: nowhere, admin: nowhere };
-        let line = process.says("\"message\":\"listening\"").await;
-        let address = |field: &str| line[field].as_str().expect("an address").parse().expect("an address");
-        (process.clients, process.admin) = (address("address"), address("admin_address"));
-        process
+        let mut command = serve();
+        command.arg("--config").arg(directory.join("pointsman.toml"));
+        let process = Process::start(command).await;
+        let (clients, admin) = (process.address, process.admin.expect("an address for operators"));
+        Self { process, directory, clients, admin }
     }
 
     fn write(&self, file: &str, content: impl AsRef<[u8]>) {
         std::fs::write(self.directory.join(file), content).expect("the file is written");
     }
 
-    fn hang_up(&self) {
-        let id = self.child.id().expect("it runs").to_string();
-        let sent = std::process::Command::new("kill").args(["-s", "HUP", &id]).status().expect("kill is there");
-        assert!(sent.success());
-    }
-
-    /// Waits for a line of the log.
-    async fn says(&mut self, message: &str) -> Value {
-        let said = async {
-            while let Some(line) = self.log.next_line().await.expect("text") {
-                if line.contains(message) {
-                    return serde_json::from_str(&line).expect("JSON");
-                }
-            }
-            panic!("it never says {message:?}");
-        };
-        timeout(PATIENCE, said).await.expect("it says so in time")
-    }
-
     /// Reloads by SIGHUP, and waits until it is applied.
     async fn reload(&mut self) {
-        self.hang_up();
-        self.says("configuration reloaded").await;
+        self.process.signal("HUP");
+        self.process.logged("configuration reloaded").await;
     }
 
     /// The administration's status and answer.
@@ -115,7 +84,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for Reloaded {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.directory);
     }
@@ -204,7 +173,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
         let gateway = format!("salt_secret_file = \"salt\"\nbody_bytes_max = {body_bytes_max}");
         config(&gateway, &(model("mock", engines) + TENANT))
     };
-    let mut process = Process::start("reload-load", &settings(&[&one], 1_000_000), &[SALT, ("keys", KEY)]).await;
+    let mut process = Reloaded::start("reload-load", &settings(&[&one], 1_000_000), &[SALT, ("keys", KEY)]).await;
     eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
 
     let (stop, served) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
@@ -228,7 +197,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
         eventually("requests are served", async || served.load(Ordering::Relaxed) >= before + by).await;
     };
     more(CLIENTS).await;
-    let workers = async |process: &Process, engines: &[&MockEngine]| {
+    let workers = async |process: &Reloaded, engines: &[&MockEngine]| {
         let mut expected: Vec<String> = engines.iter().map(|engine| engine.url()).collect();
         expected.sort();
         eventually("the workers are those of the file", async || {
@@ -275,7 +244,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
 async fn what_cannot_be_used_changes_nothing_and_is_reported() {
     let engine = engine().await;
     let good = config("salt_secret_file = \"salt\"", &(model("mock", &[&engine]) + TENANT));
-    let mut process = Process::start("reload-bad", &good, &[SALT, ("keys", KEY)]).await;
+    let mut process = Reloaded::start("reload-bad", &good, &[SALT, ("keys", KEY)]).await;
     eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
     let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
     assert_eq!((&status["last"], &status["is_current"]), (&Value::Null, &Value::Bool(true)));
@@ -296,8 +265,8 @@ async fn what_cannot_be_used_changes_nothing_and_is_reported() {
     for (file, content, key, reason) in cases {
         process.write("keys", key);
         process.write(file, content);
-        process.hang_up();
-        let line = process.says("configuration reload rejected").await;
+        process.process.signal("HUP");
+        let line = process.process.logged("configuration reload rejected").await;
         assert!(line["error"].as_str().expect("a reason").contains(reason), "{line}");
         assert_eq!(
             [process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await],
@@ -310,7 +279,7 @@ async fn what_cannot_be_used_changes_nothing_and_is_reported() {
         assert_eq!(process.metric("pointsman_gateway_config_last_reload_successful").await, Some(0.0));
         let (code, answer) = process.admin("POST /admin/reload", TOKEN).await;
         assert_eq!((code, answer["error"]["code"].as_str()), (422, Some("config_rejected")));
-        process.says("configuration reload rejected").await;
+        process.process.logged("configuration reload rejected").await;
         process.write("pointsman.toml", &good);
         process.write("token", TOKEN);
     }
@@ -334,7 +303,7 @@ async fn what_cannot_be_used_changes_nothing_and_is_reported() {
 async fn models_come_and_go_and_settings_that_need_a_restart_are_named() {
     let engine = engine().await;
     let (mock, second) = (model("mock", &[&engine]), model("second", &[&engine]));
-    let mut process = Process::start("reload-models", &config("", &mock), &[]).await;
+    let mut process = Reloaded::start("reload-models", &config("", &mock), &[]).await;
     eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
     assert_eq!(process.complete("second", KEY).await, 404);
 
@@ -392,7 +361,7 @@ async fn a_renewed_certificate_is_shown_on_new_connections_and_open_ones_go_on()
     let (chain, key) = (read("test-only.crt"), read("test-only.key"));
     let gateway = "tls_certificate_file = \"tls.crt\"\ntls_key_file = \"tls.key\"";
     let settings = config(gateway, "[[models]]\nname = \"mock\"\n");
-    let mut process = Process::start("reload-tls", &settings, &[("tls.crt", &chain), ("tls.key", &key)]).await;
+    let mut process = Reloaded::start("reload-tls", &settings, &[("tls.crt", &chain), ("tls.key", &key)]).await;
     let live = "GET /live HTTP/1.1\r\nhost: test\r\n\r\n";
     let (mut before, shown) = shake_hands(process.clients).await;
     assert_eq!(shown, certificate("test-only.crt"));
@@ -400,8 +369,8 @@ async fn a_renewed_certificate_is_shown_on_new_connections_and_open_ones_go_on()
 
     // Half of a pair is refused.
     process.write("tls.crt", read("other-test-only.crt"));
-    process.hang_up();
-    let line = process.says("configuration reload rejected").await;
+    process.process.signal("HUP");
+    let line = process.process.logged("configuration reload rejected").await;
     assert!(line["error"].as_str().expect("a reason").contains("cannot be used"), "{line}");
     assert_eq!(shake_hands(process.clients).await.1, certificate("test-only.crt"));
 

@@ -6,5 +6,7 @@ pub(crate) mod admin;
 pub(crate) mod fleet;
 pub(crate) mod holdings;
 pub(crate) mod http;
+#[cfg(unix)]
+pub(crate) mod process;
 pub(crate) mod proxy;
 pub(crate) mod workload;

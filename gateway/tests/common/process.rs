@@ -1,0 +1,82 @@
+//! A process of `pointsman serve`, killed when its test ends.
+
+use std::net::SocketAddr;
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::{Child, Command};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::time::timeout;
+
+/// The end of every wait for a process.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// `pointsman serve` without environment variables, with a log of JSON lines.
+pub(crate) fn serve() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
+    command.env_clear().args(["serve", "--log-format", "json"]);
+    command
+}
+
+pub(crate) struct Process {
+    pub(crate) child: Child,
+    /// The address for clients.
+    pub(crate) address: SocketAddr,
+    /// The address for operators, if any.
+    pub(crate) admin: Option<SocketAddr>,
+    /// Lines of the log until the gateway listened.
+    pub(crate) startup: Vec<String>,
+    /// Lines after that, read from the process at any time so that it never blocks.
+    log: UnboundedReceiver<String>,
+}
+
+impl Process {
+    /// Starts the process and waits until it listens.
+    pub(crate) async fn start(mut command: Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().expect("the program exists");
+        let mut lines = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+        let (sender, mut log) = unbounded_channel();
+        tokio::spawn(async move {
+            while let Ok(Some(line)) = lines.next_line().await {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut startup = Vec::new();
+        let line = message(&mut log, "\"message\":\"listening\"", &mut startup).await;
+        let address = |field: &str| Some(line[field].as_str()?.parse().expect("an address"));
+        let (address, admin) = (address("address").expect("an address for clients"), address("admin_address"));
+        Self { child, address, admin, startup, log }
+    }
+
+    /// Sends a signal, by its name without `SIG`.
+    pub(crate) fn signal(&self, name: &str) {
+        let id = self.child.id().expect("it runs").to_string();
+        let sent = std::process::Command::new("kill").args(["-s", name, &id]).status().expect("kill exists");
+        assert!(sent.success());
+    }
+
+    /// The next line of the log that contains this text.
+    pub(crate) async fn logged(&mut self, text: &str) -> Value {
+        message(&mut self.log, text, &mut Vec::new()).await
+    }
+
+    pub(crate) async fn exit(mut self) -> ExitStatus {
+        timeout(PATIENCE, self.child.wait()).await.expect("it ends in time").expect("its exit status")
+    }
+}
+
+async fn message(log: &mut UnboundedReceiver<String>, text: &str, before: &mut Vec<String>) -> Value {
+    loop {
+        let line = timeout(PATIENCE, log.recv()).await.unwrap_or_else(|_| panic!("no line {text:?} in time"));
+        let Some(line) = line else { panic!("the process ended without a line {text:?}: {before:?}") };
+        before.push(line.clone());
+        if line.contains(text) {
+            return serde_json::from_str(&line).expect("JSON");
+        }
+    }
+}
