@@ -1,11 +1,10 @@
-//! Budget over the bytes of request bodies in memory.
+//! Memory budget of request bodies.
 //!
-//! Owns the bytes reserved by all bodies, those still being received and those of requests in flight. Promises that the
-//! sum never exceeds the budget, that an exhausted budget leads to a rejection within [`ROOM_WAIT_MAX`], and that the
-//! bodies received first make progress: where there is no room for more bytes, a body that has been arriving for longer
-//! than [`ARRIVAL_GRACE`] is rejected first, otherwise the one that began last. A body that is complete is never rejected.
-//! A sender that is slow or silent therefore holds its bytes against others for [`ARRIVAL_GRACE`] at most. Leaves reading
-//! bodies to `proxy::intake`.
+//! Covers bodies being received and bodies of requests in flight. The sum never exceeds the budget, and an exhausted
+//! budget leads to a rejection within [`ROOM_WAIT_MAX`]. Earlier bodies make progress: without free bytes, a body that
+//! has been arriving for longer than [`ARRIVAL_GRACE`] is rejected first, otherwise the newest. Complete bodies are
+//! never rejected. A slow or silent sender therefore holds its bytes against others for at most [`ARRIVAL_GRACE`].
+//! `proxy::intake` reads the bodies.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,25 +17,24 @@ use tokio::time::{Instant, timeout_at};
 use super::metrics::{BODIES_REJECTED, BODY_BYTES, BODY_BYTES_MAX};
 use super::rarely::Rarely;
 
-/// How long a body may be in arriving before it is the first to be rejected when the budget is exhausted. Sixteen
-/// megabytes take 5 s at 27 Mbit/s.
+/// Maximum arrival time of a body before it is rejected first. Sixteen megabytes take 5 s at 27 Mbit/s.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(5);
 
-/// How long a body waits for the bytes of another one that has been rejected to be freed.
+/// Maximum wait for the bytes of a rejected body to be freed.
 const ROOM_WAIT_MAX: Duration = Duration::from_secs(1);
 
-/// How often an exhausted budget is logged.
+/// Log interval of an exhausted budget.
 const LOGGED_EVERY: Duration = Duration::from_secs(10);
 
-/// The budget is exhausted, and this body is the one to give way.
+/// The budget is exhausted, and this body is rejected.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Exhausted;
 
-/// The budget. See the module's head.
+/// The budget. See the module documentation.
 pub(crate) struct BodyBudget {
     bytes_max: u64,
     state: Mutex<State>,
-    /// Notified whenever bytes are freed.
+    /// Notified after bytes are freed.
     freed: Notify,
     bytes: Gauge,
     rejected: Counter,
@@ -45,30 +43,30 @@ pub(crate) struct BodyBudget {
 
 #[derive(Default)]
 struct State {
-    /// By all bodies.
+    /// Bytes of all bodies.
     reserved: u64,
-    /// By bodies that have been rejected and not been dropped yet.
+    /// Bytes of rejected bodies that are not dropped yet.
     leaving: u64,
     next_id: u64,
-    /// Bodies that may still be rejected, in the order in which they began.
+    /// Bodies that may still be rejected, in order of their start.
     receiving: BTreeMap<u64, Receiving>,
 }
 
-/// A body that is not complete yet.
+/// An incomplete body.
 struct Receiving {
     since: Instant,
     bytes: u64,
     rejected: Arc<Notify>,
 }
 
-/// Who gives way.
+/// The body to reject.
 enum Victim {
     Requester,
     Other(u64),
 }
 
 impl State {
-    /// The body to reject so that `requester` has room: one that is late, the earliest first, otherwise the latest.
+    /// The body to reject in favor of `requester`: the earliest late body, otherwise the newest.
     fn victim(&self, requester: u64, now: Instant) -> Victim {
         let is_late = |(_, body): &(&u64, &Receiving)| now.saturating_duration_since(body.since) >= ARRIVAL_GRACE;
         let late = self.receiving.first_key_value().filter(is_late);
@@ -78,7 +76,7 @@ impl State {
         }
     }
 
-    /// Takes a body off the list and tells its reader.
+    /// Removes a body from the list and notifies its reader.
     fn reject(&mut self, id: u64) {
         if let Some(body) = self.receiving.remove(&id) {
             self.leaving += body.bytes;
@@ -100,7 +98,7 @@ impl BodyBudget {
         })
     }
 
-    /// A reservation of nothing yet, for a body whose first bytes are there.
+    /// An empty reservation for a body with its first bytes.
     pub(super) fn begin(self: &Arc<Self>) -> Reservation {
         let rejected = Arc::new(Notify::new());
         let mut state = self.state();
@@ -112,7 +110,7 @@ impl BodyBudget {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Every change is made as a whole.
+        // Every change is atomic under the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -130,28 +128,28 @@ impl BodyBudget {
     }
 }
 
-/// The bytes of one body, given back when it is dropped.
+/// Reserved bytes of one body, released on drop.
 pub(super) struct Reservation {
     budget: Arc<BodyBudget>,
     id: u64,
     bytes: u64,
-    /// Whether it is off the list of bodies that may be rejected for good.
+    /// Whether the body is permanently off the list of rejectable bodies.
     is_complete: bool,
     rejected: Arc<Notify>,
 }
 
 impl Reservation {
-    /// Reserves `bytes` in all, of which earlier calls have reserved a part.
+    /// Reserves `bytes` in total, including earlier calls.
     ///
     /// # Errors
-    /// There is no room, and this body is the one to give way.
+    /// The budget is exhausted and this body is rejected.
     pub(super) async fn grow_to(&mut self, bytes: u64) -> Result<(), Exhausted> {
         let budget = Arc::clone(&self.budget);
         let end = Instant::now() + ROOM_WAIT_MAX;
         loop {
             let freed = budget.freed.notified();
             tokio::pin!(freed);
-            // From here on, so that what is freed after the look below is noticed.
+            // Registers before the check below, so that no notification is missed.
             freed.as_mut().enable();
             if self.try_grow(bytes)? {
                 return Ok(());
@@ -169,7 +167,7 @@ impl Reservation {
         }
     }
 
-    /// Whether there was room. If not, others have been rejected for it.
+    /// Whether bytes were available. Otherwise other bodies have been rejected for them.
     fn try_grow(&mut self, bytes: u64) -> Result<bool, Exhausted> {
         let mut guard = self.budget.state();
         let state = &mut *guard;
@@ -199,16 +197,16 @@ impl Reservation {
         }
     }
 
-    /// Waits until the body is rejected to make room for others, for ever if it is not.
+    /// Resolves when the body is rejected in favor of others, otherwise never.
     pub(super) async fn rejected(&self) -> Exhausted {
         self.rejected.notified().await;
         self.budget.reject()
     }
 
-    /// The body is complete and takes `bytes`, no more than were reserved: it is not rejected any more.
+    /// Marks the body complete with `bytes`, at most the reserved bytes, so that it can no longer be rejected.
     ///
     /// # Errors
-    /// It has just been.
+    /// The body was rejected just before.
     pub(super) fn complete(&mut self, bytes: u64) -> Result<(), Exhausted> {
         let mut state = self.budget.state();
         if state.receiving.remove(&self.id).is_none() {
@@ -230,7 +228,7 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         let mut state = self.budget.state();
         state.reserved -= self.bytes;
-        // One that is not complete and not on the list was taken off it for the room that it leaves now.
+        // An incomplete body outside the list was rejected for the bytes that it frees now.
         if !self.is_complete && state.receiving.remove(&self.id).is_none() {
             state.leaving -= self.bytes;
         }

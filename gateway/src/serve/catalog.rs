@@ -1,7 +1,6 @@
-//! The models as OpenAI's clients list them.
+//! Model list in OpenAI's format.
 //!
-//! Owns the shape of the list. Promises every name that a request may bear: models, aliases, and adapters that workers
-//! have now.
+//! Lists every valid model name: models, aliases, and the adapters that workers have now.
 
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ use serde_json::{Value, json};
 use super::App;
 use crate::openai::ApiError;
 
-/// Whom models belong to, as far as their clients are told.
+/// Owner of all models in the list.
 const OWNER: &str = "pointsman";
 
 pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Json<Value>, ApiError> {
@@ -37,14 +36,14 @@ pub(super) async fn one(
     headers: HeaderMap,
 ) -> Result<Json<Value>, ApiError> {
     app.tenants.identify(headers.get(AUTHORIZATION))?;
-    // What is not UTF-8 names nothing.
+    // A path that is not UTF-8 names no model.
     let Path(id) = id.map_err(|_| ApiError::not_found())?;
     let (model, _) = app.models.find(&id).ok_or_else(|| ApiError::model_not_found(&id))?;
     let name = &model.settings.name;
     Ok(Json(card(&app, &id, Some(name).filter(|name| **name != id))))
 }
 
-/// One entry. `parent` is the model that the name is an alias or an adapter of.
+/// One entry. `parent` is the model of an alias or adapter.
 fn card(app: &App, id: &str, parent: Option<&String>) -> Value {
     json!({ "id": id, "object": "model", "created": app.created, "owned_by": OWNER, "parent": parent })
 }

@@ -1,8 +1,7 @@
-//! The state that requests are served with, as a snapshot.
+//! Snapshot of the serving state.
 //!
-//! Owns the pointer to the snapshot. Promises that a reader gets one consistent [`App`] and keeps it as long as it likes: a
-//! reload replaces the snapshot and leaves requests in flight on the one they began with. Leaves building the next snapshot to
-//! the reload.
+//! A reader gets one consistent [`App`] for as long as it needs: a reload replaces the snapshot, and requests in flight
+//! keep theirs. The reload builds the next snapshot.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -10,7 +9,7 @@ use axum::extract::FromRef;
 
 use super::App;
 
-/// Handle to the current snapshot. Clones share it; handlers extract `State<Arc<App>>`, once per request.
+/// Handle to the current snapshot. Clones share it; handlers extract `State<Arc<App>>` once per request.
 #[derive(Clone)]
 pub(crate) struct Current(Arc<RwLock<Arc<App>>>);
 
@@ -19,13 +18,13 @@ impl Current {
         Self(Arc::new(RwLock::new(Arc::new(app))))
     }
 
-    /// The snapshot now.
+    /// The current snapshot.
     pub(crate) fn get(&self) -> Arc<App> {
-        // The lock guards one pointer, which is whole at any time.
+        // The lock guards a single pointer, which is always valid.
         Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Puts another snapshot in its place, for requests to come.
+    /// Replaces the snapshot for future requests.
     pub(crate) fn replace(&self, app: App) {
         *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(app);
     }

@@ -1,63 +1,62 @@
-//! Limits of the process: descriptors and memory, and what they leave for clients.
+//! Process limits: descriptors and memory, and the resulting limits for clients.
 //!
-//! Owns the descriptor limit, which it raises, and the shares that follow from it and from the memory. Promises that
-//! connections of clients leave enough descriptors for operators, probes, events and workers. Leaves keeping to the shares
-//! to the listener and to the body budget.
+//! Raises the descriptor limit, and reserves descriptors for operators, probes, events and workers. The listener and
+//! the body budget enforce the limits.
 
 use std::fmt;
 
 use super::machine;
 use crate::settings::Settings;
 
-/// Share of the memory that request bodies may take. A request in flight takes up to four times its body: the body as it
-/// came, edited, and its prompt as text and as tokens.
+/// Divisor of the memory for request bodies. A request in flight takes up to four times its body: the received body,
+/// the edited body, and the prompt as text and as tokens.
 const BODY_MEMORY_SHARE: u64 = 8;
 
-/// The budget in bodies of the greatest length, at least.
+/// Minimum budget, in bodies of maximum length.
 const BODIES_MIN: u64 = 4;
 
-/// The memory, where the system has no answer.
+/// Assumed memory if the system does not report it.
 const MEMORY_BYTES_UNKNOWN: u64 = 8 << 30;
 
-/// Connections of operators.
+/// Limit of operator connections.
 pub(super) const ADMIN_CONNECTIONS_MAX: u32 = 64;
 
-/// Connections of clients beyond the limit that are answered and closed.
+/// Connections above the client limit that receive one response and are closed.
 pub(super) const OVERFLOW_CONNECTIONS_MAX: u32 = 32;
 
-/// Descriptors of the process itself: log, listeners, timers, files that are read again.
+/// Descriptors of the process itself: log, listeners, timers, reloaded files.
 const OWN_DESCRIPTORS: u64 = 32;
 
-/// Descriptors for a worker apart from requests: three for the KV events of each of two ranks, its health probe, its load,
-/// its tokenizer.
+/// Descriptors per worker besides requests: three for the KV events of each of two ranks, health probe, load,
+/// tokenizer.
 const DESCRIPTORS_PER_WORKER: u64 = 10;
 
-/// Workers of a model that discovers them, for which descriptors are reserved.
+/// Workers reserved for a model with discovery.
 const DISCOVERED_WORKERS: u64 = 8;
 
-/// Descriptors for a connection of a client: its own, and that to a worker.
+/// Descriptors per client connection: its own and the one to the worker.
 const DESCRIPTORS_PER_CONNECTION: u64 = 2;
 
-/// Fewest connections of clients, however few descriptors there are.
+/// Minimum client connections, regardless of descriptors.
 const CONNECTIONS_MIN: u32 = 8;
 
-/// What the process may use, and what follows from it.
+/// Process limits and derived limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessLimits {
-    /// Bytes of all request bodies in memory.
+    /// Memory budget of all request bodies, in bytes.
     pub body_budget_bytes: u64,
-    /// Where that number comes from.
+    /// Origin of that value.
     body_budget_origin: String,
-    /// Descriptors that may be open; `None` where the system has no limit.
+    /// Maximum open descriptors; `None` without a limit.
     pub descriptors: Option<u64>,
-    /// Connections of clients: `connections_max`, or fewer where descriptors are short.
+    /// Client connections: `connections_max`, or fewer if descriptors are short.
     pub connections_max: u32,
     connections_wanted: u32,
     descriptors_wanted: u64,
 }
 
 impl ProcessLimits {
-    /// Raises the limit of open descriptors as far as the process may, and derives the rest.
+    /// Raises the descriptor limit to its maximum and derives the other limits.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
         Self::derive(settings, machine::memory_bytes(), raise_descriptors())
@@ -92,7 +91,7 @@ impl ProcessLimits {
         }
     }
 
-    /// What is short, in words.
+    /// Description of short resources.
     #[must_use]
     pub fn warning(&self) -> Option<String> {
         let descriptors = self.descriptors.filter(|_| self.connections_max < self.connections_wanted)?;
@@ -103,7 +102,7 @@ impl ProcessLimits {
         ))
     }
 
-    /// Logs the limits, and a warning where something is short.
+    /// Logs the limits, with a warning for short resources.
     pub(super) fn log(&self) {
         tracing::info!(
             body_budget_bytes = self.body_budget_bytes,
@@ -117,7 +116,7 @@ impl ProcessLimits {
     }
 }
 
-/// As comments of TOML, for `check-config`.
+/// TOML comments, for `check-config`.
 impl fmt::Display for ProcessLimits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "# limits of this process on this machine")?;
@@ -130,7 +129,7 @@ impl fmt::Display for ProcessLimits {
     }
 }
 
-/// Descriptors that clients' connections leave to others.
+/// Descriptors reserved from client connections.
 fn reserved_descriptors(settings: &Settings) -> u64 {
     let workers = settings.models.iter().map(|model| {
         let named = model.workers.len() + model.worker_urls.len();
@@ -141,11 +140,11 @@ fn reserved_descriptors(settings: &Settings) -> u64 {
     OWN_DESCRIPTORS + u64::from(ADMIN_CONNECTIONS_MAX + OVERFLOW_CONNECTIONS_MAX) + of_workers
 }
 
-/// Raises the soft limit to the hard one; the soft limit then. A limit that cannot be raised stays as it is.
+/// Raises the soft limit to the hard one and returns it. A fixed limit stays unchanged.
 #[cfg(unix)]
 fn raise_descriptors() -> Option<u64> {
     let raised = rlimit::increase_nofile_limit(rlimit::INFINITY);
-    // A sandbox may forbid the calls that change limits, and those that read them with these.
+    // A sandbox may forbid the system calls that change or read limits.
     let limit = raised.or_else(|_| rlimit::Resource::NOFILE.get_soft()).ok().or_else(machine::descriptors_max)?;
     Some(limit).filter(|limit| *limit < rlimit::INFINITY)
 }
@@ -181,7 +180,7 @@ mod tests {
         let derived = |workers, descriptors| ProcessLimits::derive(&settings(workers), None, Some(descriptors));
         let enough = derived(4, 65_536);
         assert_eq!((enough.connections_max, enough.warning()), (16_384, None));
-        // 32 of its own, 96 for operators and overflow, 40 for four workers.
+        // 32 for the process, 96 for operators and overflow, 40 for four workers.
         let short = derived(4, 256);
         assert_eq!(short.connections_max, (256 - 168) / 2);
         let warning = short.warning().expect("it is short");

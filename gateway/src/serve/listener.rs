@@ -1,13 +1,10 @@
-//! A listener and its connections.
+//! Listener and its connections: plain or TLS, HTTP/1.1 only.
 //!
-//! Owns the socket and the connections accepted on it, plain or over TLS, HTTP/1.1 only. Promises that there are never
-//! more connections than it may have, that those beyond are answered and closed at once where the listener has routes for
-//! them ([`Overflow`]), that a client that is slow to say what it wants, or takes nothing of what it is
-//! told, is cut off without harm to others,
-//! and that a drain accepts nothing new, closes idle connections, lets requests in flight end, and says how many it had
-//! to break. While it drains, each answer carries `Connection: close`, and a connection is closed only once it has been idle
-//! for a while, so that no request on a kept connection is left without an answer. Leaves what is answered to the routes, and
-//! how long a body or an answer may take to whoever reads it.
+//! Limits the number of connections; further ones receive one response and are closed if the listener has routes for
+//! them ([`Overflow`]). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
+//! new connections, closes idle ones, lets requests in flight end, and reports the number of broken ones. During a
+//! drain each response carries `Connection: close`, and a connection closes only after an idle period, so that every
+//! request on a kept-alive connection gets a response. Routes and body readers have timeouts of their own.
 
 mod acceptor;
 mod busy;
@@ -44,73 +41,71 @@ use busy::{Busy, BusyBody};
 pub(crate) use socket::bind;
 use takes::Takes;
 
-/// Longest head of a request, and most that is kept of a body or an answer that the other side does not take: together
-/// with the limit of connections this bounds what they cost. Longer heads are answered with 431, and so are those of
-/// more than hyper's 100 headers.
+/// Maximum length of a request head, and of buffered unread data. Together with the connection limit this bounds
+/// memory. Longer heads, and heads above hyper's limit of 100 headers, are rejected with 431.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// How long a connection beyond the limit may last, from its handshake to the end of its answer.
+/// Maximum lifetime of a connection above the limit, from handshake to end of response.
 const OVERFLOW_TIME_MAX: Duration = Duration::from_secs(3);
 
-/// How long such a connection may be without a request: whoever has one sends it at once, and others wait.
+/// Maximum idle time of such a connection: a client with a request sends it immediately, and others are waiting.
 const OVERFLOW_HEAD_TIME_MAX: Duration = Duration::from_millis(300);
 
-/// How long a connection stays open without a request once the listener has stopped. A client whose answer began before the
-/// drain does not know that the connection is about to close, and may send its next request on it.
+/// Idle time before a connection closes once the listener has stopped. A client whose response began before the drain
+/// does not expect the close and may send its next request.
 pub(crate) const LINGER: Duration = Duration::from_secs(1);
 
-/// How a drain ended.
+/// Result of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drained {
-    /// Connections that were still busy at the deadline, and were broken.
+    /// Connections broken at the deadline.
     pub broken: usize,
 }
 
-/// What a listener takes.
+/// Listener options.
 #[derive(Clone)]
 pub(crate) struct ListenerOptions {
-    /// The listener's name in logs and metrics.
+    /// Name in logs and metrics.
     pub(crate) name: &'static str,
-    /// Open connections.
+    /// Maximum open connections.
     pub(crate) connections_max: u32,
-    /// What connections beyond those get; `None`: they wait in the system's queue.
+    /// Handling of further connections; `None` leaves them in the kernel's backlog.
     pub(crate) overflow: Option<Overflow>,
-    /// How long a TLS handshake, and then each head of a request, may take; so long a connection may be idle, too.
+    /// Timeout of a TLS handshake and of each request head; also the idle timeout.
     pub(crate) head_timeout: Duration,
-    /// How long a client may take nothing of what it is sent.
+    /// Timeout of a client that does not read.
     pub(crate) stall_max: Duration,
     /// TLS; `None`: plain HTTP.
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
 }
 
-/// Connections beyond the limit: each is answered once, and closed.
+/// Handling of connections above the limit: one response, then close.
 #[derive(Clone)]
 pub(crate) struct Overflow {
-    /// As many at a time; more wait in the system's queue.
+    /// Maximum concurrent ones; more wait in the kernel's backlog.
     pub(crate) connections_max: u32,
-    /// What answers.
+    /// Routes for these connections.
     pub(crate) routes: Router,
 }
 
-/// Where a listener is between its start and its end.
+/// Lifecycle phase of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Open,
-    /// Everything is still accepted and answered; answers end their connections.
+    /// Accepts and serves everything; responses close their connections.
     Draining,
-    /// Nothing is accepted; a connection that has been idle for this long is closed.
+    /// Accepts nothing; connections idle for this long close.
     Stopped {
         linger: Duration,
     },
 }
 
-/// Changes how connections to come are spoken to, while the listener runs.
+/// Handle to change options for future connections.
 #[derive(Clone)]
 pub(crate) struct ListenerControl(Arc<watch::Sender<Arc<Protocol>>>);
 
 impl ListenerControl {
-    /// From the next connection on TLS and the time-outs are those of `options`; its name and its number of connections are
-    /// fixed at the start.
+    /// Applies TLS and timeouts of `options` to future connections; name and connection limit are fixed at startup.
     pub(crate) fn set(&self, options: ListenerOptions) {
         self.0.send_modify(|protocol| *protocol = Arc::new(protocol.with(options)));
     }
@@ -125,7 +120,7 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Accepts on `listener` and answers with `routes`, which find the peer's address in [`ConnectInfo`].
+    /// Accepts on `listener` and serves `routes`, with the client address in [`ConnectInfo`].
     pub(crate) fn start(listener: TcpListener, options: ListenerOptions, routes: Router) -> io::Result<Self> {
         let address = listener.local_addr()?;
         let (phase, seen) = watch::channel(Phase::Open);
@@ -143,7 +138,7 @@ impl Listener {
         self.control.clone()
     }
 
-    /// Goes on accepting and answering; each answer from now on ends its connection.
+    /// Continues to accept and serve, but each response closes its connection.
     pub(crate) fn begin_drain(&self) {
         self.phase.send_if_modified(|phase| {
             let is_new = *phase == Phase::Open;
@@ -154,10 +149,10 @@ impl Listener {
         });
     }
 
-    /// Closes the socket, closes connections that have been idle for `linger`, lets requests in flight end, and breaks what is
-    /// left at the deadline, after `before_breaking`.
+    /// Closes the socket, closes connections idle for `linger`, lets requests in flight end, and breaks the rest at the
+    /// deadline, after `before_breaking`.
     pub(crate) async fn drain(self, deadline: Duration, linger: Duration, before_breaking: impl FnOnce()) -> Drained {
-        // An idle connection is closed before the deadline, and never counted as broken.
+        // Idle connections close before the deadline and never count as broken.
         let linger = linger.min(deadline / 2);
         self.phase.send_replace(Phase::Stopped { linger });
         let Ok(mut connections) = self.task.await else { return Drained { broken: 0 } };
@@ -190,17 +185,17 @@ async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::
                 from.waiting().into_iter().for_each(|accepted| drop(connections.spawn(converse(accepted))));
                 return connections;
             }
-            // Those that have ended are only forgotten: how a client goes is its own affair.
+            // Ended connections are only removed; the way a client disconnects is irrelevant.
             Some(_) = connections.join_next() => {}
             accepted = from.next() => drop(connections.spawn(converse(accepted))),
         }
     }
 }
 
-/// How one connection is spoken to.
+/// Protocol settings of a connection.
 struct Protocol {
     http: http1::Builder,
-    /// For connections beyond the limit.
+    /// For connections above the limit.
     overflow: Option<(http1::Builder, Router)>,
     tls: Option<TlsAcceptor>,
     head_timeout: Duration,
@@ -213,7 +208,7 @@ impl Protocol {
     fn new(options: ListenerOptions, routes: Router, handshakes_refused: Counter) -> Self {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new()).header_read_timeout(options.head_timeout);
-        // A buffer may be overshot by one read, a head may not.
+        // A buffer may exceed its limit by one read, a head may not.
         http.max_header_size(HEAD_BYTES_MAX).max_buf_size(HEAD_BYTES_MAX);
         let overflow = options.overflow.map(|overflow| {
             let mut http = http.clone();
@@ -231,17 +226,17 @@ impl Protocol {
         }
     }
 
-    /// The same routes, spoken to by other options.
+    /// The same routes with other options.
     fn with(&self, options: ListenerOptions) -> Self {
-        // How many there may be is the acceptor's to know.
+        // The acceptor enforces the number of connections.
         let overflow = |(_, routes): &(_, Router)| Overflow { connections_max: 0, routes: routes.clone() };
         let options = ListenerOptions { overflow: self.overflow.as_ref().map(overflow), ..options };
         Self::new(options, self.routes.clone(), self.handshakes_refused.clone())
     }
 
-    /// Speaks until either side has had enough; beyond the limit, for one answer.
+    /// Serves the connection to its end; above the limit, for one response.
     async fn converse(&self, stream: TcpStream, peer: SocketAddr, is_overflow: bool, phase: watch::Receiver<Phase>) {
-        // Tokens are small and wanted at once; a connection works without it too.
+        // Tokens are small and latency-critical; a failure is not fatal.
         let _ = stream.set_nodelay(true);
         match self.overflow.as_ref().filter(|_| is_overflow) {
             Some((http, routes)) => {
@@ -251,7 +246,7 @@ impl Protocol {
         }
     }
 
-    /// Over TLS where that is wanted.
+    /// Performs the TLS handshake if configured.
     async fn secure(
         &self,
         stream: TcpStream,
@@ -293,7 +288,7 @@ impl Protocol {
         };
         tokio::select! {
             biased;
-            // How a client goes is its own affair.
+            // The way a client disconnects is irrelevant.
             _ = conversation.as_mut() => {}
             () = idle => {
                 conversation.as_mut().graceful_shutdown();
@@ -321,7 +316,7 @@ fn answer(
     }
 }
 
-/// Returns once the listener has stopped, or is gone: how long idle connections stay open.
+/// Resolves when the listener has stopped or was dropped, with the idle time of connections.
 async fn stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
     match phase.wait_for(|phase| matches!(phase, Phase::Stopped { .. })).await.as_deref() {
         Ok(Phase::Stopped { linger }) => *linger,
@@ -329,7 +324,7 @@ async fn stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
     }
 }
 
-/// Returns when a connection that has sent no request is to be closed.
+/// Resolves when a connection without a request must close.
 async fn lingered(phase: &mut watch::Receiver<Phase>) {
     let linger = stopped(phase).await;
     sleep(linger).await;

@@ -1,19 +1,18 @@
-//! Memory that the machine or the process's cgroup has, and the limit of open descriptors.
+//! Memory limit of the machine or cgroup, and the descriptor limit.
 //!
-//! Owns how `/proc` and `/sys/fs/cgroup` are read. Promises the smallest limit that applies, and nothing on systems other
-//! than Linux. Leaves shares of it to callers.
+//! Reads `/proc` and `/sys/fs/cgroup`; returns the smallest applicable limit, and nothing outside Linux.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Bytes of memory that the process may use, where the system has an answer.
+/// Memory available to the process in bytes, if the system reports it.
 pub(super) fn memory_bytes() -> Option<u64> {
     let total = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_total(&text));
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     total.into_iter().chain(cgroup_limits(&cgroups, Path::new("/sys/fs/cgroup"))).min()
 }
 
-/// The soft limit of open descriptors, where `/proc` has it.
+/// The soft limit of open descriptors, if `/proc` reports it.
 pub(super) fn descriptors_max() -> Option<u64> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let rest = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
@@ -25,8 +24,8 @@ fn meminfo_total(text: &str) -> Option<u64> {
     rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The memory limits of the cgroup that `cgroups` (`/proc/self/cgroup`) names, and of those above it. In a container the
-/// named path may not exist below `root`, whose own limit then applies.
+/// Memory limits of the cgroup in `cgroups` (`/proc/self/cgroup`) and its ancestors. In a container the path may not
+/// exist below `root`, whose own limit then applies.
 fn cgroup_limits(cgroups: &str, root: &Path) -> Vec<u64> {
     let mut limits = Vec::new();
     for line in cgroups.lines() {
@@ -44,7 +43,7 @@ fn cgroup_limits(cgroups: &str, root: &Path) -> Vec<u64> {
     limits
 }
 
-/// `max`, which is no limit, is no number.
+/// `max` means no limit and does not parse.
 fn limit_in(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }

@@ -1,8 +1,8 @@
-//! What the gateway tells of requests as numbers.
+//! Request metrics of the gateway.
 //!
-//! Owns names, labels and meanings ([`ALL`]), the handles, and the `Account` of one request. Promises that each request
-//! to an endpoint is counted once, whatever becomes of it; that a handle is looked up once, not for each request; and that
-//! no label holds what a client wrote, only names that are configured. Leaves buckets and the page to the recorder.
+//! Defines names, labels and descriptions ([`ALL`]), the handles, and the `Account` of one request. Each request to an
+//! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
+//! never client input. The recorder defines buckets and renders the page.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,19 +16,19 @@ use tokio::time::Instant;
 use super::telemetry::AccessRecord;
 use crate::openai::Endpoint;
 
-/// How a metric moves.
+/// Metric type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Only up.
+    /// Monotonic.
     Counter,
-    /// Up and down.
+    /// Arbitrary value.
     Gauge,
     /// A distribution.
     Histogram,
 }
 
 impl MetricKind {
-    /// As Prometheus calls it.
+    /// Prometheus' name of the type.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -42,13 +42,13 @@ impl MetricKind {
 /// One metric of the gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Metric {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// How it moves.
+    /// Type.
     pub kind: MetricKind,
-    /// Its labels.
+    /// Labels.
     pub labels: &'static [&'static str],
-    /// What it says.
+    /// Description.
     pub help: &'static str,
 }
 
@@ -65,7 +65,7 @@ impl Metric {
         Self { name, kind: MetricKind::Histogram, labels, help }
     }
 
-    /// What it counts in.
+    /// Unit.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         if self.name.contains("_seconds") {
@@ -119,7 +119,7 @@ const BROKEN: Metric = Metric::counter(
     "Responses cut off after their start: the worker broke off, timed out or omitted the end mark, or the \
      gateway ended.",
 );
-/// Of [`workers`](super::workers), which writes its part of the page itself; the three below, too.
+/// Rendered by [`workers`](super::workers) directly, like the next three.
 pub(super) const WORKER_REQUESTS: Metric = Metric::counter(
     "pointsman_gateway_worker_requests_total",
     &["model", "worker", "worker_endpoint", "status", "outcome"],
@@ -153,7 +153,7 @@ pub(super) const BODIES_REJECTED: Metric = Metric::counter(
     "Request bodies rejected with 503 because of an exhausted memory budget.",
 );
 
-/// Every metric of the gateway, for descriptions and for the page that lists them.
+/// All metrics of the gateway, for descriptions and documentation.
 pub const ALL: &[Metric] = &[
     REQUESTS,
     IN_FLIGHT,
@@ -173,7 +173,7 @@ pub const ALL: &[Metric] = &[
     BODIES_REJECTED,
 ];
 
-/// Tells the recorder what each metric means.
+/// Registers the descriptions with the recorder.
 pub(crate) fn describe() {
     for metric in ALL {
         let unit = match metric.unit() {
@@ -189,22 +189,22 @@ pub(crate) fn describe() {
     }
 }
 
-/// Why a request was tried elsewhere.
+/// Reason of a retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RetryReason {
     /// No connection.
     Connect,
-    /// No first byte in time.
+    /// First byte timeout.
     Timeout,
-    /// Broken off, or no HTTP.
+    /// Connection broken, or invalid HTTP.
     Broken,
-    /// A status of 429 or 503.
+    /// Status 429 or 503.
     Busy,
     /// Another status of 500 or above.
     ServerError,
-    /// A status of 401, 403 or 404.
+    /// Status 401, 403 or 404.
     Misconfigured,
-    /// A success status without a valid answer.
+    /// Success status without a valid response.
     InvalidAnswer,
 }
 
@@ -232,16 +232,16 @@ impl RetryReason {
     }
 }
 
-/// Why an answer ended before its end.
+/// Reason of a cut-off response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamBreak {
     /// The worker broke off.
     Broken,
-    /// It was silent for too long.
+    /// Idle timeout.
     Idle,
-    /// The gateway's end did not wait for it any longer.
+    /// Shutdown of the gateway.
     Drain,
-    /// It ended in order, and without its end mark.
+    /// Regular end without an end mark.
     Incomplete,
 }
 
@@ -258,18 +258,18 @@ impl StreamBreak {
     }
 }
 
-/// Statuses whose counters are kept; others are looked up.
+/// Statuses with cached counters; others are looked up.
 const COMMON: [u16; 10] = [200, 400, 401, 404, 429, CLIENT_LEFT, 500, 502, 503, 504];
 
-/// The status of a request whose client left before there was one. Nobody is told.
+/// Status of a request whose client disconnected before a response; never sent.
 const CLIENT_LEFT: u16 = 499;
 
 const ENDPOINTS: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
 
-/// The handles of one model, or of requests for none (the empty name).
+/// Handles of one model, or of requests without a model (empty name).
 pub(crate) struct ModelMeters {
     model: String,
-    /// By endpoint, then by status; a series is there from its first request on.
+    /// By endpoint, then by status; a series exists from its first request on.
     requests: [[OnceLock<Counter>; COMMON.len()]; ENDPOINTS.len()],
     first_byte: Histogram,
     whole: Histogram,
@@ -306,16 +306,16 @@ impl ModelMeters {
     }
 }
 
-/// The handles of all requests.
+/// Handles of all requests.
 pub(crate) struct Meters {
     in_flight: Gauge,
     overhead: Histogram,
     denied: Counter,
     client_gone: Counter,
     broken: [Counter; StreamBreak::ALL.len()],
-    /// Whether what is in flight is being broken off.
+    /// Whether requests in flight are being cut off.
     is_deadline_passed: AtomicBool,
-    /// Of requests that name no model.
+    /// Of requests without a model.
     nameless: Arc<ModelMeters>,
 }
 
@@ -333,7 +333,7 @@ impl Meters {
         }
     }
 
-    /// From now on requests do not end because their clients have left, but because the gateway does.
+    /// From now on ended requests count as cut off by the gateway instead of client disconnects.
     pub(crate) fn deadline_passed(&self) {
         self.is_deadline_passed.store(true, Ordering::Relaxed);
     }
@@ -343,19 +343,20 @@ impl Meters {
     }
 }
 
-/// One request, from its head to the end of its answer. Dropped before that, the client has left, or the gateway ends.
+/// One request, from its head to the end of its response. An earlier drop means a client disconnect or the end of the
+/// gateway.
 pub(crate) struct Account {
     meters: Arc<Meters>,
     model: Arc<ModelMeters>,
     endpoint: Endpoint,
     started: Instant,
-    /// Time until now that others are to blame for.
+    /// Accumulated waiting time outside the gateway.
     elsewhere: Duration,
     is_sent: bool,
     has_first_token: bool,
     is_answered: bool,
     is_over: bool,
-    /// What the access line says.
+    /// Access log record.
     pub(crate) access: AccessRecord,
     status: u16,
     outcome: &'static str,
@@ -384,17 +385,17 @@ impl Account {
         self.started
     }
 
-    /// It is known which model is meant.
+    /// Sets the model of the request.
     pub(crate) fn is_for(&mut self, model: &Arc<ModelMeters>) {
         self.model = Arc::clone(model);
     }
 
-    /// Since then it has waited for somebody else.
+    /// Adds the time since `then` as waiting time.
     pub(crate) fn waited_since(&mut self, then: Instant) {
         self.elsewhere += then.elapsed();
     }
 
-    /// It goes to the placement's worker; only the first time counts.
+    /// Records the first attempt, sent to the worker of the placement.
     pub(crate) fn sent(&mut self, placement: &Placement) {
         self.access.attempted(placement);
         if !std::mem::replace(&mut self.is_sent, true) {
@@ -402,14 +403,14 @@ impl Account {
         }
     }
 
-    /// The first token of a streamed answer is there, or the first byte of another one; only the first time counts.
+    /// Records the first token of a streamed response, or the first byte of another; only the first call counts.
     pub(crate) fn first_token(&mut self) {
         if !std::mem::replace(&mut self.has_first_token, true) {
             self.model.first_byte.record(self.started.elapsed());
         }
     }
 
-    /// The client is told a status.
+    /// Records the status sent to the client.
     pub(crate) fn answered(&mut self, status: StatusCode) {
         if !std::mem::replace(&mut self.is_answered, true) {
             self.status = status.as_u16();
@@ -417,7 +418,7 @@ impl Account {
         }
     }
 
-    /// The answer has come to its end.
+    /// Records the complete end of the response.
     pub(crate) fn complete(&mut self) {
         if !std::mem::replace(&mut self.is_over, true) {
             self.outcome = self.access.outcome_of(self.status);
@@ -425,7 +426,7 @@ impl Account {
         }
     }
 
-    /// The answer was cut off.
+    /// Records a cut-off response.
     pub(crate) fn broke(&mut self, why: StreamBreak) {
         if !std::mem::replace(&mut self.is_over, true) {
             self.outcome = why.name();
@@ -433,7 +434,7 @@ impl Account {
         }
     }
 
-    /// The request has ended, however that came about.
+    /// Closes the account.
     fn end(&mut self) {
         if self.is_over {
             return;

@@ -1,8 +1,8 @@
-//! The gateway: it takes clients' requests, places them, and carries them to workers and their answers back.
+//! The gateway server: accepts requests, places them, and forwards them to workers.
 //!
-//! Owns what a running gateway is made of (`App`) and its start and end. Promises that what was accepted is answered,
-//! and that at its end no booking is left. Leaves listening to `listener`, requests to `proxy`, who may ask to
-//! `tenants`, which model is meant to `models`, and operators to `admin`.
+//! Builds, starts and stops a running gateway (`App`). Every accepted request gets a response, and no booking remains
+//! at shutdown. `listener` handles connections, `proxy` requests, `tenants` authentication, `models` model names, and
+//! `admin` operators.
 
 mod admin;
 mod body_budget;
@@ -62,39 +62,39 @@ pub use run::{Ended, Signal, refuse, run, run_until};
 pub use tenants::{Tenant, Tenants};
 pub use tls::TlsError;
 
-/// How often it may be said that an answer was cut off.
+/// Log interval of cut-off responses.
 const BROKEN_STREAMS_SAID_EVERY: Duration = Duration::from_secs(10);
 
-/// Why a gateway did not start.
+/// Startup error of the gateway.
 #[derive(Debug, thiserror::Error)]
 pub enum GatewayError {
-    /// A model's pool.
+    /// Pool of a model.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The operators' token.
+    /// Operator token.
     #[error(transparent)]
     AdminToken(#[from] TokenError),
-    /// A secret.
+    /// Secret file.
     #[error(transparent)]
     Secret(#[from] SecretError),
-    /// Whom to believe that they are workers.
+    /// Worker CA bundle.
     #[error(transparent)]
     WorkerTls(#[from] WorkerTlsError),
-    /// The clients' certificate chain or its key.
+    /// Certificate chain or key for clients.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// An address that cannot be listened at.
+    /// Listen failure.
     #[error("cannot listen at {address}: {error}")]
     Listen {
-        /// The address.
+        /// Listen address.
         address: SocketAddr,
-        /// What the system says.
+        /// System error.
         error: std::io::Error,
     },
 }
 
-/// What every request is served with: a snapshot that a reload replaces. What belongs to the process and outlives a reload,
-/// such as counts and the state of draining, is behind an `Arc` that snapshots share.
+/// Serving state of a request: a snapshot that a reload replaces. State of the process that survives a reload, such as
+/// counters and the drain flag, is shared by snapshots through `Arc`.
 #[derive(Clone)]
 pub(crate) struct App {
     pub(crate) settings: Arc<Settings>,
@@ -103,18 +103,18 @@ pub(crate) struct App {
     pub(crate) readiness: Arc<Readiness>,
     pub(crate) metrics: Option<Metrics>,
     pub(crate) tenants: Arc<Tenants>,
-    /// `Authorization` for workers, in place of the clients' own.
+    /// `Authorization` for workers, replacing the client's.
     pub(crate) worker_key: Option<HeaderValue>,
-    /// What operators show; `None` without `[admin]`.
+    /// Operator token; `None` without `[admin]`.
     pub(crate) admin_token: Option<Arc<admin::Token>>,
     pub(crate) meters: Arc<Meters>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
     pub(crate) broken_streams: Arc<Rarely>,
     pub(crate) ids: Arc<Ids>,
-    /// When the gateway started, in seconds of Unix: the date of its models.
+    /// Startup time in Unix seconds, used as the creation date of models.
     pub(crate) created: u64,
-    /// It takes no more requests.
+    /// Whether new requests are rejected.
     closing: Arc<AtomicBool>,
 }
 
@@ -148,7 +148,7 @@ impl App {
         }
     }
 
-    /// Whether it takes no more requests.
+    /// Whether new requests are rejected.
     pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Relaxed)
     }
@@ -159,27 +159,27 @@ pub struct Gateway {
     current: Current,
     clients: Listener,
     reloader: Arc<Reloader>,
-    /// Ends with the gateway.
+    /// Background tasks; they end with the gateway.
     _upkeep: JoinSet<()>,
     admin: Option<Listener>,
 }
 
-/// How long answers to operators may take once the routers have stopped: there is nothing left to wait for.
+/// Time limit of operator responses after the routers have stopped.
 const ADMIN_DRAIN: Duration = Duration::from_secs(1);
 
 impl Gateway {
-    /// Starts the routers, then listens.
+    /// Starts the routers, then the listeners.
     ///
     /// # Errors
-    /// See [`GatewayError`]; nothing runs then.
+    /// See [`GatewayError`]; nothing runs after an error.
     pub async fn start(settings: Settings) -> Result<Self, GatewayError> {
         Self::start_with(settings, None).await
     }
 
-    /// As [`Gateway::start`], with settings that `load` loads again at a [reload](Self::reload).
+    /// Like [`Gateway::start`], with a loader for [reloads](Self::reload).
     ///
     /// # Errors
-    /// See [`GatewayError`]; nothing runs then.
+    /// See [`GatewayError`]; nothing runs after an error.
     pub async fn start_reloadable(settings: Settings, load: LoadSettings) -> Result<Self, GatewayError> {
         Self::start_with(settings, Some(load)).await
     }
@@ -193,12 +193,12 @@ impl Gateway {
     }
 
     async fn start_parts(settings: Settings, load: Option<LoadSettings>) -> Result<Self, GatewayError> {
-        // Handles belong to the recorder that is there when they are made.
+        // Metric handles belong to the recorder that is installed at their creation.
         let metrics = Metrics::install();
         metrics::describe();
         let limits = ProcessLimits::of(&settings);
         limits.log();
-        // What cannot be read is found before anything runs.
+        // Unreadable files are detected before anything runs.
         let files = Files::read(&settings, &limits).await?;
         let trust = WorkerTrust::read(&settings);
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
@@ -212,7 +212,7 @@ impl Gateway {
         }
         let current = Current::new(App::new(settings, &limits, &files, models, upstream, metrics));
         upkeep.spawn(models::warn_of_unread(current.clone()));
-        // Nothing can fail any more once the first of them accepts.
+        // After the first bind succeeds, nothing else may fail.
         let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
         let (socket, admin_socket) = (bind(listen)?, admin_listen.map(bind).transpose()?);
         let failed = |error| GatewayError::Listen { address: listen, error };
@@ -233,48 +233,48 @@ impl Gateway {
         Ok(Self { current, clients, reloader, admin, _upkeep: upkeep })
     }
 
-    /// Where clients connect.
+    /// Listen address for clients.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.clients.address()
     }
 
-    /// Where operators connect; `None` without `[admin]`.
+    /// Listen address for operators; `None` without `[admin]`.
     #[must_use]
     pub fn admin_address(&self) -> Option<SocketAddr> {
         self.admin.as_ref().map(Listener::address)
     }
 
-    /// The router of a model.
+    /// Router of a model.
     #[must_use]
     pub fn router(&self, model: &str) -> Option<Router> {
         self.current.get().models.find(model).map(|(model, _)| model.router.clone())
     }
 
-    /// Loads the settings again and puts them in force: all of them but those that need a restart, which are named. Requests
-    /// and connections go on. The reload goes on when this call is abandoned.
+    /// Reloads the settings and applies all except those that need a restart, which are reported. Requests and
+    /// connections continue. Dropping the future does not stop the reload.
     ///
     /// # Errors
-    /// See [`ReloadError`]; nothing has changed then.
+    /// See [`ReloadError`]; nothing has changed after an error.
     pub fn reload(&self) -> impl Future<Output = Result<ReloadStatus, ReloadError>> + use<> {
         let reloader = Arc::clone(&self.reloader);
         async move { reloader.reload().await }
     }
 
-    /// What came of reloads.
+    /// Status of reloads.
     #[must_use]
     pub fn reload_status(&self) -> ReloadStatus {
         self.reloader.status()
     }
 
-    /// Makes `/ready` say no from now on, and each answer end its connection; everything is still answered.
+    /// Sets `/ready` to 503 and closes connections after their response; everything is still served.
     pub fn begin_drain(&self) {
         self.current.get().readiness.drain();
         [Some(&self.clients), self.admin.as_ref()].into_iter().flatten().for_each(Listener::begin_drain);
     }
 
-    /// Takes no more connections, waits up to `deadline` for requests in flight, and ends. Requests that come on open
-    /// connections are served for a second, and then refused: each is answered.
+    /// Stops accepting, waits up to `deadline` for requests in flight, and ends. Requests on open connections are
+    /// served for one second and then rejected; each gets a response.
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
         let app = self.current.get();
@@ -288,7 +288,7 @@ impl Gateway {
                 drain.await
             }
         };
-        // Operators may look until the end.
+        // Operators have access until the end.
         self.current.get().models.shutdown().await;
         if let Some(admin) = self.admin {
             admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
@@ -297,11 +297,11 @@ impl Gateway {
     }
 }
 
-/// What the files hold that settings name, read and checked.
+/// Contents of the files referenced by settings, validated.
 struct Files {
     secrets: Secrets,
     admin_token: Option<Arc<admin::Token>>,
-    /// The clients' listener, with its certificate.
+    /// The clients' listener with its certificate.
     listener: ListenerOptions,
 }
 
@@ -316,7 +316,7 @@ impl Files {
     }
 }
 
-/// What the clients' listener takes.
+/// Options of the clients' listener.
 fn client_options(settings: &GatewaySettings, limits: &ProcessLimits) -> Result<ListenerOptions, TlsError> {
     let tls = match (&settings.tls_certificate_file, &settings.tls_key_file) {
         (Some(certificate_file), Some(key_file)) => Some(tls::server(certificate_file, key_file)?),

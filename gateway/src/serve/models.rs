@@ -1,8 +1,7 @@
-//! The models that are served, and their routers.
+//! Served models and their routers.
 //!
-//! Owns names: which model a client means. Promises that a name means one model: a configured name goes before an adapter's,
-//! and of two models with an adapter of one name the first has it. Leaves choosing a rank to the router, and where workers
-//! come from to [`sources`](super::sources).
+//! Resolves names: a configured name takes precedence over an adapter name, and of two models with an equal adapter
+//! name the first. Routers select ranks; [`sources`](super::sources) provides workers.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,37 +23,37 @@ use crate::prompt::{AnyWorker, Tokens, TokensError};
 use crate::settings::ModelSettings;
 use crate::upstream::Upstream;
 
-/// How long a router waits for bookings at its end: those of requests that were broken off end at once.
+/// Time limit of bookings at shutdown: those of cut-off requests end immediately.
 pub(super) const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
-/// How often new workers are checked for KV events that cannot be read.
+/// Check interval of new workers for unreadable KV events.
 const UNREAD_CHECKED_EVERY: Duration = Duration::from_secs(10);
 
-/// Why a model cannot be served.
+/// Startup error of a model.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// Its router.
+    /// Router error.
     #[error("model {model:?}: {error}")]
     Router {
-        /// The model.
+        /// Model name.
         model: String,
-        /// What is wrong.
+        /// Cause.
         error: StartError,
     },
-    /// Its workers.
+    /// Worker source error.
     #[error("model {model:?}: {error}")]
     Workers {
-        /// The model.
+        /// Model name.
         model: String,
-        /// What is wrong.
+        /// Cause.
         error: DiscoveryError,
     },
-    /// Its tokenizer.
+    /// Tokenizer error.
     #[error("model {model:?}: {error}")]
     Tokens {
-        /// The model.
+        /// Model name.
         model: String,
-        /// What is wrong.
+        /// Cause.
         error: TokensError,
     },
 }
@@ -64,29 +63,29 @@ pub enum ModelError {
 pub(crate) struct Model {
     pub(crate) settings: ModelSettings,
     pub(crate) router: Router,
-    /// Where its workers come from.
+    /// Worker sources.
     sources: Arc<ModelSources>,
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) meters: Arc<ModelMeters>,
     pub(crate) workers: Arc<WorkerTable>,
-    /// Whether the caches of all its ranks were known at some time.
+    /// Whether the caches of all ranks were known at some time.
     pub(crate) was_warm: Arc<AtomicBool>,
 }
 
-/// All models, by every name.
+/// All models by name.
 pub(crate) struct Models {
     all: Vec<Arc<Model>>,
     by_name: AHashMap<String, usize>,
     adapters: Mutex<Adapters>,
 }
 
-/// The adapters that workers have.
+/// Adapters of the workers.
 #[derive(Default)]
 struct Adapters {
-    /// The workers that they were read of, by model.
+    /// Worker lists of the last scan, by model.
     seen: Vec<Arc<[WorkerEntry]>>,
     by_name: AHashMap<String, usize>,
-    /// Names that two models have, and that it has been said of.
+    /// Adapter names of two models that have been logged.
     shared: BTreeSet<String>,
 }
 
@@ -109,17 +108,17 @@ impl Models {
         Self { all, by_name, adapters: Mutex::default() }
     }
 
-    /// The models of these settings: those that are served go on with their routers, others are started. None of those that
-    /// are served is changed yet: see [`Model::follow_settings`].
+    /// Models for new settings: served models keep their routers, others are started. Served models stay unchanged
+    /// until [`Model::follow_settings`].
     ///
     /// # Errors
-    /// A model that cannot be served; those that were started are ended.
+    /// A model that fails to start; models started before it are stopped.
     pub(crate) async fn reloaded(&self, settings: &[ModelSettings], upstream: &Upstream) -> Result<Self, ModelError> {
         let (mut all, mut started) = (Vec::new(), Vec::new());
         for settings in settings {
             let model = match self.all.iter().find(|model| model.settings.name == settings.name) {
                 Some(model) => model.with(settings),
-                // Nobody waits for its workers: the others are served meanwhile.
+                // Started without waiting for workers, because other models are being served.
                 None => Model::start(settings, upstream, 0).await.inspect(|model| started.push(model.router.clone())),
             };
             match model {
@@ -139,7 +138,7 @@ impl Models {
         &self.all
     }
 
-    /// The model that a client means by `name`, and the adapter of it, if the name is one's.
+    /// Resolves `name` to a model, and its adapter if the name is an adapter's.
     pub(crate) fn find<'a>(&self, name: &'a str) -> Option<(&Arc<Model>, Option<&'a str>)> {
         if let Some(n) = self.by_name.get(name) {
             return Some((&self.all[*n], None));
@@ -148,7 +147,7 @@ impl Models {
         Some((&self.all[n], Some(name)))
     }
 
-    /// The only model, if there is just one.
+    /// The only model, if there is exactly one.
     pub(crate) fn only(&self) -> Option<&Arc<Model>> {
         match &self.all[..] {
             [model] => Some(model),
@@ -156,7 +155,7 @@ impl Models {
         }
     }
 
-    /// Every adapter's name with its model, by name.
+    /// Adapter names with their models, sorted by name.
     pub(crate) fn adapter_names(&self) -> Vec<(String, &Arc<Model>)> {
         let adapters = self.adapters();
         let mut names: Vec<_> = adapters.by_name.keys().cloned().collect();
@@ -164,9 +163,9 @@ impl Models {
         names.into_iter().map(|name| (adapters.by_name[&name], name)).map(|(n, name)| (name, &self.all[n])).collect()
     }
 
-    /// The adapters that the workers have now.
+    /// Current adapters of the workers.
     fn adapters(&self) -> MutexGuard<'_, Adapters> {
-        // The table is put in place whole.
+        // The table is replaced as a whole.
         let mut adapters = self.adapters.lock().unwrap_or_else(PoisonError::into_inner);
         let workers = || self.all.iter().map(|model| model.router.workers());
         let is_current = adapters.seen.len() == self.all.len()
@@ -208,7 +207,7 @@ impl Adapters {
 }
 
 impl Model {
-    /// Starts its router, and waits for so many workers.
+    /// Starts the router and waits for the given number of workers.
     async fn start(
         settings: &ModelSettings,
         upstream: &Upstream,
@@ -255,7 +254,7 @@ impl Model {
         Ok(Self { settings: settings.clone(), ..self.clone() })
     }
 
-    /// Makes the router's workers those of the settings. What is there already stays as it is.
+    /// Applies the workers of the settings to the router. Existing ones stay unchanged.
     pub(crate) fn follow_settings(&self) {
         let changed = definitions_of(&self.settings).and_then(|definitions| {
             let changed = self.sources.change(&self.router, &definitions, &probe_options(&self.settings));
@@ -271,8 +270,8 @@ fn definitions_of(settings: &ModelSettings) -> Result<Definitions, ModelError> {
     Definitions::of(settings).map_err(|error| ModelError::Workers { model: settings.name.clone(), error })
 }
 
-/// Logs each worker whose KV events cannot be read, once, when workers have had the time to be found: the usual case is an
-/// engine that cannot be asked where it publishes.
+/// Logs each worker with unreadable KV events once, after a delay for discovery: usually an engine that does not report
+/// its event endpoint.
 pub(super) async fn warn_of_unread(current: Current) {
     let warm_up = Duration::from_millis(current.get().settings.gateway.warm_up_ms);
     sleep(warm_up).await;
@@ -311,8 +310,8 @@ pub(super) async fn warn_of_unread(current: Current) {
     }
 }
 
-/// The endpoint of a worker that takes new work and for which `is_eligible` holds, in turn. One in place of `but` takes no
-/// turn of its own: else of two workers the same would always be the first.
+/// The next eligible worker in rotation that accepts new work and satisfies `is_eligible`. A replacement for `but` does
+/// not advance the rotation; otherwise of two workers the same one would always be first.
 fn next_worker(
     workers: &[WorkerEntry],
     turn: &AtomicUsize,
@@ -348,7 +347,7 @@ mod tests {
         let some = workers(&[("a", true), ("b", false), ("c", false), ("d", true)]);
         let asked: Vec<_> = (0..4).map(|_| next(&some, None).unwrap()).collect();
         assert_eq!(asked, ["b", "c", "b", "c"]);
-        // In place of one there is always the other, whoever else asks, and that is no turn.
+        // A replacement is always the other worker and does not advance the rotation.
         for _ in 0..3 {
             assert_eq!(next(&some, Some("b")).as_deref(), Some("c"));
             assert_eq!(next(&some, Some("c")).as_deref(), Some("b"));
