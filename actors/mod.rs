@@ -36,7 +36,7 @@ mod views;
 #[cfg(any(feature = "discovery", feature = "zmq"))]
 mod worker_tasks;
 
-pub use discovery::{DiscoverySource, DiscoveryStatus, StaticList};
+pub use discovery::{DiscoverySource, StaticList};
 #[cfg(feature = "discovery")]
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "http")]

@@ -12,7 +12,6 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use crate::actors::delivery::strand::Strand;
-use crate::actors::discovery::DiscoveryStatus;
 use crate::actors::engine_load::EngineLoads;
 use crate::actors::handle::shared_cache::SharedCache;
 use crate::actors::health::{Health, HealthMsg};
@@ -30,6 +29,7 @@ use crate::error::Down;
 use crate::health::{Exclusions, Outcome};
 use crate::index::Holdings;
 use crate::load::{BoardSlot, OutputLengths, PromptLimits, SpeedCell};
+use crate::membership::DiscoveryStatus;
 use crate::predict::Kind;
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::schedule::Extensions;

@@ -74,6 +74,7 @@ pub mod health;
 pub mod index;
 pub mod ingest;
 pub mod load;
+pub mod membership;
 pub mod message;
 pub mod predict;
 pub mod protocol;
@@ -81,7 +82,6 @@ pub mod queue;
 pub mod schedule;
 pub mod select;
 pub mod session;
-pub mod supervision;
 pub mod wire;
 pub mod zmtp;
 
@@ -89,9 +89,9 @@ pub mod zmtp;
 pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, DiscoveryStatus, Health,
-    KvSourceStatus, OverlapScores, PendingClass, Placement, Prompt, RankScores, RouteRequest, Router, RouterBuilder,
-    SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
+    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvSourceStatus,
+    OverlapScores, PendingClass, Placement, Prompt, RankScores, RouteRequest, Router, RouterBuilder, SharedCache,
+    SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
@@ -100,6 +100,7 @@ pub use actors::{Fault, Hang};
 #[cfg(feature = "tower")]
 pub use actors::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
 pub use config::RouterConfig;
+pub use membership::DiscoveryStatus;
 
 /// The README's example, compiled and run.
 #[cfg(all(doctest, feature = "runtime"))]

@@ -11,10 +11,11 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::{Mutex, oneshot};
 use tokio::task::JoinHandle;
 
-use super::{AnySource, News};
+use super::AnySource;
 use crate::actors::shared::Shared;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::discovery::DiscoveryError;
+use crate::membership::SourceUpdate;
 
 /// How long a source that has just failed is left alone.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -71,8 +72,8 @@ impl Actor for Follower {
         match msg {
             FollowerMsg::Panicked => {
                 let Assignment { number, supervisor, .. } = &state.assignment;
-                let news = News::Failed(DiscoveryError::Panicked);
-                drop(supervisor.send_message(SupervisorMsg::Reconcile { source: *number, news, done: None }));
+                let update = SourceUpdate::Failed(DiscoveryError::Panicked);
+                drop(supervisor.send_message(SupervisorMsg::Reconcile { source: *number, update, done: None }));
                 let following = follow(state.assignment.clone(), PANIC_PAUSE, PanicReport(myself));
                 state.following = AbortOnDrop(tokio::spawn(following));
             }
@@ -117,14 +118,14 @@ async fn follow(assignment: Assignment, pause: Duration, _report: PanicReport) {
             _ = shared.down() => return,
             next = source.next() => next,
         };
-        let (news, pause) = match next {
-            Some(Ok(desired)) => (News::Desired(desired), None),
-            Some(Err(error)) => (News::Failed(error), Some(PAUSE)),
-            None => (News::Closed, None),
+        let (update, pause) = match next {
+            Some(Ok(workers)) => (SourceUpdate::Workers(workers), None),
+            Some(Err(error)) => (SourceUpdate::Failed(error), Some(PAUSE)),
+            None => (SourceUpdate::Closed, None),
         };
-        let is_last = matches!(news, News::Closed);
+        let is_last = matches!(update, SourceUpdate::Closed);
         let (done, taken_in) = oneshot::channel();
-        let passed = supervisor.send_message(SupervisorMsg::Reconcile { source: number, news, done: Some(done) });
+        let passed = supervisor.send_message(SupervisorMsg::Reconcile { source: number, update, done: Some(done) });
         if passed.is_err() || is_last {
             return;
         }

@@ -18,6 +18,7 @@ use crate::actors::{engine_load, gauges, health, lease_expiry};
 use crate::config::RouterConfig;
 use crate::error::{Down, StartError};
 use crate::load::PrefillEstimator;
+use crate::membership::initial_workers;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use crate::schedule::Extensions;
 use crate::select::{RankConditions, WorkerSelector};
@@ -161,25 +162,20 @@ fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Route
 }
 
 async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Result<(), StartError> {
-    let registered = router.workers().len();
-    if sources == 0 && registered < wanted as usize {
-        return Err(StartError::NoSource { registered, wanted });
-    }
-    let mut workers = router.shared().workers.subscribe();
-    let (mut statuses, mut endings) = (router.shared().discovery.subscribe(), router.shared().discovery.subscribe());
-    let enough = async {
-        let _ = statuses.wait_for(|statuses| statuses.len() == sources).await; // followed, so that they can be seen
-        workers.wait_for(|workers| workers.len() >= wanted as usize).await.is_ok()
-    };
-    // A source that has closed has said its last before.
-    let closed = endings.wait_for(|statuses| statuses.len() == sources && statuses.iter().all(|status| status.closed));
-    tokio::select! {
-        biased;
-        _ = enough => Ok(()),
-        down = router.shared().down() => Err(down.into()),
-        _ = closed => {
-            let registered = router.workers().len();
-            if registered >= wanted as usize { Ok(()) } else { Err(StartError::SourceClosed { registered, wanted }) }
+    let shared = router.shared();
+    let (mut statuses, mut workers) = (shared.discovery.subscribe(), shared.workers.subscribe());
+    loop {
+        // Statuses first: the workers of a source that has closed were published before.
+        let known_sources = statuses.borrow_and_update().clone();
+        let registered = workers.borrow_and_update().len();
+        if let Some(result) = initial_workers(wanted, registered, sources, &known_sources) {
+            return result;
+        }
+        tokio::select! {
+            biased;
+            down = shared.down() => return Err(down.into()),
+            _ = statuses.changed() => {}
+            _ = workers.changed() => {}
         }
     }
 }

@@ -6,14 +6,15 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use super::router::{Health, Router};
-use crate::actors::discovery::{DiscoverySource, DiscoveryStatus};
+use crate::actors::discovery::DiscoverySource;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::shared::{Phase, RankEntry};
-use crate::actors::supervisor::SupervisorMsg;
+use crate::actors::supervisor::{MembershipReply, SupervisorMsg};
 use crate::actors::views::kv_source::KvSourceStatus;
 use crate::actors::views::worker::WorkerEntry;
 use crate::config::{PoolRole, RouterConfig, UseKvEvents};
 use crate::error::{Down, MembershipError};
+use crate::membership::{DiscoveryStatus, MembershipInput};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
@@ -30,7 +31,7 @@ impl Router {
     /// When the configuration breaks a rule, or the router is down.
     pub async fn upsert_worker(&self, worker: WorkerId, config: WorkerConfig) -> Result<(), MembershipError> {
         let config = Box::new(config);
-        self.change(|answer| SupervisorMsg::Upsert { worker, config, answer }).await
+        self.change(|reply| MembershipInput::Upsert { worker, config, reply }).await.map(drop)
     }
 
     /// Follows one more discovery source, behind those that are followed already: see
@@ -49,7 +50,7 @@ impl Router {
     /// # Errors
     /// When there is no such worker, or the router is down.
     pub async fn remove_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
-        self.change(|answer| SupervisorMsg::Remove { worker, answer }).await
+        self.change(|reply| MembershipInput::Remove { worker, reply }).await.map(drop)
     }
 
     /// Gives a worker no new work, and removes it when its last booking has ended, or when `deadline` has passed: then
@@ -62,7 +63,7 @@ impl Router {
     /// When there is no such worker, it is being drained already, it was removed or undrained meanwhile, or the router is
     /// down.
     pub async fn drain_worker(&self, worker: WorkerId, deadline: Duration) -> Result<usize, MembershipError> {
-        self.change(|answer| SupervisorMsg::Drain { worker, deadline, answer }).await
+        self.change(|reply| MembershipInput::Drain { worker, deadline, reply }).await
     }
 
     /// Undoes a drain or a removal. A worker that is being drained serves on, and the drain's caller gets
@@ -72,7 +73,7 @@ impl Router {
     /// # Errors
     /// When the worker is registered and not being drained, when there is nothing to undo, or the router is down.
     pub async fn undrain_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
-        self.change(|answer| SupervisorMsg::Undrain { worker, answer }).await
+        self.change(|reply| MembershipInput::Undrain { worker, reply }).await.map(drop)
     }
 
     /// Gives a worker no new work. Its requests go on, its KV events are still read, and it stays registered: also when
@@ -82,7 +83,7 @@ impl Router {
     /// # Errors
     /// When there is no such worker, it is being drained, or the router is down.
     pub async fn cordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
-        self.change(|answer| SupervisorMsg::Cordon { worker, cordoned: true, answer }).await
+        self.change(|reply| MembershipInput::Cordon { worker, cordoned: true, reply }).await.map(drop)
     }
 
     /// Gives a cordoned worker new work again. Again is harmless.
@@ -90,7 +91,7 @@ impl Router {
     /// # Errors
     /// As [`Router::cordon_worker`].
     pub async fn uncordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
-        self.change(|answer| SupervisorMsg::Cordon { worker, cordoned: false, answer }).await
+        self.change(|reply| MembershipInput::Cordon { worker, cordoned: false, reply }).await.map(drop)
     }
 
     /// Says what the embedder knows of the ranks and the router cannot: which are overloaded, which cannot be reached.
@@ -219,17 +220,17 @@ impl Router {
         left
     }
 
-    async fn change<T>(
+    async fn change(
         &self,
-        change: impl FnOnce(oneshot::Sender<Result<T, MembershipError>>) -> SupervisorMsg,
-    ) -> Result<T, MembershipError> {
+        input: impl FnOnce(MembershipReply) -> MembershipInput<MembershipReply>,
+    ) -> Result<usize, MembershipError> {
         self.shared().up()?;
-        let (sender, answer) = oneshot::channel();
-        self.supervisor().send_message(change(sender)).map_err(|_| Down::Failed)?;
-        // A supervisor that dies may take the question with it unanswered.
+        let (sender, reply) = oneshot::channel();
+        self.supervisor().send_message(SupervisorMsg::Membership(input(sender))).map_err(|_| Down::Failed)?;
+        // A dying supervisor drops the request without a reply.
         tokio::select! {
             biased;
-            Ok(result) = answer => result,
+            Ok(result) = reply => result,
             down = self.shared().down() => Err(down.into()),
         }
     }

@@ -1,16 +1,16 @@
-//! When to stop restarting: the pure part of supervision.
+//! Restart budget of supervised actors.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::protocol::Timestamp;
 
-/// So many restarts within so long; one more and the whole router has failed. (Erlang/OTP: intensity and period.)
+/// Upper limit of restarts within a sliding window. (Erlang/OTP: intensity and period.)
 ///
 /// ```
 /// use std::time::Duration;
 /// use pointsman::protocol::Timestamp;
-/// use pointsman::supervision::RestartBudget;
+/// use pointsman::membership::RestartBudget;
 ///
 /// let mut budget = RestartBudget::new(1, Duration::from_secs(10));
 /// let start = Timestamp::default();
@@ -22,18 +22,18 @@ use crate::protocol::Timestamp;
 pub struct RestartBudget {
     restarts_max: u32,
     window: Duration,
-    /// When the restarts inside the window happened, oldest first.
+    /// Times of the restarts inside the window, oldest first.
     spent: VecDeque<Timestamp>,
 }
 
 impl RestartBudget {
-    /// `restarts_max` restarts within any `window`.
+    /// Budget of `restarts_max` restarts within any `window`.
     #[must_use]
     pub fn new(restarts_max: u32, window: Duration) -> Self {
         Self { restarts_max, window, spent: VecDeque::new() }
     }
 
-    /// Takes one restart; `false` when the window has none left.
+    /// Takes one restart; false if the window has none left.
     #[must_use]
     pub fn spend(&mut self, now: Timestamp) -> bool {
         while self.spent.front().is_some_and(|at| now.since(*at) > self.window) {

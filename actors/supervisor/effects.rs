@@ -1,0 +1,184 @@
+//! Performance of membership effects.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use ractor::ActorProcessingErr;
+
+use super::children::sequence_handle;
+use super::{DrainAck, MembershipReply, RankActor, RetireAck, State, SupervisorMsg};
+use crate::actors::delivery::strand::Strand;
+use crate::actors::health::HealthMsg;
+use crate::actors::radix::{Radix, RadixMsg, RegisteredRank, shard_of};
+use crate::actors::scheduler::SchedulerMsg;
+use crate::actors::shared::{Phase, RankEntry};
+use crate::actors::views::kv_source::SourceCell;
+use crate::actors::views::worker::WorkerEntry;
+use crate::load::PromptLimits;
+use crate::membership::{Child, MembershipEffect, RankDescription};
+use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
+use crate::select::RankTraits;
+
+impl State {
+    pub(super) async fn perform(
+        &mut self,
+        effect: MembershipEffect<MembershipReply>,
+    ) -> Result<(), ActorProcessingErr> {
+        match effect {
+            MembershipEffect::StartRank { rank, slot, generation, endpoint, description, restricted } => {
+                let entry = self.new_entry(rank, (slot, generation), endpoint, &description);
+                self.start_rank(entry, &description.traits, restricted).await?;
+            }
+            MembershipEffect::DescribeRank { slot, description, .. } => self.describe_rank(slot, &description),
+            MembershipEffect::RestrictRank { slot, generation, restricted } => {
+                self.shared.scheduler.tell(SchedulerMsg::Cordon { slot, generation, cordoned: restricted });
+            }
+            MembershipEffect::DrainRank { slot, generation } => {
+                let ack = DrainAck { supervisor: self.myself.clone(), slot, generation };
+                self.shared.scheduler.tell(SchedulerMsg::Drain { slot, generation, ack });
+            }
+            MembershipEffect::RetireRank { slot, generation } => self.retire_rank(slot, generation),
+            MembershipEffect::ReleaseRank { slot, generation } => self.release_rank(slot, generation),
+            #[cfg(feature = "zmq")]
+            MembershipEffect::StartReader { slot } => self.start_reader(slot).await?,
+            #[cfg(feature = "zmq")]
+            MembershipEffect::StopReader { slot } => self.stop_reader(slot),
+            #[cfg(feature = "zmq")]
+            MembershipEffect::ClearBlocks { slot } => self.clear_blocks(slot),
+            #[cfg(feature = "zmq")]
+            MembershipEffect::AbandonReader { slot, deaths, reason } => self.abandon_reader(slot, deaths, &reason),
+            // `MembershipRules::has_reader` is false in this build.
+            #[cfg(not(feature = "zmq"))]
+            MembershipEffect::StartReader { .. }
+            | MembershipEffect::StopReader { .. }
+            | MembershipEffect::ClearBlocks { .. }
+            | MembershipEffect::AbandonReader { .. } => {}
+            MembershipEffect::StartDrainTimer { worker, drain, deadline } => {
+                self.start_drain_timer(worker, drain, deadline);
+            }
+            MembershipEffect::Restart { child, reason, lost } => self.restart(child, &reason, &lost).await?,
+            MembershipEffect::Fail { child, reason } => self.fail(child, &reason),
+            MembershipEffect::Report(report) => self.report(report),
+            MembershipEffect::PublishCold => {
+                self.shared.cold.send_replace(self.membership.cold().clone());
+            }
+            MembershipEffect::PublishSources => {
+                self.shared.discovery.send_replace(self.membership.sources().to_vec());
+            }
+            MembershipEffect::PublishWorkers => self.publish_workers(),
+            MembershipEffect::Reply { to, result } => drop(to.send(result)),
+        }
+        Ok(())
+    }
+
+    fn new_entry(
+        &self,
+        rank: WorkerRank,
+        (slot, generation): (Slot, Generation),
+        endpoint: Arc<str>,
+        description: &RankDescription,
+    ) -> Arc<RankEntry> {
+        Arc::new(RankEntry {
+            rank,
+            slot,
+            generation,
+            endpoint,
+            number_at_worker: AtomicU32::new(description.number_at_worker.unwrap_or(RankEntry::ALONE)),
+            since: self.shared.clock.now(),
+            board: Arc::default(),
+            speed: Arc::default(),
+            holdings: Arc::default(),
+            source: Arc::new(SourceCell::new(&self.shared.doubted)),
+            engine_load: Arc::default(),
+            failing: AtomicBool::new(false),
+            strand: Strand::closed(),
+        })
+    }
+
+    async fn start_rank(
+        &mut self,
+        entry: Arc<RankEntry>,
+        traits: &Arc<RankTraits>,
+        restricted: bool,
+    ) -> Result<(), ActorProcessingErr> {
+        let actor = self.start_sequence(&entry).await?;
+        self.shared.set_entry(entry.slot, Some(Arc::clone(&entry)));
+        self.register(&entry, traits);
+        self.shared.scheduler.tell(SchedulerMsg::Admit(sequence_handle(&entry, traits, restricted)));
+        self.ranks.insert(entry.slot, RankActor { entry, actor });
+        Ok(())
+    }
+
+    fn describe_rank(&self, slot: Slot, description: &RankDescription) {
+        let Some(RankActor { entry, .. }) = self.ranks.get(&slot) else { return };
+        entry.number_at_worker.store(description.number_at_worker.unwrap_or(RankEntry::ALONE), Ordering::Relaxed);
+        self.register(entry, &description.traits);
+        let (generation, traits) = (entry.generation, Arc::clone(&description.traits));
+        self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
+    }
+
+    /// Registers a rank, or its changed capacity, with its index shard.
+    fn register(&self, entry: &RankEntry, traits: &RankTraits) {
+        if let Some(shard) = self.shard(entry.rank) {
+            shard.tell(RadixMsg::Register(RegisteredRank::of(entry, traits)));
+        }
+    }
+
+    /// The index removes the rank immediately; the scheduler forwards the retirement behind its last booking.
+    fn retire_rank(&self, slot: Slot, generation: Generation) {
+        if let Some(RankActor { entry, .. }) = self.ranks.get(&slot)
+            && let Some(shard) = self.shard(entry.rank)
+        {
+            shard.tell(RadixMsg::Remove { rank: entry.rank });
+        }
+        let ack = RetireAck { supervisor: self.myself.clone(), slot, generation };
+        self.shared.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });
+    }
+
+    fn release_rank(&mut self, slot: Slot, generation: Generation) {
+        let Some(RankActor { entry, actor }) = self.ranks.remove(&slot) else { return };
+        self.children.remove(&actor);
+        self.shared.set_entry(slot, None);
+        entry.strand.close();
+        // A sequence actor that died first has left its bookings.
+        for lease in self.shared.directory.booked_on(slot, generation) {
+            self.shared.end(&lease);
+        }
+    }
+
+    fn start_drain_timer(&self, worker: WorkerId, drain: u64, deadline: Duration) {
+        let myself = self.myself.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(deadline).await;
+            drop(myself.send_message(SupervisorMsg::DrainTimedOut { worker, drain }));
+        });
+    }
+
+    fn fail(&self, child: Child, reason: &str) {
+        tracing::error!(role = child.name(), reason, "an actor died and the restart budget is spent: the router fails");
+        self.shared.enter(Phase::Failed);
+        self.myself.stop(Some("restart budget spent".to_owned()));
+        self.shared.close();
+    }
+
+    fn publish_workers(&self) {
+        let workers = self.membership.workers();
+        let entries = workers.iter().map(|(worker, known)| WorkerEntry {
+            worker: *worker,
+            config: known.config.clone(),
+            ranks: known.slots.keys().copied().collect(),
+            draining: known.draining,
+            cordoned: known.cordoned,
+        });
+        let configs = workers.values().map(|worker| &worker.config);
+        self.shared.set_prompt_limits(PromptLimits::of(configs, self.shared.config.block_size));
+        self.shared.workers.send_replace(entries.collect());
+        self.shared.health.tell(HealthMsg::MembersChanged);
+    }
+
+    fn shard(&self, rank: WorkerRank) -> Option<&Strand<Radix>> {
+        let shards = &self.shared.shards;
+        shards.get(shard_of(rank, shards.len())).map(|shard| &*shard.strand)
+    }
+}

@@ -1,0 +1,92 @@
+//! Actors that read the KV events of ranks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use ractor::{Actor, ActorProcessingErr, ActorRef};
+
+use super::State;
+use crate::actors::ingest::{Arguments, Ingest, IngestMsg};
+use crate::ingest::{Doubt, Trust};
+use crate::membership::Child;
+use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
+
+/// Readers by slot, dead readers without restart budget included.
+pub(super) type Readers = BTreeMap<Slot, ActorRef<IngestMsg>>;
+
+impl State {
+    pub(super) async fn start_reader(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
+        let (Some(worker), Some(rank)) = (self.membership.worker_at(slot), self.ranks.get(&slot)) else {
+            return Ok(());
+        };
+        let arguments = match Arguments::of(&self.shared, &rank.entry, &worker.config) {
+            Ok(Some(arguments)) => arguments,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                // Validated when the worker joined. Here the error affects one rank only.
+                let (worker, rank) = (&*rank.entry.endpoint, rank.entry.rank.rank);
+                tracing::error!(worker, rank, %error, "the KV events of a rank cannot be read");
+                return Ok(());
+            }
+        };
+        let (actor, _) = Actor::spawn_linked(None, Ingest, arguments, self.myself.get_cell()).await?;
+        self.children.insert(actor.get_id(), Child::Reader(slot));
+        self.readers.insert(slot, actor);
+        Ok(())
+    }
+
+    pub(super) fn stop_reader(&mut self, slot: Slot) {
+        let Some(actor) = self.readers.remove(&slot) else { return };
+        self.children.remove(&actor.get_id());
+        actor.stop(None);
+        if let Some(rank) = self.ranks.get(&slot) {
+            rank.entry.source.end();
+        }
+    }
+
+    /// Clears the index entries of a rank after its reader has ended, since no event will remove them.
+    pub(super) fn clear_blocks(&self, slot: Slot) {
+        let Some(rank) = self.ranks.get(&slot) else { return };
+        let (shared, entry) = (Arc::clone(&self.shared), Arc::clone(&rank.entry));
+        tokio::spawn(async move {
+            if let Some(_unread) = entry.source.once_left().await {
+                let event = RouterEvent { rank: entry.rank, tier: StorageTier::default(), data: KvEvent::Cleared };
+                shared.apply_of(&entry, vec![event]).await;
+            }
+        });
+    }
+
+    pub(super) fn abandon_reader(&self, slot: Slot, deaths: u32, reason: &str) {
+        let Some(rank) = self.ranks.get(&slot) else { return };
+        let (worker, number) = (&*rank.entry.endpoint, rank.entry.rank.rank);
+        tracing::error!(
+            worker,
+            rank = number,
+            reason,
+            "the KV event reader of a rank died and its restart budget is spent: the rank is no longer read"
+        );
+        rank.entry.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths }));
+    }
+
+    /// Requests a replay for the ranks of a restarted index shard. A dead reader requests one when it starts.
+    pub(super) fn request_replay(&self, shard: usize) {
+        for (entry, _) in self.ranks_of_shard(shard) {
+            if let Some(reader) = self.readers.get(&entry.slot) {
+                drop(reader.send_message(IngestMsg::Resync));
+            }
+        }
+    }
+
+    /// Forwards an injected fault. Without a reader it is dropped, which ends it.
+    #[cfg(feature = "faults")]
+    pub(super) fn on_ingest_fault(
+        &self,
+        rank: crate::protocol::WorkerRank,
+        injected: crate::actors::delivery::fault::InjectedFault,
+    ) {
+        let slot = self.running_ranks().find(|(entry, _)| entry.rank == rank).map(|(entry, _)| entry.slot);
+        if let Some(reader) = slot.and_then(|slot| self.readers.get(&slot)) {
+            drop(reader.send_message(IngestMsg::Fault(injected)));
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Log lines of membership changes.
+
+use super::State;
+use crate::membership::MembershipReport;
+
+impl State {
+    pub(super) fn report(&self, report: MembershipReport) {
+        let pool = self.shared.config.pool.as_str();
+        match report {
+            MembershipReport::Joined { worker, endpoint, ranks, source } => {
+                tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker joined");
+            }
+            MembershipReport::Left { worker, endpoint, ranks, source } => {
+                tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker left");
+            }
+            MembershipReport::CapacityUnstated { endpoint } => {
+                let assumed = self.shared.config.batched_tokens_where_unstated();
+                tracing::info!(pool, worker = endpoint, assumed, "worker states no max_num_batched_tokens");
+            }
+            MembershipReport::Conflict { worker, endpoint, used, ignored } => {
+                self.shared.meters.discovery_conflicts.increment(1);
+                tracing::warn!(
+                    worker = endpoint,
+                    worker_id = %worker,
+                    used,
+                    ignored,
+                    "two sources name one worker; the first source has precedence"
+                );
+            }
+            MembershipReport::SourceFailed { source, error, workers: Some(workers) } => {
+                tracing::warn!(
+                    pool,
+                    source,
+                    error,
+                    workers,
+                    "discovery source failed; its last good set of workers stays in force"
+                );
+            }
+            MembershipReport::SourceFailed { source, error, workers: None } => {
+                tracing::warn!(pool, source, error, "discovery source failed; it has not returned any workers yet");
+            }
+            MembershipReport::SourceRecovered { source, workers } => {
+                tracing::info!(pool, source, workers, "discovery source recovered");
+            }
+            MembershipReport::WorkerRefused { worker, endpoint, error } => {
+                tracing::warn!(
+                    worker = endpoint,
+                    worker_id = %worker,
+                    error,
+                    "discovery names a worker that cannot be used"
+                );
+            }
+            MembershipReport::ReaderRestarted { slot, reason } => {
+                let entry = self.ranks.get(&slot).map(|rank| &rank.entry);
+                let (worker, rank) = (entry.map(|entry| &*entry.endpoint), entry.map(|entry| entry.rank.rank));
+                tracing::warn!(worker, rank, reason, "the KV event reader of a rank died and is restarted");
+            }
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Slow reference model of membership, without slots and effects.
+//!
+//! Each start of a rank has a number of its own. The model keeps complete sets and recomputes what follows from them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::error::MembershipError;
+use crate::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+
+/// Registered worker of the model.
+pub(super) struct ModelWorker {
+    pub(super) config: WorkerConfig,
+    pub(super) source: Option<usize>,
+    pub(super) cordoned: bool,
+    pub(super) drain: Option<ModelDrain>,
+    /// Start number of each rank.
+    pub(super) ranks: BTreeMap<WorkerRank, u64>,
+}
+
+pub(super) struct ModelDrain {
+    number: u64,
+    reply: u32,
+    left: BTreeSet<u64>,
+}
+
+enum Waiting {
+    Reply(u32, usize),
+    Departure(usize, WorkerId),
+}
+
+#[derive(Default)]
+pub(super) struct Model {
+    pub(super) workers: BTreeMap<WorkerId, ModelWorker>,
+    pub(super) sets: Vec<Option<WorkerMap>>,
+    pub(super) refused: BTreeSet<(usize, WorkerId)>,
+    pub(super) cold: BTreeSet<WorkerRank>,
+    /// Replies so far, in any order within a step.
+    pub(super) replies: Vec<(u32, Result<usize, MembershipError>)>,
+    pub(super) drains: u64,
+    withheld: BTreeSet<WorkerId>,
+    starts: u64,
+    retiring: BTreeMap<u64, WorkerId>,
+    waiting: Vec<(BTreeSet<u64>, Waiting)>,
+}
+
+impl Model {
+    pub(super) fn new(sources: usize) -> Self {
+        Self { sets: vec![None; sources], ..Self::default() }
+    }
+
+    pub(super) fn upsert(&mut self, worker: WorkerId, config: &WorkerConfig, reply: u32) {
+        let result = self.register(worker, config, None);
+        self.replies.push((reply, result.map(|()| 0)));
+    }
+
+    fn register(
+        &mut self,
+        worker: WorkerId,
+        config: &WorkerConfig,
+        source: Option<usize>,
+    ) -> Result<(), MembershipError> {
+        config.validate().map_err(|error| MembershipError::Config { worker, error })?;
+        let old = self.workers.remove(&worker);
+        if old.as_ref().is_some_and(|old| old.drain.is_some()) {
+            self.workers.extend(old.map(|old| (worker, old)));
+            return Err(MembershipError::Draining(worker));
+        }
+        let cordoned = old.as_ref().is_some_and(|old| old.cordoned);
+        let mut old_ranks = BTreeMap::new();
+        if let Some(old) = old {
+            if old.config.endpoint == config.endpoint {
+                old_ranks = old.ranks;
+            } else {
+                self.retire(old.ranks);
+            }
+        }
+        let mut ranks = BTreeMap::new();
+        for rank in config.ranks(worker) {
+            self.starts += 1;
+            ranks.insert(rank, old_ranks.remove(&rank).unwrap_or(self.starts));
+        }
+        self.retire(old_ranks);
+        self.withheld.remove(&worker);
+        let worker_now = ModelWorker { config: config.clone(), source, cordoned, drain: None, ranks };
+        self.workers.insert(worker, worker_now);
+        Ok(())
+    }
+
+    fn retire(&mut self, ranks: BTreeMap<WorkerRank, u64>) {
+        for (rank, start) in ranks {
+            self.retiring.insert(start, rank.worker);
+            self.cold.remove(&rank);
+        }
+    }
+
+    fn leave(&mut self, worker: WorkerId, waiting: Waiting) {
+        let left = self.workers.remove(&worker).expect("registered");
+        if let Some(drain) = left.drain {
+            self.replies.push((drain.reply, Err(MembershipError::UnknownWorker(worker))));
+        }
+        self.retire(left.ranks);
+        let own = self.retiring.iter().filter(|(_, owner)| **owner == worker).map(|(start, _)| *start).collect();
+        self.waiting.push((own, waiting));
+    }
+
+    pub(super) fn remove(&mut self, worker: WorkerId, reply: u32) {
+        if !self.workers.contains_key(&worker) {
+            return self.replies.push((reply, Err(MembershipError::UnknownWorker(worker))));
+        }
+        if self.named(worker).is_some() {
+            self.withheld.insert(worker);
+        }
+        self.leave(worker, Waiting::Reply(reply, 0));
+    }
+
+    pub(super) fn drain(&mut self, worker: WorkerId, reply: u32) {
+        let error = match self.workers.get_mut(&worker) {
+            None => MembershipError::UnknownWorker(worker),
+            Some(known) if known.drain.is_some() => MembershipError::Draining(worker),
+            Some(known) => {
+                self.drains += 1;
+                let left = known.ranks.values().copied().collect();
+                known.drain = Some(ModelDrain { number: self.drains, reply, left });
+                return;
+            }
+        };
+        self.replies.push((reply, Err(error)));
+    }
+
+    /// All bookings of the rank with this start number have ended.
+    pub(super) fn drained(&mut self, start: u64, cut_off: usize) {
+        let drains = self.workers.iter_mut().filter_map(|(worker, known)| Some((*worker, known.drain.as_mut()?)));
+        let done = drains
+            .into_iter()
+            .find_map(|(worker, drain)| (drain.left.remove(&start) && drain.left.is_empty()).then_some(worker));
+        if let Some(worker) = done {
+            self.end_drain(worker, cut_off);
+        }
+    }
+
+    pub(super) fn drain_timed_out(&mut self, worker: WorkerId, number: u64, cut_off: usize) {
+        let drain = self.workers.get(&worker).and_then(|known| known.drain.as_ref());
+        if drain.is_some_and(|drain| drain.number == number) {
+            self.end_drain(worker, cut_off);
+        }
+    }
+
+    fn end_drain(&mut self, worker: WorkerId, cut_off: usize) {
+        let drain = self.workers.get_mut(&worker).and_then(|known| known.drain.take()).expect("draining");
+        self.withheld.insert(worker);
+        self.leave(worker, Waiting::Reply(drain.reply, cut_off));
+    }
+
+    pub(super) fn undrain(&mut self, worker: WorkerId, reply: u32) {
+        let result = match self.workers.get_mut(&worker).map(|known| known.drain.take()) {
+            Some(Some(drain)) => {
+                self.replies.push((drain.reply, Err(MembershipError::Undrained(worker))));
+                Ok(0)
+            }
+            Some(None) => Err(MembershipError::NotDraining(worker)),
+            None if self.withheld.remove(&worker) => {
+                self.reconcile();
+                Ok(0)
+            }
+            None => Err(MembershipError::UnknownWorker(worker)),
+        };
+        self.replies.push((reply, result));
+    }
+
+    pub(super) fn cordon(&mut self, worker: WorkerId, cordoned: bool, reply: u32) {
+        let result = match self.workers.get_mut(&worker) {
+            None => Err(MembershipError::UnknownWorker(worker)),
+            Some(known) if known.drain.is_some() => Err(MembershipError::Draining(worker)),
+            Some(known) => {
+                known.cordoned = cordoned;
+                Ok(0)
+            }
+        };
+        self.replies.push((reply, result));
+    }
+
+    /// First source that names the worker, with its configuration.
+    fn named(&self, worker: WorkerId) -> Option<(usize, WorkerConfig)> {
+        let sets = self.sets.iter().enumerate();
+        sets.filter_map(|(source, set)| Some((source, set.as_ref()?.get(&worker)?.clone()))).next()
+    }
+
+    pub(super) fn reconcile(&mut self) {
+        self.refused.clear();
+        let sets: Vec<WorkerMap> = self.sets.iter().flatten().cloned().collect();
+        let everyone: BTreeSet<WorkerId> =
+            sets.iter().flat_map(WorkerMap::keys).chain(self.workers.keys()).chain(&self.withheld).copied().collect();
+        for worker in everyone {
+            let Some((source, config)) = self.named(worker) else {
+                self.withheld.remove(&worker);
+                if let Some(source) = self.workers.get(&worker).and_then(|known| known.source) {
+                    self.leave(worker, Waiting::Departure(source, worker));
+                }
+                continue;
+            };
+            match self.workers.get_mut(&worker) {
+                None if self.withheld.contains(&worker) => continue,
+                None => {}
+                Some(known) if known.drain.is_some() || known.source.is_none() => continue,
+                Some(known) => {
+                    known.source = Some(source);
+                    if known.config == config {
+                        continue;
+                    }
+                }
+            }
+            if self.register(worker, &config, Some(source)).is_err() {
+                self.refused.insert((source, worker));
+            }
+        }
+    }
+
+    pub(super) fn retired(&mut self, start: u64) {
+        self.retiring.remove(&start);
+    }
+
+    /// Ends all waits whose ranks have retired. Call after each step.
+    pub(super) fn settle(&mut self) {
+        let retiring = &self.retiring;
+        for (_, waiting) in self.waiting.extract_if(.., |(left, _)| left.iter().all(|s| !retiring.contains_key(s))) {
+            if let Waiting::Reply(reply, cut_off) = waiting {
+                self.replies.push((reply, Ok(cut_off)));
+            }
+        }
+    }
+
+    pub(super) fn running(&self) -> BTreeMap<WorkerRank, u64> {
+        self.workers.values().flat_map(|worker| worker.ranks.clone()).collect()
+    }
+
+    pub(super) fn leaving(&self, source: usize) -> BTreeSet<WorkerId> {
+        let departures = self.waiting.iter().filter_map(|(_, waiting)| match waiting {
+            Waiting::Departure(of, worker) if *of == source => Some(*worker),
+            Waiting::Departure(..) | Waiting::Reply(..) => None,
+        });
+        departures.collect()
+    }
+
+    pub(super) fn removed(&self, source: usize) -> BTreeSet<WorkerId> {
+        let named = self.sets[source].iter().flat_map(WorkerMap::keys);
+        named.filter(|worker| self.withheld.contains(worker)).copied().collect()
+    }
+}

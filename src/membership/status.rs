@@ -1,0 +1,26 @@
+//! State of one discovery source.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::protocol::WorkerId;
+
+/// State of one discovery source.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiscoveryStatus {
+    /// Name of the source.
+    pub source: String,
+    /// Workers in its last good set, usable or not.
+    pub workers: usize,
+    /// Last error; absent after a good set.
+    pub last_error: Option<String>,
+    /// Whether the source has closed.
+    pub closed: bool,
+    /// Named workers that break a rule, with the reason.
+    pub refused: BTreeMap<WorkerId, String>,
+    /// Workers that the source no longer names and whose last bookings have not ended. A worker that is neither here nor
+    /// registered is never chosen again.
+    pub leaving: BTreeSet<WorkerId>,
+    /// Named workers that stay away because they were drained or removed by the embedder, with their endpoints. An
+    /// undrain lets them join again.
+    pub removed: BTreeMap<WorkerId, String>,
+}

@@ -1,0 +1,591 @@
+//! Examples, and random histories against the [reference model](super::reference).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use proptest::collection::{btree_map, vec};
+use proptest::prelude::*;
+
+use super::reference::Model;
+use super::*;
+use crate::config::UseKvEvents;
+use crate::discovery::DiscoveryError;
+use crate::protocol::{KvEventsConfig, WorkerMap};
+
+const RULES: MembershipRules = MembershipRules {
+    is_eagle: false,
+    has_reader: true,
+    reads_kv_events: true,
+    use_kv_events: UseKvEvents::Yes,
+    needs_batched_tokens: true,
+    restarts_max: 2,
+    restart_window: Duration::from_secs(10),
+};
+
+type Place = (Slot, Generation);
+
+fn at(seconds: u64) -> Timestamp {
+    Timestamp(seconds * 1_000_000_000)
+}
+
+/// Performed effects: what the actors would be doing.
+#[derive(Default)]
+struct Performed {
+    running: BTreeMap<WorkerRank, (Place, Arc<str>)>,
+    restricted: BTreeSet<Place>,
+    /// Unacknowledged drains.
+    draining: Vec<Place>,
+    /// Unacknowledged retirements.
+    retiring: Vec<Place>,
+    readers: BTreeSet<Slot>,
+    timers: Vec<(WorkerId, u64)>,
+    cleared: Vec<Slot>,
+    abandoned: Vec<Slot>,
+    restarted: Vec<(Child, Vec<WorkerRank>)>,
+    failed: bool,
+    reports: Vec<MembershipReport>,
+    replies: Vec<(u32, Result<usize, MembershipError>)>,
+    generations: BTreeMap<Slot, Generation>,
+    workers: Vec<PublishedWorker>,
+    sources: Vec<DiscoveryStatus>,
+    cold: BTreeSet<WorkerRank>,
+}
+
+type PublishedWorker = (WorkerId, WorkerConfig, bool, bool);
+
+/// Machine with its performed effects.
+struct Pool {
+    membership: Membership<u32>,
+    done: Performed,
+    next_reply: u32,
+}
+
+impl Pool {
+    fn new(rules: MembershipRules, sources: usize) -> Self {
+        let mut pool = Self { membership: Membership::new(rules), done: Performed::default(), next_reply: 0 };
+        (0..sources).for_each(|n| pool.step(MembershipInput::SourceAdded { name: format!("source-{n}") }));
+        pool
+    }
+
+    fn step(&mut self, input: MembershipInput<u32>) {
+        self.step_at(input, at(0));
+    }
+
+    fn step_at(&mut self, input: MembershipInput<u32>, now: Timestamp) {
+        for effect in self.membership.step(input, now) {
+            self.perform(effect);
+        }
+        self.membership.check_invariants().expect("invariants hold");
+        assert_eq!(self.done.workers, self.workers(), "workers are published");
+        assert_eq!(self.done.sources, self.membership.sources(), "sources are published");
+        assert_eq!(self.done.cold, *self.membership.cold(), "cold ranks are published");
+    }
+
+    fn workers(&self) -> Vec<PublishedWorker> {
+        let workers = self.membership.workers().iter();
+        workers.map(|(id, known)| (*id, known.config.clone(), known.draining, known.cordoned)).collect()
+    }
+
+    fn perform(&mut self, effect: MembershipEffect<u32>) {
+        let (workers, done) = (self.workers(), &mut self.done);
+        match effect {
+            MembershipEffect::StartRank { rank, slot, generation, endpoint, restricted, .. } => {
+                let before = done.generations.insert(slot, generation);
+                assert!(before < Some(generation), "a new generation of {slot}");
+                assert!(done.retiring.iter().all(|(retiring, _)| *retiring != slot), "{slot} is free");
+                let before = done.running.insert(rank, ((slot, generation), endpoint));
+                assert!(before.is_none(), "{rank} runs once");
+                done.set_restricted((slot, generation), restricted);
+            }
+            MembershipEffect::DescribeRank { slot, generation, .. } => {
+                assert!(done.running.values().any(|(place, _)| *place == (slot, generation)));
+            }
+            MembershipEffect::RestrictRank { slot, generation, restricted } => {
+                done.set_restricted((slot, generation), restricted);
+            }
+            MembershipEffect::DrainRank { slot, generation } => {
+                done.set_restricted((slot, generation), true);
+                done.draining.push((slot, generation));
+            }
+            MembershipEffect::RetireRank { slot, generation } => {
+                done.running.retain(|_, (place, _)| *place != (slot, generation));
+                done.set_restricted((slot, generation), false);
+                assert!(!done.readers.contains(&slot), "the reader stops first");
+                done.retiring.push((slot, generation));
+            }
+            MembershipEffect::ReleaseRank { slot, generation } => {
+                let known = done.retiring.iter().position(|place| *place == (slot, generation));
+                done.retiring.remove(known.expect("released after its retirement"));
+            }
+            MembershipEffect::StartReader { slot } => {
+                done.readers.insert(slot);
+            }
+            MembershipEffect::StopReader { slot } => assert!(done.readers.remove(&slot), "{slot} was read"),
+            MembershipEffect::ClearBlocks { slot } => done.cleared.push(slot),
+            MembershipEffect::AbandonReader { slot, .. } => done.abandoned.push(slot),
+            MembershipEffect::StartDrainTimer { worker, drain, .. } => done.timers.push((worker, drain)),
+            MembershipEffect::Restart { child, lost, .. } => done.restarted.push((child, lost)),
+            MembershipEffect::Fail { .. } => done.failed = true,
+            MembershipEffect::Report(report) => done.reports.push(report),
+            MembershipEffect::PublishCold => done.cold.clone_from(self.membership.cold()),
+            MembershipEffect::PublishSources => done.sources = self.membership.sources().to_vec(),
+            MembershipEffect::PublishWorkers => done.workers = workers,
+            MembershipEffect::Reply { to, result } => {
+                assert_eq!(done.workers, workers, "views are published before the reply");
+                done.replies.push((to, result));
+            }
+        }
+    }
+
+    /// Sends a request; its reply number.
+    fn request(&mut self, input: impl FnOnce(u32) -> MembershipInput<u32>) -> u32 {
+        self.next_reply += 1;
+        self.step(input(self.next_reply));
+        self.next_reply
+    }
+
+    fn upsert(&mut self, worker: u64, config: WorkerConfig) -> u32 {
+        let (worker, config) = (WorkerId(worker), Box::new(config));
+        self.request(|reply| MembershipInput::Upsert { worker, config, reply })
+    }
+
+    fn source(&mut self, source: usize, workers: &[(u64, &str)]) {
+        let set = workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect();
+        self.step(MembershipInput::SourceUpdated { source, update: SourceUpdate::Workers(set) });
+        self.step(MembershipInput::Reconcile);
+    }
+
+    fn reply(&self, to: u32) -> Option<Result<usize, MembershipError>> {
+        self.done.replies.iter().find(|(reply, _)| *reply == to).map(|(_, result)| result.clone())
+    }
+
+    /// Acknowledges all retirements.
+    fn retire_all(&mut self) {
+        for (slot, generation) in self.done.retiring.clone() {
+            self.step(MembershipInput::RankRetired { slot, generation });
+        }
+    }
+
+    fn endpoints(&self) -> Vec<(u64, String)> {
+        self.membership.workers().iter().map(|(id, known)| (id.0, known.config.endpoint.clone())).collect()
+    }
+
+    fn die(&mut self, child: Child, now: Timestamp) {
+        let shard_ranks = self.done.running.keys().map(|rank| (*rank, rank.rank == 0)).collect();
+        self.step_at(MembershipInput::ChildDied { child, reason: "fault".to_owned(), shard_ranks }, now);
+    }
+}
+
+impl Performed {
+    fn set_restricted(&mut self, place: Place, restricted: bool) {
+        if restricted {
+            self.restricted.insert(place);
+        } else {
+            self.restricted.remove(&place);
+        }
+    }
+}
+
+fn publishing(endpoint: &str) -> WorkerConfig {
+    let kv_events =
+        Some(KvEventsConfig { endpoint: "tcp://h:5557".to_owned(), replay_endpoint: None, topic: String::new() });
+    WorkerConfig { kv_events, ..WorkerConfig::at(endpoint) }
+}
+
+#[test]
+fn another_endpoint_replaces_the_ranks_and_keeps_the_cordon() {
+    let mut pool = Pool::new(RULES, 0);
+    pool.upsert(1, WorkerConfig::at("a"));
+    let old = pool.done.running[&WorkerRank::new(WorkerId(1), 0)].0;
+    pool.request(|reply| MembershipInput::Cordon { worker: WorkerId(1), cordoned: true, reply });
+    pool.upsert(1, WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("b") });
+    assert_eq!(pool.done.retiring, [old]);
+    assert_eq!(pool.done.running.len(), 2);
+    assert!(pool.done.running.values().all(|(place, _)| pool.done.restricted.contains(place)), "still cordoned");
+    pool.retire_all();
+    pool.upsert(2, WorkerConfig::at("c"));
+    assert_eq!(pool.done.running[&WorkerRank::new(WorkerId(2), 0)].0, (old.0, Generation(2)), "the slot is reused");
+}
+
+#[test]
+fn a_removal_is_acknowledged_after_the_last_rank_of_any_configuration() {
+    let mut pool = Pool::new(RULES, 0);
+    pool.upsert(1, WorkerConfig::at("a"));
+    pool.upsert(1, WorkerConfig::at("b"));
+    let removed = pool.request(|reply| MembershipInput::Remove { worker: WorkerId(1), reply });
+    let [first, second] = pool.done.retiring[..] else { panic!("two ranks retire") };
+    pool.step(MembershipInput::RankRetired { slot: second.0, generation: second.1 });
+    assert_eq!(pool.reply(removed), None);
+    pool.step(MembershipInput::RankRetired { slot: first.0, generation: first.1 });
+    pool.step(MembershipInput::RankRetired { slot: first.0, generation: first.1 });
+    assert_eq!(pool.reply(removed), Some(Ok(0)));
+}
+
+#[test]
+fn a_lost_drain_acknowledgement_is_requested_again() {
+    let mut pool = Pool::new(RULES, 0);
+    pool.upsert(1, WorkerConfig::at("a"));
+    let deadline = Duration::from_secs(1);
+    let drained = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
+    let (slot, generation) = pool.done.draining.remove(0);
+    let ack = |rank_bookings| MembershipInput::RankDrained { slot, generation, rank_bookings, worker_bookings: 0 };
+    pool.step(ack(2));
+    assert_eq!((pool.done.draining.len(), pool.endpoints().len()), (1, 1));
+    pool.step(ack(0));
+    assert_eq!(pool.endpoints(), []);
+    pool.retire_all();
+    assert_eq!(pool.reply(drained), Some(Ok(0)));
+    let (worker, drain) = pool.done.timers[0];
+    pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 0 });
+    let rejected = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
+    assert_eq!(pool.reply(rejected), Some(Err(MembershipError::UnknownWorker(WorkerId(1)))));
+}
+
+#[test]
+fn a_drained_worker_stays_away_until_its_source_drops_it_or_the_drain_is_undone() {
+    for undone in [false, true] {
+        let mut pool = Pool::new(RULES, 1);
+        pool.source(0, &[(1, "a")]);
+        let deadline = Duration::from_secs(1);
+        let drained = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
+        let (worker, drain) = pool.done.timers[0];
+        pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 3 });
+        pool.retire_all();
+        assert_eq!(pool.reply(drained), Some(Ok(3)));
+        pool.source(0, &[(1, "a")]);
+        assert_eq!(pool.endpoints(), []);
+        assert_eq!(pool.done.sources[0].removed, BTreeMap::from([(WorkerId(1), "a".to_owned())]));
+        if undone {
+            pool.request(|reply| MembershipInput::Undrain { worker, reply });
+        } else {
+            pool.source(0, &[]);
+            pool.source(0, &[(1, "a")]);
+        }
+        assert_eq!(pool.endpoints(), [(1, "a".to_owned())]);
+    }
+}
+
+#[test]
+fn the_first_source_and_the_embedder_have_precedence() {
+    let mut pool = Pool::new(RULES, 2);
+    pool.upsert(1, WorkerConfig::at("embedder"));
+    pool.source(1, &[(1, "second"), (2, "second")]);
+    pool.source(0, &[(2, "first")]);
+    let both = [(1, "embedder".to_owned()), (2, "first".to_owned())];
+    assert_eq!(pool.endpoints(), both);
+    assert!(pool.done.reports.contains(&MembershipReport::Conflict {
+        worker: WorkerId(2),
+        endpoint: Some("first".to_owned()),
+        used: "source-0".to_owned(),
+        ignored: "source-1".to_owned(),
+    }));
+    pool.step(MembershipInput::SourceUpdated { source: 0, update: SourceUpdate::Closed });
+    let failed = || SourceUpdate::Failed(DiscoveryError::Other("gone".to_owned()));
+    pool.step(MembershipInput::SourceUpdated { source: 1, update: failed() });
+    pool.step(MembershipInput::SourceUpdated { source: 1, update: failed() });
+    pool.step(MembershipInput::Reconcile);
+    assert_eq!(pool.endpoints(), both, "the last good sets stay in force");
+    let is_failure = |report: &&MembershipReport| matches!(report, MembershipReport::SourceFailed { .. });
+    assert_eq!(pool.done.reports.iter().filter(is_failure).count(), 1);
+    pool.source(0, &[]);
+    pool.source(1, &[]);
+    assert_eq!(pool.endpoints(), both[..1]);
+    assert_eq!(pool.done.sources[1].leaving, BTreeSet::from([WorkerId(2)]));
+    pool.retire_all();
+    assert_eq!(pool.done.sources[1].leaving, BTreeSet::new());
+}
+
+#[test]
+fn a_worker_that_breaks_a_rule_is_reported_once_and_changes_nothing() {
+    let mut pool = Pool::new(RULES, 1);
+    pool.source(0, &[(1, "a")]);
+    let broken = WorkerConfig { is_eagle: Some(true), ..WorkerConfig::at("a") };
+    let set = WorkerMap::from([(WorkerId(1), broken)]);
+    pool.step(MembershipInput::SourceUpdated { source: 0, update: SourceUpdate::Workers(set) });
+    pool.step(MembershipInput::Reconcile);
+    pool.step(MembershipInput::Reconcile);
+    assert_eq!(pool.endpoints(), [(1, "a".to_owned())]);
+    let refused = &pool.done.sources[0].refused[&WorkerId(1)];
+    assert!(refused.contains("is_eagle"), "{refused}");
+    let is_refusal = |report: &&MembershipReport| matches!(report, MembershipReport::WorkerRefused { .. });
+    assert_eq!(pool.done.reports.iter().filter(is_refusal).count(), 1);
+}
+
+#[test]
+fn a_reader_follows_the_configuration_and_has_a_restart_budget_of_its_own() {
+    let mut pool = Pool::new(RULES, 0);
+    pool.upsert(1, publishing("a"));
+    let slot = Slot(0);
+    (0..6).for_each(|_| pool.die(Child::Reader(slot), at(1)));
+    assert_eq!((pool.done.abandoned.clone(), pool.done.failed), (vec![slot], false));
+    pool.upsert(1, WorkerConfig { total_kv_blocks: Some(7), ..publishing("a") });
+    pool.die(Child::Reader(slot), at(2));
+    assert_eq!(pool.done.abandoned.len(), 1, "another configuration has another budget");
+    pool.upsert(1, WorkerConfig::at("a"));
+    assert_eq!((pool.done.readers.len(), pool.done.cleared.clone()), (0, vec![slot]));
+    let mut unread = Pool::new(MembershipRules { reads_kv_events: false, ..RULES }, 0);
+    unread.upsert(1, publishing("a"));
+    assert!(unread.done.readers.is_empty());
+    let mut without_reader = Pool::new(MembershipRules { has_reader: false, ..RULES }, 0);
+    let rejected = without_reader.upsert(1, publishing("a"));
+    assert!(without_reader.reply(rejected).is_some_and(|result| result.is_err()));
+}
+
+#[test]
+fn the_router_fails_when_the_restart_budget_is_spent() {
+    let mut pool = Pool::new(RULES, 0);
+    pool.die(Child::Scheduler, at(0));
+    pool.die(Child::Health, at(9));
+    pool.die(Child::Scheduler, at(11));
+    assert_eq!((pool.membership.incarnation(Child::Scheduler), pool.done.failed), (2, false));
+    pool.die(Child::EngineLoads, at(12));
+    assert!(pool.done.failed);
+}
+
+#[test]
+fn ranks_of_a_dead_shard_are_cold_until_their_blocks_are_sent_to_its_successor() {
+    for (use_kv_events, cold) in [(UseKvEvents::No, 0), (UseKvEvents::Auto, 1), (UseKvEvents::Yes, 2)] {
+        let mut pool = Pool::new(MembershipRules { use_kv_events, ..RULES }, 0);
+        pool.upsert(1, WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("a") });
+        pool.die(Child::IndexShard(0), at(1));
+        assert_eq!(pool.done.cold.len(), cold);
+        assert_eq!(pool.done.restarted[0].1.len(), cold);
+        let rank = WorkerRank::new(WorkerId(1), 0);
+        pool.step(MembershipInput::RankWarmed { rank, shard: 0, incarnation: 0 });
+        assert_eq!(pool.done.cold.len(), cold, "sent to the dead shard");
+        pool.step(MembershipInput::RankWarmed { rank, shard: 0, incarnation: 1 });
+        assert_eq!(pool.done.cold.len(), cold.saturating_sub(1));
+    }
+}
+
+#[test]
+fn unstated_capacity_is_reported_once() {
+    let mut pool = Pool::new(RULES, 0);
+    pool.upsert(1, WorkerConfig { max_num_batched_tokens: Some(1), ..WorkerConfig::at("a") });
+    pool.upsert(2, WorkerConfig::at("b"));
+    pool.upsert(3, WorkerConfig::at("c"));
+    let unstated: Vec<_> =
+        pool.done.reports.iter().filter(|report| matches!(report, MembershipReport::CapacityUnstated { .. })).collect();
+    assert_eq!(unstated, [&MembershipReport::CapacityUnstated { endpoint: "b".to_owned() }]);
+}
+
+#[test]
+fn a_start_fails_only_after_all_sources_have_closed() {
+    let open = DiscoveryStatus::default();
+    let closed = DiscoveryStatus { closed: true, ..DiscoveryStatus::default() };
+    let statuses = [closed.clone(), open];
+    assert_eq!(initial_workers(2, 1, 2, &statuses), None);
+    assert_eq!(initial_workers(2, 2, 2, &statuses), Some(Ok(())));
+    let failed = crate::error::StartError::SourceClosed { registered: 1, wanted: 2 };
+    assert_eq!(initial_workers(2, 1, 2, &[closed.clone(), closed]), Some(Err(failed)));
+}
+
+/// One operation of a random history. Indexes are taken modulo the number of candidates.
+#[derive(Clone, Debug)]
+enum Operation {
+    Upsert(u64, Variant),
+    Remove(u64),
+    Drain(u64),
+    Undrain(u64),
+    Cordon(u64, bool),
+    AckDrain(usize, bool),
+    TimeOut(usize),
+    AckRetire(usize),
+    Source(usize, BTreeMap<u64, Variant>),
+    /// As `Source`, without the reconciliation.
+    SourceOnly(usize, BTreeMap<u64, Variant>),
+    SourceFailed(usize),
+    Reconcile,
+    ShardDied,
+    Warmed(usize, bool),
+    ReaderDied(usize),
+}
+
+/// Configuration of a worker: endpoint, ranks (0 breaks a rule), first rank, KV events.
+type Variant = (bool, u32, u32, bool);
+
+fn config_of((endpoint, ranks, start, publishes): Variant) -> WorkerConfig {
+    let endpoint = if endpoint { "a" } else { "b" };
+    let base = if publishes { publishing(endpoint) } else { WorkerConfig::at(endpoint) };
+    WorkerConfig { data_parallel_size: ranks, data_parallel_start_rank: start, ..base }
+}
+
+fn operations() -> impl Strategy<Value = Vec<Operation>> {
+    let (worker, n) = (0..4_u64, 0..8_usize);
+    let variant = (any::<bool>(), 0..4_u32, 0..2_u32, any::<bool>());
+    let set = btree_map(worker.clone(), variant.clone(), 0..4);
+    let operation = prop_oneof![
+        3 => (worker.clone(), variant).prop_map(|(worker, variant)| Operation::Upsert(worker, variant)),
+        1 => worker.clone().prop_map(Operation::Remove),
+        2 => worker.clone().prop_map(Operation::Drain),
+        1 => worker.clone().prop_map(Operation::Undrain),
+        1 => (worker, any::<bool>()).prop_map(|(worker, cordoned)| Operation::Cordon(worker, cordoned)),
+        2 => (n.clone(), prop::bool::weighted(0.2)).prop_map(|(n, busy)| Operation::AckDrain(n, busy)),
+        1 => n.clone().prop_map(Operation::TimeOut),
+        5 => n.clone().prop_map(Operation::AckRetire),
+        4 => (0..3_usize, set.clone()).prop_map(|(source, set)| Operation::Source(source, set)),
+        1 => (0..3_usize, set).prop_map(|(source, set)| Operation::SourceOnly(source, set)),
+        1 => (0..3_usize).prop_map(Operation::SourceFailed),
+        1 => Just(Operation::Reconcile),
+        1 => Just(Operation::ShardDied),
+        1 => (n.clone(), any::<bool>()).prop_map(|(n, is_late)| Operation::Warmed(n, is_late)),
+        1 => n.prop_map(Operation::ReaderDied),
+    ];
+    vec(operation, 1..60)
+}
+
+/// Pool and model, and the places of the model's start numbers.
+struct Both {
+    pool: Pool,
+    model: Model,
+    starts: BTreeMap<Place, u64>,
+}
+
+fn pick<T: Copy>(items: &[T], n: usize) -> Option<T> {
+    (!items.is_empty()).then(|| items[n % items.len()])
+}
+
+impl Both {
+    fn apply(&mut self, operation: Operation) {
+        match operation {
+            Operation::Upsert(worker, variant) => {
+                let reply = self.pool.upsert(worker, config_of(variant));
+                self.model.upsert(WorkerId(worker), &config_of(variant), reply);
+            }
+            Operation::Remove(worker) => {
+                let worker = WorkerId(worker);
+                let reply = self.pool.request(|reply| MembershipInput::Remove { worker, reply });
+                self.model.remove(worker, reply);
+            }
+            Operation::Drain(worker) => {
+                let (worker, deadline) = (WorkerId(worker), Duration::from_secs(1));
+                let reply = self.pool.request(|reply| MembershipInput::Drain { worker, deadline, reply });
+                self.model.drain(worker, reply);
+            }
+            Operation::Undrain(worker) => {
+                let worker = WorkerId(worker);
+                let reply = self.pool.request(|reply| MembershipInput::Undrain { worker, reply });
+                self.model.undrain(worker, reply);
+            }
+            Operation::Cordon(worker, cordoned) => {
+                let worker = WorkerId(worker);
+                let reply = self.pool.request(|reply| MembershipInput::Cordon { worker, cordoned, reply });
+                self.model.cordon(worker, cordoned, reply);
+            }
+            Operation::AckDrain(n, busy) => self.ack_drain(n, busy),
+            Operation::TimeOut(n) => {
+                let Some((worker, drain)) = pick(&self.pool.done.timers, n) else { return };
+                self.pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 3 });
+                self.model.drain_timed_out(worker, drain, 3);
+            }
+            Operation::AckRetire(n) => {
+                let Some(place) = pick(&self.pool.done.retiring, n) else { return };
+                self.pool.step(MembershipInput::RankRetired { slot: place.0, generation: place.1 });
+                self.model.retired(self.starts[&place]);
+            }
+            Operation::Source(source, set) => {
+                self.set_source(source, &set);
+                self.reconcile();
+            }
+            Operation::SourceOnly(source, set) => self.set_source(source, &set),
+            Operation::SourceFailed(source) => {
+                let update = SourceUpdate::Failed(DiscoveryError::Other("gone".to_owned()));
+                self.pool.step(MembershipInput::SourceUpdated { source, update });
+            }
+            Operation::Reconcile => self.reconcile(),
+            Operation::ShardDied => {
+                self.pool.die(Child::IndexShard(0), at(0));
+                self.model.cold = self.model.running().into_keys().collect();
+            }
+            Operation::Warmed(n, is_late) => self.warm(n, is_late),
+            Operation::ReaderDied(n) => {
+                let readers: Vec<Slot> = self.pool.done.readers.iter().copied().collect();
+                let Some(slot) = pick(&readers, n) else { return };
+                self.pool.die(Child::Reader(slot), at(0));
+            }
+        }
+    }
+
+    fn ack_drain(&mut self, n: usize, busy: bool) {
+        let Some(place) = pick(&self.pool.done.draining, n) else { return };
+        self.pool.done.draining.retain(|known| *known != place);
+        let (slot, generation, rank_bookings) = (place.0, place.1, usize::from(busy));
+        self.pool.step(MembershipInput::RankDrained { slot, generation, rank_bookings, worker_bookings: 1 });
+        if !busy {
+            self.model.drained(self.starts[&place], 1);
+        }
+    }
+
+    fn warm(&mut self, n: usize, is_late: bool) {
+        let cold: Vec<WorkerRank> = self.model.cold.iter().copied().collect();
+        let Some(rank) = pick(&cold, n) else { return };
+        let incarnation = self.pool.membership.incarnation(Child::IndexShard(0)) - u32::from(is_late);
+        self.pool.step(MembershipInput::RankWarmed { rank, shard: 0, incarnation });
+        if !is_late {
+            self.model.cold.remove(&rank);
+        }
+    }
+
+    fn set_source(&mut self, source: usize, set: &BTreeMap<u64, Variant>) {
+        let set: WorkerMap = set.iter().map(|(id, variant)| (WorkerId(*id), config_of(*variant))).collect();
+        let update = SourceUpdate::Workers(set.clone());
+        self.pool.step(MembershipInput::SourceUpdated { source, update });
+        self.model.sets[source] = Some(set);
+    }
+
+    fn reconcile(&mut self) {
+        self.pool.step(MembershipInput::Reconcile);
+        self.model.reconcile();
+    }
+
+    /// Compares performed effects with the model.
+    fn compare(&mut self, reconciled: bool) {
+        self.model.settle();
+        let (done, model) = (&mut self.pool.done, &mut self.model);
+        done.replies.sort_by_key(|(reply, _)| *reply);
+        model.replies.sort_by_key(|(reply, _)| *reply);
+        assert_eq!(done.replies, model.replies);
+        let running = model.running();
+        assert_eq!(done.running.keys().collect::<Vec<_>>(), running.keys().collect::<Vec<_>>());
+        for (rank, (place, endpoint)) in &done.running {
+            let worker = &model.workers[&rank.worker];
+            let start = *self.starts.entry(*place).or_insert(running[rank]);
+            assert_eq!(start, running[rank], "{rank} is restarted exactly if its engine is replaced");
+            assert_eq!(**endpoint, *worker.config.endpoint);
+            let restricted = worker.cordoned || worker.drain.is_some();
+            assert_eq!(done.restricted.contains(place), restricted, "{rank}");
+            assert_eq!(done.readers.contains(&place.0), worker.config.kv_events.is_some(), "{rank}");
+        }
+        assert!(done.restricted.len() <= done.running.len() && done.readers.len() <= done.running.len());
+        assert_eq!(done.cold, model.cold);
+        for (source, status) in done.sources.iter().enumerate() {
+            assert_eq!(status.leaving, model.leaving(source), "source {source}");
+            if reconciled {
+                assert_eq!(status.removed.keys().copied().collect::<BTreeSet<_>>(), model.removed(source));
+                let refused = model.refused.iter().filter(|(of, _)| *of == source).map(|(_, worker)| *worker);
+                assert_eq!(status.refused.keys().copied().collect::<BTreeSet<_>>(), refused.collect());
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn random_histories_agree_with_the_reference_model(operations in operations()) {
+        let rules = MembershipRules { restarts_max: 1_000, ..RULES };
+        let model = Model::new(3);
+        let mut both = Both { pool: Pool::new(rules, 3), model, starts: BTreeMap::new() };
+        for operation in operations {
+            let reconciled = matches!(operation, Operation::Source(..) | Operation::Reconcile);
+            both.apply(operation);
+            both.compare(reconciled);
+        }
+        both.pool.retire_all();
+        let retiring: Vec<u64> = both.starts.values().copied().collect();
+        let running: BTreeSet<u64> = both.model.running().into_values().collect();
+        retiring.into_iter().filter(|start| !running.contains(start)).for_each(|start| both.model.retired(start));
+        both.compare(false);
+        let draining = both.model.workers.values().filter(|worker| worker.drain.is_some()).count();
+        assert_eq!(both.pool.done.replies.len() + draining, both.pool.next_reply as usize, "one reply a request");
+    }
+}
