@@ -20,6 +20,7 @@ mod drains;
 mod initial;
 #[cfg(test)]
 mod reference;
+mod rules;
 mod slots;
 mod sources;
 mod status;
@@ -33,10 +34,9 @@ use std::sync::Arc;
 
 pub use budget::RestartBudget;
 pub use initial::initial_workers;
+pub use rules::MembershipRules;
 pub use status::DiscoveryStatus;
-pub use types::{
-    Child, MembershipEffect, MembershipInput, MembershipReport, MembershipRules, RankDescription, SourceUpdate,
-};
+pub use types::{Child, MembershipEffect, MembershipInput, MembershipReport, RankDescription, SourceUpdate};
 
 use crate::discovery::DesiredSets;
 use crate::error::MembershipError;

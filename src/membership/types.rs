@@ -1,49 +1,13 @@
-//! Inputs, effects and rules of the membership machine.
+//! Inputs and effects of the membership machine.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::{RouterConfig, UseKvEvents};
 use crate::discovery::DiscoveryError;
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use crate::select::RankTraits;
-
-/// Settings of a router that membership depends on.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MembershipRules {
-    /// EAGLE hashing of the pool. A worker that states another value is rejected.
-    pub is_eagle: bool,
-    /// True if the build contains the reader of KV events.
-    pub has_reader: bool,
-    /// True if the router reads the KV events of workers that publish some.
-    pub reads_kv_events: bool,
-    /// Decides which ranks are cold after the loss of an index shard.
-    pub use_kv_events: UseKvEvents,
-    /// True if a limit is a share of `max_num_batched_tokens`, so that a worker without this value is reported.
-    pub needs_batched_tokens: bool,
-    /// Restarts within `restart_window` before the router fails. KV event readers have a budget of their own.
-    pub restarts_max: u32,
-    /// Period of `restarts_max`.
-    pub restart_window: Duration,
-}
-
-impl MembershipRules {
-    /// Rules of a validated configuration. `has_reader`: whether the build can read KV events.
-    #[must_use]
-    pub fn of(config: &RouterConfig, has_reader: bool) -> Self {
-        Self {
-            is_eagle: config.is_eagle,
-            has_reader,
-            reads_kv_events: has_reader && config.use_kv_events.reads_events() && config.has_index(),
-            use_kv_events: config.use_kv_events,
-            needs_batched_tokens: config.depends_on_batched_tokens(),
-            restarts_max: config.restarts_max,
-            restart_window: Duration::from_millis(config.restart_window_ms),
-        }
-    }
-}
 
 /// Input of the membership machine. `R` is the reply channel of a caller.
 #[derive(Debug)]

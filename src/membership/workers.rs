@@ -3,25 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::{
-    BY_HAND, Child, Membership, MembershipEffect, MembershipReport, MembershipRules, RankDescription, RegisteredWorker,
-};
+use super::{BY_HAND, Child, Membership, MembershipEffect, MembershipReport, RankDescription, RegisteredWorker};
 use crate::error::MembershipError;
-use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerRank};
+use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankTraits;
-
-impl MembershipRules {
-    fn check(&self, config: &WorkerConfig) -> Result<(), WorkerConfigError> {
-        config.validate()?;
-        if config.kv_events.is_some() && !self.has_reader {
-            return Err(WorkerConfigError::NoReader);
-        }
-        match config.is_eagle {
-            Some(worker) if worker != self.is_eagle => Err(WorkerConfigError::Eagle { worker, pool: self.is_eagle }),
-            _ => Ok(()),
-        }
-    }
-}
 
 impl<R> Membership<R> {
     pub(super) fn on_upsert(&mut self, worker: WorkerId, config: WorkerConfig, reply: R) {
