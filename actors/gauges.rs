@@ -4,15 +4,22 @@
 //! and that a router that has gone shows 0 everywhere.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use metrics::Gauge;
+use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
 
-use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::{Phase, RankEntry, Shared};
+use crate::actors::delivery::strand::Strand;
+use crate::actors::io::clock::Clock;
+use crate::actors::radix::shards::Shards;
+use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::telemetry::{Pool, as_f64};
+use crate::actors::views::Views;
+use crate::actors::views::rank::RankEntry;
+use crate::config::RouterConfig;
+use crate::directory::Directory;
 use crate::engine_load::{EngineLoad, EngineReading};
 use crate::ingest::Trust;
 use crate::protocol::{Timestamp, WorkerRank};
@@ -20,16 +27,31 @@ use crate::protocol::{Timestamp, WorkerRank};
 /// How old a gauge may be.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Starts to publish, at once and then once a period, until the router is down or dropped.
-pub(crate) fn watch(shared: &Arc<Shared>) {
-    let (mut gauges, shared) = (Gauges::new(shared), Arc::downgrade(shared));
-    tokio::spawn(async move {
-        let mut ticks = tokio::time::interval(PERIOD);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while gauges.publish(&shared) {
-            ticks.tick().await;
-        }
-    });
+/// Sources of the gauges.
+pub(crate) struct GaugeSources {
+    pub(crate) config: Arc<RouterConfig>,
+    pub(crate) clock: Clock,
+    pub(crate) pool: Pool,
+    pub(crate) views: Views,
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) waiting_room: Arc<Semaphore>,
+    pub(crate) shards: Arc<Shards>,
+    pub(crate) scheduler: Arc<Strand<Scheduler>>,
+}
+
+impl GaugeSources {
+    /// Publishes at once and then once per [`PERIOD`], until the router is down.
+    pub(crate) fn watch(self) {
+        let mut gauges = Gauges::new(&self.pool);
+        tokio::spawn(async move {
+            let mut ticks = tokio::time::interval(PERIOD);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            while !self.views.status.is_down() {
+                gauges.publish(&self);
+                ticks.tick().await;
+            }
+        });
+    }
 }
 
 struct Gauges {
@@ -90,8 +112,7 @@ struct RankSum {
 }
 
 impl Gauges {
-    fn new(shared: &Shared) -> Self {
-        let pool = shared.meters.pool.clone();
+    fn new(pool: &Pool) -> Self {
         let gauge = |name| ZeroedGauge(pool.gauge(name, &[]));
         let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
         Self {
@@ -107,34 +128,26 @@ impl Gauges {
             requests_gate: gate("requests"),
             events_gate: gate("events"),
             queue_asked: Arc::default(),
-            pool,
+            pool: pool.clone(),
         }
     }
 
-    /// Publishes once; whether there is a router to come back to.
-    fn publish(&mut self, shared: &Weak<Shared>) -> bool {
-        let Some(shared) = shared.upgrade() else { return false };
-        if matches!(shared.status.borrow().phase, Phase::Failed | Phase::Stopped) {
-            return false;
-        }
-        self.publish_ranks(&shared.entries(), shared.clock.now());
-        self.cold_ranks.0.set(as_f64(shared.cold.borrow().len() as u64));
-        let exclusions = shared.exclusions();
+    fn publish(&mut self, sources: &GaugeSources) {
+        let GaugeSources { config, clock, views, directory, waiting_room, shards, scheduler, .. } = sources;
+        self.publish_ranks(&views.ranks.all(), clock.now());
+        self.cold_ranks.0.set(as_f64(views.cold.borrow().len() as u64));
+        let exclusions = views.exclusions.get();
         self.ejected_ranks.0.set(as_f64((exclusions.ejected.len() + exclusions.down.len()) as u64));
-        self.eligible_ranks.0.set(as_f64(shared.eligible_ranks() as u64));
+        self.eligible_ranks.0.set(as_f64(views.eligible_ranks() as u64));
         self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
-        self.leases.0.set(as_f64(shared.directory.len() as u64));
-        let config = &shared.config;
-        let waiting = u64::from(config.requests_max) - shared.waiting_room.available_permits() as u64;
+        self.leases.0.set(as_f64(directory.len() as u64));
+        let waiting = u64::from(config.requests_max) - waiting_room.available_permits() as u64;
         self.requests_gate.0.set(as_f64(waiting));
-        let free = |gate: &tokio::sync::Semaphore| gate.available_permits() as u64;
-        let in_use = shared.shards.iter().map(|shard| u64::from(config.event_blocks_max) - free(&shard.gate));
-        self.events_gate.0.set(as_f64(in_use.sum()));
-        // A scheduler that stands still is not asked again and again.
+        self.events_gate.0.set(as_f64(shards.queued_blocks()));
+        // One query at a time: a hung scheduler accumulates none.
         if config.queueing() && Arc::strong_count(&self.queue_asked) == 1 {
-            shared.scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
+            scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
         }
-        true
     }
 
     fn publish_ranks(&mut self, entries: &[Arc<RankEntry>], now: Timestamp) {

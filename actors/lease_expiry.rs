@@ -1,34 +1,52 @@
-//! Bookings that nobody holds and that have fallen silent are ended.
+//! Expiry of bookings by request id that are no longer reported on.
 //!
-//! Owns the sweep. A placement that is held keeps its booking for as long as that takes, so long requests keep their load;
-//! a booking by id lasts while something is heard of it. Promises that a booking whose embedder forgot it ends within
-//! one and a quarter of `booking_liveness_ms` of its last sign of life.
+//! A placement keeps its booking for as long as it is held, so long requests keep their load. A booking by id lasts while
+//! its embedder reports on it, and ends within one and a quarter of `booking_liveness_ms` of the last report.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::actors::shared::Shared;
+use metrics::Counter;
 
-/// How often the sweep looks, as a share of the time that a booking may be silent.
-const LOOKS: u32 = 4;
+use super::io::clock::Clock;
+use super::lease_ender::LeaseEnder;
+use super::views::status::RouterStatus;
+use crate::directory::Directory;
 
-/// Starts the sweep. It ends with the router.
-pub(crate) fn watch(shared: &Arc<Shared>) {
-    let liveness = Duration::from_millis(shared.config.booking_liveness_ms);
-    tokio::spawn(sweep(Arc::downgrade(shared), liveness));
+/// Sweeps per liveness period.
+const SWEEPS: u32 = 4;
+
+/// Dependencies of the sweep.
+pub(crate) struct LeaseExpiry {
+    pub(crate) clock: Clock,
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) ender: Arc<LeaseEnder>,
+    pub(crate) status: Arc<RouterStatus>,
+    pub(crate) expired: Counter,
 }
 
-async fn sweep(shared: Weak<Shared>, liveness: Duration) {
-    loop {
-        tokio::time::sleep(liveness / LOOKS).await;
-        let Some(shared) = shared.upgrade() else { return };
-        for lease in shared.directory.silent(liveness, shared.clock.now()) {
-            if !lease.is_silent(liveness, shared.clock.now()) {
-                continue; // heard of since it was found
+impl LeaseExpiry {
+    /// Starts the sweep. It ends with the router.
+    pub(crate) fn watch(self, liveness: Duration) {
+        tokio::spawn(async move {
+            loop {
+                tokio::select! {
+                    biased;
+                    _ = self.status.down() => return,
+                    () = tokio::time::sleep(liveness / SWEEPS) => self.sweep(liveness),
+                }
+            }
+        });
+    }
+
+    fn sweep(&self, liveness: Duration) {
+        for lease in self.directory.silent(liveness, self.clock.now()) {
+            if !lease.is_silent(liveness, self.clock.now()) {
+                continue; // reported on since it was found
             }
             tracing::warn!(request_id = lease.request_id(), "booking expired: nothing was reported of it");
-            shared.meters.expired.increment(1);
-            shared.end(&lease);
+            self.expired.increment(1);
+            self.ender.end(&lease);
         }
     }
 }

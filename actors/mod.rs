@@ -25,11 +25,12 @@ mod health;
 #[cfg(feature = "zmq")]
 mod ingest;
 mod io;
+mod lease_ender;
 mod lease_expiry;
 mod radix;
 mod scheduler;
 mod sequence;
-mod shared;
+mod strands;
 mod supervisor;
 mod telemetry;
 mod views;

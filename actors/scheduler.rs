@@ -6,22 +6,27 @@
 //! as lost, and its callers try again.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::Instant;
 
+use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::join::{Continuation, JoinObserver, ReplyToken};
-use crate::actors::delivery::strand::{DeferredReplies, DeferredReply, Step, Strand};
+use crate::actors::delivery::reply::Reply;
+use crate::actors::delivery::strand::{ActorState, DeferredReplies, DeferredReply, Strand};
 use crate::actors::io::clock::Clock;
-use crate::actors::radix::speculation::SpeculationSender;
-use crate::actors::radix::{Ask, OverlapContinuation, Radix, RadixMsg, RadixReply};
-use crate::actors::sequence::{Book, Sequence, SequenceMsg, SequenceReply};
-use crate::actors::supervisor::{DrainAck, RetireAck};
+use crate::actors::radix::claim::SpeculationSender;
+use crate::actors::radix::shards::Shards;
+use crate::actors::radix::{OverlapQuery, RadixMsg, RadixReply, overlap_token};
+use crate::actors::sequence::{
+    Book, LoadFallListener, LoadQueryContinuation, Sequence, SequenceMsg, SequenceReply, load_token,
+};
 use crate::actors::telemetry::{PhaseTimestamps, QueueMeters};
+use crate::actors::views::published::Published;
+use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::RouterConfig;
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
@@ -29,10 +34,7 @@ use crate::load::PromptBlocks;
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
-use crate::schedule::{
-    Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, PotentialLoad, Rejection,
-    Request, Schedule,
-};
+use crate::schedule::{Admission, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, Request, Schedule};
 use crate::select::{RankConditions, RankOverlap, RankTraits};
 
 /// What the scheduler can be told.
@@ -58,11 +60,11 @@ pub(crate) enum SchedulerMsg {
     /// A rank's worker says otherwise of itself.
     Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
     /// A rank gets no new work, and its sequence actor hears so behind the last Book.
-    Drain { slot: Slot, generation: Generation, ack: DrainAck },
+    Drain { slot: Slot, generation: Generation, ack: Acknowledgement },
     /// A rank gets new work, or none. Its bookings stay.
     Cordon { slot: Slot, generation: Generation, cordoned: bool },
     /// A rank leaves: nothing is booked on it from here on, and its sequence actor hears so behind the last Book.
-    Retire { slot: Slot, generation: Generation, ack: RetireAck },
+    Retire { slot: Slot, generation: Generation, ack: Acknowledgement },
     /// What the embedder knows of the ranks has changed. The answer says that it holds from here on.
     Conditions { done: Option<oneshot::Sender<()>> },
     /// The ranks excluded for their health have changed.
@@ -85,14 +87,6 @@ pub(crate) struct RequestContext {
     pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
 }
 
-/// Reply of the scheduler to one request.
-pub(crate) enum Reply {
-    Placed(Decision),
-    LoadSnapshot(Vec<PotentialLoad>),
-    Explained(Box<Explanation>),
-    Rejected(Rejection),
-}
-
 /// What waits in one class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingClass {
@@ -110,52 +104,56 @@ pub(crate) struct SequenceHandle {
     pub(crate) strand: Arc<Strand<Sequence>>,
 }
 
-/// Set while the scheduler has requests that wait for some rank's load to fall: whoever takes it down owes it a
-/// [`SchedulerMsg::Wake`].
-///
-/// Nothing is missed: the scheduler sets it and then reads the boards, a sequence actor writes its board and then looks
-/// here, each with a full fence between, so one of the two sees the other.
-#[derive(Default)]
-pub(crate) struct WakeFlag(AtomicBool);
-
-impl WakeFlag {
-    /// Whether it was down. Read the boards afterwards.
-    fn raise(&self) -> bool {
-        let was_down = !self.0.swap(true, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        was_down
-    }
-
-    /// Takes it down; whether it was up. Call after writing the board.
-    pub(crate) fn take(&self) -> bool {
-        fence(Ordering::SeqCst);
-        self.0.load(Ordering::SeqCst) && self.0.swap(false, Ordering::SeqCst)
-    }
-}
-
-/// Who the scheduler talks to besides the ranks.
+/// Dependencies of the scheduler.
 pub(crate) struct SchedulerDependencies {
-    pub(crate) shards: Vec<Arc<Strand<Radix>>>,
+    pub(crate) shards: Arc<Shards>,
     pub(crate) speculation: SpeculationSender,
     pub(crate) wake: Arc<WakeFlag>,
     /// What the embedder knows of the ranks: looked at when told to, so that what was said last holds.
-    pub(crate) conditions: Arc<Mutex<Arc<RankConditions>>>,
+    pub(crate) conditions: Arc<Published<RankConditions>>,
     /// The ranks excluded for their health: likewise.
-    pub(crate) exclusions: Arc<Mutex<Arc<Exclusions>>>,
+    pub(crate) exclusions: Arc<Published<Exclusions>>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
 
-/// Where load answers go on to.
-pub(crate) struct LoadContinuation {
+/// Continuation of a load query: passes the responses to the scheduler.
+struct LoadContinuation {
     batch: u64,
     prompts: Arc<[PromptBlocks]>,
     scheduler: Weak<Strand<Scheduler>>,
 }
 
-impl LoadContinuation {
-    pub(crate) fn prompts(&self) -> &[PromptBlocks] {
+impl LoadQueryContinuation for LoadContinuation {
+    fn prompts(&self) -> &[PromptBlocks] {
         &self.prompts
+    }
+}
+
+impl LoadFallListener for Strand<Scheduler> {
+    fn load_fell(&self) {
+        self.tell(SchedulerMsg::Wake { at: None });
+    }
+}
+
+/// Continuation of a repeated overlap query for a waiting request.
+struct RefreshContinuation {
+    booking: BookingId,
+    hashes: Arc<[BlockHash]>,
+    scheduler: Weak<Strand<Scheduler>>,
+}
+
+impl OverlapQuery for RefreshContinuation {
+    fn hashes(&self) -> &Arc<[BlockHash]> {
+        &self.hashes
+    }
+}
+
+impl Continuation<RankOverlap> for RefreshContinuation {
+    fn run(&self, overlaps: Vec<RankOverlap>) {
+        if let Some(scheduler) = self.scheduler.upgrade() {
+            scheduler.tell(SchedulerMsg::Refreshed { booking: self.booking, overlaps });
+        }
     }
 }
 
@@ -194,7 +192,7 @@ pub(crate) struct SchedulerReplies {
     sequences: Vec<DeferredReplies<SequenceReply>>,
     shards: Vec<DeferredReplies<RadixReply>>,
     /// Askers' own tokens: the last to go tells the scheduler, so none may go in its strand.
-    tokens: Vec<ReplyToken<RankOverlap, OverlapContinuation>>,
+    tokens: Vec<ReplyToken<RankOverlap, RefreshContinuation>>,
     answers: Vec<(RequestContext, Reply)>,
     cancelled: Vec<RequestContext>,
     pending: Vec<(oneshot::Sender<Vec<PendingClass>>, Vec<PendingClass>)>,
@@ -238,13 +236,13 @@ impl Scheduler {
 
     /// Takes over what the embedder knows. Also used to fill a fresh scheduler before it opens.
     pub(crate) fn load_conditions(&mut self) {
-        let conditions = Arc::clone(&self.dependencies.conditions.lock().unwrap_or_else(PoisonError::into_inner));
+        let conditions = self.dependencies.conditions.get();
         self.step_schedule(Input::Conditions(conditions));
     }
 
     /// Takes over which ranks are excluded for their health. Also used to fill a fresh scheduler before it opens.
     pub(crate) fn load_exclusions(&mut self) {
-        let exclusions = Arc::clone(&self.dependencies.exclusions.lock().unwrap_or_else(PoisonError::into_inner));
+        let exclusions = self.dependencies.exclusions.get();
         self.step_schedule(Input::Exclusions(exclusions));
     }
 
@@ -257,7 +255,7 @@ impl Scheduler {
         self.step_schedule(Input::Request(request));
     }
 
-    fn on_drain(&mut self, slot: Slot, generation: Generation, ack: DrainAck) {
+    fn on_drain(&mut self, slot: Slot, generation: Generation, ack: Acknowledgement) {
         self.step_schedule(Input::Drain { slot, generation });
         if let Some(Some((current, strand))) = self.sequences.get(slot.index())
             && *current == generation
@@ -278,7 +276,7 @@ impl Scheduler {
         }
     }
 
-    fn on_retire(&mut self, slot: Slot, generation: Generation, ack: RetireAck) {
+    fn on_retire(&mut self, slot: Slot, generation: Generation, ack: Acknowledgement) {
         self.step_schedule(Input::Retire { slot, generation });
         let here = |sequence_handle: &&mut Option<(Generation, _)>| {
             sequence_handle.as_ref().is_some_and(|(current, _)| *current == generation)
@@ -397,7 +395,7 @@ impl Scheduler {
         let first = ReplyToken::open(query.slots.len(), next);
         for slot in query.slots {
             if let Some(Some((_, strand))) = self.sequences.get(slot.index()) {
-                strand.send(SequenceMsg::Load { token: first.fork(), now }).keep_in(&mut self.replies.sequences);
+                strand.send(SequenceMsg::Load { token: load_token(&first), now }).keep_in(&mut self.replies.sequences);
             }
         }
         let answers = first.observe();
@@ -411,10 +409,10 @@ impl Scheduler {
 
     /// Asks the index again about a waiting request.
     fn ask_shards(&mut self, booking: BookingId, block_hashes: Arc<[BlockHash]>) {
-        let next = OverlapContinuation::new(block_hashes, Ask::Refresh(booking), Weak::clone(&self.myself));
+        let next = RefreshContinuation { booking, hashes: block_hashes, scheduler: Weak::clone(&self.myself) };
         let first = ReplyToken::open(0, next);
-        for shard in &self.dependencies.shards {
-            shard.send(RadixMsg::Overlap(first.fork())).keep_in(&mut self.replies.shards);
+        for shard in self.dependencies.shards.iter() {
+            shard.send(RadixMsg::Overlap(overlap_token(&first))).keep_in(&mut self.replies.shards);
         }
         self.replies.tokens.push(first);
     }
@@ -460,7 +458,7 @@ fn trace_decision(explanation: &Explanation) {
     tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "a sampled decision");
 }
 
-impl Step for Scheduler {
+impl ActorState for Scheduler {
     type Msg = SchedulerMsg;
     type Deferred = SchedulerReplies;
 

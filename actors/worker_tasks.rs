@@ -5,14 +5,14 @@
 //! look compares what should run with what does.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::task::{AbortHandle, JoinSet};
 #[cfg(feature = "discovery")]
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::actors::shared::{Phase, Shared};
+use crate::actors::views::fleet::Fleet;
+use crate::actors::views::status::RouterStatus;
 use crate::actors::views::worker::WorkerEntry;
 use crate::protocol::WorkerId;
 
@@ -21,16 +21,18 @@ const PASS: Duration = Duration::from_secs(30);
 
 /// Runs `task` for each worker for whom `wanted` says what its task depends on. Each task is told its number: higher than
 /// those of all before it.
-pub(super) fn watch<W, F>(
-    shared: &Arc<Shared>,
+pub(super) fn watch<D, W, F>(
+    fleet: &Fleet,
+    status: &RouterStatus,
+    dependencies: D,
     wanted: fn(&WorkerEntry) -> Option<W>,
-    task: fn(Weak<Shared>, WorkerId, u64, W) -> F,
+    task: fn(D, WorkerId, u64, W) -> F,
 ) where
+    D: Clone + Send + 'static,
     W: Clone + PartialEq + Send + Sync + 'static,
     F: Future<Output = ()> + Send + 'static,
 {
-    let (mut workers, mut status) = (shared.workers.subscribe(), shared.status.subscribe());
-    let shared = Arc::downgrade(shared);
+    let (mut workers, mut status) = (fleet.subscribe(), status.subscribe());
     tokio::spawn(async move {
         let mut tasks = JoinSet::new(); // dropped, it ends them
         let mut running: BTreeMap<WorkerId, (W, AbortHandle)> = BTreeMap::new();
@@ -50,13 +52,13 @@ pub(super) fn watch<W, F>(
             for (worker, wanted) in now_wanted {
                 running.entry(worker).or_insert_with(|| {
                     started += 1;
-                    (wanted.clone(), tasks.spawn(task(Weak::clone(&shared), worker, started, wanted)))
+                    (wanted.clone(), tasks.spawn(task(dependencies.clone(), worker, started, wanted)))
                 });
             }
             while tasks.try_join_next().is_some() {}
             tokio::select! {
                 biased;
-                _ = status.wait_for(|status| matches!(status.phase, Phase::Failed | Phase::Stopped)) => return,
+                _ = status.wait_for(|state| state.phase.is_down()) => return,
                 changed = workers.changed() => if changed.is_err() { return },
                 () = tokio::time::sleep(PASS) => {}
             }

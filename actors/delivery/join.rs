@@ -12,7 +12,8 @@ pub(crate) trait Continuation<A>: Send + Sync {
     fn run(&self, responses: Vec<A>);
 }
 
-struct Join<A, C: ?Sized> {
+/// Shared state of one query.
+pub(crate) struct Join<A, C: ?Sized> {
     responses: Mutex<Responses<A>>,
     outstanding: AtomicUsize,
     continuation: C,
@@ -51,6 +52,15 @@ impl<A, C: Continuation<A> + ?Sized> ReplyToken<A, C> {
     pub(crate) fn fork(&self) -> Self {
         self.join.outstanding.fetch_add(1, Ordering::Relaxed);
         Self { join: Arc::clone(&self.join), counts: true }
+    }
+
+    /// As [`ReplyToken::fork`], with the type of the continuation erased by `coerce`.
+    pub(crate) fn fork_unsized<D: Continuation<A> + ?Sized>(
+        &self,
+        coerce: impl FnOnce(Arc<Join<A, C>>) -> Arc<Join<A, D>>,
+    ) -> ReplyToken<A, D> {
+        self.join.outstanding.fetch_add(1, Ordering::Relaxed);
+        ReplyToken { join: coerce(Arc::clone(&self.join)), counts: true }
     }
 
     /// The continuation, which also carries the query.

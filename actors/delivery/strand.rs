@@ -28,7 +28,7 @@ use smallvec::SmallVec;
 const INLINE_DRAIN_MAX: usize = 16;
 
 /// The state of an actor: one message at a time.
-pub(crate) trait Step: Send + Sized + 'static {
+pub(crate) trait ActorState: Send + Sized + 'static {
     /// Its messages.
     type Msg: Send + 'static;
     /// Replies delivered after the lock is released.
@@ -61,7 +61,7 @@ impl<A: DeferredReply> DeferredReplies<A> {
 }
 
 /// An actor's state and its address, which stays the same across restarts.
-pub(crate) struct Strand<S: Step> {
+pub(crate) struct Strand<S: ActorState> {
     /// Absent before the first start, after a step that panicked until the restart, and after the last stop.
     state: Mutex<Option<S>>,
     inbox: Mutex<VecDeque<S::Msg>>,
@@ -78,7 +78,7 @@ pub(crate) struct Wake<S>(PhantomData<fn() -> S>);
 
 type State<'a, S> = MutexGuard<'a, Option<S>>;
 
-impl<S: Step> Strand<S> {
+impl<S: ActorState> Strand<S> {
     /// A strand without state, until [`Strand::open`].
     pub(crate) fn closed() -> Arc<Self> {
         Arc::new(Self {
@@ -267,7 +267,7 @@ impl<S> StrandActor<S> {
     }
 }
 
-impl<S: Step> Actor for StrandActor<S> {
+impl<S: ActorState> Actor for StrandActor<S> {
     type Msg = Wake<S>;
     type State = Arc<Strand<S>>;
     type Arguments = Arc<Strand<S>>;

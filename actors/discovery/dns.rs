@@ -32,7 +32,7 @@ const ADDRESSES_MAX: usize = 4096;
 /// ```
 #[derive(Debug)]
 pub struct DnsNames {
-    names: Vec<Name>,
+    names: Vec<DnsName>,
     given: WorkerConfig,
     interval: Duration,
     prober: Option<Prober>,
@@ -41,7 +41,7 @@ pub struct DnsNames {
 }
 
 #[derive(Debug)]
-struct Name {
+struct DnsName {
     name: String,
     host: String,
     port: u16,
@@ -55,7 +55,7 @@ impl DnsNames {
     /// # Errors
     /// A name of another form.
     pub fn new(names: impl IntoIterator<Item = impl Into<String>>) -> Result<Self, DiscoveryError> {
-        let names = names.into_iter().map(|name| Name::new(name.into())).collect::<Result<_, _>>()?;
+        let names = names.into_iter().map(|name| DnsName::new(name.into())).collect::<Result<_, _>>()?;
         Ok(Self {
             names,
             given: WorkerConfig::at(""),
@@ -72,7 +72,7 @@ impl DnsNames {
     /// # Errors
     /// A name of another form; the former ones stay.
     pub fn set(&mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Result<(), DiscoveryError> {
-        let names = names.into_iter().map(|name| Name::new(name.into())).collect::<Result<Vec<_>, _>>()?;
+        let names = names.into_iter().map(|name| DnsName::new(name.into())).collect::<Result<Vec<_>, _>>()?;
         let mut known = std::mem::replace(&mut self.names, names);
         for name in &mut self.names {
             if let Some(known) = known.iter_mut().find(|known| known.name == name.name) {
@@ -129,7 +129,7 @@ impl DnsNames {
         if complaint.is_some() && self.names.iter().all(|name| name.addresses.is_empty()) {
             return self.changes.look(None, complaint);
         }
-        let urls: BTreeSet<String> = self.names.iter().flat_map(Name::urls).collect();
+        let urls: BTreeSet<String> = self.names.iter().flat_map(DnsName::urls).collect();
         let probe = self.prober.is_some();
         let named = urls.iter().filter_map(|url| NamedWorker::at(url, &self.given).ok());
         let workers: Vec<NamedWorker> = named.map(|worker| NamedWorker { probe, ..worker }).collect();
@@ -150,7 +150,7 @@ impl DnsNames {
     }
 }
 
-impl Name {
+impl DnsName {
     fn new(name: String) -> Result<Self, DiscoveryError> {
         let refused = |rule: &str| HttpUrlError { url: name.clone(), rule: rule.to_owned() };
         let url = HttpUrl::parse(&format!("http://{name}")).map_err(|error| refused(&error.rule))?;

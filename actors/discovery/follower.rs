@@ -12,8 +12,7 @@ use tokio::sync::{Mutex, oneshot};
 use tokio::task::JoinHandle;
 
 use super::AnySource;
-use crate::actors::shared::Shared;
-use crate::actors::supervisor::SupervisorMsg;
+use crate::actors::views::status::RouterStatus;
 use crate::discovery::DiscoveryError;
 use crate::membership::SourceUpdate;
 
@@ -35,11 +34,12 @@ pub(crate) enum FollowerMsg {
 #[derive(Clone)]
 pub(crate) struct Assignment {
     pub(crate) source: Arc<Mutex<Box<dyn AnySource>>>,
-    /// Its number among the router's sources.
-    pub(crate) number: usize,
-    pub(crate) supervisor: ActorRef<SupervisorMsg>,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) report: SourceReport,
+    pub(crate) status: Arc<RouterStatus>,
 }
+
+/// Passes an update on, with a channel that is dropped once it has been applied; false if the receiver is gone.
+pub(crate) type SourceReport = Arc<dyn Fn(SourceUpdate, Option<oneshot::Sender<()>>) -> bool + Send + Sync>;
 
 pub(crate) struct State {
     assignment: Assignment,
@@ -71,9 +71,7 @@ impl Actor for Follower {
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             FollowerMsg::Panicked => {
-                let Assignment { number, supervisor, .. } = &state.assignment;
-                let update = SourceUpdate::Failed(DiscoveryError::Panicked);
-                drop(supervisor.send_message(SupervisorMsg::Reconcile { source: *number, update, done: None }));
+                (state.assignment.report)(SourceUpdate::Failed(DiscoveryError::Panicked), None);
                 let following = follow(state.assignment.clone(), PANIC_PAUSE, PanicReport(myself));
                 state.following = AbortOnDrop(tokio::spawn(following));
             }
@@ -108,14 +106,14 @@ impl Drop for PanicReport {
 /// It may be aborted wherever it awaits. There it holds no value: between the source's answer and the message nothing
 /// is awaited, and what the supervisor has it keeps.
 async fn follow(assignment: Assignment, pause: Duration, _report: PanicReport) {
-    let Assignment { source, number, supervisor, shared } = assignment;
+    let Assignment { source, report, status } = assignment;
     tokio::time::sleep(pause).await;
     let mut source = source.lock().await; // whoever followed it before has gone, or is going
     source.rewind();
     loop {
         let next = tokio::select! {
             biased;
-            _ = shared.down() => return,
+            _ = status.down() => return,
             next = source.next() => next,
         };
         let (update, pause) = match next {
@@ -125,8 +123,8 @@ async fn follow(assignment: Assignment, pause: Duration, _report: PanicReport) {
         };
         let is_last = matches!(update, SourceUpdate::Closed);
         let (done, taken_in) = oneshot::channel();
-        let passed = supervisor.send_message(SupervisorMsg::Reconcile { source: number, update, done: Some(done) });
-        if passed.is_err() || is_last {
+        let is_passed = report(update, Some(done));
+        if !is_passed || is_last {
             return;
         }
         drop(taken_in.await);

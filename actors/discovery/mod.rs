@@ -19,7 +19,7 @@ mod urls;
 pub use dns::DnsNames;
 #[cfg(feature = "discovery")]
 pub use file::WatchedFile;
-pub(crate) use follower::{Assignment, Follower, FollowerMsg};
+pub(crate) use follower::{Assignment, Follower, FollowerMsg, SourceReport};
 #[cfg(feature = "discovery")]
 pub use prober::ProbeOptions;
 pub(crate) use source::AnySource;

@@ -10,12 +10,17 @@ mod scrape;
 #[cfg(feature = "zmq")]
 mod socket;
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::actors::delivery::strand::{DeferredReply, Step};
-use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::{Phase, Shared};
+use crate::actors::delivery::strand::{ActorState, DeferredReply, Strand};
+use crate::actors::io::clock::Clock;
+use crate::actors::scheduler::{Scheduler, SchedulerMsg};
+use crate::actors::telemetry::Meters;
+use crate::actors::views::fleet::Fleet;
+use crate::actors::views::rank::RankTable;
+use crate::actors::views::status::RouterStatus;
+use crate::config::RouterConfig;
 use crate::engine_load::{EngineLoad, EngineReading};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
@@ -30,7 +35,8 @@ pub(crate) enum EngineLoadMsg {
 
 /// The actor's state: none but the way to the cells.
 pub(crate) struct EngineLoads {
-    shared: Weak<Shared>,
+    ranks: Arc<RankTable>,
+    clock: Clock,
 }
 
 /// Nobody waits for it.
@@ -41,21 +47,20 @@ impl DeferredReply for Nothing {
 }
 
 impl EngineLoads {
-    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
-        Self { shared: Arc::downgrade(shared) }
+    pub(crate) fn new(ranks: Arc<RankTable>, clock: Clock) -> Self {
+        Self { ranks, clock }
     }
 }
 
-impl Step for EngineLoads {
+impl ActorState for EngineLoads {
     type Msg = EngineLoadMsg;
     type Deferred = Nothing;
 
     fn step(&mut self, msg: EngineLoadMsg) -> Option<Nothing> {
         match msg {
             EngineLoadMsg::Said { worker, readings, asked_at } => {
-                let shared = self.shared.upgrade()?;
-                let at = shared.clock.now();
-                for entry in shared.entries_of(worker).iter().filter(|entry| entry.since <= asked_at) {
+                let at = self.clock.now();
+                for entry in self.ranks.of_worker(worker).iter().filter(|entry| entry.since <= asked_at) {
                     if let Some((_, reading)) = readings.iter().find(|(rank, _)| *rank == entry.rank.rank) {
                         entry.engine_load.publish(&EngineLoad { reading: *reading, at });
                     }
@@ -68,37 +73,50 @@ impl Step for EngineLoads {
     }
 }
 
-/// Starts to ask the workers, where that is wanted. It ends with the router.
-pub(crate) fn watch(shared: &Arc<Shared>) {
-    #[cfg(feature = "discovery")]
-    scrape::watch(shared);
-    #[cfg(feature = "zmq")]
-    socket::watch(shared);
-    let config = &shared.config;
-    let limits = config.overload_engine_waiting.is_some() || config.overload_engine_kv_usage.is_some();
-    if limits && config.queueing() {
-        let (stale, interval) = (config.engine_load_stale_ms, config.engine_load_interval_ms);
-        let period = Duration::from_millis((stale / 2).min(interval.max(1)).max(50));
-        tokio::spawn(wake_waiting(Arc::downgrade(shared), period));
-    }
+/// Dependencies of the tasks that query engines or listen to them.
+#[derive(Clone)]
+pub(crate) struct EngineLoadSources {
+    pub(crate) config: Arc<RouterConfig>,
+    pub(crate) clock: Clock,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) status: Arc<RouterStatus>,
+    pub(crate) meters: Arc<Meters>,
+    pub(crate) engine_loads: Arc<Strand<EngineLoads>>,
+    pub(crate) scheduler: Arc<Strand<Scheduler>>,
 }
 
-/// Has the scheduler look at those who wait: what an engine says can open a rank, and so can its silence.
-async fn wake_waiting(shared: Weak<Shared>, period: Duration) {
-    loop {
-        tokio::time::sleep(period).await;
-        let Some(shared) = shared.upgrade() else { return };
-        if matches!(shared.status.borrow().phase, Phase::Failed | Phase::Stopped) {
-            return;
+impl EngineLoadSources {
+    /// Starts the tasks that the configuration calls for. They end with the router.
+    pub(crate) fn watch(self) {
+        #[cfg(feature = "discovery")]
+        scrape::watch(&self);
+        #[cfg(feature = "zmq")]
+        socket::watch(&self);
+        let config = &self.config;
+        let limits = config.overload_engine_waiting.is_some() || config.overload_engine_kv_usage.is_some();
+        if limits && config.queueing() {
+            let (stale, interval) = (config.engine_load_stale_ms, config.engine_load_interval_ms);
+            let period = Duration::from_millis((stale / 2).min(interval.max(1)).max(50));
+            tokio::spawn(wake_waiting(self.status, self.scheduler, period));
         }
-        shared.scheduler.tell(SchedulerMsg::Wake { at: None });
     }
 }
 
-/// A rank's engine has just said this.
-pub(crate) fn said(shared: &Shared, rank: WorkerRank, reading: EngineReading) {
+/// Has the scheduler re-evaluate waiting requests: a load report can open a rank, and so can a stale one.
+async fn wake_waiting(status: Arc<RouterStatus>, scheduler: Arc<Strand<Scheduler>>, period: Duration) {
+    loop {
+        tokio::select! {
+            biased;
+            _ = status.down() => return,
+            () = tokio::time::sleep(period) => scheduler.tell(SchedulerMsg::Wake { at: None }),
+        }
+    }
+}
+
+/// Passes one rank's reading to the actor.
+pub(crate) fn report(engine_loads: &Strand<EngineLoads>, clock: Clock, rank: WorkerRank, reading: EngineReading) {
     if !reading.is_empty() {
         let (worker, readings) = (rank.worker, vec![(rank.rank, reading)]);
-        shared.engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at: shared.clock.now() });
+        engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at: clock.now() });
     }
 }

@@ -3,12 +3,10 @@
 //! Owns the tasks. Promises that a page is got within the time in which its load would be stale, and that one engine's
 //! silence delays nobody else's. What cannot be used is counted, and nothing is made up for it.
 
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::EngineLoadMsg;
+use super::{EngineLoadMsg, EngineLoadSources};
 use crate::actors::io::http;
-use crate::actors::shared::Shared;
 use crate::actors::views::worker::WorkerEntry;
 use crate::actors::worker_tasks::{self, first_delay};
 use crate::engine_load::{EngineReading, PAGE_BYTES_MAX, read_page};
@@ -16,23 +14,23 @@ use crate::protocol::{LoadSource, WorkerId};
 
 /// What a worker's task depends on.
 #[derive(Clone, Debug, PartialEq)]
-struct Asked {
+struct PageQuery {
     url: String,
     start_rank: u32,
     ranks: u32,
 }
 
 /// Starts to ask the workers, unless that is off. It ends with the router.
-pub(super) fn watch(shared: &Arc<Shared>) {
-    if shared.config.engine_load_interval_ms > 0 {
-        worker_tasks::watch(shared, asked_of, ask);
+pub(super) fn watch(sources: &EngineLoadSources) {
+    if sources.config.engine_load_interval_ms > 0 {
+        worker_tasks::watch(&sources.fleet, &sources.status, sources.clone(), page_query_of, ask);
     }
 }
 
-fn asked_of(worker: &WorkerEntry) -> Option<Asked> {
+fn page_query_of(worker: &WorkerEntry) -> Option<PageQuery> {
     let config = &worker.config;
     match config.load.as_ref()? {
-        LoadSource::Metrics(url) => Some(Asked {
+        LoadSource::Metrics(url) => Some(PageQuery {
             url: url.clone(),
             start_rank: config.data_parallel_start_rank,
             ranks: config.data_parallel_size,
@@ -41,20 +39,14 @@ fn asked_of(worker: &WorkerEntry) -> Option<Asked> {
     }
 }
 
-async fn ask(shared: Weak<Shared>, worker: WorkerId, _: u64, asked: Asked) {
-    let Some((interval, timeout, clock)) = shared.upgrade().map(|shared| {
-        let config = &shared.config;
-        let [interval, stale] = [config.engine_load_interval_ms, config.engine_load_stale_ms];
-        (Duration::from_millis(interval), Duration::from_millis(stale), shared.clock)
-    }) else {
-        return;
-    };
+async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQuery) {
+    let EngineLoadSources { config, clock, meters, engine_loads, .. } = sources;
+    let [interval, timeout] = [config.engine_load_interval_ms, config.engine_load_stale_ms].map(Duration::from_millis);
     tokio::time::sleep(first_delay(worker, interval)).await;
     loop {
         let asked_at = clock.now();
         let page = http::get(&asked.url, timeout, PAGE_BYTES_MAX).await;
-        let Some(shared) = shared.upgrade() else { return };
-        let errors = &shared.meters.engine_load_errors;
+        let errors = &meters.engine_load_errors;
         match page {
             Ok(text) => {
                 let page = read_page(&String::from_utf8_lossy(&text));
@@ -63,7 +55,7 @@ async fn ask(shared: Weak<Shared>, worker: WorkerId, _: u64, asked: Asked) {
                 if readings.is_empty() {
                     errors.empty.increment(1);
                 } else {
-                    shared.engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at });
+                    engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at });
                 }
             }
             Err(error) => {
@@ -71,7 +63,6 @@ async fn ask(shared: Weak<Shared>, worker: WorkerId, _: u64, asked: Asked) {
                 tracing::debug!(%worker, %error, "an engine does not say how busy it is");
             }
         }
-        drop(shared);
         tokio::time::sleep(interval).await;
     }
 }

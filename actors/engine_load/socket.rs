@@ -3,13 +3,10 @@
 //! Owns the tasks, one a worker. Promises that a socket that is gone is tried again, less and less often, and that what
 //! cannot be read is counted and nothing is made up for it. What nobody says any more grows old by itself.
 
-use std::sync::{Arc, Weak};
-
 use tokio::task::JoinSet;
 
-use super::said;
+use super::{EngineLoadSources, report};
 use crate::actors::io::engine_socket::{SocketError, Subscription};
-use crate::actors::shared::Shared;
 use crate::actors::views::worker::WorkerEntry;
 use crate::actors::worker_tasks;
 use crate::engine_load::{MESSAGE_BYTES_MAX, read_stat};
@@ -28,8 +25,8 @@ const CAPS: Caps = Caps {
 type Sockets = Vec<(WorkerRank, String)>;
 
 /// Starts to listen to the workers. It ends with the router.
-pub(super) fn watch(shared: &Arc<Shared>) {
-    worker_tasks::watch(shared, sockets_of, listen);
+pub(super) fn watch(sources: &EngineLoadSources) {
+    worker_tasks::watch(&sources.fleet, &sources.status, sources.clone(), sockets_of, listen);
 }
 
 fn sockets_of(worker: &WorkerEntry) -> Option<Sockets> {
@@ -39,37 +36,33 @@ fn sockets_of(worker: &WorkerEntry) -> Option<Sockets> {
     (!sockets.is_empty()).then_some(sockets)
 }
 
-async fn listen(shared: Weak<Shared>, _: WorkerId, _: u64, sockets: Sockets) {
+async fn listen(sources: EngineLoadSources, _: WorkerId, _: u64, sockets: Sockets) {
     let mut listeners = JoinSet::new(); // dropped, it ends them
     for (rank, endpoint) in sockets {
-        listeners.spawn(listen_to(Weak::clone(&shared), rank, endpoint));
+        listeners.spawn(listen_to(sources.clone(), rank, endpoint));
     }
     while listeners.join_next().await.is_some() {}
 }
 
-/// Until the router is gone.
-async fn listen_to(shared: Weak<Shared>, rank: WorkerRank, endpoint: String) {
+/// Runs until it is aborted.
+async fn listen_to(sources: EngineLoadSources, rank: WorkerRank, endpoint: String) {
     let mut backoff = Backoff::new(rank.worker.0 ^ u64::from(rank.rank));
     loop {
         if let Ok(mut subscription) = Subscription::connect(&endpoint, "", CAPS).await {
             loop {
                 let message = subscription.receive().await;
-                let Some(shared) = shared.upgrade() else { return };
                 match message.map(|(_, payload)| read_stat(&payload)) {
                     Ok(Ok(reading)) => {
                         backoff.reset();
-                        said(&shared, rank, reading);
+                        report(&sources.engine_loads, sources.clock, rank, reading);
                     }
-                    Ok(Err(_)) | Err(SocketError::Parts(_)) => shared.meters.engine_load_errors.message.increment(1),
+                    Ok(Err(_)) | Err(SocketError::Parts(_)) => sources.meters.engine_load_errors.message.increment(1),
                     Err(error) => {
                         tracing::debug!(%rank, %error, "an engine's load socket is gone; connecting again");
                         break;
                     }
                 }
             }
-        }
-        if shared.strong_count() == 0 {
-            return;
         }
         tokio::time::sleep(backoff.next_delay()).await;
     }

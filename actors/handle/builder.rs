@@ -2,22 +2,34 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ractor::Actor;
 use tokio::sync::watch;
 
+use super::edge::Edge;
+use super::intake::Intake;
+use super::membership::publish_conditions;
 use super::router::{Inner, Router};
 use super::shared_cache::SharedCache;
 use crate::actors::discovery::{AnySource, DiscoverySource};
+use crate::actors::engine_load::EngineLoadSources;
+use crate::actors::gauges::GaugeSources;
+#[cfg(feature = "discovery")]
+use crate::actors::health::probe;
 use crate::actors::io::clock::Clock;
+use crate::actors::lease_ender::LeaseEnder;
+use crate::actors::lease_expiry::LeaseExpiry;
 use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::Shared;
+use crate::actors::strands::Strands;
+use crate::actors::supervisor::dependencies::SupervisorDependencies;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
-use crate::actors::telemetry;
-use crate::actors::{engine_load, gauges, health, lease_expiry};
+use crate::actors::telemetry::{self, Meters};
+use crate::actors::views::Views;
 use crate::config::RouterConfig;
+use crate::directory::Directory;
 use crate::error::{Down, StartError};
-use crate::load::PrefillEstimator;
+use crate::load::{OutputLengths, PrefillEstimator};
 use crate::membership::initial_workers;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use crate::schedule::Extensions;
@@ -113,15 +125,7 @@ impl RouterBuilder {
         self.config.validate()?;
         let wanted = self.config.min_initial_workers;
         telemetry::describe();
-        let shared = Arc::new(Shared::new(self.config, self.extensions, self.shared_cache, Clock::start()));
-        let (supervisor, _) = Actor::spawn(None, Supervisor, Arc::clone(&shared))
-            .await
-            .map_err(|error| StartError::Spawn(error.to_string()))?;
-        lease_expiry::watch(&shared);
-        gauges::watch(&shared);
-        health::watch(&shared);
-        engine_load::watch(&shared);
-        let router = Router { inner: Arc::new(Inner { shared, supervisor }) };
+        let router = start_actors(self.config, self.extensions, self.shared_cache).await?;
         for (worker, config) in self.workers {
             router.upsert_worker(worker, config).await?;
         }
@@ -144,26 +148,83 @@ impl Router {
     }
 }
 
+/// Starts the supervisor, which starts the other actors, and the periodic tasks.
+async fn start_actors(
+    config: RouterConfig,
+    extensions: Extensions,
+    shared_cache: Option<Arc<dyn SharedCache>>,
+) -> Result<Router, StartError> {
+    let (config, clock, views) = (Arc::new(config), Clock::start(), Views::default());
+    let meters = Arc::new(Meters::new(&config, shared_cache.is_some()));
+    let (directory, output_lengths) = (Arc::<Directory>::default(), Arc::<OutputLengths>::default());
+    let strands = Strands::new(&config);
+    let Strands { scheduler, health, engine_loads, shards, sequences } = strands.clone();
+    let ender = LeaseEnder::new(&config, &directory, &sequences, &scheduler, &shards, &output_lengths);
+    let ender = Arc::new(ender);
+    let dependencies = SupervisorDependencies {
+        config: Arc::clone(&config),
+        clock,
+        directory: Arc::clone(&directory),
+        ender: Arc::clone(&ender),
+        views: views.clone(),
+        strands: strands.clone(),
+        meters: Arc::clone(&meters),
+        extensions,
+    };
+    let started = Actor::spawn(None, Supervisor, dependencies).await;
+    let (supervisor, _) = started.map_err(|error| StartError::Spawn(error.to_string()))?;
+    let intake = Intake::new(&config, Arc::clone(&directory), output_lengths);
+    let (status, expired) = (Arc::clone(&views.status), meters.expired.clone());
+    LeaseExpiry { clock, directory: Arc::clone(&directory), ender: Arc::clone(&ender), status, expired }
+        .watch(Duration::from_millis(config.booking_liveness_ms));
+    GaugeSources {
+        config: Arc::clone(&config),
+        clock,
+        pool: meters.pool.clone(),
+        views: views.clone(),
+        directory,
+        waiting_room: Arc::clone(&intake.waiting_room),
+        shards,
+        scheduler: Arc::clone(&scheduler),
+    }
+    .watch();
+    #[cfg(feature = "discovery")]
+    probe::watch(&config, &views.fleet, &views.status, &health);
+    EngineLoadSources {
+        config: Arc::clone(&config),
+        clock,
+        fleet: Arc::clone(&views.fleet),
+        status: Arc::clone(&views.status),
+        meters: Arc::clone(&meters),
+        engine_loads,
+        scheduler,
+    }
+    .watch();
+    let edge = Arc::new(Edge::new(config, clock, meters, ender, health));
+    Ok(Router { inner: Arc::new(Inner { edge, intake, views, strands, shared_cache, supervisor }) })
+}
+
 /// Passes each value of the source on to the scheduler, until the router is down or the source has closed.
 fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Router) {
-    let shared = Arc::downgrade(router.shared());
+    let (views, strands) = (router.views().clone(), router.strands().clone());
     tokio::spawn(async move {
         loop {
             let conditions = source.borrow_and_update().clone();
-            let Some(shared) = shared.upgrade() else { break };
-            shared.set_conditions(conditions);
-            shared.scheduler.tell(SchedulerMsg::Conditions { done: None });
-            drop(shared);
-            if source.changed().await.is_err() {
-                break; // what was said last stays true
+            publish_conditions(&views, &strands, conditions);
+            strands.scheduler.tell(SchedulerMsg::Conditions { done: None });
+            tokio::select! {
+                biased;
+                _ = views.status.down() => break,
+                // The last value of a closed source stays in force.
+                changed = source.changed() => if changed.is_err() { break },
             }
         }
     });
 }
 
 async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Result<(), StartError> {
-    let shared = router.shared();
-    let (mut statuses, mut workers) = (shared.discovery.subscribe(), shared.workers.subscribe());
+    let views = router.views();
+    let (mut statuses, mut workers) = (views.discovery.subscribe(), views.fleet.subscribe());
     loop {
         // Statuses first: the workers of a source that has closed were published before.
         let known_sources = statuses.borrow_and_update().clone();
@@ -173,7 +234,7 @@ async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Resul
         }
         tokio::select! {
             biased;
-            down = shared.down() => return Err(down.into()),
+            down = views.status.down() => return Err(down.into()),
             _ = statuses.changed() => {}
             _ = workers.changed() => {}
         }

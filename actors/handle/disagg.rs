@@ -121,7 +121,7 @@ impl Disaggregated {
             Err(DisaggError { side: Side::Prefill, error })
                 if self.config.decode_fallback && is_about_the_pool(&error) =>
             {
-                Prefill::Local(WhyLocal::Fallback(error))
+                PrefillPlacement::Local(WhyLocal::Fallback(error))
             }
             placed => placed?,
         };
@@ -152,7 +152,7 @@ impl Disaggregated {
         request: RouteRequest<'_>,
         wanted: &Constraints,
         decode: &Placement,
-    ) -> Result<Prefill, DisaggError> {
+    ) -> Result<PrefillPlacement, DisaggError> {
         let hashed = decode.routing_hashes().filter(|_| cut(&self.prefill) == cut(&self.decode));
         let constraints = self.prefill_constraints(wanted, decode);
         let request = RouteRequest {
@@ -162,8 +162,10 @@ impl Disaggregated {
             ..request
         };
         match self.weigh(request, decode).await? {
-            RemotePrefill::Skip(reason) => Ok(Prefill::Local(WhyLocal::Skipped(reason))),
-            RemotePrefill::Worth => self.prefill.route(request).await.map(Prefill::Remote).map_err(on(Side::Prefill)),
+            RemotePrefill::Skip(reason) => Ok(PrefillPlacement::Local(WhyLocal::Skipped(reason))),
+            RemotePrefill::Worth => {
+                self.prefill.route(request).await.map(PrefillPlacement::Remote).map_err(on(Side::Prefill))
+            }
         }
     }
 
@@ -252,13 +254,13 @@ fn known(router: &Router, rank: WorkerRank, capacity: impl Fn(&WorkerConfig) -> 
 #[must_use = "dropping a placement frees its bookings"]
 #[derive(Debug)]
 pub struct DisaggPlacement {
-    prefill: Prefill,
+    prefill: PrefillPlacement,
     decode: Placement,
 }
 
 /// Where the prefill is.
 #[derive(Debug)]
-enum Prefill {
+enum PrefillPlacement {
     Remote(Placement),
     /// It was remote, and is done.
     Completed,
@@ -271,8 +273,8 @@ impl DisaggPlacement {
     #[must_use]
     pub fn prefill(&self) -> Option<&Placement> {
         match &self.prefill {
-            Prefill::Remote(placement) => Some(placement),
-            Prefill::Completed | Prefill::Local(_) => None,
+            PrefillPlacement::Remote(placement) => Some(placement),
+            PrefillPlacement::Completed | PrefillPlacement::Local(_) => None,
         }
     }
 
@@ -285,17 +287,17 @@ impl DisaggPlacement {
     #[must_use]
     pub fn why_local(&self) -> Option<&WhyLocal> {
         match &self.prefill {
-            Prefill::Local(why) => Some(why),
-            Prefill::Remote(_) | Prefill::Completed => None,
+            PrefillPlacement::Local(why) => Some(why),
+            PrefillPlacement::Remote(_) | PrefillPlacement::Completed => None,
         }
     }
 
     /// The prompt is computed, and its blocks are where they are needed: the prefill rank has nothing left to do for
     /// this request, and its booking there ends. Again is harmless.
     pub fn prefill_completed(&mut self) {
-        if let Prefill::Remote(placement) = &self.prefill {
+        if let PrefillPlacement::Remote(placement) = &self.prefill {
             placement.prefill_completed(); // before it ends: one that ends uncompleted teaches nothing
-            self.prefill = Prefill::Completed;
+            self.prefill = PrefillPlacement::Completed;
         }
         self.decode.prefill_completed();
     }

@@ -22,12 +22,12 @@ impl Router {
     /// # Errors
     /// When the router is down.
     pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
-        self.shared().up()?;
-        if !self.shared().config.use_kv_events.reads_events() {
-            self.shared().meters.unused_events.increment(events.len() as u64);
+        self.views().status.up()?;
+        if !self.edge().config.use_kv_events.reads_events() {
+            self.edge().meters.unused_events.increment(events.len() as u64);
             return Ok(());
         }
-        match self.shared().shards.len() {
+        match self.strands().shards.len() {
             0 => Ok(()),
             1 => self.apply_to(0, events).await,
             shards => {
@@ -45,8 +45,8 @@ impl Router {
 
     async fn apply_to(&self, shard: usize, events: Vec<RouterEvent>) -> Result<(), Down> {
         let blocks = events.iter().map(|event| event.data.block_count()).sum();
-        let permit = self.shared().pass_gate(shard, blocks).await?;
-        self.shared().shards[shard].strand.tell(RadixMsg::Apply { events, only: None, permit });
+        let permit = self.strands().shards.admit(shard, blocks, &self.views().status).await?;
+        self.strands().shards.strand(shard).tell(RadixMsg::Apply { events, only: None, permit });
         Ok(())
     }
 
@@ -59,14 +59,14 @@ impl Router {
     /// # Errors
     /// An unknown rank, a prompt that cannot be hashed, or a router that is down.
     pub async fn record_routing_decision(&self, request: RouteRequest<'_>, rank: WorkerRank) -> Result<(), RouteError> {
-        self.shared().up()?;
+        self.views().status.up()?;
         if !self.workers().iter().any(|worker| worker.ranks.contains(&rank)) {
             return Err(Rejection::UnknownRank(rank).into());
         }
         let Some(guess) = self.prepare(&request)?.guess() else { return Ok(()) };
-        let shard = shard_of(rank, self.shared().shards.len());
-        let permit = self.shared().pass_gate(shard, guess.hashes.len()).await?;
-        self.shared().shards[shard].strand.tell(RadixMsg::Recorded { rank, guess, permit });
+        let shard = self.strands().shards.number_of(rank);
+        let permit = self.strands().shards.admit(shard, guess.hashes.len(), &self.views().status).await?;
+        self.strands().shards.strand(shard).tell(RadixMsg::Recorded { rank, guess, permit });
         Ok(())
     }
 
@@ -74,16 +74,16 @@ impl Router {
     /// `Cleared` event, then everything the rank holds. From the `Cleared` on it counts as known.
     #[must_use]
     pub fn resyncs(&self) -> watch::Receiver<BTreeSet<WorkerRank>> {
-        self.shared().cold.subscribe()
+        self.views().cold.subscribe()
     }
 
     /// How each rank's KV events are doing, in rank order: those of ranks that the router reads by itself
     /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)).
     #[must_use]
     pub fn kv_sources(&self) -> Vec<KvSourceStatus> {
-        let now = self.shared().clock.now();
+        let now = self.edge().clock.now();
         let mut sources: Vec<KvSourceStatus> =
-            self.shared().entries().iter().filter_map(|entry| entry.source.status(entry.rank, now)).collect();
+            self.views().ranks.all().iter().filter_map(|entry| entry.source.status(entry.rank, now)).collect();
         sources.sort_by_key(|source| source.rank);
         sources
     }
@@ -106,18 +106,18 @@ impl Router {
     }
 
     async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
-        self.shared().up()?;
+        self.views().status.up()?;
         let mut asked = Vec::new();
-        for shard in &self.shared().shards {
+        for shard in self.strands().shards.iter() {
             let (sender, answer) = oneshot::channel();
-            shard.strand.tell(question(sender));
+            shard.tell(question(sender));
             asked.push(answer);
         }
         let mut answers = Vec::new();
         for answer in asked {
-            match self.shared().answer_of(answer).await {
+            match self.views().status.reply_of(answer).await {
                 Some(answer) => answers.push(answer),
-                None => return Err(self.shared().up().err().map_or(FlushError::Lost, FlushError::Down)),
+                None => return Err(self.views().status.up().err().map_or(FlushError::Lost, FlushError::Down)),
             }
         }
         Ok(answers)

@@ -9,10 +9,9 @@ use super::router::Router;
 use crate::actors::delivery::fault::InjectedFault;
 use crate::actors::engine_load::EngineLoadMsg;
 use crate::actors::health::HealthMsg;
-use crate::actors::radix::{RadixMsg, shard_of};
+use crate::actors::radix::RadixMsg;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::sequence::SequenceMsg;
-use crate::actors::shared::RankEntry;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::protocol::WorkerRank;
 
@@ -63,7 +62,7 @@ impl Router {
         self.injected(fault, InjectedFault::Panic)
     }
 
-    /// Makes a part stand still, holding its strand, until the answer is dropped. `None` when there is no such part.
+    /// Makes a part hang, with its strand locked, until the returned value is dropped. `None` if there is no such part.
     ///
     /// Blocks until it stands still. The part stands still on a thread of its own, outside the runtime.
     #[must_use]
@@ -80,25 +79,22 @@ impl Router {
     }
 
     fn injected(&self, fault: Fault, injected: InjectedFault) -> bool {
-        let shared = self.shared();
+        let (strands, views) = (self.strands(), self.views());
         match fault {
             Fault::Supervisor => return self.supervisor().send_message(SupervisorMsg::Fault(injected)).is_ok(),
             Fault::Discovery(source) => {
-                let is_followed = source < shared.discovery.borrow().len();
+                let is_followed = source < views.discovery.borrow().len();
                 return is_followed && self.supervisor().send_message(SupervisorMsg::FaultOf(source, injected)).is_ok();
             }
-            Fault::Scheduler => shared.scheduler.tell(SchedulerMsg::Fault(injected)),
-            Fault::Health => shared.health.tell(HealthMsg::Fault(injected)),
-            Fault::EngineLoads => shared.engine_loads.tell(EngineLoadMsg::Fault(injected)),
-            Fault::Radix(rank) => match shared.shards.get(shard_of(rank, shared.shards.len())) {
-                Some(shard) => shard.strand.tell(RadixMsg::Fault(injected)),
+            Fault::Scheduler => strands.scheduler.tell(SchedulerMsg::Fault(injected)),
+            Fault::Health => strands.health.tell(HealthMsg::Fault(injected)),
+            Fault::EngineLoads => strands.engine_loads.tell(EngineLoadMsg::Fault(injected)),
+            Fault::Radix(rank) => match strands.shards.of(rank) {
+                Some(shard) => shard.tell(RadixMsg::Fault(injected)),
                 None => return false,
             },
-            Fault::Sequence(rank) => match shared.entry_of(rank) {
-                Some(entry) => {
-                    let RankEntry { strand, .. } = &*entry;
-                    strand.tell(SequenceMsg::Fault(injected));
-                }
+            Fault::Sequence(rank) => match strands.sequences.select(|address| address.entry.rank == rank).pop() {
+                Some(address) => address.strand.tell(SequenceMsg::Fault(injected)),
                 None => return false,
             },
             #[cfg(feature = "zmq")]

@@ -10,7 +10,7 @@ use super::route::RESTART_WAIT;
 use super::router::Router;
 use crate::actors::engine_load;
 use crate::actors::health::HealthMsg;
-use crate::actors::shared::RankEntry;
+use crate::actors::views::rank::RankEntry;
 use crate::engine_load::{EngineLoadFact, EngineReading};
 use crate::error::Down;
 use crate::health::{Outcome, RankHealth};
@@ -20,8 +20,8 @@ impl Router {
     /// How a request that was sent to a rank went, for embedders that book by request id: those with a placement say it
     /// with [`Placement::outcome`](crate::Placement::outcome). A rank that is not there is ignored. Visits every rank.
     pub fn report_outcome(&self, rank: WorkerRank, outcome: Outcome) {
-        if let Some(entry) = self.shared().entry_of(rank) {
-            self.shared().report_outcome(&entry, outcome, None);
+        if let Some(entry) = self.views().ranks.of_rank(rank) {
+            self.edge().report_outcome(&entry, outcome, None);
         }
     }
 
@@ -31,15 +31,15 @@ impl Router {
     /// When the router is down.
     pub async fn rank_health(&self) -> Result<Vec<RankHealth>, Down> {
         loop {
-            self.shared().up()?;
-            let restarts = self.shared().status.borrow().restarts;
+            self.views().status.up()?;
+            let restarts = self.views().status.restarts();
             let (sender, answer) = oneshot::channel();
-            self.shared().health.tell(HealthMsg::Report(sender));
-            if let Some(report) = self.shared().answer_of(answer).await {
+            self.strands().health.tell(HealthMsg::Report(sender));
+            if let Some(report) = self.views().status.reply_of(answer).await {
                 return Ok(report);
             }
             // Lost with the actor: its successor knows.
-            let mut status = self.shared().status.subscribe();
+            let mut status = self.views().status.subscribe();
             let restarted = status.wait_for(|status| status.restarts > restarts);
             drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
         }
@@ -65,22 +65,21 @@ impl Router {
     /// ```
     #[must_use]
     pub fn eligible_ranks(&self) -> usize {
-        self.shared().eligible_ranks()
+        self.views().eligible_ranks()
     }
 
     /// The ranks whose health keeps them out of service. Does not block.
     #[must_use]
     pub fn out_of_service(&self) -> BTreeSet<WorkerRank> {
-        self.shared().exclusions().out_of_service()
+        self.views().exclusions.get().out_of_service()
     }
 
     /// What each rank's engine last said of its load, in rank order; `None` where it never has.
     #[must_use]
     pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {
-        let shared = self.shared();
-        let (now, stale_after) = (shared.clock.now(), Duration::from_millis(shared.config.engine_load_stale_ms));
+        let (now, stale_after) = (self.edge().clock.now(), Duration::from_millis(self.config().engine_load_stale_ms));
         let fact = |entry: &Arc<RankEntry>| entry.engine_load.read().map(|load| load.fact(now, stale_after));
-        let mut entries = shared.entries();
+        let mut entries = self.views().ranks.all();
         entries.sort_by_key(|entry| (entry.rank, std::cmp::Reverse(entry.since)));
         entries.dedup_by_key(|entry| entry.rank); // of two, the one that is not on its way out
         entries.iter().map(|entry| (entry.rank, fact(entry))).collect()
@@ -89,6 +88,6 @@ impl Router {
     /// What a rank's engine has just said of its load, for embedders that ask their engines themselves. A rank that is not
     /// there is ignored, and so is a report that says nothing.
     pub fn report_engine_load(&self, rank: WorkerRank, reading: EngineReading) {
-        engine_load::said(self.shared(), rank, reading);
+        engine_load::report(&self.strands().engine_loads, self.edge().clock, rank, reading);
     }
 }

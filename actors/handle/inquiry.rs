@@ -5,10 +5,11 @@ use std::ops::Range;
 use serde::Serialize;
 use tokio::sync::oneshot;
 
+use super::overlap::{FoundOverlaps, OverlapReceiver};
 use super::request::RouteRequest;
 use super::router::Router;
-use crate::actors::radix::{Ask, Found};
-use crate::actors::scheduler::{PendingClass, Reply, SchedulerMsg};
+use crate::actors::delivery::reply::Reply;
+use crate::actors::scheduler::{PendingClass, SchedulerMsg};
 use crate::error::{Down, RouteError};
 use crate::protocol::WorkerRank;
 use crate::schedule::{Explanation, PotentialLoad, Purpose};
@@ -113,7 +114,7 @@ impl Router {
             Some(Err(_)) | None => SharedHits::default(),
         };
         let asked = include_shared.then(|| SharedSummary {
-            enabled: self.shared().shared_cache.is_some(),
+            enabled: self.shared_cache().is_some(),
             total_hit_blocks: shared_hits.total(),
             ranges: shared_hits.ranges().to_vec(),
             error: found.shared_cache.as_ref().and_then(|found| found.as_ref().err()).map(ToString::to_string),
@@ -156,35 +157,40 @@ impl Router {
     /// # Errors
     /// When the router is down, or the scheduler was lost before it answered.
     pub async fn pending(&self) -> Result<Vec<PendingClass>, RouteError> {
-        self.shared().up()?;
+        self.views().status.up()?;
         let (sender, answer) = oneshot::channel();
-        self.shared().scheduler.tell(SchedulerMsg::Pending(sender));
-        match self.shared().answer_of(answer).await {
+        self.strands().scheduler.tell(SchedulerMsg::Pending(sender));
+        match self.views().status.reply_of(answer).await {
             Some(pending) => Ok(pending),
-            None => Err(self.shared().up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
+            None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
         }
     }
 
-    async fn find_overlaps(&self, request: &RouteRequest<'_>, with_shared_cache: bool) -> Result<Found, RouteError> {
-        self.shared().up()?;
+    async fn find_overlaps(
+        &self,
+        request: &RouteRequest<'_>,
+        with_shared_cache: bool,
+    ) -> Result<FoundOverlaps, RouteError> {
+        self.views().status.up()?;
         let prepared = self.prepare(request)?;
-        let nothing = Found { overlaps: Vec::new(), shared_cache: None };
+        let nothing = FoundOverlaps { overlaps: Vec::new(), shared_cache: None };
         let Some(hashes) = prepared.block_hashes() else { return Ok(nothing) };
         let (sender, answer) = oneshot::channel();
-        self.ask_overlap(hashes, Ask::Answer(sender), with_shared_cache);
-        match self.shared().answer_of(answer).await {
+        self.query_overlap(hashes, OverlapReceiver::Caller(sender), with_shared_cache);
+        match self.views().status.reply_of(answer).await {
             Some(found) => Ok(found),
-            None => Err(self.shared().up().err().unwrap_or(Down::Failed).into()),
+            None => Err(self.views().status.up().err().unwrap_or(Down::Failed).into()),
         }
     }
 
     /// Every registered rank and any other that the index credits, with what it holds.
-    fn every_rank(&self, found: &Found) -> Vec<(WorkerRank, bool, TierOverlap)> {
+    fn every_rank(&self, found: &FoundOverlaps) -> Vec<(WorkerRank, bool, TierOverlap)> {
         let workers = self.workers();
         let registered = workers.iter().flat_map(|worker| &worker.ranks);
         let mut rows: Vec<_> = registered.map(|rank| (*rank, true, TierOverlap::default())).collect();
         for known in &found.overlaps {
-            let Some(entry) = self.shared().entry(known.slot, known.generation) else { continue };
+            let Some(address) = self.strands().sequences.get(known.slot, known.generation) else { continue };
+            let entry = &address.entry;
             match rows.binary_search_by_key(&entry.rank, |(rank, ..)| *rank) {
                 Ok(position) => rows[position].2 = known.overlap,
                 Err(position) => rows.insert(position, (entry.rank, false, known.overlap)),

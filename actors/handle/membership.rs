@@ -7,10 +7,14 @@ use tokio::sync::oneshot;
 
 use super::router::{Health, Router};
 use crate::actors::discovery::DiscoverySource;
+use crate::actors::health::HealthMsg;
 use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::{Phase, RankEntry};
+use crate::actors::strands::Strands;
 use crate::actors::supervisor::{MembershipReply, SupervisorMsg};
+use crate::actors::views::Views;
 use crate::actors::views::kv_source::KvSourceStatus;
+use crate::actors::views::rank::RankEntry;
+use crate::actors::views::status::RouterPhase;
 use crate::actors::views::worker::WorkerEntry;
 use crate::config::{PoolRole, RouterConfig, UseKvEvents};
 use crate::error::{Down, MembershipError};
@@ -100,13 +104,13 @@ impl Router {
     /// # Errors
     /// When the router is down.
     pub async fn set_conditions(&self, conditions: RankConditions) -> Result<(), Down> {
-        self.shared().up()?;
-        self.shared().set_conditions(conditions);
+        self.views().status.up()?;
+        publish_conditions(self.views(), self.strands(), conditions);
         let (done, held) = oneshot::channel();
-        self.shared().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
+        self.strands().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
         // Lost with a dying scheduler, it is what the next one starts with.
-        let _ = self.shared().answer_of(held).await;
-        self.shared().up()
+        let _ = self.views().status.reply_of(held).await;
+        self.views().status.up()
     }
 
     /// Registers workers by id alone, single-rank and without endpoint, for embedders that dispatch by themselves.
@@ -126,7 +130,7 @@ impl Router {
     /// The registered workers, by id.
     #[must_use]
     pub fn workers(&self) -> Arc<[WorkerEntry]> {
-        Arc::clone(&self.shared().workers.borrow())
+        self.views().fleet.workers()
     }
 
     /// The one rank of a single-rank worker, so that nobody has to name it; `None` where there is no such worker, or it
@@ -143,19 +147,19 @@ impl Router {
     /// How each source of workers is, in the order in which they were given.
     #[must_use]
     pub fn discovery(&self) -> Vec<DiscoveryStatus> {
-        self.shared().discovery.borrow().clone()
+        self.views().discovery.borrow().clone()
     }
 
     /// How the router is.
     #[must_use]
     pub fn health(&self) -> Health {
         Health {
-            state: self.shared().up(),
+            state: self.views().status.up(),
             ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
-            cold: self.shared().cold.borrow().clone(),
+            cold: self.views().cold.borrow().clone(),
             doubts: self.doubts(),
-            restarts: self.shared().status.borrow().restarts,
-            leases: self.shared().directory.len(),
+            restarts: self.views().status.restarts(),
+            leases: self.intake().directory.len(),
         }
     }
 
@@ -165,18 +169,18 @@ impl Router {
             let last_error = last_error.map(|error| format!("; the last error was: {error}")).unwrap_or_default();
             Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
         });
-        sources.chain(self.unread()).chain(self.shared().meters.never_matching()).collect()
+        sources.chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
     }
 
     /// Ranks that serve and of which no KV event was ever applied, though events are to be used.
     fn unread(&self) -> Vec<String> {
-        let (shared, config) = (self.shared(), self.config());
+        let config = self.config();
         let consequence = match config.use_kv_events {
             UseKvEvents::Yes if config.has_index() => "it is routed to by load only",
             UseKvEvents::Auto if config.has_index() => "its cache is predicted from routing decisions",
             UseKvEvents::Yes | UseKvEvents::Auto | UseKvEvents::No => return Vec::new(),
         };
-        let mut entries = shared.entries();
+        let mut entries = self.views().ranks.all();
         entries.retain(|entry| entry.source.is_unread() && entry.holdings.changed_at().is_none());
         entries.sort_by_key(|entry| entry.rank);
         let doubt = |entry: &Arc<RankEntry>| {
@@ -204,19 +208,25 @@ impl Router {
     /// The router's configuration.
     #[must_use]
     pub fn config(&self) -> &RouterConfig {
-        &self.shared().config
+        &self.edge().config
     }
 
     /// Stops the router: refuses new requests, waits until all bookings have ended or `deadline` has passed, stops
     /// every actor. Returns the number of bookings that had not ended.
     pub async fn shutdown(self, deadline: Duration) -> usize {
-        let shared = Arc::clone(self.shared());
-        shared.enter(Phase::Draining);
-        drop(tokio::time::timeout(deadline, shared.at_rest()).await);
-        let left = shared.directory.len();
+        let (status, directory) = (&self.views().status, &self.intake().directory);
+        status.enter(RouterPhase::Draining);
+        // Polled, so that no request pays for the end of the router.
+        let at_rest = async {
+            while !directory.is_empty() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        drop(tokio::time::timeout(deadline, at_rest).await);
+        let left = directory.len();
         // Stopping takes no time of its own, unless an actor is stuck; nobody waits for that one.
         drop(self.supervisor().get_cell().stop_and_wait(None, Some(STOP_WAIT)).await);
-        shared.enter(Phase::Stopped);
+        status.enter(RouterPhase::Stopped);
         left
     }
 
@@ -224,14 +234,20 @@ impl Router {
         &self,
         input: impl FnOnce(MembershipReply) -> MembershipInput<MembershipReply>,
     ) -> Result<usize, MembershipError> {
-        self.shared().up()?;
+        self.views().status.up()?;
         let (sender, reply) = oneshot::channel();
         self.supervisor().send_message(SupervisorMsg::Membership(input(sender))).map_err(|_| Down::Failed)?;
         // A dying supervisor drops the request without a reply.
         tokio::select! {
             biased;
             Ok(result) = reply => result,
-            down = self.shared().down() => Err(down.into()),
+            down = self.views().status.down() => Err(down.into()),
         }
     }
+}
+
+/// Publishes the embedder's rank conditions. The scheduler must be notified afterwards.
+pub(super) fn publish_conditions(views: &Views, strands: &Strands, conditions: RankConditions) {
+    views.conditions.set(conditions);
+    strands.health.tell(HealthMsg::MembersChanged); // an ejected rank may be needed now
 }

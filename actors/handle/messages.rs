@@ -11,7 +11,7 @@ use crate::schedule::Rejection;
 
 impl Router {
     /// Carries out one message. `context_id` is the id of the request that the embedder is serving: what is booked is
-    /// booked under it, and timestamps without an id are meant for it.
+    /// booked under it, and marks without an id are meant for it.
     ///
     /// A booking made here lasts until it is marked free, or nothing is heard of it for `booking_liveness_ms`.
     ///

@@ -7,18 +7,22 @@
 mod body;
 mod builder;
 mod disagg;
+mod edge;
 mod events;
 #[cfg(feature = "faults")]
 mod faults;
 mod health;
 mod inquiry;
+mod intake;
+mod lease_guard;
 mod membership;
 mod messages;
+mod overlap;
 mod placement;
 pub(crate) mod request;
 mod route;
 mod router;
-pub(crate) mod shared_cache;
+mod shared_cache;
 #[cfg(feature = "tower")]
 mod tower;
 

@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use super::lease_guard::LeaseGuard;
 use super::request::BestMatch;
-use crate::actors::shared::{LeaseGuard, RankEntry};
+use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::telemetry::Prediction;
+use crate::actors::views::rank::RankEntry;
 use crate::error::RequestError;
 use crate::hashing::HashedPrompt;
 use crate::health::Outcome;
@@ -21,7 +23,7 @@ use crate::select::TierOverlap;
 #[must_use = "dropping a placement frees its booking"]
 pub struct Placement {
     guard: LeaseGuard,
-    entry: Arc<RankEntry>,
+    address: Arc<SequenceAddress>,
     best: BestMatch,
     prediction: Prediction,
     /// Whether it has been said how the request went.
@@ -29,8 +31,13 @@ pub struct Placement {
 }
 
 impl Placement {
-    pub(crate) fn new(guard: LeaseGuard, entry: Arc<RankEntry>, best: BestMatch, prediction: Prediction) -> Self {
-        Self { guard, entry, best, prediction, told_outcome: AtomicBool::new(false) }
+    pub(super) fn new(
+        guard: LeaseGuard,
+        address: Arc<SequenceAddress>,
+        best: BestMatch,
+        prediction: Prediction,
+    ) -> Self {
+        Self { guard, address, best, prediction, told_outcome: AtomicBool::new(false) }
     }
 
     /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
@@ -60,7 +67,7 @@ impl Placement {
     /// Where that rank's worker is, as its configuration said.
     #[must_use]
     pub fn endpoint(&self) -> &str {
-        &self.entry.endpoint
+        &self.address.entry.endpoint
     }
 
     /// What the engine behind the endpoint calls the rank: its number among the worker's own, from 0, whatever its
@@ -68,17 +75,17 @@ impl Placement {
     /// has one rank only, and need not be told.
     #[must_use]
     pub fn rank_at_worker(&self) -> Option<u32> {
-        Some(self.entry.number_at_worker.load(Ordering::Relaxed)).filter(|number| *number != RankEntry::ALONE)
+        Some(self.address.entry.number_at_worker.load(Ordering::Relaxed)).filter(|number| *number != RankEntry::ALONE)
     }
 
     #[cfg(feature = "tower")]
     pub(super) fn endpoint_shared(&self) -> Arc<str> {
-        Arc::clone(&self.entry.endpoint)
+        Arc::clone(&self.address.entry.endpoint)
     }
 
     #[cfg(feature = "http")]
     pub(super) fn block_size(&self) -> u32 {
-        self.guard.shared().config.block_size
+        self.guard.edge().config.block_size
     }
 
     /// The request id it was booked under.
@@ -126,13 +133,13 @@ impl Placement {
 
     /// The first token is out: the rank has no prefill left to do for this request. Again is harmless.
     pub fn prefill_completed(&self) {
-        let (shared, lease) = (self.guard.shared(), self.guard.lease());
+        let (edge, lease) = (self.guard.edge(), self.guard.lease());
         if lease.complete_prefill() {
             if let Some(predicted) = self.best.predicted_ttft() {
-                let elapsed = shared.clock.now().since(lease.booked_at());
-                shared.meters.predictions.first_token(predicted, elapsed);
+                let elapsed = edge.clock.now().since(lease.booked_at());
+                edge.meters.predictions.first_token(predicted, elapsed);
             }
-            shared.prefill_completed(&self.entry, lease);
+            self.address.prefill_completed(lease);
         }
     }
 
@@ -141,7 +148,7 @@ impl Placement {
     /// kind of request never come true.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
-            self.guard.shared().meters.delivered(&self.prediction, self.cached_tokens(), tokens);
+            self.guard.edge().meters.delivered(&self.prediction, self.cached_tokens(), tokens);
         }
     }
 
@@ -151,7 +158,7 @@ impl Placement {
     pub fn outcome(&self, outcome: Outcome) {
         if !self.told_outcome.swap(true, Ordering::Relaxed) {
             let began = self.guard.lease().booked_at();
-            self.guard.shared().report_outcome(&self.entry, outcome, Some(began));
+            self.guard.edge().report_outcome(&self.address.entry, outcome, Some(began));
         }
     }
 
@@ -162,11 +169,11 @@ impl Placement {
     /// A decay outside [0, 1].
     pub fn output_block(&self, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
-        if !self.guard.shared().config.track_output_blocks {
+        if !self.guard.edge().config.track_output_blocks {
             return Ok(());
         }
         self.guard.lease().push_output_block(decay);
-        self.guard.shared().reconcile(&self.entry, self.guard.lease());
+        self.address.reconcile(self.guard.lease());
         Ok(())
     }
 }

@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::actors::shared::Shared;
 use crate::actors::telemetry::PromptKind;
 use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
-use crate::load::{LengthKeys, PrefillLoadHint, PromptBlocks, PromptLimits};
+use crate::load::{LengthKeys, OutputLengths, PrefillLoadHint, PromptBlocks, PromptLimits};
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::queue::{TenantKey, UnknownClass};
@@ -92,8 +91,8 @@ impl<'a> RouteRequest<'a> {
     }
 
     /// The options as the scheduler reads them; `None` for a request with default options, which most have.
-    fn resolve(&self, shared: &Shared, now: Timestamp) -> Result<Option<Box<ResolvedOptions>>, RouteError> {
-        let config = &shared.config;
+    fn resolve(&self, preparation: &Preparation<'_>) -> Result<Option<Box<ResolvedOptions>>, RouteError> {
+        let Preparation { config, now, output_lengths, .. } = *preparation;
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
         let tenant = self.tenant.filter(|_| config.queueing()).map(TenantKey::of); // elsewhere nobody waits
         let asks = tenant.is_some()
@@ -134,7 +133,7 @@ impl<'a> RouteRequest<'a> {
             lora_name: lora_name.map(Arc::from),
             session_id: self.session_id.map(SessionId::new).transpose()?,
             expected_output_tokens: self.expected_output_tokens,
-            usual_output_tokens: shared.output_lengths.expected(self.length_keys()),
+            usual_output_tokens: output_lengths.expected(self.length_keys()),
             output_tokens_max: self.output_tokens_max,
             not_streamed: self.not_streamed,
             overrides,
@@ -334,10 +333,20 @@ pub(super) struct Prepared {
     started: Timestamp,
 }
 
+/// What the preparation of a request reads.
+pub(super) struct Preparation<'a> {
+    pub(super) config: &'a RouterConfig,
+    pub(super) now: Timestamp,
+    pub(super) limits: PromptLimits,
+    pub(super) output_lengths: &'a OutputLengths,
+    /// Whether decisions create speculative entries.
+    pub(super) speculates: bool,
+}
+
 impl Prepared {
-    pub(super) fn new(shared: &Shared, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
-        let (config, now) = (&shared.config, shared.clock.now());
-        let options = request.resolve(shared, now)?;
+    pub(super) fn new(preparation: &Preparation<'_>, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
+        let Preparation { config, now, limits, speculates, .. } = *preparation;
+        let options = request.resolve(preparation)?;
         let overrides = request.overrides.copied().unwrap_or_default();
         let scheme = HashScheme {
             block_size: config.block_size_nonzero(),
@@ -364,13 +373,13 @@ impl Prepared {
             }
             Prompt::Tokens(_) => None,
         };
-        let PromptLimits { model_len, weight_tokens } = shared.prompt_limits();
+        let PromptLimits { model_len, weight_tokens } = limits;
         if let Some(max_model_len) = model_len.filter(|longest| isl_tokens > *longest as usize) {
             return Err(RouteError::ContextLength { isl_tokens, max_model_len });
         }
         let too_long = |_| RouteError::PromptTooLong { isl_tokens };
         let blocks = u32::try_from(scheme.block_count(isl_tokens)).map_err(too_long)?;
-        // It weighs no more than a rank can guard, in blocks and in tokens, however long it is.
+        // It weighs no more than a rank can hold, in blocks and in tokens, however long it is.
         let blocks_max = weight_tokens.div_ceil(config.block_size);
         let prompt = match &hashes {
             _ if !config.track_active_blocks => PromptBlocks::Counted(0),
@@ -383,7 +392,7 @@ impl Prepared {
             Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
         };
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
-        let guess = hashes.as_ref().filter(|_| shared.predicts);
+        let guess = hashes.as_ref().filter(|_| speculates);
         let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
         let (length_keys, kind) = (request.length_keys(), request.kind());
         Ok(Self { hashes, wants_overlap, prompt, isl_tokens, options, length_keys, guess, kind, started: now })

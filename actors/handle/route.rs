@@ -9,15 +9,21 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::Span;
 
+use super::edge::Edge;
+use super::intake::Intake;
+use super::lease_guard::LeaseGuard;
+use super::overlap::{OverlapContinuation, OverlapReceiver, query_shared_cache};
 use super::placement::Placement;
-use super::request::{AddRequest, BestMatch, Prepared, RouteRequest};
+use super::request::{AddRequest, BestMatch, Preparation, Prepared, RouteRequest};
 use super::router::Router;
-use super::shared_cache;
 use crate::actors::delivery::join::ReplyToken;
-use crate::actors::radix::{Ask, OverlapContinuation, RadixMsg};
-use crate::actors::scheduler::{Reply, RequestContext, SchedulerMsg};
-use crate::actors::shared::{LeaseGuard, Phase, RankEntry, Shared};
+use crate::actors::delivery::reply::Reply;
+use crate::actors::radix::{RadixMsg, overlap_token};
+use crate::actors::scheduler::{RequestContext, SchedulerMsg};
+use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::telemetry::{self, PhaseTimestamps, Prediction, Verdict};
+use crate::actors::views::rank::RankEntry;
+use crate::actors::views::status::RouterPhase;
 use crate::directory::{Lease, LeaseState};
 use crate::error::{RequestError, RouteError};
 use crate::load::Weight;
@@ -40,7 +46,7 @@ impl Router {
     /// # Errors
     /// See [`RouteError`]. A request that was lost with an actor is tried again before it is given up.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<Placement, RouteError> {
-        let Shared { config, meters, .. } = &**self.shared();
+        let Edge { config, meters, .. } = &**self.edge();
         let span = telemetry::route_span(&config.pool, request.request_id);
         let undecided = meters.decisions.begin(&span);
         let placed = self.place(&request, &span).await;
@@ -56,18 +62,18 @@ impl Router {
         loop {
             let (guard, decision) = self.book(request_id, &prepared, Target::Any, span).await?;
             // A rank that was removed meanwhile has ended the booking.
-            if let Some(entry) = self.shared().entry(decision.slot, decision.generation) {
-                let Shared { config, meters, .. } = &**self.shared();
+            if let Some(address) = self.strands().sequences.get(decision.slot, decision.generation) {
+                let Edge { config, meters, .. } = &**self.edge();
                 let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
                 let best = BestMatch::new(&decision, config, hashes);
                 // A prediction above 0 is held to account whatever else the index lacks.
-                let is_index_complete = best.cached_tokens() > 0 || self.shared().is_index_complete_for(&entry);
+                let is_index_complete = best.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
                 let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(best.rank()));
                 }
                 meters.placed(prepared.isl_tokens(), config.block_size, &best, prediction.kind().is_some());
-                return Ok(Placement::new(guard, entry, best, prediction));
+                return Ok(Placement::new(guard, address, best, prediction));
             }
             attempts += 1;
             if attempts == ATTEMPTS_MAX {
@@ -84,7 +90,7 @@ impl Router {
         let prepared = self.prepare(&request)?;
         let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
         match self.ask(&prepared, Purpose::Report).await? {
-            Reply::Placed(decision) => Ok(BestMatch::new(&decision, &self.shared().config, hashes)),
+            Reply::Placed(decision) => Ok(BestMatch::new(&decision, &self.edge().config, hashes)),
             Reply::Rejected(reason) => Err(reason.into()),
             Reply::LoadSnapshot(_) | Reply::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
         }
@@ -97,7 +103,7 @@ impl Router {
     /// See [`RouteError`]; [`UnknownRank`](crate::schedule::Rejection::UnknownRank) when the rank is not registered.
     pub async fn add_request(&self, request: AddRequest<'_>) -> Result<(), RouteError> {
         let span = Span::none();
-        let undecided = self.shared().meters.decisions.begin(&span);
+        let undecided = self.edge().meters.decisions.begin(&span);
         let added = self.add(request, &span).await;
         undecided.end(&added, Verdict::Given);
         added
@@ -109,7 +115,7 @@ impl Router {
         let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
         let (guard, decision) = self.book(request.request_id, &prepared, target, span).await?;
-        if self.shared().entry(decision.slot, decision.generation).is_none() {
+        if self.strands().sequences.get(decision.slot, decision.generation).is_none() {
             return Err(Rejection::UnknownRank(rank).into()); // removed meanwhile, and the booking with it
         }
         guard.detach();
@@ -123,9 +129,9 @@ impl Router {
     pub fn mark_prefill_completed(&self, request_id: &str) -> Result<(), RequestError> {
         let lease = self.lease(request_id)?;
         if lease.complete_prefill()
-            && let Some(entry) = self.entry_of(&lease)
+            && let Some(address) = self.address_of(&lease)
         {
-            self.shared().prefill_completed(&entry, &lease);
+            address.prefill_completed(&lease);
         }
         Ok(())
     }
@@ -137,7 +143,7 @@ impl Router {
     pub fn add_output_block(&self, request_id: &str, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
         let lease = self.lease(request_id)?;
-        if !self.shared().config.track_output_blocks {
+        if !self.edge().config.track_output_blocks {
             return Ok(());
         }
         lease.push_output_block(decay);
@@ -152,7 +158,7 @@ impl Router {
     pub fn free(&self, request_id: &str) -> Result<(), RequestError> {
         let lease = self.lease(request_id)?;
         lease.mark_freed();
-        self.shared().end(&lease);
+        self.edge().ender.end(&lease);
         Ok(())
     }
 
@@ -166,22 +172,22 @@ impl Router {
 
     /// The lease of a request that something was heard of.
     fn lease(&self, request_id: &str) -> Result<Arc<Lease>, RequestError> {
-        let lease = self.shared().directory.find(request_id);
+        let lease = self.intake().directory.find(request_id);
         let lease = lease.ok_or_else(|| RequestError::NotFound(request_id.to_owned()))?;
-        lease.seen(self.shared().clock.now());
+        lease.seen(self.edge().clock.now());
         Ok(lease)
     }
 
     fn reconcile(&self, lease: &Arc<Lease>) {
-        if let Some(entry) = self.entry_of(lease) {
-            self.shared().reconcile(&entry, lease);
+        if let Some(address) = self.address_of(lease) {
+            address.reconcile(lease);
         }
     }
 
     /// The rank that a lease is booked on.
-    fn entry_of(&self, lease: &Lease) -> Option<Arc<RankEntry>> {
+    fn address_of(&self, lease: &Lease) -> Option<Arc<SequenceAddress>> {
         match lease.state() {
-            LeaseState::Booked { slot, generation } => self.shared().entry(slot, generation),
+            LeaseState::Booked { slot, generation } => self.strands().sequences.get(slot, generation),
             LeaseState::Pending | LeaseState::Ended => None,
         }
     }
@@ -195,18 +201,19 @@ impl Router {
         span: &Span,
     ) -> Result<(LeaseGuard, Decision), RouteError> {
         for attempt in 0..ATTEMPTS_MAX {
-            let permit = self.admit()?;
-            let restarts = self.shared().status.borrow().restarts;
-            let lease = self.shared().directory.enter(request_id, prepared.prompt(), self.shared().clock.now())?;
+            self.views().status.up()?;
+            let permit = self.intake().admit()?;
+            let restarts = self.views().status.restarts();
+            let lease = self.intake().directory.enter(request_id, prepared.prompt(), self.edge().clock.now())?;
             if !prepared.length_keys().is_empty() {
                 lease.set_length_keys(prepared.length_keys());
             }
-            let guard = LeaseGuard::new(self.shared(), Arc::clone(&lease));
+            let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
             // The time of a request that was lost is that of a restart.
-            let Shared { meters, clock, .. } = &**self.shared();
+            let Edge { meters, clock, .. } = &**self.edge();
             let timestamps = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
-            match self.shared().answer_of(answer).await {
+            match self.views().status.reply_of(answer).await {
                 Some(Reply::Placed(decision)) => {
                     if let Some(timestamps) = timestamps {
                         meters.phases.record(&timestamps, prepared.started(), guard.lease(), span);
@@ -214,7 +221,7 @@ impl Router {
                     return Ok((guard, decision));
                 }
                 Some(Reply::Rejected(reason)) => {
-                    guard.was_refused();
+                    guard.was_rejected();
                     return Err(reason.into());
                 }
                 Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => {}
@@ -231,10 +238,11 @@ impl Router {
     /// Asks without booking, and tries again what is lost with an actor.
     pub(super) async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Reply, RouteError> {
         for _ in 0..ATTEMPTS_MAX {
-            let permit = self.admit()?;
-            let restarts = self.shared().status.borrow().restarts;
+            self.views().status.up()?;
+            let permit = self.intake().admit()?;
+            let restarts = self.views().status.restarts();
             let answer = self.submit(prepared, Target::Any, purpose, None, permit, None);
-            match self.shared().answer_of(answer).await {
+            match self.views().status.reply_of(answer).await {
                 Some(answered) => return Ok(answered),
                 None => self.wait_for_restart(restarts).await?,
             }
@@ -242,16 +250,19 @@ impl Router {
         Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
     }
 
-    /// A place in the waiting room.
-    fn admit(&self) -> Result<OwnedSemaphorePermit, RouteError> {
-        self.shared().up()?;
-        let room = Arc::clone(&self.shared().waiting_room);
-        let requests_max = self.shared().config.requests_max;
-        room.try_acquire_owned().map_err(|_| RouteError::Overloaded { requests_max })
+    /// Whether the index has every block of the rank, and at least one: only then is a prediction of 0 evidence.
+    fn is_index_complete_for(&self, entry: &RankEntry) -> bool {
+        entry.holdings.held_blocks() > 0
+            && entry.source.is_complete()
+            && !self.views().cold.borrow().contains(&entry.rank)
     }
 
     pub(super) fn prepare(&self, request: &RouteRequest<'_>) -> Result<Prepared, RouteError> {
-        Prepared::new(self.shared(), request)
+        let Edge { config, clock, .. } = &**self.edge();
+        let Intake { output_lengths, speculates, .. } = self.intake();
+        let limits = self.views().fleet.prompt_limits();
+        let preparation = Preparation { config, now: clock.now(), limits, output_lengths, speculates: *speculates };
+        Prepared::new(&preparation, request)
     }
 
     /// Sends a request on its way through the shards to the scheduler.
@@ -265,9 +276,8 @@ impl Router {
         timestamps: Option<Arc<PhaseTimestamps>>,
     ) -> oneshot::Receiver<Reply> {
         let (sender, answer) = oneshot::channel();
-        let shared = self.shared();
         // Only a booking may wait; whoever chose its rank by itself does not.
-        let may_wait = shared.queueing && target == Target::Any;
+        let may_wait = self.intake().queueing && target == Target::Any;
         let waits = lease.as_ref().filter(|_| may_wait).map(|lease| {
             Box::new(Waits {
                 booking: lease.booking(),
@@ -281,25 +291,26 @@ impl Router {
         let plain = Request::new(context, prepared.prompt(), prepared.isl_tokens());
         let request = Request { target, purpose, options, waits, ..plain };
         match prepared.block_hashes() {
-            Some(hashes) => self.ask_overlap(hashes, Ask::Decide(request), target == Target::Any),
-            None => shared.scheduler.tell(SchedulerMsg::Decide(request)),
+            Some(hashes) => {
+                let receiver = OverlapReceiver::Scheduler(request, Arc::downgrade(&self.strands().scheduler));
+                self.query_overlap(hashes, receiver, target == Target::Any);
+            }
+            None => self.strands().scheduler.tell(SchedulerMsg::Decide(request)),
         }
         answer
     }
 
     /// Asks every shard, and the shared cache where there is one; whoever answers last sends the answers on.
-    pub(super) fn ask_overlap(&self, hashes: &Arc<[BlockHash]>, ask: Ask, with_shared_cache: bool) {
-        let shared = self.shared();
-        let next = OverlapContinuation::new(Arc::clone(hashes), ask, Arc::downgrade(&shared.scheduler));
-        let first = ReplyToken::open(0, next);
+    pub(super) fn query_overlap(&self, hashes: &Arc<[BlockHash]>, receiver: OverlapReceiver, with_shared_cache: bool) {
+        let first = ReplyToken::open(0, OverlapContinuation::new(Arc::clone(hashes), receiver));
         if !hashes.is_empty() {
-            if let Some(cache) = shared.shared_cache.as_ref().filter(|_| with_shared_cache) {
-                let (cache, meters) = (Arc::clone(cache), shared.meters.shared_cache.clone());
-                let timeout_ms = shared.config.shared_cache_timeout_ms;
-                tokio::spawn(shared_cache::ask(cache, timeout_ms, meters, first.fork()));
+            if let Some(cache) = self.shared_cache().filter(|_| with_shared_cache) {
+                let (cache, meters) = (Arc::clone(cache), self.edge().meters.shared_cache.clone());
+                let timeout_ms = self.config().shared_cache_timeout_ms;
+                tokio::spawn(query_shared_cache(cache, timeout_ms, meters, first.fork()));
             }
-            for shard in &shared.shards {
-                shard.strand.tell(RadixMsg::Overlap(first.fork()));
+            for shard in self.strands().shards.iter() {
+                shard.tell(RadixMsg::Overlap(overlap_token(&first)));
             }
         }
         drop(first);
@@ -307,10 +318,10 @@ impl Router {
 
     /// Waits until something has been restarted since `restarts`, for so long; an error when the router is down.
     async fn wait_for_restart(&self, restarts: u64) -> Result<(), RouteError> {
-        let mut status = self.shared().status.subscribe();
-        let restarted = status.wait_for(|status| status.restarts > restarts || status.phase != Phase::Serving);
+        let mut status = self.views().status.subscribe();
+        let restarted = status.wait_for(|status| status.restarts > restarts || status.phase != RouterPhase::Serving);
         // Not restarted in time: try anyway, a try costs little.
         drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
-        Ok(self.shared().up()?)
+        Ok(self.views().status.up()?)
     }
 }

@@ -5,8 +5,12 @@ use std::sync::Arc;
 
 use ractor::ActorRef;
 
-use crate::actors::shared::Shared;
+use super::edge::Edge;
+use super::intake::Intake;
+use super::shared_cache::SharedCache;
+use crate::actors::strands::Strands;
 use crate::actors::supervisor::SupervisorMsg;
+use crate::actors::views::Views;
 use crate::error::Down;
 use crate::protocol::WorkerRank;
 
@@ -36,7 +40,11 @@ pub struct Router {
 }
 
 pub(super) struct Inner {
-    pub(super) shared: Arc<Shared>,
+    pub(super) edge: Arc<Edge>,
+    pub(super) intake: Intake,
+    pub(super) views: Views,
+    pub(super) strands: Strands,
+    pub(super) shared_cache: Option<Arc<dyn SharedCache>>,
     pub(super) supervisor: ActorRef<SupervisorMsg>,
 }
 
@@ -53,8 +61,24 @@ impl std::fmt::Debug for Router {
 }
 
 impl Router {
-    pub(super) fn shared(&self) -> &Arc<Shared> {
-        &self.inner.shared
+    pub(super) fn edge(&self) -> &Arc<Edge> {
+        &self.inner.edge
+    }
+
+    pub(super) fn intake(&self) -> &Intake {
+        &self.inner.intake
+    }
+
+    pub(super) fn views(&self) -> &Views {
+        &self.inner.views
+    }
+
+    pub(super) fn strands(&self) -> &Strands {
+        &self.inner.strands
+    }
+
+    pub(super) fn shared_cache(&self) -> Option<&Arc<dyn SharedCache>> {
+        self.inner.shared_cache.as_ref()
     }
 
     pub(super) fn supervisor(&self) -> &ActorRef<SupervisorMsg> {

@@ -8,13 +8,9 @@ use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::actors::delivery::join::ReplyToken;
-use crate::actors::radix::{OverlapContinuation, SharedFound};
-use crate::actors::telemetry::SharedCacheMeters;
 use crate::protocol::BlockHash;
-use crate::select::{RankOverlap, SharedHits};
+use crate::select::SharedHits;
 
 /// Why a shared cache could not answer: the embedder's own error.
 pub type SharedCacheError = Box<dyn std::error::Error + Send + Sync>;
@@ -55,21 +51,5 @@ pub enum SharedCacheFailure {
     Error(String),
 }
 
-/// Asks the cache, and answers by giving the leg back.
-pub(crate) async fn ask(
-    cache: Arc<dyn SharedCache>,
-    timeout_ms: u64,
-    meters: Option<Arc<SharedCacheMeters>>,
-    token: ReplyToken<RankOverlap, OverlapContinuation>,
-) {
-    let query = cache.query(Arc::clone(token.continuation().hashes()));
-    let found: SharedFound = match tokio::time::timeout(Duration::from_millis(timeout_ms), query).await {
-        Ok(Ok(ranges)) => Ok(SharedHits::new(ranges)),
-        Ok(Err(error)) => Err(SharedCacheFailure::Error(error.to_string())),
-        Err(_) => Err(SharedCacheFailure::Late(timeout_ms)),
-    };
-    if let Some(meters) = meters {
-        meters.count(&found, token.continuation().hashes().len());
-    }
-    token.continuation().set_shared_cache(found);
-}
+/// Result of a shared cache query.
+pub(super) type SharedCacheResult = Result<SharedHits, SharedCacheFailure>;

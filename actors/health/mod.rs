@@ -7,22 +7,27 @@
 //! it knows of no failures, and all ranks are in service.
 
 #[cfg(feature = "discovery")]
-mod probe;
+pub(crate) mod probe;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::Instant;
 
-use crate::actors::delivery::strand::{DeferredReplies, DeferredReply, Step};
-use crate::actors::scheduler::{SchedulerMsg, SchedulerReplies};
-use crate::actors::shared::{RankEntry, Shared};
-use crate::actors::telemetry::Ejections;
-use crate::health::{Cause, Change, Input, Member, Monitor, Outcome, RankHealth, Rules};
+use crate::actors::delivery::strand::{ActorState, DeferredReplies, DeferredReply, Strand};
+use crate::actors::io::clock::Clock;
+use crate::actors::scheduler::{Scheduler, SchedulerMsg, SchedulerReplies};
+use crate::actors::telemetry::{Ejections, Pool};
+use crate::actors::views::fleet::Fleet;
+use crate::actors::views::published::Published;
+use crate::actors::views::rank::{RankEntry, RankTable};
+use crate::config::RouterConfig;
+use crate::health::{Cause, Change, Exclusions, Input, Member, Monitor, Outcome, RankHealth, Rules};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
+use crate::select::RankConditions;
 
 /// What the health actor can be told.
 pub(crate) enum HealthMsg {
@@ -43,16 +48,29 @@ pub(crate) enum HealthMsg {
 }
 
 /// The actor's state.
-pub(crate) struct Health {
+pub(crate) struct HealthActor {
     monitor: Monitor,
-    /// Its holder, by way of the strand.
-    shared: Weak<Shared>,
+    dependencies: HealthDependencies,
     meters: Ejections,
-    runtime: Handle,
+    /// Name of the pool, for log lines.
+    pool: String,
+    myself: Weak<Strand<HealthActor>>,
     /// Whether the monitor has not been told of the ranks as they are: while nothing fails it need not know them.
     behind: bool,
     /// When the earliest timer fires.
     wake_at: Option<Timestamp>,
+}
+
+/// Dependencies of the health actor.
+pub(crate) struct HealthDependencies {
+    pub(crate) clock: Clock,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) ranks: Arc<RankTable>,
+    pub(crate) conditions: Arc<Published<RankConditions>>,
+    /// Written by this actor.
+    pub(crate) exclusions: Arc<Published<Exclusions>>,
+    pub(crate) scheduler: Arc<Strand<Scheduler>>,
+    pub(crate) runtime: Handle,
 }
 
 /// What others hear once the turn is given back.
@@ -62,46 +80,44 @@ pub(crate) struct HealthReplies {
     report: Option<(oneshot::Sender<Vec<RankHealth>>, Vec<RankHealth>)>,
 }
 
-/// Starts to probe the workers, where that is wanted. It ends with the router.
-pub(crate) fn watch(shared: &Arc<Shared>) {
-    #[cfg(feature = "discovery")]
-    probe::watch(shared);
-    #[cfg(not(feature = "discovery"))]
-    let _ = shared;
-}
-
-impl Health {
-    pub(crate) fn new(shared: &Arc<Shared>, runtime: Handle) -> Self {
+impl HealthActor {
+    pub(crate) fn new(
+        config: &RouterConfig,
+        pool: &Pool,
+        dependencies: HealthDependencies,
+        myself: &Arc<Strand<Self>>,
+    ) -> Self {
         Self {
-            monitor: Monitor::new(Rules::of(&shared.config)),
-            meters: Ejections::new(&shared.meters.pool),
-            shared: Arc::downgrade(shared),
-            runtime,
+            monitor: Monitor::new(Rules::of(config)),
+            meters: Ejections::new(pool),
+            pool: config.pool.clone(),
+            myself: Arc::downgrade(myself),
+            dependencies,
             behind: true,
             wake_at: None,
         }
     }
 
     /// Tells the monitor, bringing it up to date on who there is before, where it matters.
-    fn step_monitor(&mut self, shared: &Shared, input: Input, replies: &mut HealthReplies) {
-        let (now, mut changes) = (shared.clock.now(), Vec::new());
+    fn step_monitor(&mut self, input: Input, replies: &mut HealthReplies) {
+        let (now, mut changes) = (self.dependencies.clock.now(), Vec::new());
         let matters =
             input != Input::Wake || self.monitor.next_wake().is_some() || !self.monitor.exclusions().is_empty();
         if matters && std::mem::take(&mut self.behind) {
-            self.monitor.step(Input::Members(members(shared)), now, &mut changes);
+            self.monitor.step(Input::Members(self.members()), now, &mut changes);
         }
         self.monitor.step(input, now, &mut changes);
         for change in changes {
-            self.tell_of(shared, change);
+            self.report(change);
         }
-        self.publish(shared, replies);
-        self.arm_wake(shared, now);
+        self.publish(replies);
+        self.arm_wake(now);
     }
 
-    fn tell_of(&self, shared: &Shared, change: Change) {
-        let pool = shared.config.pool.as_str();
+    fn report(&self, change: Change) {
+        let pool = self.pool.as_str();
         let url = |rank: WorkerRank| {
-            let workers = shared.workers.borrow();
+            let workers = self.dependencies.fleet.workers();
             workers.iter().find(|known| known.worker == rank.worker).map(|known| known.config.endpoint.clone())
         };
         match change {
@@ -120,27 +136,26 @@ impl Health {
     }
 
     /// Publishes the exclusions, if they have changed.
-    fn publish(&self, shared: &Shared, replies: &mut HealthReplies) {
-        if *shared.exclusions() == *self.monitor.exclusions() {
+    fn publish(&self, replies: &mut HealthReplies) {
+        if *self.dependencies.exclusions.get() == *self.monitor.exclusions() {
             return;
         }
         // Answers of excluded ranks matter now.
-        for entry in shared.entries() {
+        for entry in self.dependencies.ranks.all() {
             entry.failing.store(self.monitor.counts_failures_of(entry.rank), Ordering::Relaxed);
         }
-        let exclusions = Arc::new(self.monitor.exclusions().clone());
-        *shared.exclusions.lock().unwrap_or_else(PoisonError::into_inner) = exclusions;
-        shared.scheduler.send(SchedulerMsg::Exclusions).keep_in(&mut replies.scheduler);
+        self.dependencies.exclusions.set(self.monitor.exclusions().clone());
+        self.dependencies.scheduler.send(SchedulerMsg::Exclusions).keep_in(&mut replies.scheduler);
     }
 
-    fn arm_wake(&mut self, shared: &Shared, now: Timestamp) {
+    fn arm_wake(&mut self, now: Timestamp) {
         let Some(at) = self.monitor.next_wake() else { return };
         if self.wake_at.is_some_and(|armed| armed <= at) {
             return;
         }
         self.wake_at = Some(at);
-        let (due, strand) = (Instant::now() + at.since(now), Arc::downgrade(&shared.health));
-        self.runtime.spawn(async move {
+        let (due, strand) = (Instant::now() + at.since(now), Weak::clone(&self.myself));
+        self.dependencies.runtime.spawn(async move {
             tokio::time::sleep_until(due).await;
             if let Some(strand) = strand.upgrade() {
                 strand.tell(HealthMsg::Wake { at });
@@ -148,72 +163,70 @@ impl Health {
         });
     }
 
-    fn on_wake(&mut self, shared: &Shared, at: Timestamp, replies: &mut HealthReplies) {
+    fn on_wake(&mut self, at: Timestamp, replies: &mut HealthReplies) {
         if self.wake_at == Some(at) {
             self.wake_at = None;
         }
-        self.step_monitor(shared, Input::Wake, replies);
+        self.step_monitor(Input::Wake, replies);
     }
 
-    fn on_members_changed(&mut self, shared: &Shared, replies: &mut HealthReplies) {
+    fn on_members_changed(&mut self, replies: &mut HealthReplies) {
         self.behind = true;
-        self.step_monitor(shared, Input::Wake, replies);
+        self.step_monitor(Input::Wake, replies);
     }
 
     fn on_outcome(
         &mut self,
-        shared: &Shared,
         entry: &RankEntry,
         outcome: Outcome,
         began: Option<Timestamp>,
         replies: &mut HealthReplies,
     ) {
         let (rank, incarnation) = (entry.rank, entry.incarnation());
-        self.step_monitor(shared, Input::Outcome { rank, incarnation, outcome, began }, replies);
+        self.step_monitor(Input::Outcome { rank, incarnation, outcome, began }, replies);
         entry.failing.store(self.monitor.counts_failures_of(rank), Ordering::Relaxed);
     }
 
-    fn on_report(&mut self, shared: &Shared, answer: oneshot::Sender<Vec<RankHealth>>, replies: &mut HealthReplies) {
+    fn on_report(&mut self, answer: oneshot::Sender<Vec<RankHealth>>, replies: &mut HealthReplies) {
         self.behind = false;
-        self.step_monitor(shared, Input::Members(members(shared)), replies);
+        self.step_monitor(Input::Members(self.members()), replies);
         replies.report = Some((answer, self.monitor.report()));
+    }
+
+    /// The ranks, and whether each could serve if it were healthy.
+    fn members(&self) -> BTreeMap<WorkerRank, Member> {
+        let conditions = self.dependencies.conditions.get();
+        let mut entries = self.dependencies.ranks.all();
+        entries.sort_by_key(|entry| entry.since); // where a rank has two, one is on its way out
+        let incarnations: BTreeMap<WorkerRank, u64> =
+            entries.iter().map(|entry| (entry.rank, entry.incarnation())).collect();
+        let workers = self.dependencies.fleet.workers();
+        let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, !worker.takes_requests())));
+        let member = |(rank, is_closed): (WorkerRank, bool)| {
+            let available = !is_closed && !conditions.unavailable.contains(&rank);
+            Some((rank, Member { incarnation: *incarnations.get(&rank)?, available }))
+        };
+        ranks.filter_map(member).collect()
     }
 }
 
-/// The ranks as they are, and whether each could serve if it were well.
-fn members(shared: &Shared) -> BTreeMap<WorkerRank, Member> {
-    let conditions = shared.conditions();
-    let mut entries = shared.entries();
-    entries.sort_by_key(|entry| entry.since); // where a rank has two, one is on its way out
-    let incarnations: BTreeMap<WorkerRank, u64> =
-        entries.iter().map(|entry| (entry.rank, entry.incarnation())).collect();
-    let workers = shared.workers.borrow();
-    let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, !worker.takes_requests())));
-    let member = |(rank, is_closed): (WorkerRank, bool)| {
-        let available = !is_closed && !conditions.unavailable.contains(&rank);
-        Some((rank, Member { incarnation: *incarnations.get(&rank)?, available }))
-    };
-    ranks.filter_map(member).collect()
-}
-
-impl Step for Health {
+impl ActorState for HealthActor {
     type Msg = HealthMsg;
     type Deferred = HealthReplies;
 
     fn step(&mut self, msg: HealthMsg) -> Option<HealthReplies> {
-        let shared = self.shared.upgrade()?;
         let mut replies = HealthReplies::default();
         match msg {
-            HealthMsg::MembersChanged => self.on_members_changed(&shared, &mut replies),
+            HealthMsg::MembersChanged => self.on_members_changed(&mut replies),
             HealthMsg::Probed { worker, prober, answer } => {
-                self.step_monitor(&shared, Input::Probed { worker, prober, answer }, &mut replies);
+                self.step_monitor(Input::Probed { worker, prober, answer }, &mut replies);
             }
             HealthMsg::Outcome { entry, outcome, began, permit } => {
-                self.on_outcome(&shared, &entry, outcome, began, &mut replies);
+                self.on_outcome(&entry, outcome, began, &mut replies);
                 drop(permit);
             }
-            HealthMsg::Wake { at } => self.on_wake(&shared, at, &mut replies),
-            HealthMsg::Report(answer) => self.on_report(&shared, answer, &mut replies),
+            HealthMsg::Wake { at } => self.on_wake(at, &mut replies),
+            HealthMsg::Report(answer) => self.on_report(answer, &mut replies),
             #[cfg(feature = "faults")]
             HealthMsg::Fault(injected) => injected.apply(),
         }

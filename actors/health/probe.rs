@@ -3,14 +3,17 @@
 //! Owns the tasks. Promises that a probe ends within its time-out, that one engine's silence delays no other's probe, and
 //! that workers whose endpoint is no plain `http://` address are left alone. What an answer means is the health actor's.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::HealthMsg;
+use super::{HealthActor, HealthMsg};
+use crate::actors::delivery::strand::Strand;
 use crate::actors::io::http::{self, HttpError};
-use crate::actors::shared::Shared;
+use crate::actors::views::fleet::Fleet;
+use crate::actors::views::status::RouterStatus;
 use crate::actors::views::worker::WorkerEntry;
 use crate::actors::worker_tasks::{self, first_delay};
+use crate::config::RouterConfig;
 use crate::discovery::HttpUrl;
 use crate::protocol::WorkerId;
 
@@ -21,10 +24,24 @@ const ANSWER_BYTES_MAX: usize = 64 << 10;
 const WHY_CHARS_MAX: usize = 200;
 
 /// Starts to probe the workers, unless that is off. It ends with the router.
-pub(super) fn watch(shared: &Arc<Shared>) {
-    if shared.config.health_probe_interval_ms > 0 {
-        worker_tasks::watch(shared, url_of, probe);
+pub(crate) fn watch(config: &RouterConfig, fleet: &Fleet, status: &RouterStatus, health: &Arc<Strand<HealthActor>>) {
+    if config.health_probe_interval_ms > 0 {
+        let [interval, timeout] = [config.health_probe_interval_ms, config.health_probe_timeout_ms];
+        let prober = ProbeDependencies {
+            health: Arc::clone(health),
+            interval: Duration::from_millis(interval),
+            timeout: Duration::from_millis(timeout),
+        };
+        worker_tasks::watch(fleet, status, prober, url_of, probe);
     }
+}
+
+/// Dependencies of a probing task.
+#[derive(Clone)]
+struct ProbeDependencies {
+    health: Arc<Strand<HealthActor>>,
+    interval: Duration,
+    timeout: Duration,
 }
 
 fn url_of(worker: &WorkerEntry) -> Option<String> {
@@ -34,14 +51,8 @@ fn url_of(worker: &WorkerEntry) -> Option<String> {
     HttpUrl::parse(&url).is_ok_and(|_| is_plain).then_some(url)
 }
 
-async fn probe(shared: Weak<Shared>, worker: WorkerId, prober: u64, url: String) {
-    let Some((interval, timeout)) = shared.upgrade().map(|shared| {
-        let config = &shared.config;
-        let [interval, timeout] = [config.health_probe_interval_ms, config.health_probe_timeout_ms];
-        (Duration::from_millis(interval), Duration::from_millis(timeout))
-    }) else {
-        return;
-    };
+async fn probe(dependencies: ProbeDependencies, worker: WorkerId, prober: u64, url: String) {
+    let ProbeDependencies { health, interval, timeout } = dependencies;
     tokio::time::sleep(first_delay(worker, interval)).await;
     loop {
         let answer = match http::get(&url, timeout, ANSWER_BYTES_MAX).await {
@@ -54,9 +65,7 @@ async fn probe(shared: Weak<Shared>, worker: WorkerId, prober: u64, url: String)
             }
             Err(error) => Err(error.to_string().chars().take(WHY_CHARS_MAX).collect()),
         };
-        let Some(shared) = shared.upgrade() else { return };
-        shared.health.tell(HealthMsg::Probed { worker, prober, answer });
-        drop(shared);
+        health.tell(HealthMsg::Probed { worker, prober, answer });
         tokio::time::sleep(interval).await;
     }
 }

@@ -4,6 +4,7 @@
 //! reported to the supervisor as this actor's death, and that a rank that leaves is not read any longer. What the events
 //! mean is decided in `ingest::Source`, what their bytes mean in `wire`. No message of a request passes here.
 
+mod dependencies;
 mod reader;
 
 use std::num::NonZeroU32;
@@ -13,12 +14,13 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
-use crate::actors::shared::{RankEntry, Shared};
+use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::ingest::SourceConfig;
 use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerConfigError};
 use crate::wire::{DecoderLimits, WireConfig};
 use crate::zmtp::Caps;
+pub(crate) use dependencies::IngestDependencies;
 use reader::{Command, Job};
 
 /// Commands that may wait for a reader; one that is told to look again and again need not be told more.
@@ -38,9 +40,9 @@ pub(crate) enum IngestMsg {
 /// The actor. See the module's head.
 pub(crate) struct Ingest;
 
-/// What it is started with.
+/// Arguments of one ingest actor.
 pub(crate) struct Arguments {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) dependencies: IngestDependencies,
     pub(crate) entry: Arc<RankEntry>,
     pub(crate) endpoints: KvEventsConfig,
     pub(crate) source: SourceConfig,
@@ -50,11 +52,11 @@ pub(crate) struct Arguments {
 impl Arguments {
     /// What it takes to read `entry`'s events; `None` where there are none to read or nobody wants them.
     pub(crate) fn of(
-        shared: &Arc<Shared>,
+        config: &RouterConfig,
+        dependencies: IngestDependencies,
         entry: &Arc<RankEntry>,
         worker: &WorkerConfig,
     ) -> Result<Option<Self>, WorkerConfigError> {
-        let config = &shared.config;
         let Some(kv_events) =
             worker.kv_events.as_ref().filter(|_| config.use_kv_events.reads_events() && config.has_index())
         else {
@@ -69,7 +71,7 @@ impl Arguments {
             ..SourceConfig::default()
         };
         let wire = wire_config(config, entry, worker);
-        Ok(Some(Self { shared: Arc::clone(shared), entry: Arc::clone(entry), endpoints, source, wire }))
+        Ok(Some(Self { dependencies, entry: Arc::clone(entry), endpoints, source, wire }))
     }
 }
 
@@ -102,11 +104,11 @@ impl Actor for Ingest {
     type Arguments = Arguments;
 
     async fn pre_start(&self, myself: ActorRef<IngestMsg>, arguments: Arguments) -> Result<State, ActorProcessingErr> {
-        let Arguments { shared, entry, endpoints, source, wire } = arguments;
+        let Arguments { dependencies, entry, endpoints, source, wire } = arguments;
         entry.source.begin(&endpoints.endpoint);
         let (commands, heard) = mpsc::channel(COMMANDS_MAX);
         let caps = Caps::default();
-        let job = Job { shared, entry, endpoints, source, wire, caps, commands: heard };
+        let job = Job { dependencies, entry, endpoints, source, wire, caps, commands: heard };
         let task = tokio::spawn(reader::read(job));
         let watched = task.abort_handle();
         tokio::spawn(async move {

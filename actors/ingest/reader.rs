@@ -13,8 +13,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
+use super::dependencies::IngestDependencies;
 use crate::actors::io::engine_socket::{ReplayRequest, SocketError, Subscription};
-use crate::actors::shared::{RankEntry, Shared};
+use crate::actors::views::rank::RankEntry;
 use crate::ingest::{Applied, Backoff, Doubt, Effect, Input, Source, SourceConfig, Trust, pieces};
 use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
 use crate::wire::{Decoder, Finding, Report, WireConfig};
@@ -25,7 +26,7 @@ const PIECE_BLOCKS_MAX: usize = 512;
 
 /// What a reader is given.
 pub(super) struct Job {
-    pub(super) shared: Arc<Shared>,
+    pub(super) dependencies: IngestDependencies,
     pub(super) entry: Arc<RankEntry>,
     pub(super) endpoints: KvEventsConfig,
     pub(super) source: SourceConfig,
@@ -45,16 +46,16 @@ pub(super) enum Command {
 
 /// Reads until it is dropped.
 pub(super) async fn read(job: Job) {
-    let Job { shared, entry, endpoints, source, wire, caps, mut commands } = job;
+    let Job { dependencies, entry, endpoints, source, wire, caps, mut commands } = job;
     let cell = Arc::clone(&entry);
     let _reading = cell.source.read().await;
-    let now = shared.clock.now();
-    let mut link = Link::new(&endpoints, caps, source.seed);
-    let mut replay = Replay::Idle;
+    let now = dependencies.clock.now();
+    let mut link = SubscriptionLink::new(&endpoints, caps, source.seed);
+    let mut replay = ReplayState::Idle;
     let mut reader = Reader {
         source: Source::new(source, now),
         decoder: Decoder::new(wire),
-        shared,
+        dependencies,
         entry,
         effects: Vec::new(),
         wanted: VecDeque::new(),
@@ -64,7 +65,7 @@ pub(super) async fn read(job: Job) {
     // A source begins with nothing known, and an earlier reader may have left something.
     reader.apply(vec![reader.event(KvEvent::Cleared)]).await;
     loop {
-        let tick = reader.source.next_tick().map(|at| at.since(reader.shared.clock.now()));
+        let tick = reader.source.next_tick().map(|at| at.since(reader.dependencies.clock.now()));
         let input = tokio::select! {
             biased;
             Some(command) = commands.recv() => reader.obey(command).await,
@@ -74,7 +75,7 @@ pub(super) async fn read(job: Job) {
             () = sleep(tick) => Input::Tick,
         };
         if input == Input::Disconnected {
-            replay = Replay::Idle; // of a life that may be over
+            replay = ReplayState::Idle; // of a life that may be over
         }
         reader.step(input);
         // A peer that never stops talking must not keep its own deadlines from passing.
@@ -83,7 +84,7 @@ pub(super) async fn read(job: Job) {
         }
         reader.perform(&mut replay, &mut link).await;
         if !reader.source.is_replaying() {
-            replay = Replay::Idle; // what is still to come is known
+            replay = ReplayState::Idle; // what is still to come is known
         }
     }
 }
@@ -96,7 +97,7 @@ async fn sleep(duration: Option<Duration>) {
 }
 
 struct Reader {
-    shared: Arc<Shared>,
+    dependencies: IngestDependencies,
     entry: Arc<RankEntry>,
     source: Source<Bytes>,
     decoder: Decoder,
@@ -109,7 +110,7 @@ struct Reader {
 
 impl Reader {
     fn step(&mut self, input: Input<Bytes>) {
-        self.source.step(input, self.shared.clock.now(), &mut self.effects);
+        self.source.step(input, self.dependencies.clock.now(), &mut self.effects);
     }
 
     async fn obey(&mut self, command: Command) -> Input<Bytes> {
@@ -127,17 +128,17 @@ impl Reader {
         }
     }
 
-    fn on_news(&mut self, news: News) -> Input<Bytes> {
+    fn on_news(&mut self, news: LinkEvent) -> Input<Bytes> {
         match news {
-            News::Up => {
+            LinkEvent::Up => {
                 self.entry.source.set_connected(true);
                 Input::Connected
             }
-            News::Message(sequence, payload) => {
-                self.entry.source.count_message(self.shared.clock.now());
+            LinkEvent::Message(sequence, payload) => {
+                self.entry.source.count_message(self.dependencies.clock.now());
                 Input::Live { sequence, payload }
             }
-            News::Down { error, was_up } => {
+            LinkEvent::Down { error, was_up } => {
                 self.count_error(&error);
                 if !was_up {
                     return Input::Tick; // it tries again and again
@@ -147,7 +148,7 @@ impl Reader {
                 tracing::info!(worker, rank, reason = %error, "KV event connection lost, reconnecting");
                 Input::Disconnected
             }
-            News::Refused(error) => {
+            LinkEvent::Refused(error) => {
                 self.count_error(&error); // the hole it leaves in the sequence is noticed behind it
                 Input::Tick
             }
@@ -157,7 +158,7 @@ impl Reader {
     fn on_replayed(&mut self, answer: Result<Replayed<Bytes>, SocketError>) -> Input<Bytes> {
         match answer {
             Ok(Replayed::Message { sequence, payload }) => {
-                self.entry.source.count_message(self.shared.clock.now());
+                self.entry.source.count_message(self.dependencies.clock.now());
                 Input::Replayed { sequence, payload }
             }
             Ok(Replayed::End) => Input::ReplayEnded,
@@ -169,12 +170,12 @@ impl Reader {
     }
 
     fn count_error(&self, error: &SocketError) {
-        self.shared.meters.ingest.error(error.name());
+        self.dependencies.meters.ingest.error(error.name());
         self.entry.source.set_error(error.to_string());
     }
 
     /// Does what the state machine wants done; what comes of that may want more.
-    async fn perform(&mut self, replay: &mut Replay, link: &mut Link) {
+    async fn perform(&mut self, replay: &mut ReplayState, link: &mut SubscriptionLink) {
         loop {
             self.wanted.extend(self.effects.drain(..));
             let Some(effect) = self.wanted.pop_front() else { break };
@@ -187,15 +188,15 @@ impl Reader {
                     self.decoder.forget();
                     self.apply(vec![self.event(KvEvent::Cleared)]).await;
                 }
-                Effect::Replay { from } => *replay = Replay::ask(&link.endpoints, from, link.caps),
+                Effect::Replay { from } => *replay = ReplayState::ask(&link.endpoints, from, link.caps),
                 Effect::Reconnect => {
-                    *replay = Replay::Idle;
+                    *replay = ReplayState::Idle;
                     let down = link.go_down(SocketError::Deaf, link.is_up());
                     let input = self.on_news(down);
                     self.step(input);
                 }
                 Effect::Trust(trust) => self.on_trust(trust),
-                Effect::Noted(note) => self.shared.meters.ingest.note(note),
+                Effect::Noted(note) => self.dependencies.meters.ingest.note(note),
             }
         }
         self.entry.source.set_caught_up(self.source.is_caught_up());
@@ -212,7 +213,7 @@ impl Reader {
     }
 
     fn on_trust(&mut self, trust: Trust) {
-        let (now, doubt) = (self.shared.clock.now(), self.source.doubt());
+        let (now, doubt) = (self.dependencies.clock.now(), self.source.doubt());
         let (worker, rank, state) = (&*self.entry.endpoint, self.entry.rank.rank, trust.name());
         match &doubt {
             Some(doubt) => tracing::warn!(worker, rank, state, reason = %doubt, "KV event stream degraded"),
@@ -222,7 +223,7 @@ impl Reader {
         match trust {
             Trust::Live => {
                 if let Some(since) = self.unwell_since.take() {
-                    self.shared.meters.ingest.healed(now.since(since));
+                    self.dependencies.meters.ingest.healed(now.since(since));
                 }
             }
             Trust::Recovering | Trust::Cold | Trust::Mismatched | Trust::Silent => {
@@ -234,7 +235,7 @@ impl Reader {
     async fn decode_and_apply(&mut self, payload: &[u8]) {
         let mut events = Vec::new();
         let report = self.decoder.decode(payload, &mut events);
-        self.shared.meters.ingest.findings(&report.findings);
+        self.dependencies.meters.ingest.findings(&report.findings);
         if !events.is_empty() {
             self.apply(events).await;
         }
@@ -256,7 +257,7 @@ impl Reader {
     /// Waits while the shard is behind. What is long is told in pieces, so that questions need not wait for all of it.
     async fn apply(&self, events: Vec<RouterEvent>) {
         for piece in pieces(events, PIECE_BLOCKS_MAX) {
-            self.shared.apply_of(&self.entry, piece).await;
+            self.dependencies.shards.apply_of(&self.entry, piece, &self.dependencies.status).await;
         }
     }
 }
@@ -270,20 +271,20 @@ fn events_of_note(report: &Report) -> u32 {
 }
 
 /// The subscription, or the way to one.
-struct Link {
+struct SubscriptionLink {
     endpoints: KvEventsConfig,
     caps: Caps,
     backoff: Backoff,
-    state: LinkState,
+    state: ConnectionState,
 }
 
-enum LinkState {
+enum ConnectionState {
     Down(Connecting),
     Up(Subscription),
 }
 
 /// What came of the subscription.
-enum News {
+enum LinkEvent {
     Up,
     Message(u64, Bytes),
     /// A message of another shape.
@@ -294,40 +295,40 @@ enum News {
     },
 }
 
-impl Link {
+impl SubscriptionLink {
     fn new(endpoints: &KvEventsConfig, caps: Caps, seed: u64) -> Self {
-        let state = LinkState::Down(connect(endpoints, caps, Duration::ZERO));
+        let state = ConnectionState::Down(connect(endpoints, caps, Duration::ZERO));
         Self { endpoints: endpoints.clone(), caps, backoff: Backoff::new(seed), state }
     }
 
     fn is_up(&self) -> bool {
-        matches!(self.state, LinkState::Up(_))
+        matches!(self.state, ConnectionState::Up(_))
     }
 
     /// What comes next. Abandoning it loses nothing.
-    async fn next(&mut self) -> News {
+    async fn next(&mut self) -> LinkEvent {
         match &mut self.state {
-            LinkState::Down(connecting) => match connecting.await {
+            ConnectionState::Down(connecting) => match connecting.await {
                 Ok(subscription) => {
-                    self.state = LinkState::Up(subscription);
-                    News::Up
+                    self.state = ConnectionState::Up(subscription);
+                    LinkEvent::Up
                 }
                 Err(error) => self.go_down(error, false),
             },
-            LinkState::Up(subscription) => match subscription.receive().await {
+            ConnectionState::Up(subscription) => match subscription.receive().await {
                 Ok((sequence, payload)) => {
                     self.backoff.reset(); // whoever only greets, or worse, is asked less and less
-                    News::Message(sequence, payload)
+                    LinkEvent::Message(sequence, payload)
                 }
-                Err(error @ SocketError::Parts(_)) => News::Refused(error),
+                Err(error @ SocketError::Parts(_)) => LinkEvent::Refused(error),
                 Err(error) => self.go_down(error, true),
             },
         }
     }
 
-    fn go_down(&mut self, error: SocketError, was_up: bool) -> News {
-        self.state = LinkState::Down(connect(&self.endpoints, self.caps, self.backoff.next_delay()));
-        News::Down { error, was_up }
+    fn go_down(&mut self, error: SocketError, was_up: bool) -> LinkEvent {
+        self.state = ConnectionState::Down(connect(&self.endpoints, self.caps, self.backoff.next_delay()));
+        LinkEvent::Down { error, was_up }
     }
 }
 
@@ -342,13 +343,13 @@ fn connect(endpoints: &KvEventsConfig, caps: Caps, wait: Duration) -> Connecting
 }
 
 /// A replay request, if there is one.
-enum Replay {
+enum ReplayState {
     Idle,
     Asking(Pin<Box<dyn Future<Output = Result<ReplayRequest, SocketError>> + Send>>),
     Asked(ReplayRequest),
 }
 
-impl Replay {
+impl ReplayState {
     fn ask(endpoints: &KvEventsConfig, from: u64, caps: Caps) -> Self {
         let endpoint = endpoints.replay_endpoint.clone();
         Self::Asking(Box::pin(async move {

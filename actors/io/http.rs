@@ -39,7 +39,7 @@ pub(crate) enum HttpError {
     /// Slow.
     #[error("not answered within {} ms", .0.as_millis())]
     Timeout(Duration),
-    /// Reply, but not with 200.
+    /// A status other than 200.
     #[error("answered with status {0}, must be 200")]
     Status(u16),
     /// A body beyond what was allowed for.

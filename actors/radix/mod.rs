@@ -1,34 +1,30 @@
 //! The radix actor: one an index shard, owner of its prefix index.
 //!
-//! Owns the [`Index`] of the ranks assigned to the shard. Promises that a rank's events apply in the order they were
-//! sent, and that a query sees every event accepted before it, and every decision that is a guess (see
-//! [`speculation`]). Leaves to the supervisor which ranks are its own, and restarted, it knows them but not what they
-//! guard: they are cold until each is sent again from a `Cleared` on.
+//! Owns the [`Index`] of the ranks assigned to the shard. A rank's events apply in the order sent, and a query sees every
+//! event accepted before it and every decision reported before it (see [`speculation`]). The supervisor assigns the ranks.
+//! After a restart the shard has its ranks without their contents: each is cold until it is sent again, from a `Cleared` on.
 
-pub(crate) mod speculation;
+pub(crate) mod claim;
+pub(crate) mod shards;
+mod speculation;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use ractor::ActorRef;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use crate::actors::delivery::join::{Continuation, ReplyToken};
-use crate::actors::delivery::strand::{DeferredReply, Step, Strand};
-use crate::actors::handle::shared_cache::SharedCacheFailure;
+use crate::actors::delivery::join::{Continuation, Join, ReplyToken};
+use crate::actors::delivery::strand::{ActorState, DeferredReply};
 use crate::actors::io::clock::Clock;
-use crate::actors::scheduler::{RequestContext, Scheduler, SchedulerMsg};
-use crate::actors::shared::{RankEntry, Shared};
-use crate::actors::supervisor::SupervisorMsg;
 use crate::actors::telemetry::Pool;
-use crate::actors::views::kv_source::{Doubted, SourceCell};
+use crate::actors::views::kv_source::{DegradedSources, SourceCell};
+use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
-use crate::schedule::Request;
-use crate::select::{RankOverlap, RankTraits, SharedHits, TierOverlap};
+use crate::select::{RankOverlap, RankTraits, TierOverlap};
 use speculation::SpeculativeEntries;
 
 /// Which shard keeps a rank: a pure function, so that everyone agrees without asking.
@@ -41,7 +37,7 @@ pub(crate) fn shard_of(rank: WorkerRank, shards: usize) -> usize {
 /// What an index shard can be told.
 pub(crate) enum RadixMsg {
     /// How much of these blocks does each rank hold?
-    Overlap(ReplyToken<RankOverlap, OverlapContinuation>),
+    Overlap(ReplyToken<RankOverlap, dyn OverlapQuery>),
     /// Apply these events, all of ranks of this shard.
     Apply {
         events: Vec<RouterEvent>,
@@ -95,72 +91,26 @@ impl RegisteredRank {
     }
 }
 
-/// Who wants to know the overlap, and what then.
-pub(crate) enum Ask {
-    /// A request: on to the scheduler with it.
-    Decide(Request<RequestContext>),
-    /// A waiting request, once more.
-    Refresh(BookingId),
-    /// A caller who only asks.
-    Answer(oneshot::Sender<Found>),
+/// Continuation of an overlap query, with the prompt's block hashes.
+pub(crate) trait OverlapQuery: Continuation<RankOverlap> {
+    fn hashes(&self) -> &Arc<[BlockHash]>;
 }
 
-/// What a caller who only asks is told.
-pub(crate) struct Found {
-    pub(crate) overlaps: Vec<RankOverlap>,
-    pub(crate) shared_cache: Option<SharedFound>,
+/// One more token of an overlap query, for a shard.
+pub(crate) fn overlap_token<C: OverlapQuery + 'static>(
+    query: &ReplyToken<RankOverlap, C>,
+) -> ReplyToken<RankOverlap, dyn OverlapQuery> {
+    query.fork_unsized(|join| -> Arc<Join<RankOverlap, dyn OverlapQuery>> { join })
 }
 
-/// What the shared cache said, or that it failed.
-pub(crate) type SharedFound = Result<SharedHits, SharedCacheFailure>;
-
-/// Where overlaps go on to, with whoever asked for them.
-pub(crate) struct OverlapContinuation {
-    hashes: Arc<[BlockHash]>,
-    ask: Mutex<Option<Ask>>,
-    /// Filled in by the leg that asks the shared cache, where there is one.
-    shared_cache: OnceLock<SharedFound>,
-    scheduler: Weak<Strand<Scheduler>>,
-}
-
-impl OverlapContinuation {
-    pub(crate) fn new(hashes: Arc<[BlockHash]>, ask: Ask, scheduler: Weak<Strand<Scheduler>>) -> Self {
-        Self { hashes, ask: Mutex::new(Some(ask)), shared_cache: OnceLock::new(), scheduler }
-    }
-
-    pub(crate) fn hashes(&self) -> &Arc<[BlockHash]> {
-        &self.hashes
-    }
-
-    /// Takes in what the shared cache said.
-    pub(crate) fn set_shared_cache(&self, found: SharedFound) {
-        let _ = self.shared_cache.set(found); // asked once
-    }
-}
-
-impl Continuation<RankOverlap> for OverlapContinuation {
-    fn run(&self, overlaps: Vec<RankOverlap>) {
-        let ask = self.ask.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let scheduler = self.scheduler.upgrade();
-        match (ask, scheduler) {
-            (Some(Ask::Decide(request)), Some(scheduler)) => {
-                if let Some(timestamps) = &request.context.timestamps {
-                    timestamps.set_found();
-                }
-                let shared_cache = self.shared_cache.get().and_then(|found| found.as_ref().ok()).cloned();
-                let shared_cache = shared_cache.unwrap_or_default();
-                scheduler.tell(SchedulerMsg::Decide(Request { overlaps, shared_cache, ..request }));
-            }
-            (Some(Ask::Refresh(booking)), Some(scheduler)) => {
-                scheduler.tell(SchedulerMsg::Refreshed { booking, overlaps });
-            }
-            (Some(Ask::Answer(answer)), _) => {
-                let shared_cache = self.shared_cache.get().cloned();
-                drop(answer.send(Found { overlaps, shared_cache })); // a caller that has gone wants no answer
-            }
-            (Some(Ask::Decide(_) | Ask::Refresh(_)) | None, _) => {}
-        }
-    }
+/// Dependencies of a shard.
+pub(crate) struct RadixDependencies<'a> {
+    pub(crate) config: &'a RouterConfig,
+    pub(crate) clock: Clock,
+    pub(crate) pool: &'a Pool,
+    pub(crate) degraded: DegradedSources,
+    /// Runs when a cold rank's contents are being sent again.
+    pub(crate) on_resync: Box<dyn Fn(WorkerRank) + Send>,
 }
 
 /// One shard of the index.
@@ -169,56 +119,42 @@ pub(crate) struct Radix {
     /// By slot: where what a rank holds is published, and how far it is trusted.
     registered: Vec<Option<(Arc<Holdings>, Arc<SourceCell>)>>,
     /// Ranks of the router that are not trusted in full.
-    doubted: Doubted,
+    degraded: DegradedSources,
     found: Overlaps,
     /// Present where decisions are guesses.
     speculative: Option<SpeculativeEntries>,
-    /// Restarts of this shard.
-    incarnation: u32,
     /// Ranks that must be sent again.
     cold: BTreeSet<WorkerRank>,
     clock: Clock,
-    supervisor: ActorRef<SupervisorMsg>,
-    counters: Counters,
+    on_resync: Box<dyn Fn(WorkerRank) + Send>,
+    counters: EventCounters,
     /// None without a budget.
     gauges: Option<BudgetGauges>,
 }
 
 /// What a shard answers once its turn is given back.
 pub(crate) enum RadixReply {
-    Overlap(#[expect(dead_code, reason = "dropping it is the answer")] ReplyToken<RankOverlap, OverlapContinuation>),
+    Overlap(#[expect(dead_code, reason = "dropping it is the answer")] ReplyToken<RankOverlap, dyn OverlapQuery>),
     Flushed(oneshot::Sender<()>),
     Dumped(oneshot::Sender<Vec<RouterEvent>>, Vec<RouterEvent>),
 }
 
 impl Radix {
-    /// A shard that knows its ranks and not what they guard. After a loss, all of them are cold.
+    /// A shard with its ranks registered and their contents unknown. After a loss, all of them are cold.
     pub(crate) fn new(
-        shared: &Shared,
-        (shard, incarnation): (usize, u32),
+        dependencies: RadixDependencies<'_>,
+        shard: usize,
         registered: impl IntoIterator<Item = RegisteredRank>,
         cold: BTreeSet<WorkerRank>,
-        supervisor: ActorRef<SupervisorMsg>,
     ) -> Self {
-        let (config, clock, pool) = (&shared.config, shared.clock, &shared.meters.pool);
+        let RadixDependencies { config, clock, pool, degraded, on_resync } = dependencies;
         let (speculative, budget) =
             (SpeculativeEntries::of(config, shard, clock, pool), ShardBudget::of(config, shard));
-        let (mut index, found, counters) = (Index::new(), Overlaps::default(), Counters::new(pool));
+        let (mut index, found, counters) = (Index::new(), Overlaps::default(), EventCounters::new(pool));
         index.set_budget(budget.bytes_max);
-        let (known, doubted, gauges) = (Vec::new(), Arc::clone(&shared.doubted), budget.gauges(pool));
-        let mut radix = Self {
-            index,
-            registered: known,
-            doubted,
-            found,
-            speculative,
-            incarnation,
-            cold,
-            clock,
-            supervisor,
-            counters,
-            gauges,
-        };
+        let (known, gauges) = (Vec::new(), budget.gauges(pool));
+        let mut radix =
+            Self { index, registered: known, degraded, found, speculative, cold, clock, on_resync, counters, gauges };
         for registered_rank in registered {
             radix.on_register(registered_rank);
         }
@@ -255,13 +191,13 @@ impl Radix {
         }
     }
 
-    fn on_overlap(&mut self, token: ReplyToken<RankOverlap, OverlapContinuation>) -> RadixReply {
+    fn on_overlap(&mut self, token: ReplyToken<RankOverlap, dyn OverlapQuery>) -> RadixReply {
         self.index.overlaps(token.continuation().hashes(), &mut self.found);
         if let Some(speculative) = &mut self.speculative {
             speculative.merge_into(token.continuation().hashes(), &mut self.found);
         }
         if !self.found.hits().is_empty() {
-            match self.doubted.load(Ordering::Relaxed) {
+            match self.degraded.load(Ordering::Relaxed) {
                 0 => token.extend(self.found.iter().map(rank_overlap)),
                 _ => token.extend(self.found.iter().map(|found| self.as_trusted(rank_overlap(found)))),
             }
@@ -314,10 +250,7 @@ impl Radix {
             }
             if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&event.rank) {
                 // What follows a clear is everything the rank holds: it is known again.
-                drop(
-                    self.supervisor
-                        .send_message(SupervisorMsg::Warmed { rank: event.rank, incarnation: self.incarnation }),
-                );
+                (self.on_resync)(event.rank);
             }
         }
         self.counters.count(&applied);
@@ -360,7 +293,7 @@ fn rank_overlap((hit, beyond): (Hit, Extension)) -> RankOverlap {
     RankOverlap { slot: hit.slot, generation: hit.generation, overlap }
 }
 
-impl Step for Radix {
+impl ActorState for Radix {
     type Msg = RadixMsg;
     type Deferred = RadixReply;
 
@@ -405,7 +338,7 @@ impl DeferredReply for RadixReply {
 }
 
 /// Metric handles, held so that no message looks one up.
-struct Counters {
+struct EventCounters {
     stored: metrics::Counter,
     duplicates: metrics::Counter,
     copies: metrics::Counter,
@@ -417,7 +350,7 @@ struct Counters {
     unknown_ranks: metrics::Counter,
 }
 
-impl Counters {
+impl EventCounters {
     fn new(pool: &Pool) -> Self {
         let blocks = |result| pool.counter("pointsman_kv_event_blocks_total", &[("result", result)]);
         let refused = |reason| pool.counter("pointsman_kv_events_refused_total", &[("reason", reason)]);

@@ -1,31 +1,23 @@
-//! SpeculativeEntries between actors: how a decision reaches the shard that believes in it, and how its end does.
+//! A shard's speculative entries: cache contents that follow from decisions, before or without events.
 //!
-//! Owns a shard's [`Predictions`] with their metrics and clock, and the ways to them. Promises that the chosen rank's
-//! shard is told of a decision before its Book leaves, so that the very next question sees it, and that a booking which
-//! a modelled cache holds is given back whatever becomes of its Book. What has run out is dropped at the next question,
-//! decision or event of the shard: there is no timer, and nobody can see the difference but the gauge of believed blocks.
+//! Owns a shard's [`Predictions`] with their metrics and clock. Expired entries are dropped at the shard's next query,
+//! decision or event; there is no timer, and only the gauge of speculative blocks shows the delay.
 //!
-//! Output blocks are counted when a booking ends: one message a booking, not one a block. A modelled cache is thus
-//! taken to be emptier, by what is being generated, than it is.
+//! Output blocks are counted when a booking ends: one message a booking, not one a block. A modelled cache therefore
+//! appears emptier than it is, by the output in progress.
 
-use std::sync::Arc;
-
-use super::{Radix, RadixMsg, RadixReply, shard_of};
-use crate::actors::delivery::strand::{DeferredReplies, Strand};
 use crate::actors::io::clock::Clock;
-use crate::actors::shared::Shared;
 use crate::actors::telemetry::Pool;
 use crate::config::RouterConfig;
 use crate::index::{Index, Overlaps};
 use crate::predict::{Counts, Guess, Kind, Predictions};
 use crate::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, WorkerRank};
-use crate::schedule::Decision;
 
-/// What a shard believes.
+/// Speculative entries of one shard.
 pub(crate) struct SpeculativeEntries {
     predictions: Predictions,
     clock: Clock,
-    counters: Counters,
+    counters: SpeculationCounters,
     counted: Counts,
 }
 
@@ -35,7 +27,7 @@ impl SpeculativeEntries {
         // Each shard has its share of the bound, as it has of the ranks.
         let blocks_max = u64::from(config.predicted_blocks_max / config.index_shards.max(1)).max(1);
         let predictions = Predictions::new(Kind::of(config)?, blocks_max);
-        Some(Self { predictions, clock, counters: Counters::new(pool, shard), counted: Counts::default() })
+        Some(Self { predictions, clock, counters: SpeculationCounters::new(pool, shard), counted: Counts::default() })
     }
 
     pub(crate) fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity: Option<u32>) {
@@ -100,58 +92,8 @@ impl SpeculativeEntries {
     }
 }
 
-/// The shards, where decisions are guesses.
-pub(crate) struct SpeculationSender {
-    shards: Vec<Arc<Strand<Radix>>>,
-    /// Whether bookings are held until they end.
-    holds_bookings: bool,
-}
-
-impl SpeculationSender {
-    pub(crate) fn of(shared: &Shared) -> Self {
-        let predicts = shared.predicts;
-        let shards = shared.shards.iter().filter(|_| predicts).map(|shard| Arc::clone(&shard.strand)).collect();
-        Self { shards, holds_bookings: shared.holds_bookings }
-    }
-
-    /// Tells the chosen rank's shard. Its answers to others wait in `deferred`.
-    pub(crate) fn routed(
-        &self,
-        decision: &Decision,
-        booking: BookingId,
-        guess: Guess,
-        deferred: &mut Vec<DeferredReplies<RadixReply>>,
-    ) -> Option<SpeculationClaim> {
-        let shard = self.shards.get(shard_of(decision.rank, self.shards.len()))?;
-        let Decision { slot, generation, .. } = *decision;
-        shard.send(RadixMsg::Routed { slot, generation, booking: Some(booking), guess }).keep_in(deferred);
-        self.holds_bookings.then(|| SpeculationClaim { shard: Some(Arc::clone(shard)), booking })
-    }
-}
-
-/// A modelled cache holds a booking that is still to be made: dropping the claim gives it back.
-pub(crate) struct SpeculationClaim {
-    shard: Option<Arc<Strand<Radix>>>,
-    booking: BookingId,
-}
-
-impl SpeculationClaim {
-    /// The booking is made: from here on, whoever ends its lease gives it back.
-    pub(crate) fn leave_to_lease(mut self) {
-        self.shard = None;
-    }
-}
-
-impl Drop for SpeculationClaim {
-    fn drop(&mut self) {
-        if let Some(shard) = self.shard.take() {
-            shard.tell(RadixMsg::Released { booking: self.booking, output_blocks: 0 });
-        }
-    }
-}
-
 /// Metric handles, held so that no message looks one up.
-struct Counters {
+struct SpeculationCounters {
     confirmed: metrics::Counter,
     wrong: metrics::Counter,
     retracted: metrics::Counter,
@@ -160,7 +102,7 @@ struct Counters {
     believed: metrics::Gauge,
 }
 
-impl Counters {
+impl SpeculationCounters {
     fn new(pool: &Pool, shard: usize) -> Self {
         let blocks = |result| pool.counter("pointsman_speculative_blocks_total", &[("result", result)]);
         Self {

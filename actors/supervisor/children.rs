@@ -6,70 +6,88 @@ use std::sync::Arc;
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
 use tokio::runtime::Handle;
 
-use super::State;
-use crate::actors::delivery::strand::{Step, Strand, StrandActor, Wake};
+use super::dependencies::SupervisorDependencies;
+use super::messages::SupervisorMsg;
+use super::state::State;
+use crate::actors::delivery::strand::{ActorState, Strand, StrandActor, Wake};
 use crate::actors::engine_load::EngineLoads;
-use crate::actors::health::{Health, HealthMsg};
-use crate::actors::radix::speculation::SpeculationSender;
-use crate::actors::radix::{Radix, RegisteredRank};
+use crate::actors::health::{HealthActor, HealthDependencies, HealthMsg};
+use crate::actors::radix::claim::SpeculationSender;
+use crate::actors::radix::{Radix, RadixDependencies, RegisteredRank};
 use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg, SequenceHandle};
 use crate::actors::sequence::{Sequence, SequenceDependencies, Wakes};
-use crate::actors::shared::{RankEntry, Status};
 use crate::actors::telemetry::Restarts;
+use crate::actors::views::rank::RankEntry;
 use crate::membership::{Child, MembershipInput};
 use crate::protocol::WorkerRank;
 use crate::schedule::Admission;
 use crate::select::RankTraits;
 
 impl State {
-    pub(super) async fn start_sequence(&mut self, entry: &Arc<RankEntry>) -> Result<ActorId, ActorProcessingErr> {
+    pub(super) async fn start_sequence(
+        &mut self,
+        entry: &RankEntry,
+        strand: &Arc<Strand<Sequence>>,
+    ) -> Result<ActorId, ActorProcessingErr> {
         let child = Child::Sequence(entry.slot);
-        let actor = self.spawn(&entry.strand, child).await?;
+        let actor = self.spawn(strand, child).await?;
         let (id, place) = (actor.get_id(), (entry.slot, entry.generation));
-        let shared = &self.shared;
-        let wakes = || Wakes { flag: Arc::clone(&shared.wake), scheduler: Arc::clone(&shared.scheduler) };
+        let SupervisorDependencies { config, clock, directory, views, strands, .. } = &self.dependencies;
+        let wakes = || Wakes { flag: Arc::clone(&views.wake), scheduler: strands.scheduler.clone() };
         let dependencies = SequenceDependencies {
             board: Arc::clone(&entry.board),
-            learns: shared.config.learns_speed().then(|| Arc::clone(&entry.speed)),
-            block_size: shared.config.block_size,
-            wakes: shared.config.queueing().then(wakes),
-            directory: Arc::clone(&shared.directory),
-            clock: shared.clock,
+            learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
+            block_size: config.block_size,
+            wakes: config.queueing().then(wakes),
+            directory: Arc::clone(directory),
+            clock: *clock,
         };
-        entry.strand.open(actor, || Sequence::restore(place, self.membership.incarnation(child), dependencies));
+        strand.open(actor, || Sequence::restore(place, self.membership.incarnation(child), dependencies));
         Ok(id)
     }
 
     /// Starts an index shard with its ranks and no blocks. `cold`: ranks whose blocks must be sent again.
     pub(super) async fn start_radix(&mut self, shard: usize, cold: &[WorkerRank]) -> Result<(), ActorProcessingErr> {
-        let strand = Arc::clone(&self.shared.shards[shard].strand);
+        let strand = Arc::clone(self.dependencies.strands.shards.strand(shard));
         let actor = self.spawn(&strand, Child::IndexShard(shard)).await?;
         let ranks = self.ranks_of_shard(shard).map(|(entry, worker)| RegisteredRank::of(entry, &worker.traits));
-        let place = (shard, self.membership.incarnation(Child::IndexShard(shard)));
+        let (myself, incarnation) = (self.myself.clone(), self.membership.incarnation(Child::IndexShard(shard)));
+        let dependencies = RadixDependencies {
+            config: &self.dependencies.config,
+            clock: self.dependencies.clock,
+            pool: &self.dependencies.meters.pool,
+            degraded: Arc::clone(&self.dependencies.views.ranks.degraded),
+            on_resync: Box::new(move |rank| drop(myself.send_message(SupervisorMsg::Warmed { rank, incarnation }))),
+        };
         let cold = cold.iter().copied().collect();
-        strand.open(actor, || Radix::new(&self.shared, place, ranks, cold, self.myself.clone()));
+        strand.open(actor, || Radix::new(dependencies, shard, ranks, cold));
         Ok(())
     }
 
     pub(super) async fn start_scheduler(&mut self) -> Result<(), ActorProcessingErr> {
-        let strand = Arc::clone(&self.shared.scheduler);
+        let strand = Arc::clone(&self.dependencies.strands.scheduler);
         let actor = self.spawn(&strand, Child::Scheduler).await?;
-        let shared = &self.shared;
+        let SupervisorDependencies { config, clock, views, strands, extensions, .. } = &self.dependencies;
         let dependencies = SchedulerDependencies {
-            shards: shared.shards.iter().map(|shard| Arc::clone(&shard.strand)).collect(),
-            speculation: SpeculationSender::of(shared),
-            wake: Arc::clone(&shared.wake),
-            conditions: Arc::clone(&shared.conditions),
-            exclusions: Arc::clone(&shared.exclusions),
-            clock: shared.clock,
+            shards: Arc::clone(&strands.shards),
+            speculation: SpeculationSender::new(config, &strands.shards),
+            wake: Arc::clone(&views.wake),
+            conditions: Arc::clone(&views.conditions),
+            exclusions: Arc::clone(&views.exclusions),
+            clock: *clock,
             runtime: Handle::current(),
         };
         strand.open(actor, || {
-            let (config, extensions) = (shared.config.clone(), shared.extensions.clone());
+            let (config, extensions) = ((**config).clone(), extensions.clone());
             let incarnation = self.membership.incarnation(Child::Scheduler);
             let mut scheduler = Scheduler::new(config, incarnation, extensions, dependencies, &strand);
-            for (entry, worker) in self.running_ranks() {
-                scheduler.admit(sequence_handle(entry, &worker.traits, worker.draining || worker.cordoned));
+            for (rank, worker) in self.running_ranks() {
+                scheduler.admit(sequence_handle(
+                    &rank.entry,
+                    &rank.strand,
+                    &worker.traits,
+                    worker.draining || worker.cordoned,
+                ));
             }
             scheduler.load_conditions();
             scheduler.load_exclusions();
@@ -80,21 +98,32 @@ impl State {
 
     /// Starts the health actor without records: all ranks are in service again and start slowly.
     pub(super) async fn start_health(&mut self) -> Result<(), ActorProcessingErr> {
-        let strand = Arc::clone(&self.shared.health);
+        let strand = Arc::clone(&self.dependencies.strands.health);
         let actor = self.spawn(&strand, Child::Health).await?;
-        strand.open(actor, || Health::new(&self.shared, Handle::current()));
+        let SupervisorDependencies { config, clock, views, strands, meters, .. } = &self.dependencies;
+        let dependencies = HealthDependencies {
+            clock: *clock,
+            fleet: Arc::clone(&views.fleet),
+            ranks: Arc::clone(&views.ranks),
+            conditions: Arc::clone(&views.conditions),
+            exclusions: Arc::clone(&views.exclusions),
+            scheduler: Arc::clone(&strands.scheduler),
+            runtime: Handle::current(),
+        };
+        strand.open(actor, || HealthActor::new(config, &meters.pool, dependencies, &strand));
         strand.tell(HealthMsg::MembersChanged);
         Ok(())
     }
 
     pub(super) async fn start_engine_loads(&mut self) -> Result<(), ActorProcessingErr> {
-        let strand = Arc::clone(&self.shared.engine_loads);
+        let strand = Arc::clone(&self.dependencies.strands.engine_loads);
         let actor = self.spawn(&strand, Child::EngineLoads).await?;
-        strand.open(actor, || EngineLoads::new(&self.shared));
+        let (ranks, clock) = (Arc::clone(&self.dependencies.views.ranks), self.dependencies.clock);
+        strand.open(actor, || EngineLoads::new(ranks, clock));
         Ok(())
     }
 
-    async fn spawn<S: Step>(
+    async fn spawn<S: ActorState>(
         &mut self,
         strand: &Arc<Strand<S>>,
         child: Child,
@@ -108,7 +137,7 @@ impl State {
     /// Reports a death to the machine, unless the actor was stopped on purpose.
     pub(super) async fn on_death(&mut self, actor: ActorId, reason: String) -> Result<(), ActorProcessingErr> {
         let Some(child) = self.children.remove(&actor) else { return Ok(()) };
-        restart_counter(child, &self.shared.meters.restarts).increment(1);
+        restart_counter(child, &self.dependencies.meters.restarts).increment(1);
         let shard_ranks = match child {
             Child::IndexShard(shard) => {
                 let ranks = self.ranks_of_shard(shard);
@@ -139,14 +168,15 @@ impl State {
                 self.request_replay(shard);
             }
             Child::Sequence(slot) => {
-                let Some(entry) = self.ranks.get(&slot).map(|rank| Arc::clone(&rank.entry)) else { return Ok(()) };
-                let actor = self.start_sequence(&entry).await?;
+                let Some(rank) = self.ranks.get(&slot) else { return Ok(()) };
+                let (entry, strand) = (Arc::clone(&rank.entry), Arc::clone(&rank.strand));
+                let actor = self.start_sequence(&entry, &strand).await?;
                 if let Some(rank) = self.ranks.get_mut(&slot) {
                     rank.actor = actor;
                 }
-                if self.shared.config.queueing() {
+                if self.dependencies.config.queueing() {
                     // Bookings may have ended without a report of falling load.
-                    self.shared.scheduler.tell(SchedulerMsg::Wake { at: None });
+                    self.dependencies.strands.scheduler.tell(SchedulerMsg::Wake { at: None });
                 }
             }
             Child::Reader(_) => {} // restarted by `MembershipEffect::StartReader`
@@ -154,7 +184,7 @@ impl State {
             Child::EngineLoads => self.start_engine_loads().await?,
             Child::Source(source) => self.restart_follower(source).await?,
         }
-        self.shared.status.send_modify(|Status { restarts, .. }| *restarts += 1);
+        self.dependencies.views.status.count_restart();
         Ok(())
     }
 }
@@ -172,7 +202,12 @@ fn restart_counter(child: Child, restarts: &Restarts) -> &metrics::Counter {
 }
 
 /// Rank as the scheduler admits it.
-pub(super) fn sequence_handle(entry: &RankEntry, traits: &Arc<RankTraits>, draining: bool) -> SequenceHandle {
+pub(super) fn sequence_handle(
+    entry: &RankEntry,
+    strand: &Arc<Strand<Sequence>>,
+    traits: &Arc<RankTraits>,
+    draining: bool,
+) -> SequenceHandle {
     let admission = Admission {
         rank: entry.rank,
         slot: entry.slot,
@@ -185,5 +220,5 @@ pub(super) fn sequence_handle(entry: &RankEntry, traits: &Arc<RankTraits>, drain
         since: entry.since,
         draining,
     };
-    SequenceHandle { admission, strand: Arc::clone(&entry.strand) }
+    SequenceHandle { admission, strand: Arc::clone(strand) }
 }

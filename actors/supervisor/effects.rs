@@ -7,13 +7,17 @@ use std::time::Duration;
 use ractor::ActorProcessingErr;
 
 use super::children::sequence_handle;
-use super::{DrainAck, MembershipReply, RankActor, RetireAck, State, SupervisorMsg};
+use super::messages::{DrainAck, MembershipReply, RetireAck, SupervisorMsg};
+use super::state::{RankActor, State};
+use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::health::HealthMsg;
-use crate::actors::radix::{Radix, RadixMsg, RegisteredRank, shard_of};
+use crate::actors::radix::{RadixMsg, RegisteredRank};
 use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::shared::{Phase, RankEntry};
+use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::views::kv_source::SourceCell;
+use crate::actors::views::rank::RankEntry;
+use crate::actors::views::status::RouterPhase;
 use crate::actors::views::worker::WorkerEntry;
 use crate::load::PromptLimits;
 use crate::membership::{Child, MembershipEffect, RankDescription};
@@ -32,11 +36,15 @@ impl State {
             }
             MembershipEffect::DescribeRank { slot, description, .. } => self.describe_rank(slot, &description),
             MembershipEffect::RestrictRank { slot, generation, restricted } => {
-                self.shared.scheduler.tell(SchedulerMsg::Cordon { slot, generation, cordoned: restricted });
+                self.dependencies.strands.scheduler.tell(SchedulerMsg::Cordon {
+                    slot,
+                    generation,
+                    cordoned: restricted,
+                });
             }
             MembershipEffect::DrainRank { slot, generation } => {
-                let ack = DrainAck { supervisor: self.myself.clone(), slot, generation };
-                self.shared.scheduler.tell(SchedulerMsg::Drain { slot, generation, ack });
+                let ack = Acknowledgement::new(DrainAck { supervisor: self.myself.clone(), slot, generation });
+                self.dependencies.strands.scheduler.tell(SchedulerMsg::Drain { slot, generation, ack });
             }
             MembershipEffect::RetireRank { slot, generation } => self.retire_rank(slot, generation),
             MembershipEffect::ReleaseRank { slot, generation } => self.release_rank(slot, generation),
@@ -61,10 +69,10 @@ impl State {
             MembershipEffect::Fail { child, reason } => self.fail(child, &reason),
             MembershipEffect::Report(report) => self.report(report),
             MembershipEffect::PublishCold => {
-                self.shared.cold.send_replace(self.membership.cold().clone());
+                self.dependencies.views.cold.send_replace(self.membership.cold().clone());
             }
             MembershipEffect::PublishSources => {
-                self.shared.discovery.send_replace(self.membership.sources().to_vec());
+                self.dependencies.views.discovery.send_replace(self.membership.sources().to_vec());
             }
             MembershipEffect::PublishWorkers => self.publish_workers(),
             MembershipEffect::Reply { to, result } => drop(to.send(result)),
@@ -85,14 +93,13 @@ impl State {
             generation,
             endpoint,
             number_at_worker: AtomicU32::new(description.number_at_worker.unwrap_or(RankEntry::ALONE)),
-            since: self.shared.clock.now(),
+            since: self.dependencies.clock.now(),
             board: Arc::default(),
             speed: Arc::default(),
             holdings: Arc::default(),
-            source: Arc::new(SourceCell::new(&self.shared.doubted)),
+            source: Arc::new(SourceCell::new(&self.dependencies.views.ranks.degraded)),
             engine_load: Arc::default(),
             failing: AtomicBool::new(false),
-            strand: Strand::closed(),
         })
     }
 
@@ -102,11 +109,17 @@ impl State {
         traits: &Arc<RankTraits>,
         restricted: bool,
     ) -> Result<(), ActorProcessingErr> {
-        let actor = self.start_sequence(&entry).await?;
-        self.shared.set_entry(entry.slot, Some(Arc::clone(&entry)));
+        let strand = Strand::closed();
+        let actor = self.start_sequence(&entry, &strand).await?;
+        let address = SequenceAddress { entry: Arc::clone(&entry), strand: Arc::clone(&strand) };
+        self.dependencies.strands.sequences.insert(entry.slot, entry.generation, Arc::new(address));
+        self.dependencies.views.ranks.insert(&entry);
         self.register(&entry, traits);
-        self.shared.scheduler.tell(SchedulerMsg::Admit(sequence_handle(&entry, traits, restricted)));
-        self.ranks.insert(entry.slot, RankActor { entry, actor });
+        self.dependencies
+            .strands
+            .scheduler
+            .tell(SchedulerMsg::Admit(sequence_handle(&entry, &strand, traits, restricted)));
+        self.ranks.insert(entry.slot, RankActor { entry, strand, actor });
         Ok(())
     }
 
@@ -115,12 +128,12 @@ impl State {
         entry.number_at_worker.store(description.number_at_worker.unwrap_or(RankEntry::ALONE), Ordering::Relaxed);
         self.register(entry, &description.traits);
         let (generation, traits) = (entry.generation, Arc::clone(&description.traits));
-        self.shared.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
+        self.dependencies.strands.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
     }
 
     /// Registers a rank, or its changed capacity, with its index shard.
     fn register(&self, entry: &RankEntry, traits: &RankTraits) {
-        if let Some(shard) = self.shard(entry.rank) {
+        if let Some(shard) = self.dependencies.strands.shards.of(entry.rank) {
             shard.tell(RadixMsg::Register(RegisteredRank::of(entry, traits)));
         }
     }
@@ -128,22 +141,23 @@ impl State {
     /// The index removes the rank immediately; the scheduler forwards the retirement behind its last booking.
     fn retire_rank(&self, slot: Slot, generation: Generation) {
         if let Some(RankActor { entry, .. }) = self.ranks.get(&slot)
-            && let Some(shard) = self.shard(entry.rank)
+            && let Some(shard) = self.dependencies.strands.shards.of(entry.rank)
         {
             shard.tell(RadixMsg::Remove { rank: entry.rank });
         }
-        let ack = RetireAck { supervisor: self.myself.clone(), slot, generation };
-        self.shared.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });
+        let ack = Acknowledgement::new(RetireAck { supervisor: self.myself.clone(), slot, generation });
+        self.dependencies.strands.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });
     }
 
     fn release_rank(&mut self, slot: Slot, generation: Generation) {
-        let Some(RankActor { entry, actor }) = self.ranks.remove(&slot) else { return };
+        let Some(RankActor { strand, actor, .. }) = self.ranks.remove(&slot) else { return };
         self.children.remove(&actor);
-        self.shared.set_entry(slot, None);
-        entry.strand.close();
+        self.dependencies.strands.sequences.remove(slot);
+        self.dependencies.views.ranks.remove(slot);
+        strand.close();
         // A sequence actor that died first has left its bookings.
-        for lease in self.shared.directory.booked_on(slot, generation) {
-            self.shared.end(&lease);
+        for lease in self.dependencies.directory.booked_on(slot, generation) {
+            self.dependencies.ender.end(&lease);
         }
     }
 
@@ -157,9 +171,9 @@ impl State {
 
     fn fail(&self, child: Child, reason: &str) {
         tracing::error!(role = child.name(), reason, "an actor died and the restart budget is spent: the router fails");
-        self.shared.enter(Phase::Failed);
+        self.dependencies.views.status.enter(RouterPhase::Failed);
         self.myself.stop(Some("restart budget spent".to_owned()));
-        self.shared.close();
+        self.dependencies.close();
     }
 
     fn publish_workers(&self) {
@@ -172,13 +186,8 @@ impl State {
             cordoned: known.cordoned,
         });
         let configs = workers.values().map(|worker| &worker.config);
-        self.shared.set_prompt_limits(PromptLimits::of(configs, self.shared.config.block_size));
-        self.shared.workers.send_replace(entries.collect());
-        self.shared.health.tell(HealthMsg::MembersChanged);
-    }
-
-    fn shard(&self, rank: WorkerRank) -> Option<&Strand<Radix>> {
-        let shards = &self.shared.shards;
-        shards.get(shard_of(rank, shards.len())).map(|shard| &*shard.strand)
+        let limits = PromptLimits::of(configs, self.dependencies.config.block_size);
+        self.dependencies.views.fleet.publish(entries.collect(), limits);
+        self.dependencies.strands.health.tell(HealthMsg::MembersChanged);
     }
 }

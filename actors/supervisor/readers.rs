@@ -1,38 +1,44 @@
 //! Actors that read the KV events of ranks.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use ractor::{Actor, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorProcessingErr};
 
-use super::State;
-use crate::actors::ingest::{Arguments, Ingest, IngestMsg};
+use super::state::State;
+use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg};
 use crate::ingest::{Doubt, Trust};
 use crate::membership::Child;
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
-
-/// Readers by slot, dead readers without restart budget included.
-pub(super) type Readers = BTreeMap<Slot, ActorRef<IngestMsg>>;
 
 impl State {
     pub(super) async fn start_reader(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
         let (Some(worker), Some(rank)) = (self.membership.worker_at(slot), self.ranks.get(&slot)) else {
             return Ok(());
         };
-        let arguments = match Arguments::of(&self.shared, &rank.entry, &worker.config) {
-            Ok(Some(arguments)) => arguments,
-            Ok(None) => return Ok(()),
-            Err(error) => {
-                // Validated when the worker joined. Here the error affects one rank only.
-                let (worker, rank) = (&*rank.entry.endpoint, rank.entry.rank.rank);
-                tracing::error!(worker, rank, %error, "the KV events of a rank cannot be read");
-                return Ok(());
-            }
-        };
+        let arguments =
+            match Arguments::of(&self.dependencies.config, self.ingest_dependencies(), &rank.entry, &worker.config) {
+                Ok(Some(arguments)) => arguments,
+                Ok(None) => return Ok(()),
+                Err(error) => {
+                    // Validated when the worker joined. Here the error affects one rank only.
+                    let (worker, rank) = (&*rank.entry.endpoint, rank.entry.rank.rank);
+                    tracing::error!(worker, rank, %error, "the KV events of a rank cannot be read");
+                    return Ok(());
+                }
+            };
         let (actor, _) = Actor::spawn_linked(None, Ingest, arguments, self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), Child::Reader(slot));
         self.readers.insert(slot, actor);
         Ok(())
+    }
+
+    fn ingest_dependencies(&self) -> IngestDependencies {
+        IngestDependencies {
+            clock: self.dependencies.clock,
+            status: Arc::clone(&self.dependencies.views.status),
+            shards: Arc::clone(&self.dependencies.strands.shards),
+            meters: Arc::clone(&self.dependencies.meters),
+        }
     }
 
     pub(super) fn stop_reader(&mut self, slot: Slot) {
@@ -47,11 +53,13 @@ impl State {
     /// Clears the index entries of a rank after its reader has ended, since no event will remove them.
     pub(super) fn clear_blocks(&self, slot: Slot) {
         let Some(rank) = self.ranks.get(&slot) else { return };
-        let (shared, entry) = (Arc::clone(&self.shared), Arc::clone(&rank.entry));
+        let (status, shards) =
+            (Arc::clone(&self.dependencies.views.status), Arc::clone(&self.dependencies.strands.shards));
+        let entry = Arc::clone(&rank.entry);
         tokio::spawn(async move {
             if let Some(_unread) = entry.source.once_left().await {
                 let event = RouterEvent { rank: entry.rank, tier: StorageTier::default(), data: KvEvent::Cleared };
-                shared.apply_of(&entry, vec![event]).await;
+                shards.apply_of(&entry, vec![event], &status).await;
             }
         });
     }
@@ -84,7 +92,7 @@ impl State {
         rank: crate::protocol::WorkerRank,
         injected: crate::actors::delivery::fault::InjectedFault,
     ) {
-        let slot = self.running_ranks().find(|(entry, _)| entry.rank == rank).map(|(entry, _)| entry.slot);
+        let slot = self.running_ranks().find(|(actor, _)| actor.entry.rank == rank).map(|(actor, _)| actor.entry.slot);
         if let Some(reader) = slot.and_then(|slot| self.readers.get(&slot)) {
             drop(reader.send_message(IngestMsg::Fault(injected)));
         }

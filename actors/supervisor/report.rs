@@ -1,11 +1,11 @@
 //! Log lines of membership changes.
 
-use super::State;
+use super::state::State;
 use crate::membership::MembershipReport;
 
 impl State {
     pub(super) fn report(&self, report: MembershipReport) {
-        let pool = self.shared.config.pool.as_str();
+        let pool = self.dependencies.config.pool.as_str();
         match report {
             MembershipReport::Joined { worker, endpoint, ranks, source } => {
                 tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker joined");
@@ -14,11 +14,11 @@ impl State {
                 tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker left");
             }
             MembershipReport::CapacityUnstated { endpoint } => {
-                let assumed = self.shared.config.batched_tokens_where_unstated();
+                let assumed = self.dependencies.config.batched_tokens_where_unstated();
                 tracing::info!(pool, worker = endpoint, assumed, "worker states no max_num_batched_tokens");
             }
             MembershipReport::Conflict { worker, endpoint, used, ignored } => {
-                self.shared.meters.discovery_conflicts.increment(1);
+                self.dependencies.meters.discovery_conflicts.increment(1);
                 tracing::warn!(
                     worker = endpoint,
                     worker_id = %worker,

@@ -3,22 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use metrics::Counter;
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::Mutex;
 
-use super::{State, SupervisorMsg};
-use crate::actors::discovery::{AnySource, Assignment, Follower, FollowerMsg};
+use super::messages::SupervisorMsg;
+use super::state::{FollowedSource, State};
+use crate::actors::discovery::{AnySource, Assignment, Follower, FollowerMsg, SourceReport};
 use crate::membership::{Child, MembershipInput, SourceUpdate};
-
-/// Discovery source and the actor that follows it.
-pub(super) struct FollowedSource {
-    source: Arc<Mutex<Box<dyn AnySource>>>,
-    errors: Counter,
-    /// Receiver of injected faults.
-    #[cfg_attr(not(feature = "faults"), allow(dead_code, reason = "receives injected faults only"))]
-    actor: ActorRef<FollowerMsg>,
-}
 
 impl State {
     /// Follows a source; earlier sources have precedence.
@@ -31,7 +22,7 @@ impl State {
         if number == 0 {
             self.reconcile_periodically();
         }
-        let errors = self.shared.meters.pool.counter("pointsman_discovery_errors_total", &[("source", &name)]);
+        let errors = self.dependencies.meters.pool.counter("pointsman_discovery_errors_total", &[("source", &name)]);
         self.apply(MembershipInput::SourceAdded { name }).await?;
         let source = Arc::new(Mutex::new(source));
         let actor = self.start_follower(number, &source).await?;
@@ -51,8 +42,11 @@ impl State {
         number: usize,
         source: &Arc<Mutex<Box<dyn AnySource>>>,
     ) -> Result<ActorRef<FollowerMsg>, ActorProcessingErr> {
-        let (supervisor, shared) = (self.myself.clone(), Arc::clone(&self.shared));
-        let assignment = Assignment { source: Arc::clone(source), number, supervisor, shared };
+        let (myself, status) = (self.myself.clone(), Arc::clone(&self.dependencies.views.status));
+        let report: SourceReport = Arc::new(move |update, done| {
+            myself.send_message(SupervisorMsg::Reconcile { source: number, update, done }).is_ok()
+        });
+        let assignment = Assignment { source: Arc::clone(source), report, status };
         let (actor, _) = Actor::spawn_linked(None, Follower, assignment, self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), Child::Source(number));
         Ok(actor)
@@ -60,13 +54,13 @@ impl State {
 
     /// Applies lost or rejected values at the latest after `discovery_interval_ms`.
     fn reconcile_periodically(&self) {
-        let (myself, shared) = (self.myself.clone(), Arc::clone(&self.shared));
-        let interval = Duration::from_millis(self.shared.config.discovery_interval_ms);
+        let (myself, status) = (self.myself.clone(), Arc::clone(&self.dependencies.views.status));
+        let interval = Duration::from_millis(self.dependencies.config.discovery_interval_ms);
         tokio::spawn(async move {
             loop {
                 tokio::select! {
                     biased;
-                    _ = shared.down() => break,
+                    _ = status.down() => break,
                     () = tokio::time::sleep(interval) => {
                         drop(myself.send_message(SupervisorMsg::Membership(MembershipInput::Reconcile)));
                     }

@@ -10,7 +10,7 @@ use metrics::{Counter, Gauge, Histogram, Label, SharedString, Unit};
 #[derive(Debug)]
 pub(crate) struct Instrument {
     pub(crate) name: &'static str,
-    pub(crate) kind: Kind,
+    pub(crate) kind: InstrumentKind,
     /// Absent for ratios.
     pub(crate) unit: Option<Unit>,
     /// Beside `pool`, which every one carries.
@@ -19,18 +19,18 @@ pub(crate) struct Instrument {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum InstrumentKind {
     Counter,
     Gauge,
     Histogram,
 }
 
 const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Instrument {
-    Instrument { name, kind: Kind::Counter, unit: Some(Unit::Count), labels, help }
+    Instrument { name, kind: InstrumentKind::Counter, unit: Some(Unit::Count), labels, help }
 }
 
 const fn gauge(name: &'static str, unit: Unit, labels: &'static [&'static str], help: &'static str) -> Instrument {
-    Instrument { name, kind: Kind::Gauge, unit: Some(unit), labels, help }
+    Instrument { name, kind: InstrumentKind::Gauge, unit: Some(unit), labels, help }
 }
 
 const fn histogram(
@@ -39,7 +39,7 @@ const fn histogram(
     labels: &'static [&'static str],
     help: &'static str,
 ) -> Instrument {
-    Instrument { name, kind: Kind::Histogram, unit, labels, help }
+    Instrument { name, kind: InstrumentKind::Histogram, unit, labels, help }
 }
 
 const RANK: &[&str] = &["worker", "rank"];
@@ -121,7 +121,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     gauge("pointsman_engine_waiting_requests", Unit::Count, RANK, "Waiting requests as last reported by the engine."),
     Instrument {
         name: "pointsman_engine_kv_usage_ratio",
-        kind: Kind::Gauge,
+        kind: InstrumentKind::Gauge,
         unit: None,
         labels: RANK,
         help: "Used share of the KV cache as last reported by the engine.",
@@ -227,9 +227,9 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
 pub(crate) fn describe() {
     for &Instrument { name, kind, unit, help, .. } in INSTRUMENTS {
         metrics::with_recorder(|recorder| match kind {
-            Kind::Counter => recorder.describe_counter(name.into(), unit, help.into()),
-            Kind::Gauge => recorder.describe_gauge(name.into(), unit, help.into()),
-            Kind::Histogram => recorder.describe_histogram(name.into(), unit, help.into()),
+            InstrumentKind::Counter => recorder.describe_counter(name.into(), unit, help.into()),
+            InstrumentKind::Gauge => recorder.describe_gauge(name.into(), unit, help.into()),
+            InstrumentKind::Histogram => recorder.describe_histogram(name.into(), unit, help.into()),
         });
     }
 }
@@ -244,18 +244,18 @@ impl Pool {
     }
 
     pub(crate) fn counter(&self, name: &'static str, labels: &[(&'static str, &str)]) -> Counter {
-        metrics::counter!(name, self.labels(Kind::Counter, name, labels))
+        metrics::counter!(name, self.labels(InstrumentKind::Counter, name, labels))
     }
 
     pub(crate) fn gauge(&self, name: &'static str, labels: &[(&'static str, &str)]) -> Gauge {
-        metrics::gauge!(name, self.labels(Kind::Gauge, name, labels))
+        metrics::gauge!(name, self.labels(InstrumentKind::Gauge, name, labels))
     }
 
     pub(crate) fn histogram(&self, name: &'static str, labels: &[(&'static str, &str)]) -> Histogram {
-        metrics::histogram!(name, self.labels(Kind::Histogram, name, labels))
+        metrics::histogram!(name, self.labels(InstrumentKind::Histogram, name, labels))
     }
 
-    fn labels(&self, kind: Kind, name: &'static str, labels: &[(&'static str, &str)]) -> Vec<Label> {
+    fn labels(&self, kind: InstrumentKind, name: &'static str, labels: &[(&'static str, &str)]) -> Vec<Label> {
         let has = |known: &Instrument| labels.iter().map(|(label, _)| label).eq(known.labels);
         debug_assert!(
             INSTRUMENTS.iter().any(|known| (known.name, known.kind) == (name, kind) && has(known)),

@@ -24,20 +24,18 @@ pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
 
 use crate::actors::handle::request::BestMatch;
-use crate::actors::handle::shared_cache::SharedCacheFailure;
-use crate::actors::radix::SharedFound;
 use crate::config::{QueueClass, RouterConfig};
 use crate::health::Cause;
 use crate::protocol::Timestamp;
 use crate::queue::Depth;
-use predictions::Predictions;
+use predictions::PredictionMeters;
 
 /// The instruments of the edge, where callers come in, and of the supervisor.
 pub(crate) struct Meters {
     pub(crate) pool: Pool,
     pub(crate) decisions: Decisions,
     pub(crate) phases: Phases,
-    pub(crate) predictions: Predictions,
+    pub(crate) predictions: PredictionMeters,
     pub(crate) restarts: Restarts,
     /// Where there is a shared cache.
     pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
@@ -61,7 +59,7 @@ impl Meters {
         Self {
             decisions: Decisions::new(&pool, config),
             phases: Phases::new(&pool),
-            predictions: Predictions::new(&pool),
+            predictions: PredictionMeters::new(&pool),
             restarts: Restarts::new(&pool),
             shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
             expired: pool.counter("pointsman_bookings_expired_total", &[]),
@@ -223,16 +221,20 @@ impl SharedCacheMeters {
         }
     }
 
-    /// It was asked about so many blocks.
-    pub(crate) fn count(&self, found: &SharedFound, blocks: usize) {
-        match found {
-            Ok(hits) => {
-                let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
-                self.hit_rate.record(f64::from(hits.total().min(blocks)) / f64::from(blocks));
-            }
-            Err(SharedCacheFailure::Late(_)) => self.late.increment(1),
-            Err(SharedCacheFailure::Error(_)) => self.errors.increment(1),
-        }
+    /// Counts a query's result: `held` of `queried` blocks.
+    pub(crate) fn count_hits(&self, held: u32, queried: usize) {
+        let queried = u32::try_from(queried).unwrap_or(u32::MAX).max(1);
+        self.hit_rate.record(f64::from(held.min(queried)) / f64::from(queried));
+    }
+
+    /// Counts a query without a response in time.
+    pub(crate) fn count_late(&self) {
+        self.late.increment(1);
+    }
+
+    /// Counts a failed query.
+    pub(crate) fn count_error(&self) {
+        self.errors.increment(1);
     }
 }
 

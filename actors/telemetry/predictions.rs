@@ -68,7 +68,7 @@ impl Prediction {
 }
 
 /// The instruments.
-pub(crate) struct Predictions {
+pub(crate) struct PredictionMeters {
     predicted: Counter,
     delivered: Counter,
     over: Histogram,
@@ -86,7 +86,7 @@ struct Streak {
     alarms: Counter,
 }
 
-impl Predictions {
+impl PredictionMeters {
     pub(super) fn new(pool: &Pool) -> Self {
         let tokens = |side| pool.counter("pointsman_prediction_tokens_total", &[("side", side)]);
         let error = |result| pool.histogram("pointsman_prediction_error_tokens", &[("result", result)]);
@@ -129,7 +129,7 @@ impl Predictions {
     }
 }
 
-impl Predictions {
+impl PredictionMeters {
     /// A first token came after `elapsed`.
     pub(crate) fn first_token(&self, predicted: Duration, elapsed: Duration) {
         let result = if elapsed > predicted { &self.late } else { &self.early };

@@ -2,8 +2,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::decisions::Verdict;
-use super::instruments::{INSTRUMENTS, Instrument, Kind};
-use super::predictions::{NEVER_MATCHED_AFTER, Predictions, PromptKind};
+use super::instruments::{INSTRUMENTS, Instrument, InstrumentKind};
+use super::predictions::{NEVER_MATCHED_AFTER, PredictionMeters, PromptKind};
 use super::{Meters, Pool};
 use crate::config::RouterConfig;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
@@ -13,9 +13,9 @@ const PAGE: &str = "docs/metrics.md";
 fn row(instrument: &Instrument) -> String {
     let Instrument { name, kind, unit, labels, help } = instrument;
     let kind = match kind {
-        Kind::Counter => "counter",
-        Kind::Gauge => "gauge",
-        Kind::Histogram => "histogram",
+        InstrumentKind::Counter => "counter",
+        InstrumentKind::Gauge => "gauge",
+        InstrumentKind::Histogram => "histogram",
     };
     let unit = unit.as_ref().map_or("–", metrics::Unit::as_str);
     let labels: Vec<String> = ["pool"].iter().chain(*labels).map(|label| format!("`{label}`")).collect();
@@ -43,7 +43,7 @@ fn names_say_what_they_count() {
     assert_eq!(names.len(), INSTRUMENTS.len(), "each once");
     for Instrument { name, kind, unit, .. } in INSTRUMENTS {
         assert!(name.starts_with("pointsman_"), "{name}");
-        assert_eq!(name.ends_with("_total"), *kind == Kind::Counter, "{name}");
+        assert_eq!(name.ends_with("_total"), *kind == InstrumentKind::Counter, "{name}");
         assert_eq!(name.ends_with("_seconds"), *unit == Some(metrics::Unit::Seconds), "{name}");
         assert_eq!(name.ends_with("_bytes"), *unit == Some(metrics::Unit::Bytes), "{name}");
     }
@@ -62,7 +62,7 @@ fn only_an_unbroken_row_of_contradictions_raises_the_alarm() {
     let alarms = |reports: &[(PromptKind, u32, u32)]| {
         let recorder = DebuggingRecorder::new();
         metrics::with_local_recorder(&recorder, || {
-            let predictions = Predictions::new(&Pool::new("p"));
+            let predictions = PredictionMeters::new(&Pool::new("p"));
             reports
                 .iter()
                 .for_each(|&(kind, predicted, delivered)| predictions.count(kind, true, predicted, delivered));
@@ -92,7 +92,7 @@ fn an_incomplete_index_that_predicts_nothing_raises_no_alarm() {
     let doubted = |is_index_complete, predicted, delivered| {
         let recorder = DebuggingRecorder::new();
         metrics::with_local_recorder(&recorder, || {
-            let predictions = Predictions::new(&Pool::new("p"));
+            let predictions = PredictionMeters::new(&Pool::new("p"));
             for _ in 0..NEVER_MATCHED_AFTER {
                 predictions.count(PromptKind::Plain, is_index_complete, predicted, delivered);
             }

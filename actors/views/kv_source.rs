@@ -37,7 +37,7 @@ pub struct KvSourceStatus {
 }
 
 /// How many ranks are credited with less than all they are known to guard.
-pub(crate) type Doubted = Arc<AtomicUsize>;
+pub(crate) type DegradedSources = Arc<AtomicUsize>;
 
 /// One rank's cell.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ pub(crate) struct SourceCell {
     applied: AtomicU64,
     /// Plus one; 0 before the first message.
     message_at: AtomicU64,
-    doubted: Doubted,
+    degraded: DegradedSources,
     /// Whether the engine has computed a prompt of at least one block.
     has_served: AtomicBool,
     /// Whether the reader is to be told when the engine has served a prompt.
@@ -66,13 +66,13 @@ pub(crate) struct SourceCell {
     served: tokio::sync::Notify,
     /// Held by the task that reads: its successor must not be overtaken by what it still has in hand.
     #[cfg(feature = "zmq")]
-    strand: tokio::sync::Mutex<()>,
+    reader: tokio::sync::Mutex<()>,
 }
 
 const PERMILLE: u32 = 1000;
 
 impl SourceCell {
-    pub(crate) fn new(doubted: &Doubted) -> Self {
+    pub(crate) fn new(degraded: &DegradedSources) -> Self {
         Self {
             endpoint: Mutex::new(None),
             connected: AtomicBool::new(false),
@@ -83,14 +83,14 @@ impl SourceCell {
             messages: AtomicU64::new(0),
             applied: AtomicU64::new(0),
             message_at: AtomicU64::new(0),
-            doubted: Arc::clone(doubted),
+            degraded: Arc::clone(degraded),
             has_served: AtomicBool::new(false),
             #[cfg(feature = "zmq")]
             awaits_served: AtomicBool::new(false),
             #[cfg(feature = "zmq")]
             served: tokio::sync::Notify::new(),
             #[cfg(feature = "zmq")]
-            strand: tokio::sync::Mutex::new(()),
+            reader: tokio::sync::Mutex::new(()),
         }
     }
 
@@ -173,17 +173,17 @@ impl SourceCell {
     }
 
     /// Waits until whoever read before has ended, and is the one who reads until the answer is dropped.
-    pub(crate) async fn read(&self) -> Reading<'_> {
-        let strand = self.strand.lock().await;
+    pub(crate) async fn read(&self) -> ReaderPermit<'_> {
+        let permit = self.reader.lock().await;
         self.start_over();
-        Reading { cell: self, _turn: strand }
+        ReaderPermit { cell: self, _permit: permit }
     }
 
     /// Waits until nobody reads, and keeps it so until the answer is dropped; `None` if somebody is to read by then.
     pub(crate) async fn once_left(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
-        let strand = self.strand.lock().await;
+        let permit = self.reader.lock().await;
         let is_left = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
-        is_left.then_some(strand)
+        is_left.then_some(permit)
     }
 
     fn start_over(&self) {
@@ -233,8 +233,8 @@ impl SourceCell {
         let discount = ((1.0 - trust.credit()) * f64::from(PERMILLE)).round() as u32;
         let before = self.discount_permille.swap(discount.min(PERMILLE), Ordering::Relaxed);
         match (before, discount) {
-            (0, 1..) => drop(self.doubted.fetch_add(1, Ordering::Relaxed)),
-            (1.., 0) => drop(self.doubted.fetch_sub(1, Ordering::Relaxed)),
+            (0, 1..) => drop(self.degraded.fetch_add(1, Ordering::Relaxed)),
+            (1.., 0) => drop(self.degraded.fetch_sub(1, Ordering::Relaxed)),
             _ => {}
         }
         *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = (trust, doubt);
@@ -243,13 +243,13 @@ impl SourceCell {
 
 /// The right to read a rank's source.
 #[cfg(feature = "zmq")]
-pub(crate) struct Reading<'a> {
+pub(crate) struct ReaderPermit<'a> {
     cell: &'a SourceCell,
-    _turn: tokio::sync::MutexGuard<'a, ()>,
+    _permit: tokio::sync::MutexGuard<'a, ()>,
 }
 
 #[cfg(feature = "zmq")]
-impl Drop for Reading<'_> {
+impl Drop for ReaderPermit<'_> {
     fn drop(&mut self) {
         let is_left = self.cell.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
         if is_left {
@@ -263,7 +263,7 @@ impl Drop for Reading<'_> {
 impl Drop for SourceCell {
     fn drop(&mut self) {
         if *self.discount_permille.get_mut() > 0 {
-            self.doubted.fetch_sub(1, Ordering::Relaxed);
+            self.degraded.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }

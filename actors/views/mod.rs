@@ -1,4 +1,59 @@
 //! Views: plain data that one owner publishes and other actors and the handle read without a message.
 
+pub(crate) mod fleet;
 pub(crate) mod kv_source;
+pub(crate) mod published;
+pub(crate) mod rank;
+pub(crate) mod slot_table;
+pub(crate) mod status;
+pub(crate) mod wake_flag;
 pub(crate) mod worker;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+use crate::health::Exclusions;
+use crate::membership::DiscoveryStatus;
+use crate::protocol::WorkerRank;
+use crate::select::RankConditions;
+use fleet::Fleet;
+use published::Published;
+use rank::RankTable;
+use status::RouterStatus;
+use wake_flag::WakeFlag;
+
+/// The views of one router, for the supervisor and the handle. An actor gets only the ones that it reads or writes.
+#[derive(Clone, Default)]
+pub(crate) struct Views {
+    pub(crate) status: Arc<RouterStatus>,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) ranks: Arc<RankTable>,
+    /// Ranks whose index contents were lost and must be sent again. Written by the supervisor.
+    pub(crate) cold: watch::Sender<BTreeSet<WorkerRank>>,
+    /// By source, in the order given. Written by the supervisor.
+    pub(crate) discovery: watch::Sender<Vec<DiscoveryStatus>>,
+    /// Rank conditions as the embedder reports them.
+    pub(crate) conditions: Arc<Published<RankConditions>>,
+    /// Ranks excluded for their health. Written by the health actor.
+    pub(crate) exclusions: Arc<Published<Exclusions>>,
+    pub(crate) wake: Arc<WakeFlag>,
+}
+
+impl Views {
+    /// Ranks that can serve: registered, neither draining nor cordoned, reachable and not ejected; 0 when the router is
+    /// down.
+    pub(crate) fn eligible_ranks(&self) -> usize {
+        if self.status.up().is_err() {
+            return 0;
+        }
+        let (conditions, exclusions, workers) = (self.conditions.get(), self.exclusions.get(), self.fleet.workers());
+        let members = workers.iter().filter(|worker| worker.takes_requests()).flat_map(|worker| &worker.ranks);
+        let reachable =
+            members.filter(|rank| !conditions.unavailable.contains(rank) && !exclusions.down.contains(rank));
+        let healthy = reachable.clone().filter(|rank| !exclusions.ejected.contains(rank)).count();
+        // If all reachable ranks are ejected they serve nevertheless.
+        if healthy > 0 { healthy } else { reachable.count() }
+    }
+}

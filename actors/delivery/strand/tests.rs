@@ -13,7 +13,7 @@ impl DeferredReply for () {
 
 struct Idle;
 
-impl Step for Idle {
+impl ActorState for Idle {
     type Msg = Arc<u32>;
     type Deferred = ();
 
@@ -105,7 +105,7 @@ enum CounterMsg {
     PanicHalfway,
 }
 
-impl Step for Counter {
+impl ActorState for Counter {
     type Msg = CounterMsg;
     type Deferred = ();
 
@@ -129,7 +129,7 @@ impl Drop for PanicsAnother {
 
 struct Unwinds;
 
-impl Step for Unwinds {
+impl ActorState for Unwinds {
     type Msg = PanicsAnother;
     type Deferred = ();
 

@@ -5,19 +5,22 @@
 //! booking weighs was decided by the scheduler and stands in its lease. Restarted, it rebuilds from the leases.
 //! Where engines' speeds are learned, it tells its [`SpeedMeter`] what it books, is told and frees.
 
+pub(crate) mod table;
+
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use crate::actors::delivery::join::ReplyToken;
-use crate::actors::delivery::strand::{DeferredReply, Step, Strand};
+use crate::actors::delivery::ack::Acknowledgement;
+use crate::actors::delivery::join::{Continuation, Join, ReplyToken};
+use crate::actors::delivery::reply::Reply;
+use crate::actors::delivery::strand::{ActorState, DeferredReply};
 use crate::actors::io::clock::Clock;
-use crate::actors::radix::speculation::SpeculationClaim;
-use crate::actors::scheduler::{LoadContinuation, Reply, Scheduler, SchedulerMsg, WakeFlag};
-use crate::actors::supervisor::{DrainAck, RetireAck};
+use crate::actors::radix::claim::SpeculationClaim;
+use crate::actors::views::wake_flag::WakeFlag;
 use crate::directory::{Directory, Lease, LeaseState};
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot, SpeedCell, SpeedMeter};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, SpeedCell, SpeedMeter};
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
@@ -26,7 +29,7 @@ pub(crate) enum SequenceMsg {
     /// What would these prompts find here?
     Load {
         /// The answer, and through it the prompts.
-        token: ReplyToken<LoadAnswer, LoadContinuation>,
+        token: ReplyToken<LoadAnswer, dyn LoadQueryContinuation>,
         now: Timestamp,
     },
     /// Book this lease and tell its caller.
@@ -34,14 +37,31 @@ pub(crate) enum SequenceMsg {
     /// This lease has changed: make the bookings agree with it.
     Reconcile(Arc<Lease>),
     /// The rank gets no more work: say when its last booking has ended. Comes behind the last Book.
-    Drain(DrainAck),
+    Drain(Acknowledgement),
     /// The rank gets work again: forget that it was drained.
     Undrain,
     /// The rank is removed: end every booking. Comes behind the last Book.
-    Retire(RetireAck),
+    Retire(Acknowledgement),
     /// A drill: panic, or hold the turn until told to go on.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
+}
+
+/// Continuation of a load query, with the prompts to project.
+pub(crate) trait LoadQueryContinuation: Continuation<LoadAnswer> {
+    fn prompts(&self) -> &[PromptBlocks];
+}
+
+/// One more token of a load query, for a sequence actor.
+pub(crate) fn load_token<C: LoadQueryContinuation + 'static>(
+    query: &ReplyToken<LoadAnswer, C>,
+) -> ReplyToken<LoadAnswer, dyn LoadQueryContinuation> {
+    query.fork_unsized(|join| -> Arc<Join<LoadAnswer, dyn LoadQueryContinuation>> { join })
+}
+
+/// Receiver of the notice that some rank's load has fallen.
+pub(crate) trait LoadFallListener: Send + Sync {
+    fn load_fell(&self);
 }
 
 /// One booking to make.
@@ -73,13 +93,13 @@ pub(crate) struct Sequence {
     /// Who wants to hear when load falls; nobody where nothing ever waits.
     wakes: Option<Wakes>,
     /// Told when the last booking has ended.
-    draining: Option<DrainAck>,
+    draining: Option<Acknowledgement>,
 }
 
 /// Who wants to hear when load falls, and whether it waits for that just now.
 pub(crate) struct Wakes {
     pub(crate) flag: Arc<WakeFlag>,
-    pub(crate) scheduler: Arc<Strand<Scheduler>>,
+    pub(crate) scheduler: Arc<dyn LoadFallListener>,
 }
 
 /// What a sequence actor is made with, besides its place.
@@ -101,12 +121,12 @@ pub(crate) enum SequenceReply {
         decision: Decision,
         permit: OwnedSemaphorePermit,
         /// Present when requests wait for load to fall, and what the scheduler had added for Books has fallen away.
-        fell: Option<Arc<Strand<Scheduler>>>,
+        fell: Option<Arc<dyn LoadFallListener>>,
     },
-    Drained(#[expect(dead_code, reason = "dropping it is the answer")] DrainAck),
-    Retired(#[expect(dead_code, reason = "dropping it is the answer")] RetireAck),
+    Drained(#[expect(dead_code, reason = "dropping it is the answer")] Acknowledgement),
+    Retired(#[expect(dead_code, reason = "dropping it is the answer")] Acknowledgement),
     /// Requests wait for load to fall, and it has.
-    LoadFell(Arc<Strand<Scheduler>>),
+    LoadFell(Arc<dyn LoadFallListener>),
 }
 
 impl Sequence {
@@ -146,7 +166,7 @@ impl Sequence {
         sequence
     }
 
-    fn on_load(&self, token: &ReplyToken<LoadAnswer, LoadContinuation>, now: Timestamp) {
+    fn on_load(&self, token: &ReplyToken<LoadAnswer, dyn LoadQueryContinuation>, now: Timestamp) {
         let prompts = token.continuation().prompts();
         let shared_blocks: SmallVec<_> =
             prompts.iter().map(|prompt| self.active.project(prompt).shared_blocks).collect();
@@ -197,12 +217,12 @@ impl Sequence {
     }
 
     /// The scheduler, if requests wait for load to fall: it is told once each time it asks. Call after publishing.
-    fn waking(&self) -> Option<Arc<Strand<Scheduler>>> {
+    fn waking(&self) -> Option<Arc<dyn LoadFallListener>> {
         let wakes = self.wakes.as_ref().filter(|wakes| wakes.flag.take())?;
         Some(Arc::clone(&wakes.scheduler))
     }
 
-    fn on_drain(&mut self, ack: DrainAck) -> Option<SequenceReply> {
+    fn on_drain(&mut self, ack: Acknowledgement) -> Option<SequenceReply> {
         if self.is_idle() {
             return Some(SequenceReply::Drained(ack));
         }
@@ -214,7 +234,7 @@ impl Sequence {
         self.active.load(self.clock.now()).requests == 0
     }
 
-    fn on_retire(&mut self, ack: RetireAck) -> SequenceReply {
+    fn on_retire(&mut self, ack: Acknowledgement) -> SequenceReply {
         let now = self.clock.now();
         for lease in self.directory.booked_on(self.slot, self.generation) {
             lease.end();
@@ -263,7 +283,7 @@ impl Sequence {
     }
 }
 
-impl Step for Sequence {
+impl ActorState for Sequence {
     type Msg = SequenceMsg;
     type Deferred = SequenceReply;
 
@@ -290,11 +310,11 @@ impl DeferredReply for SequenceReply {
                 // A caller that has gone has ended its lease, and asked for the look that frees the booking.
                 drop(answer.send(Reply::Placed(decision)));
                 if let Some(scheduler) = fell {
-                    scheduler.tell(SchedulerMsg::Wake { at: None });
+                    scheduler.load_fell();
                 }
             }
             Self::Drained(_) | Self::Retired(_) => {}
-            Self::LoadFell(scheduler) => scheduler.tell(SchedulerMsg::Wake { at: None }),
+            Self::LoadFell(scheduler) => scheduler.load_fell(),
         }
     }
 }

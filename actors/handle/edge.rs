@@ -1,0 +1,53 @@
+//! What requests and placements use of a router; placements keep it alive beyond the router.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use tokio::sync::Semaphore;
+
+use crate::actors::delivery::strand::Strand;
+use crate::actors::health::{HealthActor, HealthMsg};
+use crate::actors::io::clock::Clock;
+use crate::actors::lease_ender::LeaseEnder;
+use crate::actors::telemetry::Meters;
+use crate::actors::views::rank::RankEntry;
+use crate::config::RouterConfig;
+use crate::health::Outcome;
+use crate::protocol::Timestamp;
+
+/// Queued outcome reports. While the health actor hangs, further reports add nothing.
+const OUTCOMES_MAX: usize = 1024;
+
+/// The dependencies of a placement.
+pub(super) struct Edge {
+    pub(super) config: Arc<RouterConfig>,
+    pub(super) clock: Clock,
+    pub(super) meters: Arc<Meters>,
+    pub(super) ender: Arc<LeaseEnder>,
+    health: Arc<Strand<HealthActor>>,
+    outcomes_gate: Arc<Semaphore>,
+}
+
+impl Edge {
+    pub(super) fn new(
+        config: Arc<RouterConfig>,
+        clock: Clock,
+        meters: Arc<Meters>,
+        ender: Arc<LeaseEnder>,
+        health: Arc<Strand<HealthActor>>,
+    ) -> Self {
+        Self { config, clock, meters, ender, health, outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)) }
+    }
+
+    /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes nothing sends no message.
+    pub(super) fn report_outcome(&self, entry: &Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>) {
+        let matters =
+            if outcome.is_ok() { entry.failing.load(Ordering::Relaxed) } else { self.config.outcome_failures_max > 0 };
+        if !matters {
+            return;
+        }
+        if let Ok(permit) = Arc::clone(&self.outcomes_gate).try_acquire_owned() {
+            self.health.tell(HealthMsg::Outcome { entry: Arc::clone(entry), outcome, began, permit });
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! Admission of requests at the handle: the waiting room, the request directory, and what preparation reads.
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::config::RouterConfig;
+use crate::directory::Directory;
+use crate::error::RouteError;
+use crate::load::OutputLengths;
+use crate::predict::Kind;
+
+/// What a request needs before it is sent to an actor.
+pub(super) struct Intake {
+    pub(super) directory: Arc<Directory>,
+    /// Requests without a reply.
+    pub(super) waiting_room: Arc<Semaphore>,
+    /// Mean output lengths, by session and tenant.
+    pub(super) output_lengths: Arc<OutputLengths>,
+    /// Whether requests may have to wait.
+    pub(super) queueing: bool,
+    /// Whether decisions create speculative entries.
+    pub(super) speculates: bool,
+    requests_max: u32,
+}
+
+impl Intake {
+    pub(super) fn new(config: &RouterConfig, directory: Arc<Directory>, output_lengths: Arc<OutputLengths>) -> Self {
+        Self {
+            directory,
+            waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
+            output_lengths,
+            queueing: config.queueing(),
+            speculates: Kind::of(config).is_some(),
+            requests_max: config.requests_max,
+        }
+    }
+
+    /// A place in the waiting room.
+    pub(super) fn admit(&self) -> Result<OwnedSemaphorePermit, RouteError> {
+        let room = Arc::clone(&self.waiting_room);
+        room.try_acquire_owned().map_err(|_| RouteError::Overloaded { requests_max: self.requests_max })
+    }
+}

@@ -1,0 +1,17 @@
+//! What every reader of KV events needs of the router.
+
+use std::sync::Arc;
+
+use crate::actors::io::clock::Clock;
+use crate::actors::radix::shards::Shards;
+use crate::actors::telemetry::Meters;
+use crate::actors::views::status::RouterStatus;
+
+/// Dependencies of every ingest actor.
+#[derive(Clone)]
+pub(crate) struct IngestDependencies {
+    pub(crate) clock: Clock,
+    pub(crate) status: Arc<RouterStatus>,
+    pub(crate) shards: Arc<Shards>,
+    pub(crate) meters: Arc<Meters>,
+}

@@ -1,0 +1,100 @@
+//! Ending a lease: its directory entry, and the messages to the actors that count it.
+//!
+//! The actors are notified exactly once, whichever of placement, free by id, expiry or rank removal ends the lease.
+
+use std::sync::Arc;
+
+use crate::actors::delivery::strand::Strand;
+use crate::actors::radix::RadixMsg;
+use crate::actors::radix::shards::Shards;
+use crate::actors::scheduler::{Scheduler, SchedulerMsg};
+use crate::actors::sequence::table::SequenceTable;
+use crate::config::RouterConfig;
+use crate::directory::{Directory, Ended, Lease};
+use crate::load::OutputLengths;
+use crate::predict::Kind;
+use crate::protocol::WorkerRank;
+
+/// Ends leases.
+pub(crate) struct LeaseEnder {
+    directory: Arc<Directory>,
+    sequences: Arc<SequenceTable>,
+    /// Present where requests may wait.
+    scheduler: Option<Arc<Strand<Scheduler>>>,
+    /// Present where shards model caches that hold bookings.
+    shards: Option<Arc<Shards>>,
+    output_lengths: Arc<OutputLengths>,
+    track_output_blocks: bool,
+    block_size_tokens: u32,
+}
+
+impl LeaseEnder {
+    pub(crate) fn new(
+        config: &RouterConfig,
+        directory: &Arc<Directory>,
+        sequences: &Arc<SequenceTable>,
+        scheduler: &Arc<Strand<Scheduler>>,
+        shards: &Arc<Shards>,
+        output_lengths: &Arc<OutputLengths>,
+    ) -> Self {
+        let holds_bookings = matches!(Kind::of(config), Some(Kind::Lru { .. }));
+        Self {
+            directory: Arc::clone(directory),
+            sequences: Arc::clone(sequences),
+            scheduler: config.queueing().then(|| Arc::clone(scheduler)),
+            shards: holds_bookings.then(|| Arc::clone(shards)),
+            output_lengths: Arc::clone(output_lengths),
+            track_output_blocks: config.track_output_blocks,
+            block_size_tokens: config.block_size,
+        }
+    }
+
+    /// Ends a lease, frees its booking and releases its request id.
+    pub(crate) fn end(&self, lease: &Arc<Lease>) {
+        self.end_as(lease, true);
+    }
+
+    /// As [`LeaseEnder::end`]; `may_wait` unless the request is known not to be in the queue.
+    pub(crate) fn end_as(&self, lease: &Arc<Lease>, may_wait: bool) {
+        let ended = lease.end();
+        self.directory.leave(lease);
+        match ended {
+            Ended::Booked(slot, generation) => {
+                self.learn_output_length(lease);
+                if let Some(address) = self.sequences.get(slot, generation) {
+                    address.reconcile(lease);
+                    self.release(address.entry.rank, lease);
+                }
+            }
+            // It may be in the queue: a request whose caller has gone stops counting at once.
+            Ended::Pending if may_wait => {
+                if let Some(scheduler) = &self.scheduler {
+                    scheduler.tell(SchedulerMsg::Cancel(lease.booking()));
+                }
+            }
+            Ended::Pending | Ended::Already => {}
+        }
+    }
+
+    /// Learns the length of an output. A request without any output teaches nothing.
+    fn learn_output_length(&self, lease: &Lease) {
+        let keys = lease.length_keys();
+        if keys.is_empty() {
+            return;
+        }
+        let progress = lease.progress();
+        let blocks = progress.output.block_count();
+        if blocks > 0 || progress.prefill_completed && self.track_output_blocks {
+            self.output_lengths.observe(keys, (f64::from(blocks) + 0.5) * f64::from(self.block_size_tokens));
+        }
+    }
+
+    /// Reports the end of a booking to the rank's shard, where a modelled cache holds it. A rank that has left the table
+    /// has left the shard, too.
+    fn release(&self, rank: WorkerRank, lease: &Lease) {
+        if let Some(shard) = self.shards.as_ref().and_then(|shards| shards.of(rank)) {
+            let output_blocks = lease.progress().output.block_count();
+            shard.tell(RadixMsg::Released { booking: lease.booking(), output_blocks });
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The index shards' addresses, and the semaphore before each.
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::{Radix, shard_of};
+use crate::actors::delivery::strand::Strand;
+use crate::actors::views::status::RouterStatus;
+use crate::error::Down;
+use crate::protocol::WorkerRank;
+
+/// All shards of one router; none where the index is off.
+pub(crate) struct Shards {
+    shards: Vec<Shard>,
+    event_blocks_max: u32,
+}
+
+struct Shard {
+    strand: Arc<Strand<Radix>>,
+    /// Blocks that queued events may name.
+    gate: Arc<Semaphore>,
+}
+
+impl Shards {
+    /// `event_blocks_max`: blocks that the queued events of one shard may name.
+    pub(crate) fn new(shards: u32, event_blocks_max: u32) -> Self {
+        let gate = || Arc::new(Semaphore::new(event_blocks_max as usize));
+        let shards = (0..shards).map(|_| Shard { strand: Strand::closed(), gate: gate() }).collect();
+        Self { shards, event_blocks_max }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.shards.len()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<Strand<Radix>>> {
+        self.shards.iter().map(|shard| &shard.strand)
+    }
+
+    /// The shard with this number.
+    pub(crate) fn strand(&self, shard: usize) -> &Arc<Strand<Radix>> {
+        &self.shards[shard].strand
+    }
+
+    /// The number of a rank's shard.
+    pub(crate) fn number_of(&self, rank: WorkerRank) -> usize {
+        shard_of(rank, self.len())
+    }
+
+    /// A rank's shard; `None` where the index is off.
+    pub(crate) fn of(&self, rank: WorkerRank) -> Option<&Arc<Strand<Radix>>> {
+        self.shards.get(self.number_of(rank)).map(|shard| &shard.strand)
+    }
+
+    /// A permit to queue `blocks` blocks before a shard. Waits while the shard is behind, unless the router is down.
+    pub(crate) async fn admit(
+        &self,
+        shard: usize,
+        blocks: usize,
+        status: &RouterStatus,
+    ) -> Result<OwnedSemaphorePermit, Down> {
+        // A batch larger than the gate takes all of it; an event that names no block still takes one permit.
+        let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.event_blocks_max);
+        let gate = Arc::clone(&self.shards[shard].gate);
+        tokio::select! {
+            biased;
+            permit = gate.acquire_many_owned(weight) => permit.map_err(|_| Down::Stopped),
+            down = status.down() => Err(down),
+        }
+    }
+
+    /// Blocks of queued events, over all shards.
+    pub(crate) fn queued_blocks(&self) -> u64 {
+        let free = |shard: &Shard| shard.gate.available_permits() as u64;
+        self.shards.iter().map(|shard| u64::from(self.event_blocks_max) - free(shard)).sum()
+    }
+
+    /// Closes every shard.
+    pub(crate) fn close(&self) {
+        self.shards.iter().for_each(|shard| shard.strand.close());
+    }
+}
+
+#[cfg(feature = "zmq")]
+impl Shards {
+    /// Sends a rank's events to its shard, for this incarnation only. Waits while the shard is behind.
+    pub(crate) async fn apply_of(
+        &self,
+        entry: &crate::actors::views::rank::RankEntry,
+        events: Vec<crate::protocol::RouterEvent>,
+        status: &RouterStatus,
+    ) {
+        let shard = self.number_of(entry.rank);
+        let blocks = events.iter().map(|event| event.data.block_count().max(1)).sum();
+        if let Ok(permit) = self.admit(shard, blocks, status).await {
+            let only = Some((entry.slot, entry.generation));
+            self.strand(shard).tell(super::RadixMsg::Apply { events, only, permit });
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Messages to the supervisor, and acknowledgements that become such messages.
+
+use ractor::ActorRef;
+use tokio::sync::oneshot;
+
+use crate::actors::discovery::AnySource;
+use crate::error::MembershipError;
+use crate::membership::{MembershipInput, SourceUpdate};
+use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
+
+/// Reply to a membership change: the number of bookings that a drain cut off, else 0.
+pub(crate) type MembershipReply = oneshot::Sender<Result<usize, MembershipError>>;
+
+pub(crate) enum SupervisorMsg {
+    /// Change of the membership by the embedder, an acknowledgement or a timer.
+    Membership(MembershipInput<MembershipReply>),
+    /// Follows another discovery source.
+    Follow { name: String, source: Box<dyn AnySource> },
+    /// Value of a source. `done` is dropped after the value is applied.
+    Reconcile { source: usize, update: SourceUpdate, done: Option<oneshot::Sender<()>> },
+    /// Acknowledgement of a drained rank, or the loss of its sequence actor.
+    Drained { slot: Slot, generation: Generation },
+    /// Deadline of a drain.
+    DrainTimedOut { worker: WorkerId, drain: u64 },
+    /// The blocks of a cold rank were sent to this incarnation of its shard.
+    Warmed { rank: WorkerRank, incarnation: u32 },
+    /// Injected fault of the supervisor.
+    #[cfg(feature = "faults")]
+    Fault(crate::actors::delivery::fault::InjectedFault),
+    /// Injected fault of the KV event reader of a rank.
+    #[cfg(all(feature = "faults", feature = "zmq"))]
+    IngestFault(WorkerRank, crate::actors::delivery::fault::InjectedFault),
+    /// Injected fault of the actor that follows a source.
+    #[cfg(feature = "faults")]
+    FaultOf(usize, crate::actors::delivery::fault::InjectedFault),
+    /// Injected fault: the next value of a source is recorded and not applied.
+    #[cfg(feature = "faults")]
+    MissNext,
+}
+
+/// Sends [`MembershipInput::RankRetired`] when dropped.
+pub(super) struct RetireAck {
+    pub(super) supervisor: ActorRef<SupervisorMsg>,
+    pub(super) slot: Slot,
+    pub(super) generation: Generation,
+}
+
+impl Drop for RetireAck {
+    fn drop(&mut self) {
+        let retired = MembershipInput::RankRetired { slot: self.slot, generation: self.generation };
+        drop(self.supervisor.send_message(SupervisorMsg::Membership(retired)));
+    }
+}
+
+/// Sends [`SupervisorMsg::Drained`] when dropped, also by a dying actor: the supervisor counts the bookings that remain.
+pub(super) struct DrainAck {
+    pub(super) supervisor: ActorRef<SupervisorMsg>,
+    pub(super) slot: Slot,
+    pub(super) generation: Generation,
+}
+
+impl Drop for DrainAck {
+    fn drop(&mut self) {
+        let Self { slot, generation, .. } = *self;
+        drop(self.supervisor.send_message(SupervisorMsg::Drained { slot, generation }));
+    }
+}

@@ -1,0 +1,82 @@
+//! The rank entry table: what owners publish of each rank in its slot.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+
+use super::kv_source::{DegradedSources, SourceCell};
+use super::slot_table::SlotTable;
+use crate::engine_load::EngineLoadCell;
+use crate::index::Holdings;
+use crate::load::{BoardSlot, SpeedCell};
+use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
+
+/// One incarnation of a rank in its slot.
+pub(crate) struct RankEntry {
+    pub(crate) rank: WorkerRank,
+    pub(crate) slot: Slot,
+    pub(crate) generation: Generation,
+    pub(crate) endpoint: Arc<str>,
+    /// Number among its worker's ranks, from 0, or [`RankEntry::ALONE`]. Written by the supervisor.
+    pub(crate) number_at_worker: AtomicU32,
+    /// Time of joining.
+    pub(crate) since: Timestamp,
+    /// Load, written by the rank's sequence actor.
+    pub(crate) board: Arc<BoardSlot>,
+    /// Indexed blocks, written by the rank's index shard.
+    pub(crate) holdings: Arc<Holdings>,
+    /// State of the rank's KV event source, written by its ingest.
+    pub(crate) source: Arc<SourceCell>,
+    /// Learned engine speed, which outlives the sequence actor that writes it.
+    pub(crate) speed: Arc<SpeedCell>,
+    /// Load as the engine reports it.
+    pub(crate) engine_load: Arc<EngineLoadCell>,
+    /// Whether failed requests count against the rank, so that a success matters. Written by the health actor.
+    pub(crate) failing: AtomicBool,
+}
+
+impl RankEntry {
+    /// The number of a rank that is its worker's only one.
+    pub(crate) const ALONE: u32 = u32::MAX;
+
+    /// Identifies this incarnation among all ranks over the router's lifetime.
+    pub(crate) fn incarnation(&self) -> u64 {
+        u64::from(self.slot.0) << 32 | u64::from(self.generation.0)
+    }
+}
+
+/// The rank entries by slot. Written by the supervisor.
+#[derive(Default)]
+pub(crate) struct RankTable {
+    slots: SlotTable<RankEntry>,
+    /// Number of ranks whose KV event source is degraded.
+    pub(crate) degraded: DegradedSources,
+}
+
+impl RankTable {
+    /// All entries, those of leaving ranks included.
+    pub(crate) fn all(&self) -> Vec<Arc<RankEntry>> {
+        self.slots.all()
+    }
+
+    /// The entries of a worker's ranks, those of leaving ranks included. Visits every entry.
+    pub(crate) fn of_worker(&self, worker: WorkerId) -> Vec<Arc<RankEntry>> {
+        self.slots.select(|entry| entry.rank.worker == worker)
+    }
+
+    /// The newest entry of a rank. Visits every entry.
+    pub(crate) fn of_rank(&self, rank: WorkerRank) -> Option<Arc<RankEntry>> {
+        self.slots.select(|entry| entry.rank == rank).into_iter().max_by_key(|entry| entry.since)
+    }
+
+    pub(crate) fn insert(&self, entry: &Arc<RankEntry>) {
+        self.slots.insert(entry.slot, entry.generation, Arc::clone(entry));
+    }
+
+    pub(crate) fn remove(&self, slot: Slot) {
+        self.slots.remove(slot);
+    }
+
+    pub(crate) fn clear(&self) {
+        drop(self.slots.take_all());
+    }
+}

@@ -1,0 +1,91 @@
+//! The router's phase, and the end of waits when it goes down.
+
+use tokio::sync::{oneshot, watch};
+
+use crate::error::Down;
+
+/// Phase and restart count. Written by the supervisor and by a shutdown.
+#[derive(Debug, Default)]
+pub(crate) struct RouterStatus(watch::Sender<RouterState>);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RouterState {
+    pub(crate) phase: RouterPhase,
+    /// Actors restarted since the start.
+    pub(crate) restarts: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum RouterPhase {
+    #[default]
+    Serving,
+    /// Finishing what is in flight; nothing new.
+    Draining,
+    Failed,
+    Stopped,
+}
+
+impl RouterPhase {
+    pub(crate) fn is_down(self) -> bool {
+        matches!(self, Self::Failed | Self::Stopped)
+    }
+}
+
+impl RouterStatus {
+    /// Whether the router accepts new work.
+    pub(crate) fn up(&self) -> Result<(), Down> {
+        match self.0.borrow().phase {
+            RouterPhase::Serving => Ok(()),
+            RouterPhase::Failed => Err(Down::Failed),
+            RouterPhase::Draining | RouterPhase::Stopped => Err(Down::Stopped),
+        }
+    }
+
+    /// Whether the router has failed or stopped.
+    pub(crate) fn is_down(&self) -> bool {
+        self.0.borrow().phase.is_down()
+    }
+
+    /// Returns when the router has failed or stopped, and which.
+    pub(crate) async fn down(&self) -> Down {
+        let mut states = self.0.subscribe();
+        match states.wait_for(|state| state.phase.is_down()).await.map(|state| state.phase) {
+            Ok(RouterPhase::Stopped) => Down::Stopped,
+            Ok(RouterPhase::Failed | RouterPhase::Serving | RouterPhase::Draining) | Err(_) => Down::Failed,
+        }
+    }
+
+    /// An actor's reply; `None` if it was lost with the actor or the router is down, which ends the wait for a hung actor
+    /// too. A reply that is already there costs no read of the status.
+    pub(crate) async fn reply_of<T>(&self, reply: oneshot::Receiver<T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            reply = reply => reply.ok(),
+            _ = self.down() => None,
+        }
+    }
+
+    /// Actors restarted since the start.
+    pub(crate) fn restarts(&self) -> u64 {
+        self.0.borrow().restarts
+    }
+
+    pub(crate) fn count_restart(&self) {
+        self.0.send_modify(|state| state.restarts += 1);
+    }
+
+    pub(crate) fn subscribe(&self) -> watch::Receiver<RouterState> {
+        self.0.subscribe()
+    }
+
+    /// Enters a later phase; a router that has failed or stopped keeps its phase.
+    pub(crate) fn enter(&self, phase: RouterPhase) {
+        self.0.send_if_modified(|state| {
+            let is_open = !state.phase.is_down();
+            if is_open {
+                state.phase = phase;
+            }
+            is_open
+        });
+    }
+}
