@@ -19,6 +19,7 @@ mod zmtp;
 mod answer_properties;
 mod docs_config;
 mod hashing_vectors;
+mod import_cycles;
 mod index_budget;
 mod index_copies;
 mod index_properties;
