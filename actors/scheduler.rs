@@ -34,7 +34,9 @@ use crate::load::PromptBlocks;
 use crate::predict::Guess;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
-use crate::schedule::{Admission, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, Request, Schedule};
+use crate::schedule::{
+    Admission, Effect, Explanation, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
+};
 use crate::select::{RankConditions, RankOverlap, RankTraits};
 
 /// What the scheduler can be told.
@@ -101,6 +103,7 @@ pub struct PendingClass {
 /// A rank's sequence actor, as the scheduler knows it.
 pub(crate) struct SequenceHandle {
     pub(crate) admission: Admission,
+    pub(crate) cells: RankCells,
     pub(crate) strand: Arc<Strand<Sequence>>,
 }
 
@@ -168,6 +171,8 @@ impl Continuation<LoadAnswer> for LoadContinuation {
 /// The scheduler's state.
 pub(crate) struct Scheduler {
     schedule: Schedule<RequestContext>,
+    /// The shared cells that the schedule reads.
+    loads: LiveLoads,
     /// By slot: whose turn it is, and of which incarnation.
     sequences: Vec<Option<(Generation, Arc<Strand<Sequence>>)>>,
     effects: VecDeque<Effect<RequestContext>>,
@@ -212,6 +217,7 @@ impl Scheduler {
             queueing: config.queueing(),
             queue_meters: config.queueing().then(|| QueueMeters::new(&config)),
             schedule: Schedule::new(config, incarnation, extensions),
+            loads: LiveLoads::default(),
             sequences: Vec::new(),
             effects: VecDeque::new(),
             replies: SchedulerReplies::default(),
@@ -225,12 +231,13 @@ impl Scheduler {
 
     /// Makes a rank known. Also used to fill a fresh scheduler before it opens.
     pub(crate) fn admit(&mut self, sequence_handle: SequenceHandle) {
-        let SequenceHandle { admission, strand } = sequence_handle;
+        let SequenceHandle { admission, cells, strand } = sequence_handle;
         let slot = admission.slot;
         if self.sequences.len() <= slot.index() {
             self.sequences.resize_with(slot.index() + 1, || None);
         }
         self.sequences[slot.index()] = Some((admission.generation, strand));
+        self.loads.insert(slot, cells);
         self.step_schedule(Input::Admit(admission));
     }
 
@@ -282,7 +289,8 @@ impl Scheduler {
             sequence_handle.as_ref().is_some_and(|(current, _)| *current == generation)
         };
         if let Some((_, strand)) = self.sequences.get_mut(slot.index()).filter(here).and_then(Option::take) {
-            // The ack goes with the message: whatever becomes of it, the supervisor hears.
+            self.loads.remove(slot);
+            // The message carries the ack: dropping it also notifies the supervisor.
             strand.send(SequenceMsg::Retire(ack)).keep_in(&mut self.replies.sequences);
         }
     }
@@ -324,7 +332,7 @@ impl Scheduler {
     }
 
     fn step_schedule(&mut self, input: Input<RequestContext>) {
-        self.schedule.step(input, self.dependencies.clock.now(), &mut self.effects);
+        self.schedule.step(input, &self.loads, self.dependencies.clock.now(), &mut self.effects);
     }
 
     /// Performs effects until none are left, those that follow from answers that came at once included.
@@ -335,10 +343,11 @@ impl Scheduler {
                 Effect::Query(query) => {
                     let batch = query.batch;
                     if let Some(answers) = self.fan_out(query) {
-                        self.schedule.step(Input::Loads { batch, answers }, now, &mut self.effects);
+                        self.schedule.step(Input::Loads { batch, answers }, &self.loads, now, &mut self.effects);
                     }
                 }
                 Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
+                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
                 Effect::Book { context, decision, number, trace } => {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
@@ -382,7 +391,7 @@ impl Scheduler {
     fn next_effect(&mut self, now: Timestamp) -> Option<Effect<RequestContext>> {
         if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.dependencies.wake.raise()
         {
-            self.schedule.step(Input::Wake, now, &mut self.effects);
+            self.schedule.step(Input::Wake, &self.loads, now, &mut self.effects);
         }
         self.effects.pop_front()
     }

@@ -17,7 +17,9 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use pointsman::config::RouterConfig;
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
-use pointsman::schedule::{Admission, Effect, Extensions, Input, LoadAnswer, LoadQuery, Request, Schedule};
+use pointsman::schedule::{
+    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
+};
 use pointsman::select::{CostFacts, Draw, RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);
@@ -91,6 +93,7 @@ fn asked(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> A
 /// A scheduler and the ranks it schedules on.
 struct Fleet {
     schedule: Schedule<u64>,
+    loads: LiveLoads,
     effects: VecDeque<Effect<u64>>,
     nodes: Vec<Node>,
 }
@@ -101,6 +104,7 @@ impl Fleet {
         let assume_kv_reuse = config.assume_kv_reuse;
         let mut fleet = Self {
             schedule: Schedule::new(config, 0, Extensions::default()),
+            loads: LiveLoads::default(),
             effects: VecDeque::new(),
             nodes: Vec::new(),
         };
@@ -108,7 +112,9 @@ impl Fleet {
             let board = Arc::new(BoardSlot::default());
             fleet.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
             let (rank, slot, generation) = (rank_of(slot), Slot(slot as u32), Generation(1));
-            fleet.schedule.step(Input::Admit(Admission::new(rank, slot, generation, board)), NOW, &mut fleet.effects);
+            fleet.loads.insert(slot, RankCells { board, ..RankCells::default() });
+            let admit = Input::Admit(Admission::new(rank, slot, generation));
+            fleet.schedule.step(admit, &fleet.loads, NOW, &mut fleet.effects);
         }
         let (requests, conversations) = (REQUESTS_PER_RANK * ranks as u64, 2 * ranks as u64);
         for ticket in 0..requests {
@@ -122,7 +128,7 @@ impl Fleet {
     fn request(&mut self, ticket: u64, asked: &Asked) {
         let Asked { prompt, overlaps } = asked.clone();
         let request = Request { overlaps, ..Request::new(ticket, prompt, 64 * BLOCKS as u32) };
-        self.schedule.step(Input::Request(request), NOW, &mut self.effects);
+        self.schedule.step(Input::Request(request), &self.loads, NOW, &mut self.effects);
     }
 
     /// Performs what a warming request asks for, as the ranks' actors would.
@@ -132,7 +138,8 @@ impl Fleet {
                 Effect::Query(query) => {
                     let answer = |&slot: &Slot| self.answer(slot, &query.prompts);
                     let answers = query.slots.iter().map(answer).collect();
-                    self.schedule.step(Input::Loads { batch: query.batch, answers }, NOW, &mut self.effects);
+                    let input = Input::Loads { batch: query.batch, answers };
+                    self.schedule.step(input, &self.loads, NOW, &mut self.effects);
                 }
                 Effect::Book { decision, number, .. } => {
                     let node = &mut self.nodes[decision.slot.index()];
@@ -144,6 +151,7 @@ impl Fleet {
                     }
                     node.publish();
                 }
+                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
                 other => unreachable!("nobody asked for {other:?}"),
             }
         }
@@ -204,7 +212,8 @@ impl Still {
                         shared_blocks: [self.shared_blocks[prompt][slot.index()]].into_iter().collect(),
                     });
                     let answers = answers.collect();
-                    self.fleet.schedule.step(Input::Loads { batch, answers }, NOW, &mut self.fleet.effects);
+                    let Fleet { schedule, loads, effects, .. } = &mut self.fleet;
+                    schedule.step(Input::Loads { batch, answers }, loads, NOW, effects);
                 }
                 Some(Effect::Book { decision, number, .. }) => {
                     let slot = decision.slot.index();
@@ -212,6 +221,7 @@ impl Still {
                     self.fleet.nodes[slot].board.publish(&self.boards[slot]);
                     return decision.rank;
                 }
+                Some(Effect::PublishTypicalSpeed(speed)) => self.fleet.loads.publish_typical_speed(&speed),
                 other => unreachable!("a Book was due, not {other:?}"),
             }
         }

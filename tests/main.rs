@@ -31,6 +31,7 @@ mod queue_properties;
 mod queue_shares;
 mod schedule_choice;
 mod schedule_filters;
+mod schedule_replay;
 mod schedule_waiting;
 mod tidy;
 mod wire;

@@ -20,7 +20,7 @@ use crate::actors::telemetry::Restarts;
 use crate::actors::views::rank::RankEntry;
 use crate::membership::{Child, MembershipInput};
 use crate::protocol::WorkerRank;
-use crate::schedule::Admission;
+use crate::schedule::{Admission, RankCells};
 use crate::select::RankTraits;
 
 impl State {
@@ -201,7 +201,7 @@ fn restart_counter(child: Child, restarts: &Restarts) -> &metrics::Counter {
     }
 }
 
-/// Rank as the scheduler admits it.
+/// A rank's admission, its shared cells and its sequence actor, for the scheduler.
 pub(super) fn sequence_handle(
     entry: &RankEntry,
     strand: &Arc<Strand<Sequence>>,
@@ -212,13 +212,15 @@ pub(super) fn sequence_handle(
         rank: entry.rank,
         slot: entry.slot,
         generation: entry.generation,
-        board: Arc::clone(&entry.board),
-        speed: Arc::clone(&entry.speed),
-        holdings: Arc::clone(&entry.holdings),
-        engine_load: Arc::clone(&entry.engine_load),
         traits: Arc::clone(traits),
         since: entry.since,
         draining,
     };
-    SequenceHandle { admission, strand: Arc::clone(strand) }
+    let cells = RankCells {
+        board: Arc::clone(&entry.board),
+        speed: Arc::clone(&entry.speed),
+        holdings: Arc::clone(&entry.holdings),
+        engine_load: Arc::clone(&entry.engine_load),
+    };
+    SequenceHandle { admission, cells, strand: Arc::clone(strand) }
 }

@@ -104,7 +104,7 @@ impl BoardSlot {
     pub fn read_since(&self, seen: &mut BoardVersion) -> Option<BoardLoad> {
         for _ in 0..READS_MAX {
             let before = self.version.load(Ordering::Acquire);
-            if seen.0 == Some(before) {
+            if seen.0 == before {
                 return None;
             }
             if before & 1 == 1 {
@@ -113,7 +113,7 @@ impl BoardSlot {
             let load = self.read_fields();
             fence(Ordering::Acquire);
             if self.version.load(Ordering::Relaxed) == before {
-                seen.0 = Some(before);
+                seen.0 = before;
                 return Some(load);
             }
         }
@@ -125,7 +125,7 @@ impl BoardSlot {
     #[must_use]
     #[inline]
     pub fn has_news(&self, seen: BoardVersion) -> bool {
-        seen.0 != Some(self.version.load(Ordering::Relaxed))
+        seen.0 != self.version.load(Ordering::Relaxed)
     }
 
     /// Fields that belong together only if no write was under way.
@@ -138,9 +138,15 @@ impl BoardSlot {
     }
 }
 
-/// Which snapshot a reader has seen last.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BoardVersion(Option<u64>);
+/// Version of the last snapshot that a reader has seen. The default stands for none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BoardVersion(u64);
+
+impl Default for BoardVersion {
+    fn default() -> Self {
+        Self(u64::MAX) // odd, and complete snapshots have even versions
+    }
+}
 
 fn store<const WORDS: usize>(published: &[AtomicU64; WORDS], words: [u64; WORDS]) {
     for (published, word) in published.iter().zip(words) {

@@ -197,7 +197,7 @@ impl SpeedMeter {
 
     /// The speed as it has aged, where the rate (0) or the step (1) is not fresh and the typical speed is known.
     fn aged(&self, now: Timestamp, which: usize) -> Option<EngineSpeed> {
-        if self.cell.counts(now)[which] >= 1.0 {
+        if self.cell.weights(now)[which] >= 1.0 {
             return None;
         }
         self.cell.typical().map(|typical| self.cell.speed_at(now, &typical))

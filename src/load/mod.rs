@@ -39,7 +39,7 @@ pub use meter::SpeedMeter;
 pub use output::OutputBlocks;
 pub use sequences::{ActiveSequences, BookError, Booked, Change, Projection, PromptBlocks, RankLoad};
 pub use sketch::{PromptMark, PromptSketch};
-pub use speed::{ATTENTION_TOKENS, EngineSpeed, SpeedCell, SpeedMark, work_tokens};
+pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, work_tokens};
 pub use step::{LearnedStep, StepSample};
 pub use weight::{Weight, WeightError};
 

@@ -128,9 +128,59 @@ fn tick(at: Timestamp) -> u32 {
     (at.0 >> 26) as u32
 }
 
-/// Which speed is meant, as it was when it aged: a newer one is another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SpeedMark([u32; 4]);
+/// Copy of a [`SpeedCell`]'s speed: the rate and the seconds of a step, a request and a block. Each may be unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PublishedSpeed {
+    /// Bits of an `f32`; 0 while the rate is unknown.
+    work_rate: u32,
+    /// Bits of `f32`s.
+    step: [u32; 3],
+}
+
+impl PublishedSpeed {
+    /// The speed, with `otherwise` for the unknown parts.
+    #[must_use]
+    #[inline]
+    pub fn or(&self, otherwise: EngineSpeed) -> EngineSpeed {
+        let [step_seconds, request_seconds, block_seconds] = self.step.map(|bits| f64::from(f32::from_bits(bits)));
+        let work_tokens_per_second = self.work_tokens_per_second().unwrap_or(otherwise.work_tokens_per_second);
+        if step_seconds > 0.0 {
+            EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds }
+        } else {
+            EngineSpeed { work_tokens_per_second, ..otherwise }
+        }
+    }
+
+    /// The speed with the pool's `typical` one mixed in: `weights` are those of the rate and of the step, 1 while fresh
+    /// ([`SpeedCell::weights`]).
+    #[must_use]
+    pub fn aged(&self, weights: [f64; 2], typical: &EngineSpeed) -> EngineSpeed {
+        let known = self.or(*typical);
+        let [rate, step] = weights;
+        let slowness = |own: f64, usual: f64| mixed(own.recip(), usual.recip(), step).recip();
+        EngineSpeed {
+            work_tokens_per_second: mixed(known.work_tokens_per_second, typical.work_tokens_per_second, rate),
+            step_seconds: slowness(known.step_seconds, typical.step_seconds),
+            request_seconds: slowness(known.request_seconds, typical.request_seconds),
+            block_seconds: slowness(known.block_seconds, typical.block_seconds),
+        }
+    }
+
+    /// Tokens of prefill work per second, if known.
+    #[must_use]
+    #[inline]
+    pub fn work_tokens_per_second(&self) -> Option<f64> {
+        (self.work_rate != 0).then(|| f64::from(f32::from_bits(self.work_rate)))
+    }
+
+    /// Duration of `work_tokens` of prefill, if the rate is known.
+    #[must_use]
+    pub fn prefill_time(&self, work_tokens: f64) -> Option<Duration> {
+        // A rate near zero, which is never learned, takes longer than a `Duration` holds.
+        let seconds = work_tokens / self.work_tokens_per_second()?;
+        Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+    }
+}
 
 impl SpeedCell {
     /// For so long after its last sample, a speed counts in full.
@@ -158,20 +208,12 @@ impl SpeedCell {
     /// ```
     #[must_use]
     pub fn speed_at(&self, now: Timestamp, typical: &EngineSpeed) -> EngineSpeed {
-        let known = self.speed_or(*typical);
-        let [rate, step] = self.counts(now);
-        let slowness = |own: f64, usual: f64| mixed(own.recip(), usual.recip(), step).recip();
-        EngineSpeed {
-            work_tokens_per_second: mixed(known.work_tokens_per_second, typical.work_tokens_per_second, rate),
-            step_seconds: slowness(known.step_seconds, typical.step_seconds),
-            request_seconds: slowness(known.request_seconds, typical.request_seconds),
-            block_seconds: slowness(known.block_seconds, typical.block_seconds),
-        }
+        self.published().aged(self.weights(now), typical)
     }
 
-    /// How much of the rate and of the step counts at `now`: 1 while they are fresh.
+    /// Weights of the rate and of the step at `now`: 1 while they are fresh, then falling.
     #[must_use]
-    pub fn counts(&self, now: Timestamp) -> [f64; 2] {
+    pub fn weights(&self, now: Timestamp) -> [f64; 2] {
         self.learned_at.each_ref().map(|learned_at| {
             let ticks = tick(now).saturating_sub(learned_at.load(Ordering::Relaxed));
             let stale = u64::from(ticks.saturating_sub(tick(Timestamp(0) + Self::FRESH)));
@@ -179,11 +221,14 @@ impl SpeedCell {
         })
     }
 
-    /// Names what is published now, so that somebody who has aged it can see whether it still is.
+    /// The published speed.
     #[must_use]
-    pub fn mark(&self) -> SpeedMark {
-        let [step, request, block] = self.step.each_ref().map(|cell| cell.load(Ordering::Relaxed));
-        SpeedMark([self.work_rate.load(Ordering::Relaxed), step, request, block])
+    #[inline]
+    pub fn published(&self) -> PublishedSpeed {
+        PublishedSpeed {
+            work_rate: self.work_rate.load(Ordering::Relaxed),
+            step: self.step.each_ref().map(|cell| cell.load(Ordering::Relaxed)),
+        }
     }
 
     /// Publishes what is typical of the pool. Only the scheduler may call this.
@@ -247,29 +292,19 @@ impl SpeedCell {
     /// The speed, if anything of it is known; `otherwise` stands for what is not.
     #[must_use]
     pub fn speed_or(&self, otherwise: EngineSpeed) -> EngineSpeed {
-        let [step_seconds, request_seconds, block_seconds] =
-            self.step.each_ref().map(|cell| f64::from(f32::from_bits(cell.load(Ordering::Relaxed))));
-        let work_tokens_per_second = self.work_tokens_per_second().unwrap_or(otherwise.work_tokens_per_second);
-        if step_seconds > 0.0 {
-            EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds }
-        } else {
-            EngineSpeed { work_tokens_per_second, ..otherwise }
-        }
+        self.published().or(otherwise)
     }
 
     /// How fast it prefills, if that is known.
     #[must_use]
     pub fn work_tokens_per_second(&self) -> Option<f64> {
-        let rate = self.work_rate.load(Ordering::Relaxed);
-        (rate != 0).then(|| f64::from(f32::from_bits(rate)))
+        self.published().work_tokens_per_second()
     }
 
     /// How long `work_tokens` of prefill take at that speed, if one is known.
     #[must_use]
     pub fn prefill_time(&self, work_tokens: f64) -> Option<Duration> {
-        // A rate near zero, which nobody learns, would take longer than a duration can say.
-        let seconds = work_tokens / self.work_tokens_per_second()?;
-        Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+        self.published().prefill_time(work_tokens)
     }
 }
 

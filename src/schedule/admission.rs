@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::decide::Scratch;
 use super::eligible::Asked;
-use super::{Effect, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
+use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
@@ -81,13 +81,18 @@ impl<T> Schedule<T> {
     }
 
     /// The requests to decide next; none when all that are here wait.
-    pub(super) fn next_batch(&mut self, effects: &mut VecDeque<Effect<T>>) -> VecDeque<PendingRequest<T>> {
-        self.ranks.refresh(self.now);
+    pub(super) fn next_batch<V: LoadView>(
+        &mut self,
+        loads: &V,
+        effects: &mut VecDeque<Effect<T>>,
+    ) -> VecDeque<PendingRequest<T>> {
+        self.ranks.refresh(loads, self.now);
         if self.settings.policy == Policy::Latency {
-            self.typical.look_at_speeds(self.ranks.iter_mut(), self.now);
+            let typical = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now);
+            effects.extend(typical.map(Effect::PublishTypicalSpeed));
         }
-        self.rules.warm_up(&mut self.ranks, self.now);
-        self.rules.look_at_engines(&mut self.ranks, self.now);
+        self.rules.warm_up(&mut self.ranks, loads, self.now);
+        self.rules.look_at_engines(&mut self.ranks, loads, self.now);
         self.scratch.forget();
         if !self.queueing {
             let size = self.arrivals.len().min(BATCH_MAX);

@@ -7,10 +7,10 @@ use std::cmp::Reverse;
 
 use smallvec::SmallVec;
 
-use super::decide::Scratch;
+use super::decide::{Case, Scratch};
 use super::eligible::Verdicts;
-use super::rank::{Candidate as Prospect, Projected, Rank};
-use super::{PendingRequest, Schedule};
+use super::rank::{Projected, Rank};
+use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;
 use crate::select::{
@@ -42,50 +42,41 @@ impl<T> Schedule<T> {
     }
 
     /// Fills in bounds of every rank's cost; `settle` takes each at its worst. Expects the request's verdicts in `scratch`.
-    pub(super) fn fill_bounds(
-        &self,
-        candidate: Prospect<'_>,
-        pending: &PendingRequest<T>,
-        settle: bool,
-        scratch: &mut Scratch,
-    ) {
-        self.fill_overlaps(&pending.request.overlaps, scratch);
-        let cost = self.cost_of(pending);
+    pub(super) fn fill_bounds<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) {
+        self.fill_overlaps(&case.pending.request.overlaps, scratch);
+        let cost = self.cost_of(case.pending);
         let Scratch { verdicts, overlaps, bounds, .. } = scratch;
         bounds.clear();
         if verdicts.is_plain() {
             let ranks = self.ranks.as_slice().iter().zip(overlaps);
-            let plain = |(rank, overlap): (&Rank, &mut TierOverlap)| {
-                self.plain_bounds(&cost, rank, settle, candidate, pending, *overlap)
-            };
+            let plain =
+                |(rank, overlap): (&Rank, &mut TierOverlap)| self.plain_bounds(&cost, rank, settle, case, *overlap);
             bounds.extend(ranks.map(plain));
             return;
         }
         for (position, overlap) in overlaps.iter().enumerate() {
-            bounds.push(self.bounds(&cost, position, settle, candidate, pending, *overlap, verdicts));
+            bounds.push(self.bounds(&cost, position, settle, case, *overlap, verdicts));
         }
     }
 
     /// Brings bounds that were filled before the queries up to date: only who was asked can have changed, or lost its
     /// standing.
-    pub(super) fn update_bounds(&self, candidate: Prospect<'_>, pending: &PendingRequest<T>, scratch: &mut Scratch) {
-        let cost = self.cost_of(pending);
+    pub(super) fn update_bounds<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
+        let cost = self.cost_of(case.pending);
         let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
         for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
-            bounds[position] = self.bounds(&cost, position, false, candidate, pending, overlaps[position], verdicts);
+            bounds[position] = self.bounds(&cost, position, false, case, overlaps[position], verdicts);
         }
     }
 
     /// Bounds of a rank's cost. One that nobody can ask is taken at its worst.
     #[inline]
-    #[expect(clippy::too_many_arguments, reason = "the loop's invariants, kept in registers")]
-    fn bounds(
+    fn bounds<V: LoadView>(
         &self,
         cost: &Cost,
         position: usize,
         settle: bool,
-        candidate: Prospect<'_>,
-        pending: &PendingRequest<T>,
+        case: Case<'_, T, V>,
         overlap: TierOverlap,
         verdicts: &Verdicts,
     ) -> Bounds {
@@ -94,22 +85,22 @@ impl<T> Schedule<T> {
         }
         let settle = settle || self.ranks.standings()[position].suspect;
         let rank = &self.ranks.as_slice()[position];
-        let bounds = self.plain_bounds(cost, rank, settle, candidate, pending, overlap);
+        let bounds = self.plain_bounds(cost, rank, settle, case, overlap);
         let factor = verdicts.factor(position);
         Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
     }
 
     /// Bounds of the cost of a rank that is open, at its own cost.
     #[inline]
-    pub(super) fn plain_bounds(
+    pub(super) fn plain_bounds<V: LoadView>(
         &self,
         cost: &Cost,
         rank: &Rank,
         settle: bool,
-        candidate: Prospect<'_>,
-        pending: &PendingRequest<T>,
+        case: Case<'_, T, V>,
         overlap: TierOverlap,
     ) -> Bounds {
+        let Case { pending, candidate, loads } = case;
         let mut projected = rank.project(candidate);
         if settle {
             projected.take_worst();
@@ -120,7 +111,7 @@ impl<T> Schedule<T> {
                 cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
             }
             Cost::Latency(cost) => {
-                let facts = self.latency_facts(pending, rank, overlap, &projected);
+                let facts = self.latency_facts(pending, loads, rank, overlap, &projected);
                 let hi = cost.cost(&facts);
                 if projected.potential_blocks.0 == projected.potential_blocks.1 {
                     return Bounds { lo: hi, hi };
@@ -186,15 +177,16 @@ impl<T> Schedule<T> {
     }
 
     /// The facts of a rank: taken at their upper ends, with the least that it may share.
-    pub(super) fn latency_facts(
+    pub(super) fn latency_facts<V: LoadView>(
         &self,
         pending: &PendingRequest<T>,
+        loads: &V,
         rank: &Rank,
         overlap: TierOverlap,
         projected: &Projected,
     ) -> LatencyFacts {
-        let speed = self.speed_of(rank);
-        let held_blocks = f64::from(rank.about.holdings.held_blocks());
+        let speed = self.speed_of(loads, rank);
+        let held_blocks = f64::from(loads.held_blocks(rank.slot()));
         let total_blocks = rank.about.traits.total_kv_blocks;
         let wait = rank.wait();
         let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
@@ -240,8 +232,9 @@ impl<T> Schedule<T> {
     }
 
     /// How fast the rank computes; what is not known of it is taken to be as elsewhere in the pool.
-    pub(super) fn speed_of(&self, rank: &Rank) -> EngineSpeed {
-        rank.about.speed(self.typical.speed)
+    #[inline]
+    pub(super) fn speed_of<V: LoadView>(&self, loads: &V, rank: &Rank) -> EngineSpeed {
+        rank.about.speed(loads.speed(rank.slot()), self.typical.speed)
     }
 
     /// The parameters of the `kv` cost, as the request has them.
@@ -293,9 +286,10 @@ impl<T> Schedule<T> {
     }
 
     /// Everything known of a rank and the request, raw. Expects overlaps and verdicts in `scratch`.
-    pub(super) fn candidate_facts(
+    pub(super) fn candidate_facts<V: LoadView>(
         &self,
         pending: &PendingRequest<T>,
+        loads: &V,
         position: usize,
         projected: &Projected,
         scratch: &Scratch,
@@ -310,10 +304,10 @@ impl<T> Schedule<T> {
             active_requests: projected.requests,
             max_num_batched_tokens: rank.about.traits.max_num_batched_tokens,
             total_kv_blocks: rank.about.traits.total_kv_blocks,
-            held_blocks: rank.about.holdings.held_blocks(),
+            held_blocks: loads.held_blocks(rank.slot()),
             load_age: self.now.since(rank.seen_at()),
-            index_age: rank.about.holdings.changed_at().map(|changed_at| self.now.since(changed_at)),
-            engine_load: rank.about.engine_load.read().map(|load| load.fact(self.now, self.rules.engine.stale_after)),
+            index_age: loads.index_changed_at(rank.slot()).map(|changed_at| self.now.since(changed_at)),
+            engine_load: loads.engine_load(rank.slot()).map(|load| load.fact(self.now, self.rules.engine.stale_after)),
             preference: scratch.verdicts.factor(position),
         }
     }

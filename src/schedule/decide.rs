@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::cost::Cost;
 use super::eligible::Verdicts;
 use super::rank::{Candidate as Prospect, Projected, Rank};
-use super::{Decision, Effect, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
+use super::{Decision, Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
 use crate::protocol::Slot;
@@ -43,7 +43,27 @@ impl<T> PendingRequest<T> {
         let prompt = &self.request.prompt;
         Prospect { prompt, block_count: u64::from(prompt.block_count()), mark: &self.mark, in_batch }
     }
+
+    pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {
+        Case { pending: self, candidate: self.candidate(in_batch), loads }
+    }
 }
+
+/// A pending request while it is evaluated: its prompt, its position in the batch, and the loads of this step.
+#[derive(Debug)]
+pub(super) struct Case<'a, T, V> {
+    pub(super) pending: &'a PendingRequest<T>,
+    pub(super) candidate: Prospect<'a>,
+    pub(super) loads: &'a V,
+}
+
+impl<T, V> Clone for Case<'_, T, V> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, V> Copy for Case<'_, T, V> {}
 
 /// How the choice for one request went.
 enum Choice {
@@ -57,7 +77,7 @@ enum Choice {
 
 impl<T> Schedule<T> {
     /// Ranks whose exact load these requests need, in slot order. Whoever is known exactly need not be asked.
-    pub(super) fn shortlist(&mut self, requests: &VecDeque<PendingRequest<T>>) -> Vec<Slot> {
+    pub(super) fn shortlist<V: LoadView>(&mut self, requests: &VecDeque<PendingRequest<T>>, loads: &V) -> Vec<Slot> {
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.listed.clear();
         for (in_batch, pending) in requests.iter().enumerate() {
@@ -70,7 +90,7 @@ impl<T> Schedule<T> {
                     let two = self.two_drawn(self.draw(pending), &scratch.verdicts);
                     self.list(&mut scratch, candidate, two.into_iter().flatten());
                 }
-                Needs::Bounded => self.list_bounded(candidate, pending, &mut scratch),
+                Needs::Bounded => self.list_bounded(pending.case(in_batch, loads), &mut scratch),
             }
         }
         let alone = requests.len() == 1 && requests.iter().all(|pending| self.needs(pending) == Needs::Bounded);
@@ -101,19 +121,19 @@ impl<T> Schedule<T> {
         let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
         let inexact = positions
             .filter(|&position| !standings[position].suspect && !ranks[position].project(candidate).is_exact());
-        scratch.listed.extend(inexact.map(|position| ranks[position].slot));
+        scratch.listed.extend(inexact.map(|position| ranks[position].slot()));
     }
 
     /// Lists every rank whose least cost does not exceed the least of the highest costs by more than ties may.
-    fn list_bounded(&self, candidate: Prospect<'_>, pending: &PendingRequest<T>, scratch: &mut Scratch) {
-        self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
-        self.fill_bounds(candidate, pending, false, scratch);
+    fn list_bounded<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
+        self.rules.judge(&self.ranks, case.pending.asked(), &mut scratch.verdicts);
+        self.fill_bounds(case, false, scratch);
         let Scratch { bounds, listed, .. } = scratch;
         let least_hi = bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, lesser);
         let most = least_hi * self.settings.tie_factor;
         for (position, bounds) in bounds.iter().enumerate() {
             if bounds.lo <= most && bounds.lo < bounds.hi {
-                listed.push(self.ranks.as_slice()[position].slot);
+                listed.push(self.ranks.as_slice()[position].slot());
             }
         }
     }
@@ -121,10 +141,11 @@ impl<T> Schedule<T> {
     /// Decides a batch in order, each decision visible to the next.
     ///
     /// Where nobody was `asked`, asking again would find nothing new: bounds that do not meet are taken at their worst.
-    pub(super) fn decide(
+    pub(super) fn decide<V: LoadView>(
         &mut self,
         mut requests: VecDeque<PendingRequest<T>>,
         asked: bool,
+        loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) {
         let mut in_batch = 0;
@@ -133,29 +154,33 @@ impl<T> Schedule<T> {
             self.renew_session(&mut pending);
             match pending.request.purpose {
                 Purpose::LoadSnapshot => effects.push_back(self.load_snapshot(in_batch, pending)),
-                Purpose::Explain => effects.push_back(self.explain(in_batch, pending)),
+                Purpose::Explain => effects.push_back(self.explain(in_batch, loads, pending)),
                 Purpose::Book | Purpose::Report if self.is_expired(&pending) => {
                     effects.push_back(self.expired(pending));
                 }
                 Purpose::Book | Purpose::Report if pending.cancelled => {
                     effects.push_back(Effect::Cancelled { context: pending.request.context });
                 }
-                Purpose::Book | Purpose::Report => match (self.choose(in_batch, settle, &pending), pending.class) {
-                    (Choice::Rank(position), _) => effects.push_back(self.place(in_batch, position, pending)),
-                    (Choice::None(reason), _) => {
-                        effects.push_back(Effect::Reject { context: pending.request.context, reason });
-                    }
-                    (Choice::Wait, Some(class)) => {
-                        if let Some(pending) = self.hold(pending, class, effects) {
+                Purpose::Book | Purpose::Report => {
+                    match (self.choose(pending.case(in_batch, loads), settle), pending.class) {
+                        (Choice::Rank(position), _) => {
+                            effects.push_back(self.place(in_batch, loads, position, pending))
+                        }
+                        (Choice::None(reason), _) => {
+                            effects.push_back(Effect::Reject { context: pending.request.context, reason });
+                        }
+                        (Choice::Wait, Some(class)) => {
+                            if let Some(pending) = self.hold(pending, class, effects) {
+                                requests.push_front(pending);
+                                break;
+                            }
+                        }
+                        (Choice::AskAgain, _) | (Choice::Wait, None) => {
                             requests.push_front(pending);
                             break;
                         }
                     }
-                    (Choice::AskAgain, _) | (Choice::Wait, None) => {
-                        requests.push_front(pending);
-                        break;
-                    }
-                },
+                }
             }
             in_batch += 1;
         }
@@ -163,36 +188,36 @@ impl<T> Schedule<T> {
     }
 
     /// Judges the request, and chooses among those left.
-    fn choose(&mut self, in_batch: usize, settle: bool, pending: &PendingRequest<T>) -> Choice {
-        if let Target::Exactly { rank, .. } = pending.request.target {
+    fn choose<V: LoadView>(&mut self, case: Case<'_, T, V>, settle: bool) -> Choice {
+        if let Target::Exactly { rank, .. } = case.pending.request.target {
             return self.ranks.position(rank).map_or(Choice::None(Rejection::UnknownRank(rank)), Choice::Rank);
         }
         let mut scratch = std::mem::take(&mut self.scratch);
-        let choice = self.choose_with(in_batch, settle, pending, &mut scratch);
+        let choice = self.choose_with(case, settle, &mut scratch);
         self.scratch = scratch;
         choice
     }
 
-    fn choose_with(&self, in_batch: usize, settle: bool, pending: &PendingRequest<T>, scratch: &mut Scratch) -> Choice {
+    fn choose_with<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) -> Choice {
+        let Case { pending, candidate, .. } = case;
         self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
         if !scratch.verdicts.any_open() {
             let busy = scratch.verdicts.has(Filter::Busy);
             return if busy { Choice::Wait } else { Choice::None(self.rejection(pending, &scratch.verdicts)) };
         }
         if self.extensions.selector.is_some() {
-            return self.choose_by_selector(in_batch, pending, scratch);
+            return self.choose_by_selector(case, scratch);
         }
         let draw = self.draw(pending);
         let verdicts = &scratch.verdicts;
         let position = match self.settings.policy {
-            Policy::Kv | Policy::Latency => return self.choose_by_cost(in_batch, settle, pending, draw, scratch),
+            Policy::Kv | Policy::Latency => return self.choose_by_cost(case, settle, draw, scratch),
             Policy::CacheAware => self.choose_cache_aware(pending, draw, verdicts),
             Policy::RoundRobin => self.in_turn(verdicts),
             Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
             Policy::PowerOfTwo => {
                 let two = self.two_drawn(draw, verdicts);
                 // What the batch booked before may have closed a rank, and so drawn one that nobody asked.
-                let candidate = pending.candidate(in_batch);
                 let is_unknown = |position: usize| {
                     let (rank, standing) = (&self.ranks.as_slice()[position], self.ranks.standings()[position]);
                     !standing.suspect && !rank.project(candidate).is_exact()
@@ -201,7 +226,7 @@ impl<T> Schedule<T> {
                     return Choice::AskAgain;
                 }
                 self.least(draw, two.into_iter().flatten(), |rank| {
-                    let projected = rank.project(pending.candidate(in_batch));
+                    let projected = rank.project(candidate);
                     (projected.requests, projected.potential_blocks.1)
                 })
             }
@@ -210,26 +235,25 @@ impl<T> Schedule<T> {
         position.map_or_else(|| Choice::None(self.rejection(pending, verdicts)), Choice::Rank)
     }
 
-    fn choose_by_cost(
+    fn choose_by_cost<V: LoadView>(
         &self,
-        in_batch: usize,
+        case: Case<'_, T, V>,
         settle: bool,
-        pending: &PendingRequest<T>,
         draw: Draw,
         scratch: &mut Scratch,
     ) -> Choice {
-        let candidate = pending.candidate(in_batch);
+        let Case { pending, candidate, .. } = case;
         if self.needs(pending) == Needs::All {
-            return self.cheapest_of_all(candidate, pending, draw, scratch);
+            return self.cheapest_of_all(case, draw, scratch);
         }
         if scratch.bounds_of.take() == Some(pending.number) {
-            self.update_bounds(candidate, pending, scratch);
+            self.update_bounds(case, scratch);
         } else {
-            self.fill_bounds(candidate, pending, false, scratch);
+            self.fill_bounds(case, false, scratch);
         }
         match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
             Choice::AskAgain if settle => {
-                self.fill_bounds(candidate, pending, true, scratch);
+                self.fill_bounds(case, true, scratch);
                 match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
                     // Every open rank costs infinitely much, or no number: another query would not change that.
                     Choice::AskAgain => self.drawn(draw, &scratch.verdicts),
@@ -241,13 +265,8 @@ impl<T> Schedule<T> {
     }
 
     /// The least cost, with every rank's cost taken as exact: they were all asked.
-    fn cheapest_of_all(
-        &self,
-        candidate: Prospect<'_>,
-        pending: &PendingRequest<T>,
-        draw: Draw,
-        scratch: &mut Scratch,
-    ) -> Choice {
+    fn cheapest_of_all<V: LoadView>(&self, case: Case<'_, T, V>, draw: Draw, scratch: &mut Scratch) -> Choice {
+        let Case { pending, candidate, loads } = case;
         self.fill_overlaps(&pending.request.overlaps, scratch);
         let ranks = self.ranks.as_slice();
         let open: Vec<(usize, Projected)> =
@@ -264,7 +283,7 @@ impl<T> Schedule<T> {
                         cost.cost(&CostFacts { prefill_tokens_least: least, ..facts })
                     }
                     Cost::Latency(cost) => {
-                        cost.cost(&self.latency_facts(pending, &ranks[*position], overlap, projected))
+                        cost.cost(&self.latency_facts(pending, loads, &ranks[*position], overlap, projected))
                     }
                 };
                 cost * scratch.verdicts.factor(*position)
@@ -286,15 +305,16 @@ impl<T> Schedule<T> {
     }
 
     /// The embedder's choice, shown everything.
-    fn choose_by_selector(&self, in_batch: usize, pending: &PendingRequest<T>, scratch: &mut Scratch) -> Choice {
+    fn choose_by_selector<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) -> Choice {
+        let Case { pending, candidate, loads } = case;
         let Some(selector) = &self.extensions.selector else { return Choice::None(Rejection::NoRanks) };
         self.fill_overlaps(&pending.request.overlaps, scratch);
         let open: Vec<usize> = scratch.verdicts.open().collect();
         let candidates: Vec<Candidate> = open
             .iter()
             .map(|&position| {
-                let projected = self.ranks.as_slice()[position].project(pending.candidate(in_batch));
-                self.candidate_facts(pending, position, &projected, scratch)
+                let projected = self.ranks.as_slice()[position].project(candidate);
+                self.candidate_facts(pending, loads, position, &projected, scratch)
             })
             .collect();
         let options = pending.request.options.as_deref();
@@ -425,16 +445,22 @@ impl<T> Schedule<T> {
     }
 
     /// Books, or reports, the request on the rank at `position`.
-    fn place(&mut self, in_batch: usize, position: usize, pending: PendingRequest<T>) -> Effect<T> {
+    fn place<V: LoadView>(
+        &mut self,
+        in_batch: usize,
+        loads: &V,
+        position: usize,
+        pending: PendingRequest<T>,
+    ) -> Effect<T> {
         let request = &pending.request;
         let books = request.purpose == Purpose::Book;
-        let decision = self.decision(in_batch, position, &pending);
+        let decision = self.decision(pending.case(in_batch, loads), position);
         if !books {
             return Effect::Report { context: pending.request.context, decision };
         }
         let trace = self.is_traced(pending.number).then(|| {
             let mut scratch = std::mem::take(&mut self.scratch);
-            let explanation = self.explanation(in_batch, &pending, Ok(decision.rank), &mut scratch);
+            let explanation = self.explanation(pending.case(in_batch, loads), Ok(decision.rank), &mut scratch);
             self.scratch = scratch;
             explanation
         });
@@ -450,17 +476,19 @@ impl<T> Schedule<T> {
         if self.settings.policy == Policy::Latency {
             let new_tokens = decision.hint.map_or(0, PrefillLoadHint::effective_tokens);
             let isl_tokens = if tracks { request.isl_tokens } else { 0 };
-            self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), &rank.about.speed);
+            let output_tokens = loads.output_tokens(rank.slot());
+            self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), output_tokens);
         }
         self.turns += 1;
         Effect::Book { context: pending.request.context, decision, number, trace }
     }
 
-    fn decision(&self, in_batch: usize, position: usize, pending: &PendingRequest<T>) -> Decision {
+    fn decision<V: LoadView>(&self, case: Case<'_, T, V>, position: usize) -> Decision {
+        let Case { pending, candidate, loads } = case;
         let (rank, request) = (&self.ranks.as_slice()[position], &pending.request);
         let overlap = overlap_on(&request.overlaps, rank);
         let is_latency = self.settings.policy == Policy::Latency;
-        let projected = is_latency.then(|| rank.project(pending.candidate(in_batch)));
+        let projected = is_latency.then(|| rank.project(candidate));
         let known = match &projected {
             Some(projected) => self.expected_cached_tokens(pending, rank, overlap, projected),
             None => overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size),
@@ -472,10 +500,11 @@ impl<T> Schedule<T> {
             Target::Any => (known, None),
         };
         let is_reported = !request.options.as_ref().is_some_and(|options| options.not_streamed);
-        let expected_duration =
-            expected_duration.or_else(|| self.expected_duration(rank, request.isl_tokens, cached_tokens)).or_else(
-                || if is_reported { None } else { self.assumed_duration(rank, request.isl_tokens, cached_tokens) },
-            );
+        let expected_duration = expected_duration
+            .or_else(|| self.expected_duration(loads, rank, request.isl_tokens, cached_tokens))
+            .or_else(|| {
+                if is_reported { None } else { self.assumed_duration(loads, rank, request.isl_tokens, cached_tokens) }
+            });
         let track = self.tracks_prefill(pending);
         // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
         let reachable = request.overlaps.iter().filter(|known| match request.target {
@@ -484,12 +513,12 @@ impl<T> Schedule<T> {
                 let position = self.ranks.position_of(known.slot, known.generation);
                 position.is_some_and(|position| self.scratch.verdicts.is_open(position))
             }
-            Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot, rank.generation),
+            Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot(), rank.generation),
         });
         Decision {
             request: pending.number,
             rank: rank.rank,
-            slot: rank.slot,
+            slot: rank.slot(),
             generation: rank.generation,
             overlap,
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
@@ -497,7 +526,7 @@ impl<T> Schedule<T> {
             hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
                 .map(|hint| if is_reported { hint } else { hint.unreported() }),
             predicted_ttft: projected.filter(|_| track).map(|projected| {
-                let facts = self.latency_facts(pending, rank, overlap, &projected);
+                let facts = self.latency_facts(pending, loads, rank, overlap, &projected);
                 let seconds = self.latency_cost_of(pending).terms(&facts).ttft_seconds;
                 Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
             }),
@@ -505,7 +534,13 @@ impl<T> Schedule<T> {
     }
 
     /// How long the rank will take to compute what it has not cached, as the embedder or the rank's past says.
-    fn expected_duration(&self, rank: &Rank, isl_tokens: u32, cached_tokens: u32) -> Option<Duration> {
+    fn expected_duration<V: LoadView>(
+        &self,
+        loads: &V,
+        rank: &Rank,
+        isl_tokens: u32,
+        cached_tokens: u32,
+    ) -> Option<Duration> {
         let new_tokens = isl_tokens.saturating_sub(cached_tokens);
         if let Some(estimator) = &self.extensions.estimator {
             let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
@@ -521,20 +556,26 @@ impl<T> Schedule<T> {
         let work_tokens = work_tokens(new_tokens, cached_tokens);
         match self.settings.policy {
             // Whoever compares seconds must not take a wait for nothing because nobody knows how long it is.
-            Policy::Latency => self.assumed_duration(rank, isl_tokens, cached_tokens),
+            Policy::Latency => self.assumed_duration(loads, rank, isl_tokens, cached_tokens),
             Policy::Kv
             | Policy::CacheAware
             | Policy::RoundRobin
             | Policy::Random
             | Policy::PowerOfTwo
-            | Policy::LeastLoaded => rank.about.speed.prefill_time(work_tokens),
+            | Policy::LeastLoaded => loads.speed(rank.slot()).prefill_time(work_tokens),
         }
     }
 
     /// The same at the speed that is assumed of the rank where none is learned.
-    fn assumed_duration(&self, rank: &Rank, isl_tokens: u32, cached_tokens: u32) -> Option<Duration> {
+    fn assumed_duration<V: LoadView>(
+        &self,
+        loads: &V,
+        rank: &Rank,
+        isl_tokens: u32,
+        cached_tokens: u32,
+    ) -> Option<Duration> {
         let work_tokens = work_tokens(isl_tokens.saturating_sub(cached_tokens), cached_tokens);
-        Duration::try_from_secs_f64(self.speed_of(rank).prefill(work_tokens)).ok()
+        Duration::try_from_secs_f64(self.speed_of(loads, rank).prefill(work_tokens)).ok()
     }
 
     fn load_snapshot(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {
@@ -559,14 +600,15 @@ impl<T> Schedule<T> {
         Effect::LoadSnapshot { context: pending.request.context, loads }
     }
 
-    fn explain(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {
-        let outcome = match self.choose(in_batch, true, &pending) {
+    fn explain<V: LoadView>(&mut self, in_batch: usize, loads: &V, pending: PendingRequest<T>) -> Effect<T> {
+        let case = pending.case(in_batch, loads);
+        let outcome = match self.choose(case, true) {
             Choice::Rank(position) => Ok(self.ranks.as_slice()[position].rank),
             Choice::None(reason) => Err(reason.to_string()),
             Choice::AskAgain | Choice::Wait => Err(Filter::Busy.name().to_owned()),
         };
         let mut scratch = std::mem::take(&mut self.scratch);
-        let explanation = self.explanation(in_batch, &pending, outcome, &mut scratch);
+        let explanation = self.explanation(case, outcome, &mut scratch);
         self.scratch = scratch;
         Effect::Explain { context: pending.request.context, explanation }
     }
@@ -578,6 +620,6 @@ fn lesser(a: f64, b: f64) -> f64 {
 }
 
 fn overlap_on(overlaps: &[RankOverlap], rank: &Rank) -> TierOverlap {
-    let known = overlaps.iter().find(|known| (known.slot, known.generation) == (rank.slot, rank.generation));
+    let known = overlaps.iter().find(|known| (known.slot, known.generation) == (rank.slot(), rank.generation));
     known.map(|known| known.overlap).unwrap_or_default()
 }

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use super::LoadView;
 use super::ResolvedOptions;
 use super::rank::{Rank, Ranks};
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
@@ -271,14 +272,14 @@ impl Rules {
     }
 
     /// Looks at what engines say of themselves, where anything follows from it.
-    pub(super) fn look_at_engines(&self, ranks: &mut Ranks, now: Timestamp) {
+    pub(super) fn look_at_engines<V: LoadView>(&self, ranks: &mut Ranks, loads: &V, now: Timestamp) {
         if self.engine.any() {
-            ranks.look_at_engines(&self.engine, now);
+            ranks.look_at_engines(&self.engine, loads, now);
         }
     }
 
     /// Moves slow starts on.
-    pub(super) fn warm_up(&self, ranks: &mut Ranks, now: Timestamp) {
+    pub(super) fn warm_up<V: LoadView>(&self, ranks: &mut Ranks, loads: &V, now: Timestamp) {
         if let Some(longest) = self.slow_return {
             let progress = |passed: Duration| passed.as_secs_f64() / longest.as_secs_f64();
             ranks.warm_returning(|passed| 1.0 / progress(passed).clamp(PROGRESS_MIN, 1.0), now);
@@ -287,12 +288,12 @@ impl Rules {
         if !ranks.as_slice().iter().any(Rank::is_starting) {
             return;
         }
-        let mut held: Vec<u32> = ranks.as_slice().iter().map(|rank| rank.about.holdings.held_blocks()).collect();
+        let mut held: Vec<u32> = ranks.as_slice().iter().map(|rank| loads.held_blocks(rank.slot())).collect();
         held.sort_unstable();
         let median = held.get(held.len() / 2).copied().unwrap_or(0);
         for rank in ranks.iter_mut().filter(|rank| rank.is_starting()) {
             let wanted = fill * f64::from(rank.about.traits.total_kv_blocks.unwrap_or(median));
-            let filled = if wanted > 0.0 { f64::from(rank.about.holdings.held_blocks()) / wanted } else { 1.0 };
+            let filled = if wanted > 0.0 { f64::from(loads.held_blocks(rank.slot())) / wanted } else { 1.0 };
             let waited = now.since(rank.about.since).as_secs_f64() / longest.as_secs_f64();
             rank.about.slow_start_factor = 1.0 / filled.max(waited).clamp(PROGRESS_MIN, 1.0);
         }

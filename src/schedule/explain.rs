@@ -5,8 +5,8 @@
 use serde::Serialize;
 
 use super::cost::Cost;
-use super::decide::Scratch;
-use super::{PendingRequest, Schedule};
+use super::decide::{Case, Scratch};
+use super::{LoadView, Schedule};
 use crate::protocol::WorkerRank;
 use crate::select::{Bounds, Candidate, CostFacts, CostTerms, Draw, Filter, LatencyTerms, Policy};
 
@@ -71,23 +71,23 @@ impl<T> Schedule<T> {
     }
 
     /// The table, as things stand.
-    pub(super) fn explanation(
+    pub(super) fn explanation<V: LoadView>(
         &self,
-        in_batch: usize,
-        pending: &PendingRequest<T>,
+        case: Case<'_, T, V>,
         outcome: Result<WorkerRank, String>,
         scratch: &mut Scratch,
     ) -> Box<Explanation> {
+        let Case { pending, candidate, loads } = case;
         self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
         self.fill_overlaps(&pending.request.overlaps, scratch);
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let (cost, kv_cost) = (self.cost_of(pending), self.kv_cost_of(pending));
         let all = self.ranks.as_slice();
         // What the others have to prefill matters only to a credit that decays.
-        let open = scratch.verdicts.open().map(|position| all[position].project(pending.candidate(in_batch)));
+        let open = scratch.verdicts.open().map(|position| all[position].project(candidate));
         let prefill_tokens_least = open.map(|projected| projected.prefill_tokens.1).min().unwrap_or(0);
         let ranks = all.iter().enumerate().map(|(position, rank)| {
-            let projected = rank.project(pending.candidate(in_batch));
+            let projected = rank.project(candidate);
             let facts = self.cost_facts(pending, scratch.overlaps[position], &projected);
             let facts = CostFacts { prefill_tokens_least, ..facts };
             let lowest = CostFacts {
@@ -100,20 +100,13 @@ impl<T> Schedule<T> {
             let (latency_terms, bounds) = match &cost {
                 Cost::Kv(cost) => (None, Bounds { lo: cost.cost(&lowest), hi: terms.total() }),
                 Cost::Latency(latency) => {
-                    let facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
-                    let bounds = self.plain_bounds(
-                        &cost,
-                        rank,
-                        false,
-                        pending.candidate(in_batch),
-                        pending,
-                        scratch.overlaps[position],
-                    );
+                    let facts = self.latency_facts(pending, loads, rank, scratch.overlaps[position], &projected);
+                    let bounds = self.plain_bounds(&cost, rank, false, case, scratch.overlaps[position]);
                     (Some(latency.terms(&facts)), bounds)
                 }
             };
             ExplainedRank {
-                facts: self.candidate_facts(pending, position, &projected, scratch),
+                facts: self.candidate_facts(pending, loads, position, &projected, scratch),
                 refused_by: scratch.verdicts.of(position),
                 exact: projected.is_exact(),
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),

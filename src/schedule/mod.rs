@@ -16,6 +16,7 @@ mod cost;
 mod decide;
 mod eligible;
 mod explain;
+mod load_view;
 mod options;
 mod projected;
 mod rank;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use explain::{ExplainedRank, Explanation};
+pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::ResolvedOptions;
 pub use types::{
     Admission, BookNumber, Decision, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request,
@@ -194,12 +196,14 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Takes one input and appends what follows from it to `effects`, in the order it must be done.
-    pub fn step(&mut self, input: Input<T>, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
+    /// Applies one input and appends its effects to `effects`, in the order in which they must be performed.
+    ///
+    /// Depends on nothing else: the same sequence of inputs, reads of `loads` and times gives the same effects.
+    pub fn step<V: LoadView>(&mut self, input: Input<T>, loads: &V, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
         self.now = self.now.max(now);
         match input {
             Input::Request(request) => self.arrive(request, effects),
-            Input::Loads { batch, answers } => self.on_loads(batch, answers, effects),
+            Input::Loads { batch, answers } => self.on_loads(batch, answers, loads, effects),
             Input::Cancel(booking) => self.on_cancel(booking, effects),
             Input::Overlaps { booking, overlaps } => self.on_overlaps(booking, overlaps),
             Input::Wake => {}
@@ -209,12 +213,12 @@ impl<T> Schedule<T> {
             | Input::Undrain { .. }
             | Input::Retire { .. }
             | Input::Conditions(_)
-            | Input::Exclusions(_) => self.on_membership(input, effects),
+            | Input::Exclusions(_) => self.on_membership(input, loads, effects),
         }
         if self.queueing {
             self.expire(effects);
         }
-        self.start_batches(effects);
+        self.start_batches(loads, effects);
         if self.queueing {
             self.refresh_overlaps(effects);
         }
@@ -239,10 +243,10 @@ impl<T> Schedule<T> {
         self.sessions.len()
     }
 
-    fn on_membership(&mut self, input: Input<T>, effects: &mut VecDeque<Effect<T>>) {
+    fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {
         self.scratch.forget();
         match input {
-            Input::Admit(admission) => self.ranks.admit(admission, self.rules.slow_start_factor()),
+            Input::Admit(admission) => self.ranks.admit(admission, loads, self.rules.slow_start_factor()),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
             Input::Drain { slot, generation } => self.ranks.set_draining(slot, generation, true),
             Input::Undrain { slot, generation } => self.ranks.set_draining(slot, generation, false),
@@ -262,7 +266,13 @@ impl<T> Schedule<T> {
         }
     }
 
-    fn on_loads(&mut self, batch: u64, answers: Vec<LoadAnswer>, effects: &mut VecDeque<Effect<T>>) {
+    fn on_loads<V: LoadView>(
+        &mut self,
+        batch: u64,
+        answers: Vec<LoadAnswer>,
+        loads: &V,
+        effects: &mut VecDeque<Effect<T>>,
+    ) {
         if self.batch_in_flight() != Some(batch) {
             for answer in &answers {
                 self.ranks.is_alive(answer.slot, answer.generation);
@@ -274,22 +284,22 @@ impl<T> Schedule<T> {
         }
         self.ranks.close();
         if let Some(batch) = self.in_flight.take() {
-            self.decide(batch.requests, true, effects);
+            self.decide(batch.requests, true, loads, effects);
         }
     }
 
     /// Decides what the board alone can decide, and sends queries for the rest; one batch at a time.
-    fn start_batches(&mut self, effects: &mut VecDeque<Effect<T>>) {
+    fn start_batches<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
         while self.in_flight.is_none() && self.has_candidates() {
-            let requests = self.next_batch(effects);
+            let requests = self.next_batch(loads, effects);
             if requests.is_empty() {
                 return;
             }
             self.batches += 1;
             let number = self.batches;
-            let slots = self.shortlist(&requests);
+            let slots = self.shortlist(&requests, loads);
             if slots.is_empty() {
-                self.decide(requests, false, effects);
+                self.decide(requests, false, loads, effects);
                 continue;
             }
             self.ranks.asked(&slots);

@@ -10,13 +10,11 @@ use smallvec::SmallVec;
 pub(super) use super::projected::Projected;
 use super::standing::Standing;
 use super::view::{Added, View, Wait};
-use super::{Admission, BookNumber, LoadAnswer};
-use crate::engine_load::{EngineLimits, EngineLoadCell};
+use super::{Admission, BookNumber, LoadAnswer, LoadView};
+use crate::engine_load::EngineLimits;
 use crate::health::Exclusions;
-use crate::index::Holdings;
 use crate::load::{
-    BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptMark, RankLoad, SpeedCell,
-    SpeedMark,
+    BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptMark, PublishedSpeed, RankLoad,
 };
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankConditions, RankTraits};
@@ -42,10 +40,8 @@ pub(super) struct Ranks {
 pub(super) struct Rank {
     front: Front,
     pub(super) rank: WorkerRank,
-    pub(super) slot: Slot,
     pub(super) generation: Generation,
     pub(super) about: Box<About>,
-    board: Arc<BoardSlot>,
     /// The last good copy of the board, and when it was read.
     seen: BoardLoad,
     seen_at: Timestamp,
@@ -67,6 +63,7 @@ struct Front {
     view: View,
     /// Which copy of the board was seen last.
     version: BoardVersion,
+    slot: Slot,
     /// Whether the board says everything of its load, however much time passes: nobody was asked, no Book is ahead of
     /// the board, and nothing decays. So it is with most ranks.
     settled: bool,
@@ -78,11 +75,8 @@ const _: () = assert!(size_of::<Front>() == 64, "one cache line");
 #[derive(Debug)]
 pub(super) struct About {
     pub(super) traits: Arc<RankTraits>,
-    pub(super) holdings: Arc<Holdings>,
-    /// How fast it computes.
-    pub(super) speed: Arc<SpeedCell>,
-    /// The speed that its age has made of what is published, and what that was; absent while it is fresh.
-    pub(super) aged_speed: Option<(SpeedMark, EngineSpeed)>,
+    /// A published speed and its aged value; absent while the published speed is fresh.
+    pub(super) aged_speed: Option<(PublishedSpeed, EngineSpeed)>,
     /// When it joined.
     pub(super) since: Timestamp,
     /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
@@ -90,8 +84,6 @@ pub(super) struct About {
     /// When it was last let back in after an ejection, and what its cost is multiplied by for that.
     returned_at: Timestamp,
     return_factor: f64,
-    /// What its engine says of its load.
-    pub(super) engine_load: Arc<EngineLoadCell>,
 }
 
 impl About {
@@ -186,10 +178,10 @@ impl Ranks {
         std::mem::take(&mut self.eased)
     }
 
-    /// Adds a rank whose cost is multiplied by `slow_start_factor` at first, or replaces an earlier incarnation of it.
-    pub(super) fn admit(&mut self, admission: Admission, slow_start_factor: f64) {
+    /// Adds a rank with the initial cost factor `slow_start_factor`, or replaces an earlier incarnation of it.
+    pub(super) fn admit<V: LoadView>(&mut self, admission: Admission, loads: &V, slow_start_factor: f64) {
         let draining = admission.draining;
-        let new = Rank::new(admission, slow_start_factor);
+        let new = Rank::new(admission, loads, slow_start_factor);
         let position = match self.all.binary_search_by_key(&new.rank, |known| known.rank) {
             Ok(position) => {
                 self.all[position] = new;
@@ -289,10 +281,10 @@ impl Ranks {
     }
 
     /// Looks at what engines say of themselves.
-    pub(super) fn look_at_engines(&mut self, limits: &EngineLimits, now: Timestamp) {
+    pub(super) fn look_at_engines<V: LoadView>(&mut self, limits: &EngineLimits, loads: &V, now: Timestamp) {
         let mut changed = false;
         for (rank, standing) in self.all.iter().zip(&mut self.standings) {
-            let load = rank.about.engine_load.read();
+            let load = loads.engine_load(rank.slot());
             let exceeded = load.is_some_and(|load| limits.exceeded_by(&load, now));
             changed |= exceeded != std::mem::replace(&mut standing.engine_overloaded, exceeded);
         }
@@ -304,7 +296,7 @@ impl Ranks {
     fn index(&mut self) {
         self.positions.clear();
         for (position, rank) in self.all.iter().enumerate() {
-            let at = rank.slot.index();
+            let at = rank.slot().index();
             if self.positions.len() <= at {
                 self.positions.resize(at + 1, None);
             }
@@ -325,13 +317,13 @@ impl Ranks {
     }
 
     /// Reads every board; a batch decides by what it saw at its start.
-    pub(super) fn refresh(&mut self, now: Timestamp) {
+    pub(super) fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) {
         let (mut reborn, mut fell) = (false, false);
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
-            if rank.front.settled && !rank.board.has_news(rank.front.version) {
+            if rank.front.settled && !loads.has_board_news(rank.slot(), rank.front.version) {
                 continue; // the view stands
             }
-            match rank.refresh(now) {
+            match rank.refresh(loads, now) {
                 News::Nothing => {}
                 News::Fell => fell = true,
                 News::Reborn => {
@@ -385,31 +377,18 @@ impl Ranks {
 }
 
 impl Rank {
-    fn new(admission: Admission, slow_start_factor: f64) -> Self {
-        let Admission { rank, slot, generation, board, speed, holdings, engine_load, traits, since, draining: _ } =
-            admission;
+    fn new<V: LoadView>(admission: Admission, loads: &V, slow_start_factor: f64) -> Self {
+        let Admission { rank, slot, generation, traits, since, draining: _ } = admission;
         let (returned_at, return_factor) = (since, 1.0);
         let mut version = BoardVersion::default();
         let unread = BoardLoad { incarnation: UNREAD, ..BoardLoad::default() };
-        let seen = board.read_since(&mut version).unwrap_or(unread);
+        let seen = loads.board(slot, &mut version).unwrap_or(unread);
         let view = View::of(&seen, seen.prefill.at());
         Self {
-            front: Front { view, version, settled: !seen.prefill.decays() },
+            front: Front { view, version, slot, settled: !seen.prefill.decays() },
             rank,
-            slot,
             generation,
-            about: Box::new(About {
-                traits,
-                holdings,
-                speed,
-                aged_speed: None,
-                since,
-                slow_start_factor,
-                returned_at,
-                return_factor,
-                engine_load,
-            }),
-            board,
+            about: Box::new(About { traits, aged_speed: None, since, slow_start_factor, returned_at, return_factor }),
             issued: seen.applied,
             wait: Wait::of(&seen, since),
             seen,
@@ -420,6 +399,10 @@ impl Rank {
         }
     }
 
+    pub(super) fn slot(&self) -> Slot {
+        self.front.slot
+    }
+
     /// It is asked, or has answered.
     fn ask(&mut self, answer: Answer) {
         self.answer = Some(answer);
@@ -427,9 +410,9 @@ impl Rank {
     }
 
     /// Reads the board.
-    fn refresh(&mut self, now: Timestamp) -> News {
+    fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) -> News {
         self.answer = None;
-        let news = self.board.read_since(&mut self.front.version);
+        let news = loads.board(self.slot(), &mut self.front.version);
         let mut reborn = false;
         if let Some(load) = news {
             if load.incarnation != self.seen.incarnation {

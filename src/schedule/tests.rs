@@ -24,6 +24,7 @@ struct Node {
 /// Ranks as their sequence actors would keep them.
 struct Fleet {
     schedule: Schedule<u64>,
+    loads: LiveLoads,
     nodes: Vec<Node>,
     effects: VecDeque<Effect<u64>>,
     prompts: BTreeMap<u64, PromptBlocks>,
@@ -38,6 +39,7 @@ impl Fleet {
     fn new(config: RouterConfig, ranks: usize) -> Self {
         let mut fleet = Self {
             schedule: Schedule::new(config, 0, Extensions::default()),
+            loads: LiveLoads::default(),
             nodes: Vec::new(),
             effects: VecDeque::new(),
             prompts: BTreeMap::new(),
@@ -57,11 +59,12 @@ impl Fleet {
         let board = Arc::new(BoardSlot::default());
         let (rank, generation) = (WorkerRank::new(WorkerId(u64::from(slot)), 0), Generation(1));
         self.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
-        self.step(Input::Admit(Admission::new(rank, Slot(slot), generation, board)));
+        self.loads.insert(Slot(slot), RankCells { board, ..RankCells::default() });
+        self.step(Input::Admit(Admission::new(rank, Slot(slot), generation)));
     }
 
     fn step(&mut self, input: Input<u64>) {
-        self.schedule.step(input, NOW, &mut self.effects);
+        self.schedule.step(input, &self.loads, NOW, &mut self.effects);
         self.perform();
     }
 
@@ -72,6 +75,7 @@ impl Fleet {
                     self.asked_ranks += query.slots.len();
                     self.asked.push_back(query);
                 }
+                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
                 Effect::Book { context: id, decision, number, .. } => {
                     let node = &mut self.nodes[decision.slot.index()];
                     assert_eq!(number.number, node.applied + 1, "Books are numbered without a gap");
@@ -198,12 +202,12 @@ proptest! {
     ) {
         let config = config(Policy::RoundRobin, reuse, Fanout::Shortlist);
         let mut fleet = serially(&config, ranks, &requests);
-        fleet.schedule.ranks.refresh(NOW);
+        fleet.schedule.ranks.refresh(&fleet.loads, NOW);
         fleet.request(u64::MAX, &newcomer, &config); // for its prompt; round robin books it somewhere
         let prompt = fleet.prompts[&u64::MAX].clone();
         let mark = prompt.mark();
         fleet.free(u64::MAX);
-        fleet.schedule.ranks.refresh(NOW);
+        fleet.schedule.ranks.refresh(&fleet.loads, NOW);
         let cost = config.kv_cost();
         for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.nodes) {
             let projected = rank.project(Candidate { prompt: &prompt, block_count: u64::from(prompt.block_count()), mark: &mark, in_batch: 0 });
@@ -318,15 +322,18 @@ fn a_rank_whose_board_cannot_be_read_yet_is_not_taken_for_idle() {
     let mut schedule =
         Schedule::<u64>::new(config(Policy::LeastLoaded, true, Fanout::Shortlist), 1, Extensions::default());
     let mut effects = VecDeque::new();
+    let mut loads = LiveLoads::default();
     let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
     for (slot, board) in boards.iter().enumerate() {
         board.publish(&BoardLoad { applied: 500, requests: 9, ..BoardLoad::default() });
         board.begin_write();
         let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
-        schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1), Arc::clone(board))), NOW, &mut effects);
+        loads.insert(slot, RankCells { board: Arc::clone(board), ..RankCells::default() });
+        schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1))), &loads, NOW, &mut effects);
     }
     let mut book = |schedule: &mut Schedule<u64>| {
-        schedule.step(Input::Request(Request::new(0, PromptBlocks::Counted(1), 4)), NOW, &mut effects);
+        let request = Request::new(0, PromptBlocks::Counted(1), 4);
+        schedule.step(Input::Request(request), &loads, NOW, &mut effects);
         match effects.pop_front() {
             Some(Effect::Book { decision, number, .. }) => (decision.slot.0, number),
             other => unreachable!("a Book was due, not {other:?}"),
@@ -380,14 +387,16 @@ fn a_dead_incarnations_books_leave_the_overlay() {
     let config = config(Policy::LeastLoaded, true, Fanout::Shortlist);
     let mut schedule = Schedule::<u64>::new(config, 0, Extensions::default());
     let mut effects = VecDeque::new();
+    let mut loads = LiveLoads::default();
     let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
     for (slot, board) in boards.iter().enumerate() {
         let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
-        schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1), Arc::clone(board))), NOW, &mut effects);
+        loads.insert(slot, RankCells { board: Arc::clone(board), ..RankCells::default() });
+        schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1))), &loads, NOW, &mut effects);
     }
     let mut book = |schedule: &mut Schedule<u64>| {
         let request = Request::new(0, PromptBlocks::Counted(1), 4);
-        schedule.step(Input::Request(request), NOW, &mut effects);
+        schedule.step(Input::Request(request), &loads, NOW, &mut effects);
         match effects.pop_front() {
             Some(Effect::Book { decision, number, .. }) => (decision.slot, number),
             other => unreachable!("a Book was due, not {other:?}"),
@@ -410,11 +419,10 @@ fn an_answer_to_an_earlier_incarnation_is_nobodys() {
     let first_question = |incarnation| {
         let mut fleet = Fleet::new(config.clone(), 2);
         fleet.schedule = Schedule::new(config.clone(), incarnation, Extensions::default());
-        for (slot, node) in fleet.nodes.iter().enumerate() {
+        for slot in 0..fleet.nodes.len() {
             let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
-            let (generation, board) = (Generation(1), Arc::clone(&node.board));
-            let admit = Input::Admit(Admission::new(rank, slot, generation, board));
-            fleet.schedule.step(admit, NOW, &mut fleet.effects);
+            let admit = Input::Admit(Admission::new(rank, slot, Generation(1)));
+            fleet.schedule.step(admit, &fleet.loads, NOW, &mut fleet.effects);
         }
         fleet.request(0, &asked, &config);
         fleet.request(1, &asked, &config);

@@ -6,10 +6,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{Explanation, ResolvedOptions};
-use crate::engine_load::EngineLoadCell;
 use crate::health::Exclusions;
-use crate::index::Holdings;
-use crate::load::{BoardSlot, PrefillLoadHint, PromptBlocks, RankLoad, SpeedCell};
+use crate::load::{EngineSpeed, PrefillLoadHint, PromptBlocks, RankLoad};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, UnknownClass};
 use crate::select::{
@@ -168,14 +166,6 @@ pub struct Admission {
     pub slot: Slot,
     /// Its incarnation in that slot.
     pub generation: Generation,
-    /// Where it publishes its load.
-    pub board: Arc<BoardSlot>,
-    /// Where it publishes how fast it computes.
-    pub speed: Arc<SpeedCell>,
-    /// Where its index shard publishes what it holds.
-    pub holdings: Arc<Holdings>,
-    /// Where it is shown what its engine says of its load.
-    pub engine_load: Arc<EngineLoadCell>,
     /// What it offers.
     pub traits: Arc<RankTraits>,
     /// When it joined.
@@ -187,19 +177,8 @@ pub struct Admission {
 impl Admission {
     /// A rank that offers nothing in particular.
     #[must_use]
-    pub fn new(rank: WorkerRank, slot: Slot, generation: Generation, board: Arc<BoardSlot>) -> Self {
-        Self {
-            rank,
-            slot,
-            generation,
-            board,
-            speed: Arc::default(),
-            holdings: Arc::default(),
-            engine_load: Arc::default(),
-            traits: Arc::default(),
-            since: Timestamp::default(),
-            draining: false,
-        }
+    pub fn new(rank: WorkerRank, slot: Slot, generation: Generation) -> Self {
+        Self { rank, slot, generation, traits: Arc::default(), since: Timestamp::default(), draining: false }
     }
 }
 
@@ -215,6 +194,8 @@ pub enum Effect<T> {
         /// Its blocks.
         block_hashes: Arc<[BlockHash]>,
     },
+    /// Publish the typical speed of the pool's ranks to every rank's sequence actor.
+    PublishTypicalSpeed(EngineSpeed),
     /// Book the request on the decision's rank.
     Book {
         /// The request's context.

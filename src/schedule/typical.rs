@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
+use super::LoadView;
 use super::rank::{About, Rank};
-use crate::load::{EngineSpeed, SpeedCell};
+use crate::load::{EngineSpeed, PublishedSpeed};
 use crate::protocol::Timestamp;
 
 /// Means run over some 64 placements each.
@@ -44,24 +45,32 @@ impl Typical {
     }
 
     /// Counts a placement in; of a prompt of 0 tokens, nothing is said about caches.
-    pub(super) fn placed(&mut self, isl_tokens: u32, cached_tokens: u32, cell: &SpeedCell) {
+    pub(super) fn placed(&mut self, isl_tokens: u32, cached_tokens: u32, output_tokens: Option<f64>) {
         let toward = |mean: &mut f64, value: f64| *mean += SHARE * (value - *mean);
         if isl_tokens > 0 {
             toward(&mut self.cached_share, f64::from(cached_tokens.min(isl_tokens)) / f64::from(isl_tokens));
         }
-        if let Some(tokens) = cell.output_tokens() {
+        if let Some(tokens) = output_tokens {
             toward(&mut self.output_tokens, tokens);
         }
     }
 
-    /// Takes the median, and ages what ranks have shown, if either was last done some time ago.
-    pub(super) fn look_at_speeds<'a>(&mut self, ranks: impl Iterator<Item = &'a mut Rank>, now: Timestamp) {
+    /// Updates the median speed and the ranks' aged speeds, at most once per [`SPEED_EVERY`]. Returns the new median.
+    pub(super) fn update_speeds<'a, V: LoadView>(
+        &mut self,
+        ranks: impl Iterator<Item = &'a mut Rank>,
+        loads: &V,
+        now: Timestamp,
+    ) -> Option<EngineSpeed> {
         if self.speed_at.is_some_and(|last| now.since(last) < SPEED_EVERY) {
-            return;
+            return None;
         }
         self.speed_at = Some(now);
         let ranks: Vec<&mut Rank> = ranks.collect();
-        let known: Vec<Known> = ranks.iter().map(|rank| Known::of(&rank.about.speed, now)).collect();
+        let known: Vec<Known> = ranks
+            .iter()
+            .map(|rank| Known::of(loads.speed(rank.slot()), loads.speed_weights(rank.slot(), now)))
+            .collect();
         let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = self.speed;
         let typical = [work_tokens_per_second.recip(), step_seconds, request_seconds, block_seconds];
         let [token_seconds, step_seconds, request_seconds, block_seconds] = std::array::from_fn(|number| {
@@ -69,9 +78,10 @@ impl Typical {
         });
         let work_tokens_per_second = token_seconds.recip();
         self.speed = EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds };
-        for rank in ranks {
-            rank.about.age_speed(&self.speed, now);
+        for (rank, known) in ranks.into_iter().zip(&known) {
+            rank.about.aged_speed = known.aged(&self.speed);
         }
+        Some(self.speed)
     }
 
     /// Seconds of prefill that are lost later for each one whose blocks push others out. Where a share h of all blocks is
@@ -83,19 +93,13 @@ impl Typical {
 }
 
 impl About {
-    /// How fast it computes; what is not known of it is taken to be `typical`.
-    pub(super) fn speed(&self, typical: EngineSpeed) -> EngineSpeed {
+    /// The `published` speed, aged if it has been, with `typical` for its unknown parts.
+    #[inline]
+    pub(super) fn speed(&self, published: PublishedSpeed, typical: EngineSpeed) -> EngineSpeed {
         match &self.aged_speed {
-            Some((published, aged)) if *published == self.speed.mark() => *aged,
-            Some(_) | None => self.speed.speed_or(typical),
+            Some((of, aged)) if *of == published => *aged,
+            Some(_) | None => published.or(typical),
         }
-    }
-
-    /// Looks how old the published speed is, and publishes beside it what is typical.
-    pub(super) fn age_speed(&mut self, typical: &EngineSpeed, now: Timestamp) {
-        self.speed.publish_typical(typical);
-        let is_fresh = self.speed.counts(now).iter().all(|counts| *counts >= 1.0);
-        self.aged_speed = (!is_fresh).then(|| (self.speed.mark(), self.speed.speed_at(now, typical)));
     }
 }
 
@@ -104,22 +108,26 @@ type Shown = (f64, bool);
 
 /// What one rank has shown: seconds a token of work, a step, a request and a block.
 struct Known {
+    published: PublishedSpeed,
+    weights: [f64; 2],
     seconds: [Option<Shown>; 4],
 }
 
 impl Known {
-    fn of(cell: &SpeedCell, now: Timestamp) -> Self {
+    fn of(published: PublishedSpeed, weights: [f64; 2]) -> Self {
         let nothing = EngineSpeed {
             work_tokens_per_second: f64::INFINITY,
             step_seconds: 0.0,
             request_seconds: 0.0,
             block_seconds: 0.0,
         };
-        let known = cell.speed_or(nothing);
-        let [rate, step] = cell.counts(now).map(|counts| counts >= 1.0);
+        let known = published.or(nothing);
+        let [rate, step] = weights.map(|weight| weight >= 1.0);
         let shown = |seconds: f64, is_fresh: bool| (seconds > 0.0).then_some((seconds, is_fresh));
         let token_seconds = known.work_tokens_per_second.recip();
         Self {
+            published,
+            weights,
             seconds: [
                 shown(token_seconds, rate),
                 shown(known.step_seconds, step),
@@ -127,6 +135,12 @@ impl Known {
                 shown(known.block_seconds, step),
             ],
         }
+    }
+
+    /// The aged speed, unless the published one is fresh.
+    fn aged(&self, typical: &EngineSpeed) -> Option<(PublishedSpeed, EngineSpeed)> {
+        let is_fresh = self.weights.iter().all(|weight| *weight >= 1.0);
+        (!is_fresh).then(|| (self.published, self.published.aged(self.weights, typical)))
     }
 }
 

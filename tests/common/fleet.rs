@@ -9,8 +9,8 @@ use pointsman::index::Holdings;
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
-    Admission, Decision, Effect, Explanation, Extensions, Input, LoadAnswer, LoadQuery, Purpose, Rejection, Request,
-    ResolvedOptions, Schedule, Target, Waits,
+    Admission, Decision, Effect, Explanation, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells,
+    Rejection, Request, ResolvedOptions, Schedule, Target, Waits,
 };
 use pointsman::select::{Policy, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
 
@@ -95,6 +95,7 @@ pub(crate) fn asks(options: ResolvedOptions) -> Ask {
 pub(crate) struct Fleet {
     pub(crate) config: RouterConfig,
     pub(crate) schedule: Schedule<u64>,
+    loads: LiveLoads,
     pub(crate) nodes: Vec<Node>,
     pub(crate) now: Timestamp,
     /// Queries not answered yet.
@@ -120,6 +121,7 @@ impl Fleet {
         config.validate().expect("tests follow the rules");
         let mut fleet = Self {
             schedule: Schedule::new(config.clone(), 0, extensions),
+            loads: LiveLoads::default(),
             config,
             nodes: Vec::new(),
             now: Timestamp(1_000_000_000),
@@ -171,12 +173,9 @@ impl Fleet {
         } else {
             self.nodes.push(node);
         }
-        let admission = Admission {
-            holdings,
-            since: self.now,
-            traits: Arc::new(traits),
-            ..Admission::new(rank, slot, generation, board)
-        };
+        self.loads.insert(slot, RankCells { board, holdings, ..RankCells::default() });
+        let admission =
+            Admission { since: self.now, traits: Arc::new(traits), ..Admission::new(rank, slot, generation) };
         self.step(Input::Admit(admission));
         position
     }
@@ -244,7 +243,7 @@ impl Fleet {
     }
 
     pub(crate) fn step(&mut self, input: Input<u64>) {
-        self.schedule.step(input, self.now, &mut self.effects);
+        self.schedule.step(input, &self.loads, self.now, &mut self.effects);
         self.perform();
     }
 
@@ -267,6 +266,7 @@ impl Fleet {
                     }
                 }
                 Effect::Refresh { booking, block_hashes } => self.refreshes.push((booking, block_hashes.len())),
+                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
                 Effect::Book { context: id, decision, number, trace } => {
                     let node = &mut self.nodes[decision.slot.index()];
                     assert_eq!((node.rank, node.generation), (decision.rank, decision.generation));

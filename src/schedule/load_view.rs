@@ -1,0 +1,142 @@
+//! Load state that the scheduler reads during a step.
+//!
+//! The state is shared with other actors and changes between two reads. [`Schedule::step`](super::Schedule::step)
+//! therefore takes it as an argument: [`LiveLoads`] reads the shared cells, a test or a replay supplies recorded reads.
+//! The same inputs, reads and times give the same effects.
+
+use std::sync::Arc;
+
+use crate::engine_load::{EngineLoad, EngineLoadCell};
+use crate::index::Holdings;
+use crate::load::{BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PublishedSpeed, SpeedCell};
+use crate::protocol::{Slot, Timestamp};
+
+/// Load, speed and cache state of the admitted ranks, by slot.
+///
+/// The scheduler reads only slots between their `Admit` and their `Retire`. Every answer may change from one read to
+/// the next.
+pub trait LoadView {
+    /// Whether the board may have a newer snapshot than `seen`.
+    fn has_board_news(&self, slot: Slot, seen: BoardVersion) -> bool;
+
+    /// The board's snapshot if it is newer than `seen`, which then moves to its version. `None` if it is not newer or a
+    /// write is in progress.
+    fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad>;
+
+    /// The speed that the rank has published.
+    fn speed(&self, slot: Slot) -> PublishedSpeed;
+
+    /// Weights of the published rate and step at `now`; see [`SpeedCell::weights`].
+    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2];
+
+    /// Mean output tokens of a request on the rank, if any has ended.
+    fn output_tokens(&self, slot: Slot) -> Option<f64>;
+
+    /// KV blocks that the index holds for the rank, counted once per tier.
+    fn held_blocks(&self, slot: Slot) -> u32;
+
+    /// Time of the rank's last KV event.
+    fn index_changed_at(&self, slot: Slot) -> Option<Timestamp>;
+
+    /// The load that the rank's engine last reported.
+    fn engine_load(&self, slot: Slot) -> Option<EngineLoad>;
+}
+
+/// The shared cells of one rank. Each has one writer.
+#[derive(Clone, Debug, Default)]
+pub struct RankCells {
+    /// Load, written by the rank's sequence actor.
+    pub board: Arc<BoardSlot>,
+    /// Compute speed, written by the rank's sequence actor.
+    pub speed: Arc<SpeedCell>,
+    /// Index size, written by the rank's index shard.
+    pub holdings: Arc<Holdings>,
+    /// Engine-reported load, written by the engine-load actor.
+    pub engine_load: Arc<EngineLoadCell>,
+}
+
+/// The current contents of the ranks' shared cells.
+///
+/// ```
+/// use pointsman::load::{BoardLoad, BoardVersion};
+/// use pointsman::protocol::Slot;
+/// use pointsman::schedule::{LiveLoads, LoadView, RankCells};
+///
+/// let (mut loads, cells) = (LiveLoads::default(), RankCells::default());
+/// loads.insert(Slot(3), cells.clone());
+/// cells.board.publish(&BoardLoad { requests: 2, ..BoardLoad::default() });
+/// let mut seen = BoardVersion::default();
+/// assert_eq!(loads.board(Slot(3), &mut seen).map(|load| load.requests), Some(2));
+/// assert!(!loads.has_board_news(Slot(3), seen));
+/// ```
+#[derive(Debug, Default)]
+pub struct LiveLoads {
+    by_slot: Vec<RankCells>,
+}
+
+impl LiveLoads {
+    /// Adds the cells of the rank in `slot`, before its `Admit`.
+    pub fn insert(&mut self, slot: Slot, cells: RankCells) {
+        if self.by_slot.len() <= slot.index() {
+            self.by_slot.resize_with(slot.index() + 1, RankCells::default);
+        }
+        self.by_slot[slot.index()] = cells;
+    }
+
+    /// Drops the cells of the rank in `slot`, after its `Retire`.
+    pub fn remove(&mut self, slot: Slot) {
+        if let Some(cells) = self.by_slot.get_mut(slot.index()) {
+            *cells = RankCells::default();
+        }
+    }
+
+    /// Publishes the pool's typical speed to every rank's sequence actor: performs
+    /// [`Effect::PublishTypicalSpeed`](super::Effect::PublishTypicalSpeed).
+    pub fn publish_typical_speed(&self, typical: &EngineSpeed) {
+        for cells in &self.by_slot {
+            cells.speed.publish_typical(typical);
+        }
+    }
+}
+
+impl LoadView for LiveLoads {
+    #[inline]
+    fn has_board_news(&self, slot: Slot, seen: BoardVersion) -> bool {
+        self.by_slot[slot.index()].board.has_news(seen)
+    }
+
+    #[inline]
+    fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad> {
+        self.by_slot[slot.index()].board.read_since(seen)
+    }
+
+    #[inline]
+    fn speed(&self, slot: Slot) -> PublishedSpeed {
+        self.by_slot[slot.index()].speed.published()
+    }
+
+    #[inline]
+    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
+        self.by_slot[slot.index()].speed.weights(now)
+    }
+
+    #[inline]
+    fn output_tokens(&self, slot: Slot) -> Option<f64> {
+        self.by_slot[slot.index()].speed.output_tokens()
+    }
+
+    #[inline]
+    fn held_blocks(&self, slot: Slot) -> u32 {
+        self.by_slot[slot.index()].holdings.held_blocks()
+    }
+
+    #[inline]
+    fn index_changed_at(&self, slot: Slot) -> Option<Timestamp> {
+        self.by_slot[slot.index()].holdings.changed_at()
+    }
+
+    #[inline]
+    fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
+        self.by_slot[slot.index()].engine_load.read()
+    }
+}

@@ -1,0 +1,281 @@
+//! Replay of the pure scheduler: the same inputs, times and load reads give the same effects, even if the loads change
+//! concurrently during the recorded run.
+
+use std::cell::RefCell;
+use std::collections::{BTreeSet, VecDeque};
+use std::mem::{Discriminant, discriminant};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use std::vec::IntoIter;
+
+use pointsman::RouterConfig;
+use pointsman::engine_load::{EngineLoad, EngineReading};
+use pointsman::load::{
+    ActiveSequences, BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PublishedSpeed, RankLoad,
+};
+use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::schedule::{
+    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadView, Purpose, RankCells, Request, Schedule, Waits,
+};
+use pointsman::select::{Policy, RankOverlap, RankTraits, TierOverlap};
+
+use crate::fleet::scattered;
+
+const RANKS: u32 = 6;
+const INPUTS: u64 = 1_500;
+
+/// One answer of a [`LoadView`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum LoadRead {
+    HasNews(bool),
+    Board(Option<BoardLoad>, BoardVersion),
+    Speed(PublishedSpeed),
+    SpeedWeights([f64; 2]),
+    OutputTokens(Option<f64>),
+    HeldBlocks(u32),
+    IndexChangedAt(Option<Timestamp>),
+    EngineLoad(Option<EngineLoad>),
+}
+
+/// Records every read of the live cells.
+struct RecordingLoads<'a> {
+    live: &'a LiveLoads,
+    reads: RefCell<Vec<(Slot, LoadRead)>>,
+}
+
+impl RecordingLoads<'_> {
+    fn record<R: Copy>(&self, slot: Slot, value: R, read: impl Fn(R) -> LoadRead) -> R {
+        self.reads.borrow_mut().push((slot, read(value)));
+        value
+    }
+}
+
+impl LoadView for RecordingLoads<'_> {
+    fn has_board_news(&self, slot: Slot, seen: BoardVersion) -> bool {
+        self.record(slot, self.live.has_board_news(slot, seen), LoadRead::HasNews)
+    }
+
+    fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad> {
+        let load = self.live.board(slot, seen);
+        self.record(slot, load, |load| LoadRead::Board(load, *seen))
+    }
+
+    fn speed(&self, slot: Slot) -> PublishedSpeed {
+        self.record(slot, self.live.speed(slot), LoadRead::Speed)
+    }
+
+    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
+        self.record(slot, self.live.speed_weights(slot, now), LoadRead::SpeedWeights)
+    }
+
+    fn output_tokens(&self, slot: Slot) -> Option<f64> {
+        self.record(slot, self.live.output_tokens(slot), LoadRead::OutputTokens)
+    }
+
+    fn held_blocks(&self, slot: Slot) -> u32 {
+        self.record(slot, self.live.held_blocks(slot), LoadRead::HeldBlocks)
+    }
+
+    fn index_changed_at(&self, slot: Slot) -> Option<Timestamp> {
+        self.record(slot, self.live.index_changed_at(slot), LoadRead::IndexChangedAt)
+    }
+
+    fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
+        self.record(slot, self.live.engine_load(slot), LoadRead::EngineLoad)
+    }
+}
+
+/// Returns recorded reads in their order.
+struct ReplayedLoads(RefCell<IntoIter<(Slot, LoadRead)>>);
+
+macro_rules! replayed {
+    ($view:expr, $slot:expr, $read:pat => $value:expr) => {
+        match $view.0.borrow_mut().next() {
+            Some((slot, $read)) if slot == $slot => $value,
+            other => panic!("the replay reads {} of {:?}, recorded was {other:?}", stringify!($read), $slot),
+        }
+    };
+}
+
+impl LoadView for ReplayedLoads {
+    fn has_board_news(&self, slot: Slot, _: BoardVersion) -> bool {
+        replayed!(self, slot, LoadRead::HasNews(news) => news)
+    }
+
+    fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad> {
+        replayed!(self, slot, LoadRead::Board(load, version) => {
+            *seen = version;
+            load
+        })
+    }
+
+    fn speed(&self, slot: Slot) -> PublishedSpeed {
+        replayed!(self, slot, LoadRead::Speed(speed) => speed)
+    }
+
+    fn speed_weights(&self, slot: Slot, _: Timestamp) -> [f64; 2] {
+        replayed!(self, slot, LoadRead::SpeedWeights(weights) => weights)
+    }
+
+    fn output_tokens(&self, slot: Slot) -> Option<f64> {
+        replayed!(self, slot, LoadRead::OutputTokens(tokens) => tokens)
+    }
+
+    fn held_blocks(&self, slot: Slot) -> u32 {
+        replayed!(self, slot, LoadRead::HeldBlocks(blocks) => blocks)
+    }
+
+    fn index_changed_at(&self, slot: Slot) -> Option<Timestamp> {
+        replayed!(self, slot, LoadRead::IndexChangedAt(at) => at)
+    }
+
+    fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
+        replayed!(self, slot, LoadRead::EngineLoad(load) => load)
+    }
+}
+
+fn prompt(n: u64) -> PromptBlocks {
+    let (family, length) = (scattered(n) % 7, 1 + scattered(n ^ 77) % 30);
+    PromptBlocks::Hashed((0..length).map(|block| SequenceHash(scattered(family << 32 | block))).collect())
+}
+
+/// The loads that the writer publishes in turn: 0 to 7 requests with their prefills.
+fn published_loads() -> Vec<BoardLoad> {
+    let mut active = ActiveSequences::new(true);
+    (0..8)
+        .map(|n| {
+            let load = BoardLoad::of(&active, 0, n, Timestamp(1));
+            let hint = PrefillLoadHint::new(800, 100, true, Some(Duration::from_millis(40)));
+            active.book(BookingId(u64::from(n)), prompt(u64::from(n)), hint, Timestamp(1)).expect("booked once");
+            load
+        })
+        .collect()
+}
+
+/// Publishes the `n`th state of every cell.
+fn publish(cells: &[RankCells], loads: &[BoardLoad], n: u64) {
+    for (cells, rank) in cells.iter().zip(0u64..) {
+        let value = scattered(n << 8 | rank);
+        let at = Timestamp(100_000_000 * n);
+        let load = loads[(value % 8) as usize];
+        let incarnation = u32::from(value.is_multiple_of(97));
+        cells.board.publish(&BoardLoad { incarnation, applied: (value >> 8) as u32 % 64, ..load });
+        let speed =
+            EngineSpeed { work_tokens_per_second: 5e3 + (value % 1_000) as f64 * 30.0, ..EngineSpeed::prior(16) };
+        if (n / 400).is_multiple_of(2) {
+            cells.speed.publish(&speed, at); // else it ages: 400 inputs are 40 s
+        }
+        cells.speed.publish_output((value % 500) as f64);
+        cells.holdings.publish((value % 9_000) as usize, at);
+        let reading = EngineReading { waiting: Some((value % 12) as u32), ..EngineReading::default() };
+        cells.engine_load.publish(&EngineLoad { reading, at });
+    }
+}
+
+fn config(policy: Policy) -> RouterConfig {
+    RouterConfig {
+        policy,
+        block_size: 16,
+        seed: 5,
+        queue_threshold: Some(0.4),
+        overload_engine_waiting: Some(10),
+        slow_start_fill: 0.5,
+        ..RouterConfig::default()
+    }
+}
+
+fn request(n: u64) -> Request<u64> {
+    let prompt = prompt(n);
+    let overlap = |slot: u32| RankOverlap {
+        slot: Slot(slot),
+        generation: Generation(1),
+        overlap: TierOverlap {
+            device_blocks: (scattered(n ^ u64::from(slot)) % 8) as u32 % (prompt.block_count() + 1),
+            ..TierOverlap::default()
+        },
+    };
+    let purpose = match n % 10 {
+        0 => Purpose::Explain,
+        1 => Purpose::LoadSnapshot,
+        2 => Purpose::Report,
+        _ => Purpose::Book,
+    };
+    let waits = Waits { booking: BookingId(n), arrival: Timestamp(100_000_000 * n), block_hashes: None };
+    Request {
+        overlaps: (0..RANKS).filter(|slot| scattered(n + u64::from(*slot)).is_multiple_of(3)).map(overlap).collect(),
+        purpose,
+        waits: Some(Box::new(waits)),
+        ..Request::new(n, prompt.clone(), prompt.block_count() * 16)
+    }
+}
+
+/// Effects of a fixed stream of inputs. `between` runs before each input.
+fn effects_of<V: LoadView>(policy: Policy, loads: &V, between: impl Fn(u64)) -> Vec<String> {
+    let mut schedule = Schedule::<u64>::new(config(policy), 0, Extensions::default());
+    let (mut effects, mut log) = (VecDeque::new(), Vec::new());
+    for slot in 0..RANKS {
+        let rank = WorkerRank::new(WorkerId(u64::from(slot)), 0);
+        let traits = RankTraits { total_kv_blocks: Some(5_000), ..RankTraits::default() };
+        let admission = Admission { traits: Arc::new(traits), ..Admission::new(rank, Slot(slot), Generation(1)) };
+        schedule.step(Input::Admit(admission), loads, Timestamp(0), &mut effects);
+    }
+    for n in 0..INPUTS {
+        between(n);
+        let now = Timestamp(100_000_000 * n);
+        let input = if n % 5 == 4 { Input::Wake } else { Input::Request(request(n)) };
+        schedule.step(input, loads, now, &mut effects);
+        while let Some(effect) = effects.pop_front() {
+            log.push(format!("{effect:?}"));
+            if let Effect::Query(query) = effect {
+                let answer = |slot: &Slot| LoadAnswer {
+                    slot: *slot,
+                    generation: Generation(1),
+                    load: RankLoad { requests: (scattered(query.batch) % 5) as u32, ..RankLoad::default() },
+                    shared_blocks: query.prompts.iter().map(|_| 0).collect(),
+                };
+                let answers = query.slots.iter().map(answer).collect();
+                schedule.step(Input::Loads { batch: query.batch, answers }, loads, now, &mut effects);
+            }
+        }
+    }
+    log
+}
+
+#[test]
+fn recorded_reads_replay_to_equal_effects() {
+    for policy in Policy::ALL {
+        let (cells, loads) = ([(); RANKS as usize].map(|()| RankCells::default()), published_loads());
+        let mut live = LiveLoads::default();
+        for (slot, cells) in (0..RANKS).zip(&cells) {
+            live.insert(Slot(slot), cells.clone());
+        }
+        let idle = effects_of(policy, &live, |_| {});
+        let recording = RecordingLoads { live: &live, reads: RefCell::default() };
+        let done = AtomicBool::new(false);
+        let recorded = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for n in (INPUTS..).take_while(|_| !done.load(Ordering::Relaxed)) {
+                    publish(&cells[1..], &loads, n); // concurrently with the steps
+                }
+            });
+            let recorded = effects_of(policy, &recording, |n| publish(&cells[..1], &loads, n));
+            done.store(true, Ordering::Relaxed);
+            recorded
+        });
+        assert_ne!(recorded, idle, "{policy:?}: the loads matter");
+        let reads = recording.reads.into_inner();
+        if policy == Policy::Latency {
+            let kinds: BTreeSet<String> = reads.iter().map(|(_, read)| kind(read)).collect();
+            assert_eq!(kinds.len(), 8, "every kind of read: {kinds:?}");
+        }
+        let replayed = ReplayedLoads(RefCell::new(reads.into_iter()));
+        assert_eq!(effects_of(policy, &replayed, |_| {}), recorded, "{policy:?}");
+        assert_eq!(replayed.0.into_inner().next(), None, "{policy:?}: every recorded read is repeated");
+    }
+}
+
+fn kind(read: &LoadRead) -> String {
+    let kind: Discriminant<LoadRead> = discriminant(read);
+    format!("{kind:?}")
+}
