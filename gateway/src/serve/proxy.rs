@@ -1,9 +1,8 @@
-//! One request's way to a worker and back.
+//! Path of one request to a worker and back.
 //!
-//! Owns the order of the steps: who asks, what is asked of which model, by which tokens it is routed, where it goes.
-//! Promises that a request is refused before anything is booked for it wherever it can be, that its body passes unchanged but
-//! for what routing must change, and that whatever ends the request ends its booking. Leaves tries to [`attempts`], and
-//! what follows the first byte to [`answer`].
+//! Order of steps: authentication, parsing, model lookup, tokenization, placement, attempt. Rejections happen before
+//! any booking if possible, the body changes only where routing requires it, and every end of a request ends its
+//! booking. [`attempts`] retries, and [`answer`] streams the response.
 
 mod answer;
 mod attempts;
@@ -32,11 +31,11 @@ use answer::Answer;
 use attempts::{Begin, Errand};
 use intake::Limits;
 
-/// Answers a request to one of the endpoints.
+/// Serves a request to one of the endpoints.
 pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, request: Request<Body>) -> Response<Body> {
     let (head, body) = request.into_parts();
     let mut account = Account::begin(&app.meters, endpoint);
-    // The routes have given it one, and put it on whatever is answered.
+    // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     account.access.request_id = request_id.to_owned();
     let passed = pass(&app, &mut account, endpoint, &head.headers, request_id, body).await;
@@ -51,7 +50,7 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     response
 }
 
-/// All that is done before the client is told anything. The error is an answer, too.
+/// All steps before the first byte of the response. Errors are responses, too.
 async fn pass(
     app: &Arc<App>,
     account: &mut Account,
@@ -107,17 +106,17 @@ async fn pass(
         not_streamed: !ask.stream,
         ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
     };
-    // Embeddings are never streamed, whatever a request says.
+    // Embeddings are never streamed, regardless of the request.
     let kind = if ask.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
     let body = ask.body(edits);
     let errand = Errand { app, model, endpoint, headers, request_id, body, kind };
     errand.run(account, request).await
 }
 
-/// The answer of a worker that has begun to give one.
+/// Response of a worker that has started one.
 fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -> Response<Body> {
     let (status, headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
-    // The first token of a stream is recorded when it passes.
+    // The first token of a stream is recorded as it passes.
     if begin.checked != Some(AnswerKind::Events) {
         account.first_token();
     }
@@ -146,7 +145,7 @@ fn body_limits(app: &App, headers: &HeaderMap) -> Limits {
     Limits { bytes_max, silence_max, asks_first: headers.contains_key(EXPECT) }
 }
 
-/// Who asks, if anybody may now.
+/// Authenticates the client, if requests are accepted now.
 fn admit<'a>(app: &'a App, headers: &HeaderMap) -> Result<Option<&'a Tenant>, ApiError> {
     if app.is_closing() { Err(ApiError::draining()) } else { app.tenants.identify(headers.get(AUTHORIZATION)) }
 }
@@ -155,13 +154,13 @@ fn model_missing() -> ApiError {
     ApiError::invalid("missing_field", Some("model"), "the body has no model, and several are served")
 }
 
-/// What the headers ask of routing, within what the tenant may.
+/// Routing options from the headers, limited to the permissions of the tenant.
 fn terms_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestTerms, ApiError> {
     let mut terms = RequestTerms::parse(headers)?;
     if let Some(tenant) = tenant {
         terms.strict_priority = terms.strict_priority.min(tenant.strict_priority_max);
         if tenant.strict_priority_max == 0 {
-            terms.priority_jump = 0.0; // a jump is a priority by another name
+            terms.priority_jump = 0.0; // a jump is also a priority
         }
         terms.policy_class = tenant.policy_class.clone().or(terms.policy_class);
     }

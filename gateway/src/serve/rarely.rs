@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Lets one through every so often, and counts the others.
+/// Passes one line per interval and counts the suppressed ones.
 #[derive(Debug)]
 pub(crate) struct Rarely {
     every: Duration,
@@ -17,9 +17,9 @@ impl Rarely {
         Self { every, last: Mutex::default() }
     }
 
-    /// Whether this one may be said, and how many were not since the last.
+    /// Number of suppressed lines since the last one, if this line may be logged.
     pub(crate) fn may_say(&self, now: Instant) -> Option<u64> {
-        // Both are whole after every statement.
+        // Both values are consistent after every statement.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.0.is_some_and(|said| now.saturating_duration_since(said) < self.every) {
             last.1 += 1;

@@ -1,10 +1,9 @@
-//! Probes: whether the process lives, and whether it should be sent requests.
+//! Liveness and readiness probes.
 //!
-//! Owns what "live" means: no router has failed for good, which only a restart of the process can mend. Owns what "ready"
-//! means: not on its way out, and some model has a rank that may serve and is warm, which is that the
-//! caches of all its ranks were known once and none was lost since, or the time to get to know them is over. Promises
-//! that the answer gives causes and names no worker, and that an engine that falls silent makes nobody unready. Leaves the
-//! facts to the routers.
+//! Live: no router has failed permanently; only a process restart repairs that. Ready: not draining, and some model has
+//! a rank that can serve and is warm. Warm means that the caches of all ranks were known once without a loss since
+//! then, or that the warm-up time is over. The response lists causes without naming workers, and a silent engine does
+//! not make the gateway unready. The routers provide the facts.
 
 mod causes;
 
@@ -31,7 +30,7 @@ use super::current::Current;
 use super::models::Model;
 use crate::openai::ApiError;
 
-/// What the gateway itself contributes to being ready.
+/// The gateway's own part of readiness.
 pub(crate) struct Readiness {
     draining: AtomicBool,
     started: Instant,
@@ -39,12 +38,12 @@ pub(crate) struct Readiness {
 }
 
 impl Readiness {
-    /// From now on, caches have `warm_up` to become known.
+    /// Starts the warm-up time.
     pub(crate) fn new(warm_up: Duration) -> Self {
         Self { draining: AtomicBool::new(false), started: Instant::now(), warm_up }
     }
 
-    /// Not ready any more, for good.
+    /// Ends readiness permanently.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::Relaxed);
     }
@@ -58,24 +57,24 @@ impl Readiness {
     }
 }
 
-/// What there is to know of one model's ranks.
+/// Facts about the ranks of one model.
 #[derive(Clone, Debug, Default)]
 struct Ranks {
-    /// Whether the router takes requests.
+    /// Whether the router accepts requests.
     router_up: bool,
-    /// Those that are registered.
+    /// Registered ranks.
     registered: usize,
-    /// Those that can serve.
+    /// Ranks that can serve.
     eligible: usize,
-    /// Those that are ejected: counted only where none can serve.
+    /// Ejected ranks, counted only if none can serve.
     ejected: usize,
-    /// Those whose cache contents were lost with a part of the index.
+    /// Ranks whose index contents were lost.
     cold: usize,
-    /// Those whose cache contents are not known, yet or any more, the cold ones included.
+    /// Ranks with unknown cache contents, including cold ones.
     unknown: usize,
-    /// Whether there was a time when none was unknown.
+    /// Whether all ranks were known at some time.
     was_warm: bool,
-    /// Why none can serve, where that is so.
+    /// Reasons why no rank can serve.
     causes: Vec<String>,
 }
 
@@ -85,12 +84,12 @@ impl Ranks {
     }
 }
 
-/// Whether to send requests, and if not, why not.
+/// Readiness with reasons.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Verdict {
     ready: bool,
     reasons: Vec<String>,
-    /// What is wrong all the same.
+    /// Problems that do not affect readiness.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
 }
@@ -101,7 +100,7 @@ impl Verdict {
     }
 }
 
-/// Over the models in question.
+/// Evaluates the given models.
 fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verdict {
     if draining {
         return Verdict::not_ready(vec!["the gateway is about to end".to_owned()]);
@@ -121,7 +120,7 @@ fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verd
 
 fn why_not(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
     let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, ref causes } = *ranks;
-    // Ranks that join later, or break off, are no reason to stop what goes well.
+    // Ranks that join later, or disconnect, do not end readiness.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("its router is down".to_owned())
@@ -139,14 +138,14 @@ fn why_not(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
     }
 }
 
-/// The facts about one model, from its router.
+/// Facts about one model from its router.
 async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let health = model.router.health();
     let sources = model.router.kv_sources().into_iter();
     let mut unknown: BTreeSet<_> = sources.filter(|source| !is_known(source)).map(|source| source.rank).collect();
     let was_warm = model.was_warm.load(Ordering::Relaxed);
     let eligible = model.router.eligible_ranks();
-    // The router is asked only where it matters.
+    // Queried only if they affect the result.
     let matters = eligible == 0 || !unknown.is_empty() && !was_warm && !warm_up_over;
     let ejected = if matters { causes::ejected(model).await } else { BTreeMap::new() };
     unknown.retain(|rank| !ejected.contains_key(rank));
@@ -165,7 +164,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     ranks
 }
 
-/// An engine that has been read to the end and has nothing to say is silent, and known.
+/// An engine whose stream was read to its end without events is silent and known.
 fn is_known(source: &KvSourceStatus) -> bool {
     source.caught_up || source.trust == Trust::Live
 }
@@ -175,7 +174,7 @@ pub(crate) fn routes() -> Router<Current> {
     Router::new().route("/live", get(live)).route("/ready", get(ready))
 }
 
-/// A router that has spent its restarts stays failed: whoever supervises the process should restart it.
+/// A router with an exhausted restart budget stays failed: the process supervisor should restart the process.
 async fn live(State(app): State<Arc<App>>) -> Response {
     let failed: Vec<&str> = app
         .models
@@ -191,10 +190,10 @@ async fn live(State(app): State<Arc<App>>) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, said).into_response()
 }
 
-/// What `/ready` is asked.
+/// Query of `/ready`.
 #[derive(Deserialize)]
 struct Asked {
-    /// One model's name or alias; else any will do.
+    /// Name or alias of a model; any model if absent.
     model: Option<String>,
 }
 
@@ -226,7 +225,7 @@ async fn ready(State(app): State<Arc<App>>, asked: Result<Query<Asked>, QueryRej
     (status, Json(verdict)).into_response()
 }
 
-/// `/metrics` for clients, where `metrics_public` is true.
+/// `/metrics` for clients, if `metrics_public` is true.
 pub(crate) async fn public_metrics(State(app): State<Arc<App>>) -> Response {
     if app.settings.gateway.metrics_public { metrics(State(app)).await } else { ApiError::not_found().into_response() }
 }
@@ -249,11 +248,11 @@ mod tests {
     fn ready_means_that_some_model_can_be_served_well() {
         let ranks = |eligible, unknown| Ranks { router_up: true, eligible, unknown, ..Ranks::default() };
         let (good, cold, none, down) = (ranks(2, 0), ranks(2, 1), ranks(0, 0), Ranks::default());
-        // It was warm, and since then a rank has come or broken off; or the index has lost what it knew of it.
+        // Warm before; since then a rank has joined or disconnected, or the index has lost its contents.
         let joined = Ranks { was_warm: true, ..cold.clone() };
         let lost = Ranks { cold: 1, ..joined.clone() };
         let refused = Ranks { causes: vec!["a cause".to_owned(), "another".to_owned()], ..none.clone() };
-        // Ready where there are no reasons.
+        // Ready without reasons.
         type Case<'a> = (bool, bool, &'a [(&'a str, Ranks)], &'a [&'a str]);
         let cases: &[Case<'_>] = &[
             (false, false, &[("a", good.clone())], &[]),

@@ -1,9 +1,8 @@
-//! Reloading the settings of a running gateway.
+//! Reload of the settings of a running gateway.
 //!
-//! Owns the order of a reload and what it came to. Promises that settings or files which cannot be used change nothing at all;
-//! that a request is served from its first to its last byte with the settings it began with; that settings which need a restart
-//! keep their running value and are named; and that reloads run one after the other. Leaves comparing to [`settings`], the
-//! workers to [`ModelSources`](super::sources::ModelSources), and reading the file to whoever gave the way to load it.
+//! Invalid settings or files change nothing. A request keeps the settings of its start. Settings that need a restart
+//! keep their running values and are reported. Reloads run one at a time. [`settings`] compares,
+//! [`ModelSources`](super::sources::ModelSources) updates workers, and the caller provides the loader.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,77 +20,77 @@ use super::{App, Files, GatewayError, ProcessLimits, Tenants};
 use crate::settings::{Secret, SettingErrors, Settings};
 use crate::upstream::worker_tls;
 
-/// How often it is looked whether requests still use a model that was removed.
+/// Polling interval for requests that still use a removed model.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Loads the settings again: the file as it is now, with the variables and flags of the start.
+/// Loads the settings again: the current file with the variables and flags of the start.
 pub type LoadSettings = Arc<dyn Fn() -> Result<Settings, String> + Send + Sync>;
 
-/// Why a reload was rejected. What was in force before stays in force.
+/// Reason for a rejected reload. The previous settings stay in force.
 #[derive(Debug, thiserror::Error)]
 pub enum ReloadError {
-    /// There is nothing to load.
+    /// No loader.
     #[error("the settings were given by the embedding process, which alone can change them")]
     Fixed,
-    /// The gateway is about to end.
+    /// The gateway is draining.
     #[error("the gateway is draining")]
     Draining,
-    /// The settings cannot be read, or break a rule.
+    /// Unreadable settings or a broken rule.
     #[error("{0}")]
     Settings(String),
-    /// The settings would not fit those that need a restart.
+    /// Settings that conflict with those that need a restart.
     #[error("with the settings that need a restart as they run: {0}")]
     Unfit(SettingErrors),
-    /// A file that the settings name, or a model that cannot be started.
+    /// An unusable referenced file, or a model that cannot start.
     #[error(transparent)]
     Gateway(#[from] GatewayError),
-    /// It broke off.
+    /// The reload was aborted.
     #[error("the reload broke off")]
     Lost,
 }
 
-/// How the running settings came about.
+/// Status of the running settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ReloadStatus {
-    /// When settings were applied last, at the start or by a reload, in seconds since 1970.
+    /// Time of the last application, at startup or by a reload, in seconds since 1970.
     pub applied_at: u64,
     /// The last reload; `None` before the first.
     pub last: Option<LastReload>,
-    /// Settings that were read and keep their former value until a restart.
+    /// Settings that keep their previous value until a restart.
     pub restart_needed: Vec<String>,
-    /// Whether the running settings are those of the last load, all of them.
+    /// Whether all running settings equal the last loaded ones.
     pub is_current: bool,
 }
 
-/// A reload that is over.
+/// A completed reload.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LastReload {
-    /// When it ended, in seconds since 1970.
+    /// Completion time, in seconds since 1970.
     pub at: u64,
-    /// Whether it was applied; else it was rejected as a whole.
+    /// Whether it was applied; otherwise it was rejected as a whole.
     pub applied: bool,
-    /// Why it was rejected.
+    /// Reason for the rejection.
     pub error: Option<String>,
 }
 
-/// Reloads, and knows what came of it.
+/// Performs reloads and keeps their status.
 pub(crate) struct Reloader {
     current: Current,
     load: Option<LoadSettings>,
     limits: ProcessLimits,
     clients: ListenerControl,
-    /// What was read last, to see what has changed. Held during a reload.
+    /// Files of the last load, for comparison. Locked during a reload.
     files: tokio::sync::Mutex<WorkerTrust>,
     status: Mutex<ReloadStatus>,
     meters: ReloadMeters,
 }
 
-/// Which certificates of workers are trusted, as far as a change of it can be seen.
+/// Trusted CA bundle for workers, for comparison.
 #[derive(PartialEq, Eq)]
 pub(crate) struct WorkerTrust(Option<Vec<u8>>);
 
 impl WorkerTrust {
-    /// Waits for the disk. A file that cannot be read is reported by whoever makes TLS of it.
+    /// Blocks on disk reads. An unreadable file is reported when TLS is configured from it.
     pub(crate) fn read(settings: &Settings) -> Self {
         Self(settings.gateway.worker_ca_file.as_ref().and_then(|file| std::fs::read(file).ok()))
     }
@@ -129,11 +128,11 @@ impl Reloader {
     }
 
     pub(crate) fn status(&self) -> ReloadStatus {
-        // It is replaced as a whole.
+        // The status is replaced as a whole.
         self.status.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Loads and applies the settings, to the end, whether or not anybody waits for it.
+    /// Loads and applies the settings. Runs to completion, even if the caller drops the future.
     pub(crate) async fn reload(self: &Arc<Self>) -> Result<ReloadStatus, ReloadError> {
         let this = Arc::clone(self);
         tokio::spawn(async move { this.run().await }).await.unwrap_or(Err(ReloadError::Lost))
@@ -175,7 +174,7 @@ impl Reloader {
         self.meters.restart_needed.set(as_float(status.restart_needed.len() as u64));
     }
 
-    /// Everything that can fail. Nothing that runs is changed.
+    /// All fallible steps. Does not change running state.
     async fn prepare(&self, trust: &WorkerTrust) -> Result<Next, ReloadError> {
         let app = self.current.get();
         if app.readiness.is_draining() {
@@ -189,7 +188,7 @@ impl Reloader {
         let (new_trust, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
         let (mut settings, mut restart_needed) = loaded.reloaded_over(&app.settings);
         if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
-            // The budget of the start could not hold a single one.
+            // The budget of the start could not hold a single body of that size.
             restart_needed.push("gateway.body_bytes_max".to_owned());
             settings.gateway.body_bytes_max = app.settings.gateway.body_bytes_max;
         }
@@ -201,12 +200,12 @@ impl Reloader {
             || gateway.0.connect_timeout_ms != gateway.1.connect_timeout_ms;
         let worker_tls = is_trust_new.then(|| worker_tls(settings.gateway.worker_ca_file.as_deref())).transpose();
         let worker_tls = worker_tls.map_err(GatewayError::from)?;
-        // Last, for it starts what must be ended again if anything fails.
+        // Last, because models started here must be stopped after any failure.
         let models = app.models.reloaded(&settings.models, &app.upstream).await.map_err(GatewayError::from)?;
         Ok(Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models })
     }
 
-    /// Puts the next state in place of the present one. Returns the settings that need a restart.
+    /// Replaces the running state. Returns the settings that need a restart.
     async fn apply(&self, next: Next, trust: &mut WorkerTrust) -> Vec<String> {
         let Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models } = next;
         settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -237,21 +236,20 @@ impl Reloader {
     }
 }
 
-/// What a reload would put in force.
+/// State prepared by a reload.
 struct Next {
-    /// The state that it replaces.
+    /// The state to replace.
     app: Arc<App>,
     settings: Settings,
     restart_needed: Vec<String>,
     files: Files,
-    /// Where the client of workers must be made anew.
+    /// Set if the worker client must be rebuilt.
     worker_tls: Option<rustls::ClientConfig>,
     trust: WorkerTrust,
     models: Models,
 }
 
-/// Ends the routers of models that are served no longer, once the requests that were served with the old state have ended, or
-/// `drain_timeout_ms` have passed.
+/// Stops the routers of removed models once the requests of the old state have ended, or after `drain_timeout_ms`.
 fn end_removed(old: Arc<App>, models: &Models) {
     let is_removed = |model: &&Arc<Model>| !models.all().iter().any(|kept| kept.settings.name == model.settings.name);
     let removed: Vec<_> = old.models.all().iter().filter(is_removed).map(|model| model.router.clone()).collect();
@@ -259,7 +257,7 @@ fn end_removed(old: Arc<App>, models: &Models) {
         return;
     }
     let wait_max = Duration::from_millis(old.settings.gateway.drain_timeout_ms);
-    // Every request holds it until its answer has ended.
+    // Every request holds the state until the end of its response.
     let old = Arc::downgrade(&old);
     tokio::spawn(async move {
         let begun = Instant::now();
@@ -282,7 +280,7 @@ fn as_float(n: u64) -> f64 {
     n as f64
 }
 
-/// A list of problems as one line of the log.
+/// Joins a list of problems into one log line.
 fn in_one_line(problems: &str) -> String {
     problems.trim_end().split('\n').collect::<Vec<_>>().join("; ")
 }

@@ -1,8 +1,7 @@
-//! What is answered on the clients' listener, and what on every one.
+//! Routes of the clients' listener, and layers for all listeners.
 //!
-//! Owns paths and methods, and that requests have names. Promises an answer in OpenAI's shape for every other path and
-//! method, and for a handler that panics, and that clients find a request's name in each answer. Leaves the answers to
-//! the modules they belong to.
+//! Assigns request ids and adds them to every response. Unknown paths, unsupported methods and panics produce errors in
+//! OpenAI's format. Handlers live in their own modules.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -29,10 +28,10 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 const ENDPOINTS: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
 
-/// Paths without an access line: machines request them every few seconds.
+/// Paths without an access log line, because monitoring polls them every few seconds.
 const PROBES: [&str; 3] = ["/live", "/ready", "/metrics"];
 
-/// Characters of a path in an access line.
+/// Maximum path length in an access log line.
 const PATH_CHARS_MAX: usize = 128;
 
 pub(super) fn clients(current: Current) -> Router {
@@ -56,24 +55,24 @@ pub(super) fn clients(current: Current) -> Router {
         .layer(from_fn_with_state(current, named))
 }
 
-/// Connections beyond `connections_max`: probes are answered, all else is refused.
+/// Routes for connections above `connections_max`: probes only.
 pub(super) fn overflow(current: Current) -> Router {
     let probes = Router::new().route("/metrics", get(ready::public_metrics)).merge(ready::routes());
     probes.with_state(current).fallback(too_many_connections)
 }
 
-/// How long the body of a request that is refused is read on.
+/// Time limit for reading the body of a rejected request.
 const REFUSED_BODY_TIME_MAX: Duration = Duration::from_millis(500);
 
 async fn too_many_connections(request: Request) -> ApiError {
-    // A client that is still sending would find the connection reset, and not read the answer.
+    // Otherwise a client that is still sending would see a connection reset instead of the response.
     let mut body = request.into_body();
     let rest = async { while let Some(Ok(_)) = body.frame().await {} };
     let _ = timeout(REFUSED_BODY_TIME_MAX, rest).await;
     ApiError::too_many_connections()
 }
 
-/// Gives a request that has no name, or none that is fit, one; its answer bears the same.
+/// Assigns an id to requests without a valid one; the response carries it.
 async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
     let id = HeaderValue::try_from(id).expect("it was a header, or is hexadecimal");
@@ -96,7 +95,7 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     answer
 }
 
-/// Why a head is rejected that another server on the way may read otherwise: RFC 9112, sections 3.2 and 6.1.
+/// Reason to reject a head that proxies may interpret differently: RFC 9112, sections 3.2 and 6.1.
 pub(super) fn refused_head(request: &Request) -> Option<ApiError> {
     let hosts = request.headers().get_all(HOST).iter().count();
     if hosts > 1 || hosts == 0 && request.version() >= Version::HTTP_11 {
@@ -107,17 +106,17 @@ pub(super) fn refused_head(request: &Request) -> Option<ApiError> {
     (!is_known || codings.next().is_some()).then(ApiError::transfer_encoding_unsupported)
 }
 
-/// Whether the request goes to an endpoint that writes its own access line.
+/// Whether the request goes to an endpoint that writes its own access log line.
 fn is_routed(request: &Request) -> bool {
     request.method() == Method::POST && ENDPOINTS.iter().any(|endpoint| endpoint.path() == request.uri().path())
 }
 
-/// The beginning of the path, without the query: clients put keys there.
+/// Truncated path without the query, because clients put keys there.
 fn path_of(request: &Request) -> String {
     request.uri().path().chars().take(PATH_CHARS_MAX).collect()
 }
 
-/// The panic itself has been told by the hook; what it says is nobody else's business.
+/// The panic hook has logged the panic; its message is internal.
 fn panicked(_: Box<dyn Any + Send>) -> Response {
     ApiError::internal().into_response()
 }

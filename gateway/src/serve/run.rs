@@ -1,9 +1,8 @@
-//! The gateway as a process.
+//! Process of the gateway: runtime, signals and exit code.
 //!
-//! Owns its runtime, its signals and its exit code. Promises that a first SIGTERM or SIGINT ends it in order: `/ready` says
-//! no for `drain_delay_ms` while everything is still answered, then the listener closes, then requests in flight have
-//! `drain_timeout_ms`; that a second one ends it at once; and that no other signal ends it. Leaves settings to their loader and requests to the
-//! [`Gateway`].
+//! The first SIGTERM or SIGINT drains: `/ready` is 503 for `drain_delay_ms` while everything is still served, then the
+//! listener closes, then requests in flight have `drain_timeout_ms`. The second signal ends the process immediately.
+//! Other signals never end it. The loader provides settings; the [`Gateway`] serves requests.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,20 +17,20 @@ use super::telemetry::{AccessLog, Metrics, parse_level, start_log, write_problem
 use super::{Drained, Gateway, LoadSettings};
 use crate::settings::{LogFormat, Settings};
 
-/// What was given cannot be used.
+/// Exit code for invalid input.
 const UNUSABLE: u8 = 2;
 
-/// A signal to end.
+/// A termination signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     /// SIGINT: Ctrl-C.
     Interrupt,
-    /// SIGTERM: what service managers send.
+    /// SIGTERM, sent by service managers.
     Terminate,
 }
 
 impl Signal {
-    /// The exit code of a process that is ended by it, as shells show it.
+    /// Exit code of a process ended by the signal, as shells report it.
     #[must_use]
     pub fn exit_code(self) -> u8 {
         match self {
@@ -41,20 +40,19 @@ impl Signal {
     }
 }
 
-/// How a gateway ended.
+/// End of a gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// In order, though perhaps some requests took too long.
+    /// Regular end; some requests may have been cut off.
     Drained(Drained),
-    /// At once, by a second signal.
+    /// Immediate end by a second signal.
     AtOnce(Signal),
 }
 
 /// Runs the gateway until a signal ends it.
 ///
-/// Exits with 0 when it has ended in order, also where requests took longer than `drain_timeout_ms` and were broken (a
-/// line of the log says how many); with 2 when it cannot start, which one line on stderr explains; and with 130 or 143
-/// when a second SIGINT or SIGTERM ended it at once.
+/// Exit codes: 0 after a regular end, even if requests were cut off after `drain_timeout_ms` (the log reports their
+/// number); 2 if startup failed, with the reason on stderr; 130 or 143 after a second SIGINT or SIGTERM.
 #[must_use]
 pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     let format = settings.gateway.log_format;
@@ -66,7 +64,7 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return unusable(format, &format!("no runtime: {error}")),
     };
-    // The log counts what it drops: the recorder comes first.
+    // The log counts dropped lines, so the recorder is installed first.
     drop(Metrics::install());
     let access_log = &settings.gateway.access_log;
     let Some(access) = AccessLog::parse(access_log) else {
@@ -80,7 +78,7 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     };
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
     let ended = runtime.block_on(started(settings, load));
-    // Nobody waits for a tokenizer's thread.
+    // Does not wait for tokenizer threads.
     runtime.shutdown_background();
     logs.flush();
     match ended {
@@ -90,13 +88,13 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     }
 }
 
-/// Starts and runs a gateway, and says why it cannot.
+/// Starts and runs a gateway; returns the reason if startup fails.
 async fn started(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
     let hear = |error| format!("signals cannot be heard: {error}");
     let (mut signals, hangups) = (signals().map_err(hear)?, hangups().map_err(hear)?);
     let gateway = tokio::select! {
         biased;
-        // Nothing has been accepted yet.
+        // No request has been accepted yet.
         Some(_) = signals.recv() => return Ok(Ended::Drained(Drained { broken: 0 })),
         gateway = Gateway::start_reloadable(settings, load) => gateway.map_err(|error| error.to_string())?,
     };
@@ -108,16 +106,16 @@ async fn started(settings: Settings, load: LoadSettings) -> Result<Ended, String
     Ok(ended)
 }
 
-/// Runs a gateway until the first of `signals` has drained it, or the second one ends it at once.
+/// Runs a gateway until the first of `signals` has drained it or the second one ends it.
 pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) -> Ended {
     let signal = signals.recv().await;
-    // As they are now: a reload may have changed them.
+    // The current timeouts, which a reload may have changed.
     let app = gateway.current.get();
     let drain_delay = Duration::from_millis(app.settings.gateway.drain_delay_ms);
     let drain_timeout = Duration::from_millis(app.settings.gateway.drain_timeout_ms);
     drop(app);
     let Some(signal) = signal else {
-        // Whoever sends signals has gone, and nobody could end it any more.
+        // The sender of signals is gone, so no signal could end the gateway later.
         return Ended::Drained(gateway.shutdown(drain_timeout).await);
     };
     tracing::info!(?signal, "ending: no longer ready");
@@ -143,16 +141,16 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
     }
 }
 
-/// Reloads the settings at each SIGHUP; several that come during a reload are one.
+/// Reloads the settings at each SIGHUP; several signals during a reload count as one.
 async fn reload_at(mut hangups: mpsc::Receiver<()>, reloader: Arc<Reloader>) {
     while hangups.recv().await.is_some() {
         tracing::info!("SIGHUP: configuration reload requested");
-        // It is reported by whoever reloads.
+        // The reloader reports the result.
         let _ = reloader.reload().await;
     }
 }
 
-/// Reports why a gateway cannot start, whether the log works or not.
+/// Reports a startup failure, with or without a working log.
 fn unusable(format: LogFormat, why: &str) -> ExitCode {
     match format {
         LogFormat::Text => refuse(format, &format!("error: {why}")),
@@ -160,14 +158,14 @@ fn unusable(format: LogFormat, why: &str) -> ExitCode {
     }
 }
 
-/// Reports on stderr why a gateway is not even started: a problem a line, in the format of the log.
+/// Reports on stderr why startup was not attempted: one problem per line, in the log format.
 #[must_use]
 pub fn refuse(format: LogFormat, problems: &str) -> ExitCode {
     write_problems(format, problems);
     ExitCode::from(UNUSABLE)
 }
 
-/// The process's signals, from now on.
+/// Termination signals of the process.
 #[cfg(unix)]
 fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
     use tokio::signal::unix::{SignalKind, signal};
@@ -201,26 +199,26 @@ fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
     Ok(receiver)
 }
 
-/// SIGHUP, from now on.
+/// SIGHUP of the process.
 #[cfg(unix)]
 fn hangups() -> std::io::Result<mpsc::Receiver<()>> {
     use tokio::signal::unix::{SignalKind, signal};
     let (sender, receiver) = mpsc::channel(1);
     let mut hangup = signal(SignalKind::hangup())?;
     tokio::spawn(async move {
-        // One that waits stands for all that came since.
+        // One pending signal represents all since the last reload.
         while hangup.recv().await.is_some() && !matches!(sender.try_send(()), Err(TrySendError::Closed(()))) {}
     });
     Ok(receiver)
 }
 
-/// None, where there is no SIGHUP.
+/// Never fires on systems without SIGHUP.
 #[cfg(not(unix))]
 fn hangups() -> std::io::Result<mpsc::Receiver<()>> {
     Ok(mpsc::channel(1).1)
 }
 
-/// Ctrl-C, which is all that other systems have.
+/// Ctrl-C, the only signal of other systems.
 #[cfg(not(unix))]
 fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
     let (sender, receiver) = mpsc::channel(2);

@@ -1,8 +1,8 @@
-//! Where a model's workers come from.
+//! Worker sources of a model.
 //!
-//! Owns which discovery source each setting means, and changes these sources when settings are reloaded. Promises that a source
-//! whose setting did not change is left alone, and that the workers of one that did stay until the new setting has given a set.
-//! Leaves probing, and what comes of it, to the library.
+//! Maps settings to discovery sources and updates the sources at a reload. A source with an unchanged setting
+//! continues; after a change, the former workers stay until the new source publishes a set. The library probes and
+//! reconciles.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 use crate::settings::ModelSettings;
 
-/// What a model's settings name; `None` where a setting names nothing.
+/// Source definitions of a model; `None` for unused kinds.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Definitions {
     fixed: Option<WorkerMap>,
@@ -25,10 +25,10 @@ pub(crate) struct Definitions {
 }
 
 impl Definitions {
-    /// Reads the settings.
+    /// Parses the settings.
     ///
     /// # Errors
-    /// Two workers of one id or address, and an address or a name that is none.
+    /// Two workers with one id or address, or an invalid address or name.
     pub(crate) fn of(settings: &ModelSettings) -> Result<Self, DiscoveryError> {
         let fixed = settings.workers.iter().filter(|worker| !worker.probe);
         let fixed = worker_map(fixed.map(|worker| (worker.id, worker.config.clone())))?;
@@ -47,7 +47,7 @@ impl Definitions {
         })
     }
 
-    /// Why a router with these workers alone would wait for more for ever.
+    /// Error if a router with these workers alone would wait for more workers forever.
     pub(crate) fn too_few(&self, wanted: u32) -> Option<StartError> {
         let is_complete = self.probed.is_none() && self.file.is_none() && self.names.is_none();
         let registered = self.fixed.as_ref().map_or(0, WorkerMap::len);
@@ -56,7 +56,7 @@ impl Definitions {
     }
 }
 
-/// The sources that a router follows, as far as the settings have named any.
+/// Sources followed by a router.
 #[derive(Default)]
 pub(crate) struct ModelSources(Mutex<Slots>);
 
@@ -68,11 +68,11 @@ struct Slots {
     names: Slot<Vec<String>>,
 }
 
-/// A source that is followed, and what it is to be; absent until a setting names something.
+/// A followed source and its definition; absent until a setting uses it.
 type Slot<D> = Option<watch::Sender<Option<D>>>;
 
 impl ModelSources {
-    /// Lets a router that is about to start follow everything that is defined.
+    /// Adds all defined sources to a router before its start.
     pub(crate) fn follow(
         &self,
         builder: RouterBuilder,
@@ -87,10 +87,10 @@ impl ModelSources {
         Ok(builder.expect("it is put back each time"))
     }
 
-    /// Makes what a running router follows what is defined now.
+    /// Applies new definitions to a running router.
     ///
     /// # Errors
-    /// When the router is down, or for what [`Definitions::of`] would have refused.
+    /// Router down, or invalid definitions as in [`Definitions::of`].
     pub(crate) fn change(
         &self,
         router: &Router,
@@ -107,7 +107,7 @@ impl ModelSources {
         add: &mut dyn FnMut(AnySwitched) -> Result<(), Down>,
     ) -> Result<(), DiscoveryError> {
         let down = |down: Down| DiscoveryError::Other(down.to_string());
-        // Each slot is whole after every statement.
+        // Each slot is consistent after every statement.
         let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Definitions { fixed, probed, file, names } = definitions;
         if let Some(fixed) = changed(&mut slots.fixed, fixed) {
@@ -133,8 +133,7 @@ impl ModelSources {
     }
 }
 
-/// Gives the slot's source its definition if that has changed. Returns the definition where there is no source yet that it
-/// could be given to.
+/// Passes a changed definition to the slot's source. Returns the definition if no source exists yet.
 fn changed<'a, D: Clone + PartialEq>(slot: &mut Slot<D>, definition: &'a Option<D>) -> Option<&'a D> {
     let Some(slot) = slot else { return definition.as_ref() };
     slot.send_if_modified(|known| {
@@ -152,7 +151,7 @@ fn set_list(list: &mut StaticList, workers: WorkerMap) -> Result<(), DiscoveryEr
     Ok(())
 }
 
-/// How engines of a model are probed.
+/// Probe options for engines of a model.
 pub(crate) fn probe_options(settings: &ModelSettings) -> ProbeOptions {
     ProbeOptions::of(&settings.router).model(settings.upstream_name())
 }
@@ -184,25 +183,25 @@ impl AnySwitched {
     }
 }
 
-/// A source whose definition may change while it is followed. Without a definition it names no worker.
+/// A source with a replaceable definition. Without a definition it publishes an empty set.
 struct Switched<S, D> {
     source: S,
     definition: watch::Receiver<Option<D>>,
     set: fn(&mut S, D) -> Result<(), DiscoveryError>,
     is_on: bool,
-    /// Whether the empty set, where it is not on, has still to be given.
+    /// Whether the empty set of a disabled source is still to be published.
     gives_none: bool,
 }
 
 impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> Switched<S, D> {
-    /// Puts a source that is of this definition into an empty slot.
+    /// Puts a source with this definition into an empty slot.
     fn over(source: S, slot: &mut Slot<D>, definition: &D, set: fn(&mut S, D) -> Result<(), DiscoveryError>) -> Self {
         let (sender, definition) = watch::channel(Some(definition.clone()));
         *slot = Some(sender);
         Self { source, definition, set, is_on: true, gives_none: false }
     }
 
-    /// Takes the definition as it is now.
+    /// Applies the current definition.
     fn switch(&mut self) -> Result<(), DiscoveryError> {
         let definition = self.definition.borrow_and_update().clone();
         let was_on = std::mem::replace(&mut self.is_on, definition.is_some());
@@ -235,10 +234,10 @@ impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> DiscoverySource for S
             tokio::select! {
                 biased;
                 changed = self.definition.changed() => {
-                    // Nobody can change it any more: its model is gone, and its router goes.
+                    // The model is gone, and so is its router.
                     changed.ok()?;
                 }
-                // One that has closed has nothing more to give until it is changed.
+                // A closed source publishes nothing until its definition changes.
                 Some(given) = next => return Some(given),
                 else => return None,
             }

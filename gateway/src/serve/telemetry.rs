@@ -1,8 +1,7 @@
-//! What the process tells of itself: log lines and the metrics page.
+//! Telemetry of the process: logs and the metrics page.
 //!
-//! Owns the subscriber of the log, the recorder of metrics, and the page that is made of them. Promises that a log that
-//! nobody reads never holds a request up: lines that find its queue full are dropped and counted. Leaves what is said and
-//! counted to those who know it.
+//! Installs the log subscriber and the metrics recorder, and renders the page. A blocked log reader never delays a
+//! request: lines that find a full queue are dropped and counted.
 
 mod access;
 mod log;
@@ -25,34 +24,34 @@ pub use log::{LevelError, parse_level};
 pub(crate) use log::{start_log, write_problems};
 use series::{Expiring, IDLE_MAX, LastingGauges};
 
-/// Bounds of durations, in seconds: from what the gateway itself costs to what a long answer takes.
+/// Duration buckets in seconds, from gateway overhead to long responses.
 pub(super) const SECONDS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
     600.0,
 ];
 
-/// Bounds of the durations that are well below a millisecond: the router's phases, the gateway's own share.
+/// Duration buckets in seconds for times well below a millisecond: router phases and gateway overhead.
 const SHORT_SECONDS: &[f64] = &[
     0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1.0, 5.0, 30.0,
 ];
 
-/// Bounds of tokens and blocks.
+/// Buckets of tokens and blocks.
 const COUNTS: &[f64] =
     &[1.0, 4.0, 16.0, 64.0, 256.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0, 32_768.0, 65_536.0, 131_072.0];
 
-/// Bounds of shares of a whole.
+/// Buckets of ratios.
 const RATIOS: &[f64] = &[
     0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0,
 ];
 
-/// How often observations are gathered where nobody reads the page.
+/// Interval of histogram upkeep without page reads.
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
 
-/// The content type of the page.
+/// Content type of the page.
 const PAGE_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// What is counted here and by the listeners: name, kind, labels, meaning. `docs/operations.md` has the same table.
+/// Metrics of the process and its listeners: name, kind, labels, description. `docs/operations.md` has the same table.
 pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
     ("pointsman_build_info", Kind::Gauge, &["version"], "Always 1; the label is the running version."),
     ("pointsman_gateway_connections", Kind::Gauge, &["listener"], "Open connections."),
@@ -102,7 +101,7 @@ pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
     ("pointsman_gateway_log_lines_dropped_total", Kind::Counter, &[], "Log lines dropped because of a full buffer."),
 ];
 
-/// A metric's kind.
+/// Metric kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Counter,
@@ -114,13 +113,13 @@ pub(crate) enum Kind {
 pub(crate) struct Metrics {
     recorder: PrometheusHandle,
     lasting: LastingGauges,
-    /// Held while a page is made: one at a time, however many ask.
+    /// Locked while a page is rendered, to limit concurrency to one.
     turn: Arc<Mutex<()>>,
 }
 
 impl Metrics {
-    /// The process's recorder, installed by the first who asks; `None` where the embedding process has one of its own,
-    /// whose page then is where that one shows it. Ask before routers start: handles belong to the recorder of their day.
+    /// Installs the recorder of the process on the first call; `None` if the embedding process has its own recorder.
+    /// Call before starting routers, because metric handles belong to the recorder at their creation.
     pub(crate) fn install() -> Option<Self> {
         static INSTALLED: OnceLock<Option<Metrics>> = OnceLock::new();
         let install = || {
@@ -135,12 +134,12 @@ impl Metrics {
         INSTALLED.get_or_init(install).clone()
     }
 
-    /// The page, as Prometheus reads it.
+    /// The page in Prometheus' format.
     pub(crate) async fn page(&self) -> Response {
         let _turn = self.turn.lock().await;
         let recorder = self.recorder.clone();
         self.lasting.touch();
-        // Thousands of series take milliseconds, and /proc is a file system.
+        // Rendering thousands of series takes milliseconds, and /proc reads block.
         let page =
             tokio::task::spawn_blocking(move || recorder.render() + &super::workers::page() + &process::page()).await;
         match page {
@@ -149,8 +148,8 @@ impl Metrics {
         }
     }
 
-    /// Gathers observations now and then, for ever: unread ones would fill the memory, and so would the gauges of workers
-    /// that have left, which the exporter drops only while it makes a page.
+    /// Runs upkeep periodically, forever. Without it unread observations, and gauges of removed workers, would
+    /// accumulate, because the exporter drops them only while it renders a page.
     pub(crate) async fn keep_up(self) {
         let (mut ticks, mut since_page) = (tokio::time::interval(UPKEEP_EVERY), Duration::ZERO);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -167,7 +166,7 @@ impl Metrics {
     }
 }
 
-/// A recorder that shows every histogram in buckets: quantiles of several processes cannot be added up.
+/// Recorder with buckets for every histogram: quantiles of several processes cannot be aggregated.
 fn builder() -> PrometheusBuilder {
     let suffix = |suffix: &str| Matcher::Suffix(suffix.to_owned());
     let full = |name: &str| Matcher::Full(name.to_owned());

@@ -1,8 +1,7 @@
-//! Who asks: tenants, known by their keys.
+//! Tenants: authentication by key, and cache salts.
 //!
-//! Owns which key is whose, and the salts that keep tenants' caches apart. Promises that a key takes no longer to refuse
-//! the nearer it comes to a good one, that no two tenants ever share a salt, and that a client's own salt still divides
-//! its tenant. Leaves what a tenant may ask for to the requests' terms.
+//! Rejection time does not depend on the similarity of a key to a valid one. Salts of different tenants never collide,
+//! and a client's own salt divides the cache of its tenant further. Request options enforce permissions.
 
 use ahash::AHashMap;
 use axum::http::HeaderValue;
@@ -11,30 +10,30 @@ use ring::{digest, hmac};
 use crate::openai::ApiError;
 use crate::settings::{Secrets, TenantSettings};
 
-/// Bytes of a salt; it is written as twice as many digits.
+/// Salt length in bytes, written as twice as many digits.
 const SALT_BYTES: usize = 16;
 
-/// One who may ask.
+/// A tenant.
 #[derive(Debug)]
 pub struct Tenant {
-    /// Its name, for logs.
+    /// Name in logs.
     pub name: String,
-    /// The policy class of its requests, where they may not choose.
+    /// Fixed queue class of its requests, if any.
     pub policy_class: Option<String>,
-    /// The highest strict priority that its requests may ask for.
+    /// Maximum strict priority of its requests.
     pub strict_priority_max: u32,
     salt_key: hmac::Key,
 }
 
 impl Tenant {
-    /// The salt of its requests, 32 hexadecimal digits. Only who knows the gateway's secret can make it, so no client
-    /// can ask within another's. `client_salt` is the request's own, if any: an empty one is not none.
+    /// Salt of a request, 32 hexadecimal digits, derived with the gateway's secret so that no client can produce
+    /// another tenant's salt. `client_salt` is the client's own; an empty one differs from none.
     #[must_use]
     pub fn salt(&self, client_salt: Option<&str>) -> String {
         self.own(u8::from(client_salt.is_some()), client_salt.unwrap_or_default())
     }
 
-    /// What its session is called where routing remembers it, as long as a salt: two tenants that say the same share none.
+    /// Session id within the tenant, as long as a salt: equal sessions of two tenants differ.
     #[must_use]
     pub fn session(&self, session_id: &str) -> String {
         self.own(2, session_id)
@@ -42,7 +41,7 @@ impl Tenant {
 
     fn own(&self, kind: u8, text: &str) -> String {
         let mut context = hmac::Context::with_key(&self.salt_key);
-        // Each part says where it ends, so that no name and text together look like others.
+        // Length-prefixed parts, so that different inputs never concatenate to equal bytes.
         context.update(&(self.name.len() as u64).to_be_bytes());
         context.update(self.name.as_bytes());
         context.update(&[kind]);
@@ -51,16 +50,16 @@ impl Tenant {
     }
 }
 
-/// All of them. Without any, anybody may ask.
+/// All tenants. Without tenants the API is open.
 #[derive(Debug, Default)]
 pub struct Tenants {
     all: Vec<Tenant>,
-    /// By SHA-256 of the key: what a look-up compares is nothing that a client can choose byte by byte.
+    /// By SHA-256 of the key, so that lookups compare no bytes chosen by a client.
     by_key: AHashMap<[u8; digest::SHA256_OUTPUT_LEN], usize>,
 }
 
 impl Tenants {
-    /// The tenants of the settings, with the keys and the salt secret that were read for them.
+    /// Builds the tenants from settings, keys and salt secret.
     #[must_use]
     pub fn new(settings: &[TenantSettings], secrets: &Secrets) -> Self {
         let salt_secret = secrets.salt_secret.as_ref().map_or(&[][..], |secret| secret.as_bytes());
@@ -77,16 +76,16 @@ impl Tenants {
         tenants
     }
 
-    /// Whether there are none, so that anybody may ask.
+    /// Whether the API is open.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
 
-    /// Who shows this `Authorization`; `None` where there are no tenants.
+    /// The tenant of an `Authorization` header; `None` without tenants.
     ///
     /// # Errors
-    /// 401 where there are tenants and it holds no key of theirs.
+    /// 401 if tenants exist and the header has none of their keys.
     pub fn identify(&self, authorization: Option<&HeaderValue>) -> Result<Option<&Tenant>, ApiError> {
         if self.is_empty() {
             return Ok(None);
@@ -96,7 +95,7 @@ impl Tenants {
     }
 }
 
-/// What an `Authorization: Bearer` shows.
+/// Credentials of `Authorization: Bearer`.
 #[must_use]
 pub(crate) fn bearer_key(authorization: &HeaderValue) -> Option<&[u8]> {
     let (scheme, key) = authorization.as_bytes().split_at_checked("Bearer ".len())?;
@@ -185,8 +184,8 @@ mod tests {
         }
     }
 
-    /// HMAC-SHA256 by another implementation (Python's `hmac`), of the length of the name in eight bytes, the name, 0 or
-    /// 1, and the client's salt; cut to 16 bytes.
+    /// HMAC-SHA256 by another implementation (Python's `hmac`) over the length of the name in eight bytes, the name, 0
+    /// or 1, and the client's salt; truncated to 16 bytes.
     #[test]
     fn salts_are_known_answers() {
         let tenants = tenants();

@@ -1,8 +1,7 @@
 //! TLS for clients.
 //!
-//! Owns how a certificate chain and its key become a listener's TLS. Promises that what cannot be used is said at the
-//! start, with the file's name and never with its content. Leaves the handshake to the listener, and TLS to workers to
-//! their client.
+//! Builds the listener's TLS configuration from certificate chain and key. Errors occur at startup and name the file,
+//! never its content. The listener performs handshakes; the worker client has its own TLS.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -14,47 +13,47 @@ use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-/// Longest file that is taken for a chain or a key.
+/// Maximum file size of a chain or key.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Why a listener cannot speak TLS.
+/// TLS configuration error.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file that cannot be read.
+    /// Unreadable file.
     #[error("{} cannot be read: {error}", file.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         file: PathBuf,
-        /// What the system says.
+        /// System error.
         error: std::io::Error,
     },
-    /// A file that is no certificate chain, or no key.
+    /// Invalid certificate chain or key.
     #[error("{} {rule}", file.display())]
     Content {
-        /// The file.
+        /// Path of the file.
         file: PathBuf,
-        /// What it must be.
+        /// Violated rule.
         rule: &'static str,
     },
     /// A chain without a key, or a key without a chain.
     #[error("{} is half of what TLS needs: it takes a certificate chain and its key", file.display())]
     Half {
-        /// The half that is there.
+        /// The configured file.
         file: PathBuf,
     },
-    /// A chain and a key that rustls does not take.
+    /// A chain and key rejected by rustls.
     #[error("the chain of {} and the key of {} cannot be used: {error}", certificate_file.display(), key_file.display())]
     Pair {
-        /// The chain.
+        /// Path of the chain.
         certificate_file: PathBuf,
-        /// The key.
+        /// Path of the key.
         key_file: PathBuf,
-        /// What rustls says.
+        /// Error of rustls.
         error: rustls::Error,
     },
 }
 
-/// What a listener needs to speak TLS 1.2 and 1.3: the chain, the server's own certificate first, and its key, both PEM.
+/// TLS 1.2 and 1.3 configuration from a PEM chain, server certificate first, and a PEM key.
 pub(crate) fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConfig>, TlsError> {
     let content = |file: &Path, rule| TlsError::Content { file: file.to_owned(), rule };
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(certificate_file)?).collect();
@@ -89,7 +88,7 @@ fn read(file: &Path) -> Result<Vec<u8>, TlsError> {
     }
 }
 
-/// The parser's own words may quote the file.
+/// The parser's own message may quote the file.
 fn no_pem(error: &pem::Error) -> &'static str {
     if matches!(error, pem::Error::NoItemsFound) {
         "holds no private key, must hold one in PEM, without a passphrase"

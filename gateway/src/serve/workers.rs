@@ -1,10 +1,9 @@
-//! Metrics by worker: requests by status and outcome, retries, latency.
+//! Metrics per worker: requests by status and outcome, retries, latency.
 //!
-//! Owns the counts of each worker of each model, and their part of the metrics page. Promises that a worker's series leave
-//! the page when it leaves its router: endpoints come and go with pods, and a recorder would keep every one of them. So these
-//! series are written here and not through the recorder. Also counts, for each rank, the frames of its answers, so that a
-//! timeout can be told from a long wait, and the failures that wait for the end of their requests, so that a rank that fails
-//! quickly does not attract requests meanwhile.
+//! A worker's series leave the page when the worker leaves its router, because endpoints change with pods and a
+//! recorder would keep all of them. These series are therefore rendered here instead of through the recorder. This
+//! module also counts response frames per rank, to distinguish a timeout from a long queue, and failures whose requests
+//! have not ended, so that a quickly failing rank attracts no requests in the meantime.
 
 mod page;
 
@@ -25,15 +24,15 @@ use super::telemetry::SECONDS;
 
 pub(crate) use page::page;
 
-/// The tables of all models of this process, for the page.
+/// Tables of all models of the process, for the page.
 static TABLES: Mutex<Vec<Weak<WorkerTable>>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Maps and counts are whole after every statement.
+    // Maps and counters are consistent after every statement.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The workers of one model.
+/// Workers of one model.
 pub(crate) struct WorkerTable {
     model: String,
     router: Router,
@@ -41,17 +40,17 @@ pub(crate) struct WorkerTable {
     unsettled: Arc<UnsettledFailures>,
 }
 
-/// Failures of a rank whose requests have not ended, from which on other ranks are preferred.
+/// Unsettled failures of a rank from which other ranks are preferred.
 const UNSETTLED_MAX: usize = 3;
 
-/// Failed attempts whose requests have not ended: whether they count against the rank is not known yet.
+/// Failed attempts of requests in progress, whose outcome for the rank is not known yet.
 #[derive(Default)]
 struct UnsettledFailures {
     by_rank: Mutex<BTreeMap<WorkerRank, usize>>,
     total: AtomicUsize,
 }
 
-/// One of them, until it is dropped.
+/// One such failure, until dropped.
 pub(crate) struct UnsettledFailure {
     all: Arc<UnsettledFailures>,
     rank: WorkerRank,
@@ -80,21 +79,21 @@ impl WorkerTable {
         table
     }
 
-    /// A request that is sent to the rank of a placement now.
+    /// Records an attempt at the rank of a placement.
     pub(crate) fn sent(&self, placement: &Placement) -> WorkerRequest {
         let rank = placement.rank();
         let worker = meters_of(&mut lock(&self.workers), rank.worker, placement.endpoint());
         WorkerRequest::new(worker, rank)
     }
 
-    /// An attempt at this rank has failed, and the end of its request decides whether that counts.
+    /// Records a failed attempt at this rank; the end of its request decides its outcome.
     pub(crate) fn failed(&self, rank: WorkerRank) -> UnsettledFailure {
         *lock(&self.unsettled.by_rank).entry(rank).or_default() += 1;
         self.unsettled.total.fetch_add(1, Ordering::Relaxed);
         UnsettledFailure { all: Arc::clone(&self.unsettled), rank }
     }
 
-    /// Ranks with several such failures now; mostly none, at the cost of reading a number.
+    /// Ranks with several unsettled failures; usually none, detected by one atomic read.
     pub(crate) fn failing(&self) -> BTreeSet<WorkerRank> {
         if self.unsettled.total.load(Ordering::Relaxed) < UNSETTLED_MAX {
             return BTreeSet::new();
@@ -103,19 +102,19 @@ impl WorkerTable {
         by_rank.iter().filter(|(_, count)| **count >= UNSETTLED_MAX).map(|(rank, _)| *rank).collect()
     }
 
-    /// The meters of the workers that the router has; the others are dropped.
+    /// Meters of the router's current workers; others are dropped.
     fn current(&self) -> Vec<(WorkerId, Arc<WorkerMeters>)> {
         let present = self.router.workers();
         let mut workers = lock(&self.workers);
         workers.retain(|id, _| present.iter().any(|entry| entry.worker == *id));
-        // Those without a request, too: a rate needs a series that begins at 0.
+        // Includes workers without requests, because a rate needs a series that starts at 0.
         let meters =
             |entry: &WorkerEntry| (entry.worker, meters_of(&mut workers, entry.worker, &entry.config.endpoint));
         present.iter().map(meters).collect()
     }
 }
 
-/// The meters of a worker, new ones where its endpoint is another one.
+/// Meters of a worker; new ones after a change of its endpoint.
 fn meters_of(workers: &mut AHashMap<WorkerId, Arc<WorkerMeters>>, id: WorkerId, endpoint: &str) -> Arc<WorkerMeters> {
     if let Some(known) = workers.get(&id).filter(|meters| meters.endpoint == endpoint) {
         return Arc::clone(known);
@@ -125,7 +124,7 @@ fn meters_of(workers: &mut AHashMap<WorkerId, Arc<WorkerMeters>>, id: WorkerId, 
     meters
 }
 
-/// Statuses and outcomes that alerts look for: their series are there from the beginning.
+/// Statuses and outcomes used by alerts: their series exist from the start.
 const WATCHED: [(u16, Outcome); 6] = [
     (200, Outcome::InvalidAnswer),
     (401, Outcome::Misconfigured),
@@ -135,15 +134,15 @@ const WATCHED: [(u16, Outcome); 6] = [
     (503, Outcome::Refused { retry_after: None }),
 ];
 
-/// The counts of one worker.
+/// Counters of one worker.
 pub(crate) struct WorkerMeters {
     endpoint: String,
-    /// By status, if there was one, and outcome.
+    /// By status (if any) and outcome.
     requests: Mutex<BTreeMap<(Option<u16>, &'static str), u64>>,
     retries: [AtomicU64; RetryReason::ALL.len()],
     first_token: Durations,
     request: Durations,
-    /// Frames of answers, by rank.
+    /// Response frames by rank.
     frames: Mutex<BTreeMap<u32, Arc<AtomicU64>>>,
 }
 
@@ -159,16 +158,16 @@ impl WorkerMeters {
         }
     }
 
-    /// A request that failed there is sent to another rank.
+    /// Counts a retry on another rank after a failure here.
     pub(crate) fn retried(&self, reason: RetryReason) {
         self.retries[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// A histogram with the bounds of the page's durations.
+/// A histogram with the page's duration buckets.
 #[derive(Default)]
 struct Durations {
-    /// Those up to each bound and above the one before, then those above all.
+    /// One count per bucket, then those above all bounds.
     buckets: [AtomicU64; SECONDS.len() + 1],
     micros: AtomicU64,
 }
@@ -183,12 +182,12 @@ impl Durations {
     }
 }
 
-/// One attempt of a request at a worker, until its answer has ended. Counted once: dropped before its end it was cancelled,
-/// because the client left or the gateway ended.
+/// One attempt at a worker, until the end of its response. Counted once: a drop before the end counts as cancelled, by
+/// a client disconnect or the end of the gateway.
 pub(crate) struct WorkerRequest {
     worker: Arc<WorkerMeters>,
     frames: Arc<AtomicU64>,
-    /// Frames of the rank when this was sent.
+    /// Frames of the rank at the start of this attempt.
     frames_before: u64,
     sent: Instant,
     status: Option<u16>,
@@ -208,29 +207,29 @@ impl WorkerRequest {
         &self.worker
     }
 
-    /// The head of the answer is there.
+    /// Records the response head.
     pub(crate) fn answered(&mut self, status: StatusCode) {
         self.status = Some(status.as_u16());
     }
 
-    /// A frame of the answer is there.
+    /// Records a response frame.
     pub(crate) fn received(&self) {
         self.frames.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether the rank has sent anything since this was sent, to whichever request.
+    /// Whether the rank has sent a frame to any request since the start of this attempt.
     pub(crate) fn has_rank_sent(&self) -> bool {
         self.frames.load(Ordering::Relaxed) != self.frames_before
     }
 
-    /// The first token of a streamed answer is there; again is harmless.
+    /// Records the first token of a streamed response; repeated calls have no effect.
     pub(crate) fn first_token(&mut self) {
         if !std::mem::replace(&mut self.has_first_token, true) {
             self.worker.first_token.record(self.sent.elapsed());
         }
     }
 
-    /// The answer has come to its end.
+    /// Records the complete end of the response.
     pub(crate) fn completed(&mut self) {
         if !self.is_over {
             self.worker.request.record(self.sent.elapsed());
@@ -239,7 +238,7 @@ impl WorkerRequest {
         self.ended(if is_success { "ok" } else { "client_error" });
     }
 
-    /// It has ended; only the first time counts.
+    /// Records the end; only the first call counts.
     pub(crate) fn ended(&mut self, outcome: &'static str) {
         if !std::mem::replace(&mut self.is_over, true) {
             *lock(&self.worker.requests).entry((self.status, outcome)).or_default() += 1;
