@@ -1,7 +1,7 @@
-//! Who changed what.
+//! Audit log of administrative changes.
 //!
-//! Owns the audit lines: at info, under the target `pointsman_gateway::audit`. Promises one for every change that was
-//! begun, also for one that failed or whose caller went away, and none that has a secret.
+//! Lines are at info under the target `pointsman_gateway::audit`. Every started change has one line, including changes
+//! that failed or lost their caller. Lines contain no secrets.
 
 use std::net::SocketAddr;
 
@@ -22,7 +22,7 @@ pub(super) struct Change {
     peer: Option<SocketAddr>,
 }
 
-/// What a change came to, and what its audit line says of it.
+/// Result of a change, and its audit detail.
 pub(super) struct Done<T> {
     pub(super) answer: T,
     pub(super) detail: String,
@@ -33,7 +33,7 @@ impl Change {
         Self { what, model: model.settings.name.clone(), worker, peer }
     }
 
-    /// Carries the change out to its end, even if nobody waits for it any more, and writes its line then.
+    /// Runs the change to completion, even after the caller has gone, and then writes its line.
     pub(super) async fn carry_out<T: Send + 'static>(
         self,
         work: impl Future<Output = Result<Done<T>, ApiError>> + Send + 'static,
@@ -55,7 +55,7 @@ impl Change {
         task.await.map_err(broken)?
     }
 
-    /// Writes a line. Texts are logged as values, so that the log's format escapes them.
+    /// Writes a line. Texts are logged as values, so that the log format escapes them.
     pub(super) fn write(&self, outcome: &str, detail: &str) {
         let Self { what, model, worker, peer } = self;
         let (model, peer) = (model.as_str(), peer.map(tracing::field::display));

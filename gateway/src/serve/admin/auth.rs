@@ -1,8 +1,7 @@
-//! Who is an operator: whoever shows the token.
+//! Operator authentication by token.
 //!
-//! Owns the token and the count of those who did not show it. Promises that the comparison takes as long for one wrong
-//! token as for another of its length, that the token is in no log line, error or `Debug`, and that those who try cannot
-//! fill the log.
+//! Comparison time does not depend on the content of a wrong token of equal length, the token never appears in logs,
+//! errors or `Debug`, and failed attempts cannot flood the log.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -21,59 +20,59 @@ use super::error;
 use crate::openai::ErrorType;
 use crate::serve::rarely::Rarely;
 
-/// How often denials are told of, at most.
+/// Log interval of denied requests.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
-/// Why there is no token, and so no administration.
+/// Error while loading the token; administration is then disabled.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// The file cannot be read.
+    /// Unreadable file.
     #[error("token_file {path:?} cannot be read: {error}")]
     Unreadable {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system says.
+        /// System error.
         error: std::io::Error,
     },
-    /// It could be guessed, or is something else.
+    /// Invalid length: guessable, or not a token.
     #[error("token_file {path:?} holds {bytes} bytes, must hold {min} to {max}", min = Token::BYTES_MIN, max = Token::BYTES_MAX)]
     Length {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Bytes read, of a longer file the first.
+        /// Bytes read; only the beginning of a longer file.
         bytes: usize,
     },
-    /// Every user of the machine could replace it.
+    /// World-writable file.
     #[cfg(unix)]
     #[error("token_file {path:?} has mode {mode:03o}, must not be writable by others")]
     Writable {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its permissions.
+        /// File mode.
         mode: u32,
     },
-    /// It could not stand in a header.
+    /// Characters that are invalid in a header.
     #[error("token_file {path:?} holds a blank or a byte that is not ASCII, must be one line of visible characters")]
     Characters {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
 }
 
-/// The token, as far as it takes to know it again.
+/// Verifier of the token.
 pub(crate) struct Token {
     key: hmac::Key,
     tag: hmac::Tag,
 }
 
 impl Token {
-    /// Fewest bytes.
+    /// Minimum length.
     const BYTES_MIN: usize = 16;
 
-    /// Most bytes.
+    /// Maximum length.
     const BYTES_MAX: usize = 1024;
 
-    /// Reads the token: one line, whose end does not count.
+    /// Reads the token from one line; the line end is ignored.
     pub(crate) async fn read(path: &Path) -> Result<Self, TokenError> {
         let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
         let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
@@ -93,18 +92,18 @@ impl Token {
         if !token.iter().all(u8::is_ascii_graphic) {
             return Err(TokenError::Characters { path: path() });
         }
-        // Keyed with itself: what is compared cannot be computed by whoever does not know it.
+        // Keyed with the token itself, so that the compared value cannot be computed without it.
         let key = hmac::Key::new(hmac::HMAC_SHA256, token);
         Ok(Self { tag: hmac::sign(&key, token), key })
     }
 
-    /// Whether the headers show it: `Authorization: Bearer TOKEN`, once.
+    /// Whether the headers contain `Authorization: Bearer TOKEN` exactly once.
     pub(super) fn is_shown_in(&self, headers: &HeaderMap) -> bool {
         bearer(headers).is_some_and(|shown| hmac::verify(&self.key, shown, self.tag.as_ref()).is_ok())
     }
 }
 
-/// Whoever writes the file chooses the token, so others may not; and others should not read it.
+/// Write access to the file controls the token, so it must be exclusive; read access should be.
 #[cfg(unix)]
 fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenError> {
     use std::os::unix::fs::PermissionsExt as _;
@@ -119,7 +118,7 @@ fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenError> {
     Ok(())
 }
 
-/// What is shown as a token. Of two headers no one knows which is meant.
+/// The bearer token. Two headers are ambiguous and give none.
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let value = values.next().filter(|_| values.next().is_none())?.as_bytes();
@@ -127,12 +126,12 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"Bearer ").then_some(token.trim_ascii())
 }
 
-/// Who asks, where the listener says it.
+/// Client address, if the listener provides it.
 pub(super) fn peer_of(extensions: &Extensions) -> Option<SocketAddr> {
     extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer)
 }
 
-/// The answer to those who have not shown the token. It does not say what was wrong with what they did show.
+/// Response without a valid token; it does not reveal the reason.
 pub(super) fn denied() -> Response {
     let message = "this listener needs its token: Authorization: Bearer TOKEN";
     let denied = error(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_token", message);
@@ -141,7 +140,7 @@ pub(super) fn denied() -> Response {
     answer
 }
 
-/// Counts those who were not let in.
+/// Counter of denied requests.
 pub(super) struct Denials {
     counter: Counter,
     told: Rarely,
@@ -160,7 +159,7 @@ impl Denials {
         }
     }
 
-    /// One more: how many there are to tell of, when it is time to.
+    /// Counts a denial; returns the number to log when the interval is over.
     fn next(&self, now: Instant) -> Option<u64> {
         self.told.may_say(now).map(|untold| untold + 1)
     }

@@ -1,7 +1,7 @@
-//! A model's index as JSON lines.
+//! Index dump as JSON lines.
 //!
-//! Promises that a dump has hashes only, is read from the index once, and is written as fast as it is taken and no
-//! faster. It is in memory as a whole, at about 16 bytes a block and rank, until it has been sent.
+//! A dump contains only hashes, is read from the index in one step, and is sent with backpressure. It is held in memory
+//! until sent, about 16 bytes per block and rank.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -21,13 +21,13 @@ use super::extract::ModelAt;
 use super::{Admin, DUMPS_MAX, error};
 use crate::openai::{ApiError, ErrorType};
 
-/// Bytes handed on at a time, or one line if that is longer.
+/// Size of a frame, or one longer line.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// How many lines there will be.
+/// Header with the number of lines.
 const LINES: HeaderName = HeaderName::from_static("x-dump-lines");
 
-/// How many blocks they have, counted for each rank.
+/// Header with the number of blocks, counted per rank.
 const BLOCKS: HeaderName = HeaderName::from_static("x-dump-blocks");
 
 pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelAt) -> Result<Response, ApiError> {
@@ -50,7 +50,7 @@ pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelA
     Ok(response)
 }
 
-/// Events, one a line.
+/// One event per line.
 struct Lines {
     events: std::vec::IntoIter<RouterEvent>,
     _permit: OwnedSemaphorePermit,

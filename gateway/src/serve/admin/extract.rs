@@ -1,7 +1,7 @@
-//! What a request to the administration names and brings.
+//! Extractors for paths and bodies of administration requests.
 //!
-//! Owns how paths and bodies are read. Promises that a name or id that is none is refused before anything is done, that
-//! a body has an end in time and size, and that every refusal has the clients' shape.
+//! Invalid names and ids are rejected before any action, bodies have limits of time and size, and all rejections use
+//! the client error format.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -25,37 +25,37 @@ use super::{Admin, BODY_BYTES_MAX, error, no_route};
 use crate::openai::{ApiError, ErrorType};
 use crate::serve::models::Model;
 
-/// How long a body may take to come.
+/// Timeout of a body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The model that the path names, by its name or an alias. Names with a `/` have it as `%2F`.
+/// The model in the path, by name or alias. A `/` in a name is written `%2F`.
 pub(super) struct ModelAt(pub(super) Arc<Model>);
 
-/// The worker that the path names, there or not.
+/// The worker id in the path, registered or not.
 pub(super) struct WorkerAt {
     pub(super) model: Arc<Model>,
     pub(super) id: WorkerId,
 }
 
-/// Who asks.
+/// The client address.
 #[derive(Clone, Copy)]
 pub(super) struct Peer(pub(super) Option<SocketAddr>);
 
-/// A body in JSON, whatever its `Content-Type` says.
+/// A JSON body, regardless of its `Content-Type`.
 pub(super) struct Body<T>(pub(super) T);
 
-/// Deepest nesting of a body. Parts of it may be kept as they were written, and read by others only later.
+/// Maximum nesting of a body. Some parts are kept unparsed for later readers.
 const DEPTH_MAX: usize = 64;
 
-/// Some fields of an object, each still JSON, and none of them twice.
+/// Distinct fields of an object, each as JSON.
 pub(super) struct Fields(pub(super) BTreeMap<String, Box<RawValue>>);
 
-/// A worker's id as people and JavaScript write it: a number, or its decimal digits as text.
+/// A worker id as a number, or as a string of its decimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Id(pub(super) WorkerId);
 
 impl Id {
-    /// Reads decimal digits, without a sign or leading zeros: each id has one spelling.
+    /// Parses decimal digits without sign or leading zeros, so that each id has one spelling.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let id: u64 = text.parse().ok()?;
         (id.to_string() == text).then_some(Self(WorkerId(id)))
@@ -113,9 +113,9 @@ impl<'de> Deserialize<'de> for Fields {
     }
 }
 
-/// The path's parts by name.
+/// Parts of the path by name.
 async fn parts_of(parts: &mut Parts, admin: &Arc<Admin>) -> Result<BTreeMap<String, String>, ApiError> {
-    // What is not UTF-8 names nothing.
+    // A path that is not UTF-8 names nothing.
     let named = Path::<BTreeMap<String, String>>::from_request_parts(parts, admin).await;
     named.map(|Path(named)| named).map_err(|_| no_route())
 }
@@ -179,7 +179,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
     }
 }
 
-/// Whether brackets outside of strings are open so deep at some place. Of what is no JSON any answer will do.
+/// Whether brackets outside of strings are nested deeper than the maximum. Any result is fine for invalid JSON.
 fn is_deeper_than(depth_max: usize, json: &[u8]) -> bool {
     let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
     for byte in json {
@@ -203,7 +203,7 @@ fn too_slow() -> ApiError {
     error(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message)
 }
 
-/// A body that is no JSON, or not of the shape that it must have.
+/// A body that is not JSON or has the wrong shape.
 pub(super) fn not_understood(error: &serde_json::Error) -> ApiError {
     ApiError::invalid("invalid_json", None, format!("the body is not what it must be: {error}"))
 }

@@ -1,9 +1,8 @@
-//! The second listener, for operators: workers, drains, loads, questions, settings.
+//! Administration listener: workers, drains, loads, explanations, settings.
 //!
-//! Owns its paths, and what every request to it must bring: the token ([`auth`]), and an address that means one thing.
-//! Promises that nothing is done or told without the token, that no `GET` changes anything, that changes are made one
-//! after the other and each writes an audit line, whether or not its caller waits for the end. Leaves listening to
-//! [`listener`](super::listener), and what a change means to the router. `docs/admin.md` has every path by example.
+//! Every request needs the token ([`auth`]) and an unambiguous path. `GET` has no side effects. Changes run one at a
+//! time and to completion, each with an audit line. [`listener`](super::listener) accepts connections; the router
+//! performs changes. `docs/admin.md` documents all paths with examples.
 
 mod audit;
 mod auth;
@@ -35,34 +34,33 @@ pub(crate) use auth::Token;
 pub use auth::TokenError;
 use auth::{Denials, peer_of};
 
-/// Longest body of a request.
+/// Maximum body length.
 const BODY_BYTES_MAX: usize = 8 << 20;
 
-/// Longest path.
+/// Maximum path length.
 const PATH_BYTES_MAX: usize = 2048;
 
-/// Dumps that are made at a time: each is in memory as a whole while it is sent.
+/// Maximum concurrent dumps, because each is held in memory while it is sent.
 const DUMPS_MAX: usize = 2;
 
-/// What every request of an operator is served with.
+/// State of operator requests.
 struct Admin {
     current: Current,
     reloader: Arc<Reloader>,
     denials: Denials,
-    /// Held while the set of workers is changed: a patch must not bring back what was removed meanwhile.
+    /// Locked during changes of workers, so that a patch cannot restore a removed worker.
     changes: Mutex<()>,
     dumps: Arc<Semaphore>,
 }
 
 impl Admin {
-    /// What requests are served with now.
+    /// The current serving state.
     fn app(&self) -> Arc<App> {
         self.current.get()
     }
 }
 
-/// What is answered on the operators' listener. Paths that the clients' listener has, too, need the token here like any
-/// other.
+/// Routes of the administration listener. Paths shared with the clients' listener also need the token here.
 pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
     let common = ready::routes().route("/metrics", get(ready::metrics)).with_state(current.clone());
     let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
@@ -91,7 +89,7 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
         .layer(from_fn_with_state(admin, guard))
 }
 
-/// Lets nobody pass who has not shown the token, and no address that two readers could read in two ways.
+/// Rejects requests without the token and with ambiguous paths.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
     let mut answer = if !admin.app().admin_token.as_ref().is_some_and(|token| token.is_shown_in(request.headers())) {
         admin.denials.count(peer_of(request.extensions()));
@@ -105,7 +103,7 @@ async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) ->
     answer
 }
 
-/// Why an address is not even looked up.
+/// Reason to reject a path before its lookup.
 fn refused_address(uri: &Uri) -> Option<ApiError> {
     if uri.scheme().is_some() || uri.authority().is_some() || uri.path().len() > PATH_BYTES_MAX {
         return Some(no_route());
@@ -114,7 +112,7 @@ fn refused_address(uri: &Uri) -> Option<ApiError> {
     has_query.then(|| ApiError::invalid("unknown_query", None, "no path below /admin takes a query"))
 }
 
-/// An error in the clients' shape.
+/// An error in the client format.
 fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
     ApiError { status, kind, ..ApiError::invalid(code, None, message) }
 }

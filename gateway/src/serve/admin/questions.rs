@@ -1,7 +1,7 @@
-//! Questions about a prompt: where it would go and why, and who holds how much of it.
+//! Explanations and overlaps of a prompt.
 //!
-//! Owns how a question is put. Promises that nothing is booked, and that the prompt is not kept. Leaves the answers to the
-//! router, tokens to [`prompt`](crate::prompt).
+//! Books nothing and drops the prompt after the response. The router computes results and [`prompt`](crate::prompt)
+//! tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ use super::views::worker_ids_as_text;
 use crate::openai::{ApiError, AskedPrompt, ChatParts, ErrorType};
 use crate::prompt::TokenSource;
 
-/// A prompt in one of three forms, and what else a decision may depend on.
+/// A prompt in one of three forms, with the other inputs of a decision.
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Question {
@@ -49,7 +49,7 @@ pub(super) struct Question {
     overrides: RouterConfigOverride,
 }
 
-/// As [`Pin`], with an id that may be text.
+/// A [`Pin`] whose id may be a string.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PinAt {
@@ -61,7 +61,7 @@ struct PinAt {
 }
 
 impl Question {
-    /// The prompt, taken out.
+    /// Takes the prompt.
     fn take_prompt(&mut self) -> Result<AskedPrompt, ApiError> {
         let bytes = |json: Box<RawValue>| Bytes::from(Box::<str>::from(json).into_boxed_bytes());
         let chat_only = ChatParts {
@@ -148,13 +148,13 @@ fn answer(name: &str, answer: &impl Serialize, source: TokenSource, tokens: usiz
     Ok(Json(json!({ "tokens_source": source.name(), "tokens": tokens, name: answer })))
 }
 
-/// A value in JSON. Only a file name that is not UTF-8 has none.
+/// A value as JSON. Fails only for file names that are not UTF-8.
 pub(super) fn written(value: &impl Serialize) -> Result<Value, ApiError> {
     serde_json::to_value(value)
         .map_err(|what| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", what.to_string()))
 }
 
-/// The router's error, with its own words: an operator may know of workers.
+/// The router's error with its original message, because operators may see worker names.
 pub(super) fn route_error(error: RouteError) -> ApiError {
     let message = error.to_string();
     ApiError { message, ..error.into() }

@@ -1,4 +1,4 @@
-//! Reloads by hand, and what came of the last one.
+//! Manual reloads and the result of the last one.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(super) async fn status(State(admin): State<Arc<Admin>>) -> Json<ReloadStatus
     Json(admin.reloader.status())
 }
 
-/// What SIGHUP does, with an answer.
+/// Same as SIGHUP, with a response.
 pub(super) async fn reload(State(admin): State<Arc<Admin>>, Peer(peer): Peer) -> Result<Json<ReloadStatus>, ApiError> {
     let peer = peer.map(tracing::field::display);
     tracing::info!(target: "pointsman_gateway::audit", what = "reload", peer, "configuration reload requested by hand");

@@ -1,4 +1,4 @@
-//! What is there, and how it is. Nothing here changes anything.
+//! Read-only reports.
 
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ pub(super) async fn health(ModelAt(model): ModelAt) -> Json<Value> {
     }))
 }
 
-/// A row of what is known of a rank.
+/// A report row of a rank.
 fn with_rank(mut rank: Value, known: Value) -> Value {
     if let (Value::Object(row), Value::Object(known)) = (&mut rank, known) {
         row.extend(known);
@@ -92,7 +92,7 @@ pub(super) async fn config(ModelAt(model): ModelAt) -> Result<Json<Value>, ApiEr
     written(model.router.config()).map(Json)
 }
 
-/// The settings as they were loaded: of secrets the names of their files.
+/// The loaded settings; for secrets the names of their files.
 pub(super) async fn settings(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
     let settings = &admin.app().settings;
     let models: Result<Vec<Value>, ApiError> = settings.models.iter().map(model_settings).collect();

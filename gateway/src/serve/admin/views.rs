@@ -1,7 +1,7 @@
-//! What the administration shows of ranks and workers.
+//! JSON views of ranks and workers.
 //!
-//! Owns these shapes. Promises ids of workers as text, since they are wider than the numbers of JavaScript, and ages in
-//! milliseconds. Where something cannot be told now it is `null`.
+//! Worker ids are strings, because they exceed the numbers of JavaScript. Ages are in milliseconds. Unknown values are
+//! `null`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use pointsman::schedule::PotentialLoad;
 use pointsman::{DiscoveryStatus, KvSourceStatus, Prompt, RouteRequest, Router, WorkerEntry};
 use serde_json::{Value, json};
 
-/// Everything that is known of a pool's ranks, by rank.
+/// All facts about the ranks of a pool.
 pub(super) struct Facts {
     health: BTreeMap<WorkerRank, RankHealth>,
     engine_loads: BTreeMap<WorkerRank, EngineLoadFact>,
@@ -21,7 +21,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// What is known now. What a router that is down cannot say is left out.
+    /// The current facts, without those that a failed router cannot provide.
     pub(super) async fn of(router: &Router) -> Self {
         let health = router.rank_health().await.unwrap_or_default();
         let loads = router.potential_loads(nothing()).await.unwrap_or_default();
@@ -34,7 +34,7 @@ impl Facts {
         }
     }
 
-    /// One worker and its ranks.
+    /// One worker with its ranks.
     pub(super) fn worker(&self, entry: &WorkerEntry) -> Value {
         let ranks: Vec<Value> = entry.ranks.iter().map(|rank| self.rank(*rank)).collect();
         json!({
@@ -56,7 +56,7 @@ impl Facts {
         shown
     }
 
-    /// One rank's load, as a row of its own.
+    /// Load of one rank as a row.
     pub(super) fn load(&self, rank: WorkerRank) -> Value {
         let mut shown = rank_of(rank);
         self.add_load(rank, &mut shown);
@@ -72,12 +72,12 @@ impl Facts {
     }
 }
 
-/// A question of a prompt without tokens: it adds nothing to what is there.
+/// A request without tokens, which adds no load.
 pub(super) fn nothing<'a>() -> RouteRequest<'a> {
     RouteRequest::query(Prompt::Tokens(&[]))
 }
 
-/// A rank as the whole answer to "which".
+/// A rank as an identifier.
 pub(super) fn rank_of(rank: WorkerRank) -> Value {
     json!({ "worker": rank.worker.to_string(), "rank": rank.rank })
 }
@@ -154,7 +154,7 @@ pub(super) fn whole_ms(age: std::time::Duration) -> u64 {
     u64::try_from(age.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Puts text in place of the number wherever a value says which `worker`.
+/// Replaces worker ids by strings in all `worker` fields.
 pub(super) fn worker_ids_as_text(value: &mut Value) {
     match value {
         Value::Object(fields) => {

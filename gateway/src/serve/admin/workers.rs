@@ -1,8 +1,7 @@
-//! Workers: listed, added, changed, drained, removed.
+//! Worker management: list, add, change, drain, remove.
 //!
-//! Owns what a worker may be that an operator names. Promises that a change which breaks a rule changes nothing, that
-//! changes are made one after the other, and that they are carried out to the end. Leaves what becomes of requests on a
-//! worker to the router.
+//! Validates worker configurations. A change that violates a rule has no effect; changes run one at a time and to
+//! completion. The router handles requests on changed workers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +25,7 @@ use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
 use crate::serve::models::Model;
 
-/// The longest drain.
+/// Maximum drain time.
 const DRAIN_MS_MAX: u64 = 24 * 60 * 60 * 1000;
 
 pub(super) async fn list(ModelAt(model): ModelAt) -> Json<Value> {
@@ -74,8 +73,8 @@ pub(super) async fn patch(
     set(admin, worker, peer, "patch", Known::Changes, patched).await
 }
 
-/// The configuration with these fields in place of its own; `null` stands for the default. Text is put together, not
-/// values, so that whatever a whole configuration may not be, a part of it may not be either.
+/// The configuration with replaced fields; `null` selects the default. The JSON texts are merged, so that field rules
+/// equal those of a whole configuration.
 fn patched(config: &WorkerConfig, Fields(fields): Fields) -> Result<WorkerConfig, serde_json::Error> {
     let mut whole: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&serde_json::to_string(config)?)?;
     for (name, value) in fields {
@@ -88,16 +87,16 @@ fn patched(config: &WorkerConfig, Fields(fields): Fields) -> Result<WorkerConfig
     serde_json::from_str(&serde_json::to_string(&whole)?)
 }
 
-/// What becomes of a worker that is registered with another configuration.
+/// Handling of a registered worker with another configuration.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Known {
-    /// It stays, and the request is rejected.
+    /// Keep it and reject the request.
     Stays,
-    /// It changes.
+    /// Replace its configuration.
     Changes,
 }
 
-/// Makes a worker what `config` says, given what it is now.
+/// Adds or replaces a worker, given its present state.
 async fn set(
     admin: Arc<Admin>,
     WorkerAt { model, id }: WorkerAt,
@@ -114,7 +113,7 @@ async fn set(
         let config = reachable(config(known.as_ref())?)?;
         let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
         match &known {
-            // It stays with the source that named it.
+            // The worker stays assigned to its source.
             Some(known) if known.config == config && !known.draining => {}
             Some(known) if becomes == Known::Stays => return Err(exists(known)),
             _ => router.upsert_worker(id, config).await.map_err(membership_error)?,
@@ -126,7 +125,7 @@ async fn set(
     Ok((status, Json(shown(&model, id).await)))
 }
 
-/// The worker is registered, and adding it would change it: a body without its ranks and event sources would drop them.
+/// The worker is registered; adding it would drop its ranks and event sources if the body lacks them.
 fn exists(known: &WorkerEntry) -> ApiError {
     let (id, url, ranks) = (known.worker, without_password(&known.config.endpoint), known.ranks.len());
     let message = format!(
@@ -136,7 +135,7 @@ fn exists(known: &WorkerEntry) -> ApiError {
     error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_exists", message)
 }
 
-/// The worker as it is now; only its id if it has gone again.
+/// The present state of the worker; only its id if it has been removed.
 async fn shown(model: &Model, id: WorkerId) -> Value {
     match find(&model.router, id) {
         Some(entry) => Facts::of(&model.router).await.worker(&entry),
@@ -163,7 +162,7 @@ pub(super) async fn remove(
     Ok(Json(json!({ "id": id.to_string(), "removed": true })))
 }
 
-/// What a drain is told.
+/// Options of a drain.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Drain {
@@ -213,7 +212,7 @@ pub(super) async fn uncordon(
     change_state(admin, worker, peer, "uncordon", |router, id| async move { router.uncordon_worker(id).await }).await
 }
 
-/// A change that says nothing but what it is. Answers with the worker as it is then.
+/// A change without options. Responds with the resulting state of the worker.
 async fn change_state<F>(
     admin: Arc<Admin>,
     WorkerAt { model, id }: WorkerAt,
@@ -234,7 +233,7 @@ where
     Ok(Json(shown(&model, id).await))
 }
 
-/// The configuration with addresses that the gateway can reach: wildcard hosts of its sockets become its own.
+/// The configuration with reachable addresses: wildcard hosts of sockets are replaced by the worker's host.
 fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
     let refused = |field: &str, address: &str, rule: &str| {
         broken(format!("{field} {:?} is refused: {rule}", without_password(address)))
@@ -247,7 +246,7 @@ fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
     if endpoint.contains('?') {
         return Err(refused("endpoint", &endpoint, "it must have no query"));
     }
-    // The rules of the rest do not depend on the scheme.
+    // The other rules do not depend on the scheme.
     let named = NamedWorker::at(&format!("http://{rest}"), &config);
     let named = named.map_err(|error| refused("endpoint", &endpoint, &error.rule))?;
     let config = WorkerConfig { endpoint, ..named.config };
@@ -260,7 +259,7 @@ fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
     Ok(config)
 }
 
-/// What was asked is understood and breaks a rule.
+/// A valid request that violates a rule.
 fn broken(message: String) -> ApiError {
     error(StatusCode::UNPROCESSABLE_ENTITY, ErrorType::InvalidRequest, "rule_broken", message)
 }

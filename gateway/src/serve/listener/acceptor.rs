@@ -1,8 +1,7 @@
-//! Accepting connections within the listener's limits.
+//! Accept loop with connection limits.
 //!
-//! Owns the socket, the places for connections, and a spare descriptor. Promises that a connection is accepted only when
-//! there is a place for it, and that where the system has no descriptor left the spare one is given up, so that the client
-//! can be told. Leaves what connections get to the listener.
+//! Accepts a connection only with a free place. Without free descriptors it gives up a spare one, so that the client
+//! receives an error response. The listener serves the connections.
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -17,19 +16,19 @@ use tokio::time::{Instant, sleep};
 use super::ListenerOptions;
 use crate::serve::rarely::Rarely;
 
-/// How long the listener rests when the system has no descriptor for another connection.
+/// Pause after an accept without a free descriptor.
 const ACCEPT_REST: Duration = Duration::from_millis(20);
 
-/// How often trouble of accepting, and a full listener, are logged.
+/// Log interval of accept errors and of a full listener.
 const LOGGED_EVERY: Duration = Duration::from_secs(10);
 
-/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+/// Errors for a process and a machine without free descriptors: EMFILE and ENFILE on Unix.
 const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 
-/// Takes a descriptor that can be given up to accept a connection when there is no other.
+/// File for the spare descriptor.
 const SPARE_FILE: &str = "/dev/null";
 
-/// What is counted of one listener.
+/// Metrics of one listener.
 struct Meters {
     connections: Gauge,
     handshakes_refused: Counter,
@@ -48,7 +47,7 @@ impl Meters {
     }
 }
 
-/// A place among the connections, as long as one of them has it.
+/// A place among the connections, held by one connection.
 pub(super) struct Place {
     connections: Gauge,
     _permit: OwnedSemaphorePermit,
@@ -60,24 +59,24 @@ impl Drop for Place {
     }
 }
 
-/// A connection that has been accepted.
+/// An accepted connection.
 pub(super) struct Accepted {
     pub(super) stream: TcpStream,
     pub(super) peer: SocketAddr,
     pub(super) place: Place,
-    /// Whether it is beyond the limit, or took the last descriptor.
+    /// Whether it exceeds the limit or used the last descriptor.
     pub(super) is_overflow: bool,
 }
 
-/// Where connections come from.
+/// Source of connections.
 pub(super) struct Acceptor {
     listener: TcpListener,
     free: Arc<Semaphore>,
-    /// Places for connections beyond those.
+    /// Places for connections above the limit.
     overflow: Arc<Semaphore>,
     connections_max: usize,
     meters: Meters,
-    /// Absent after it was given up.
+    /// Absent after its use.
     spare: Option<File>,
     trouble_logged: Rarely,
     refused_logged: Rarely,
@@ -106,7 +105,7 @@ impl Acceptor {
         self.meters.handshakes_refused.clone()
     }
 
-    /// The next connection. Cancel-safe: nothing accepted is lost.
+    /// The next connection. Cancel-safe: no accepted connection is lost.
     pub(super) async fn next(&mut self) -> Accepted {
         let (free, overflow) = (Arc::clone(&self.free), Arc::clone(&self.overflow));
         let (permit, mut is_overflow) = tokio::select! {
@@ -135,7 +134,7 @@ impl Acceptor {
                 sleep(ACCEPT_REST).await;
             }
         };
-        // A place may have become free while none came.
+        // A place may have become free during the wait.
         if is_overflow && let Ok(freed) = Arc::clone(&self.free).try_acquire_owned() {
             (permit, is_overflow) = (freed, false);
         }
@@ -155,14 +154,13 @@ impl Acceptor {
         Place { connections: self.meters.connections.clone(), _permit: permit }
     }
 
-    /// Connections that the system has accepted and nobody has taken yet: closing the socket would reset them. As many as
-    /// there is room for.
+    /// Connections in the backlog, which closing the socket would reset; as many as there are places.
     pub(super) fn waiting(self) -> Vec<Accepted> {
         let Self { listener, free, meters, .. } = self;
         let Ok(listener) = listener.into_std() else { return Vec::new() };
         let mut waiting = Vec::new();
         while let Ok(permit) = Arc::clone(&free).try_acquire_owned() {
-            // It does not block: the first that is not there ends the loop.
+            // The socket is non-blocking: an empty backlog ends the loop.
             let Ok((stream, peer)) = listener.accept() else { break };
             let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) else { continue };
             meters.connections.increment(1.0);
@@ -173,7 +171,7 @@ impl Acceptor {
     }
 }
 
-/// A descriptor to give up; `None` where there is none left, or no such file.
+/// A spare descriptor; `None` without a free one.
 fn spare() -> Option<File> {
     File::open(SPARE_FILE).ok()
 }

@@ -1,7 +1,7 @@
-//! Whether a connection has a request.
+//! Activity tracking of a connection.
 //!
-//! Owns the count of requests between their head and the last frame of their answer. Promises that an answer counts until its
-//! body has been handed over, however that ends. Leaves what is done with idle connections to the listener.
+//! Counts requests from their head to the last frame of their response, however it ends. The listener closes idle
+//! connections.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -12,25 +12,25 @@ use http_body::{Frame, SizeHint};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// Requests of one connection. HTTP/1.1 answers them one by one.
+/// Requests of one connection. HTTP/1.1 serves them in order.
 #[derive(Default)]
 pub(super) struct Busy(watch::Sender<usize>);
 
-/// One request, until it is dropped.
+/// One request, until dropped.
 pub(super) struct Begun(watch::Sender<usize>);
 
 impl Busy {
-    /// A request has come.
+    /// Records the start of a request.
     pub(super) fn begin(&self) -> Begun {
         self.0.send_modify(|requests| *requests += 1);
         Begun(self.0.clone())
     }
 
-    /// Returns once there has been no request for `time`.
+    /// Resolves after `time` without a request.
     pub(super) async fn idle_for(&self, time: Duration) {
         let mut requests = self.0.subscribe();
         loop {
-            // The sender is this value's own.
+            // The sender belongs to this value, so the wait cannot fail.
             let _ = requests.wait_for(|requests| *requests == 0).await;
             if !matches!(timeout(time, requests.wait_for(|requests| *requests > 0)).await, Ok(Ok(_))) {
                 return;
@@ -45,7 +45,7 @@ impl Drop for Begun {
     }
 }
 
-/// An answer's body, which keeps its connection busy.
+/// Response body that keeps its connection busy.
 pub(super) struct BusyBody {
     body: Body,
     _begun: Begun,
@@ -94,7 +94,7 @@ mod tests {
             tokio::time::sleep(second * 5).await;
             drop(BusyBody::new(Body::empty(), first));
             tokio::time::sleep(second / 2).await;
-            // A request within the time begins it anew.
+            // A request within the time restarts it.
             let request = busy.begin();
             tokio::task::yield_now().await;
             drop(request);

@@ -1,17 +1,17 @@
 //! Listening sockets.
 //!
-//! Owns how an address is bound. Promises that a gateway can start while another one of the same user still drains at the
-//! same addresses (`SO_REUSEPORT`), and that sharing an address is logged. Leaves accepting to the listener.
+//! Sets `SO_REUSEPORT`, so that a gateway can start while a draining one of the same user listens on the same address,
+//! and logs the sharing.
 
 use std::io;
 use std::net::SocketAddr;
 
 use tokio::net::{TcpListener, TcpSocket};
 
-/// Connections that wait to be accepted, as far as the system allows.
+/// Backlog length, limited by the system.
 const BACKLOG: u32 = 1024;
 
-/// A socket that listens at `address`. While two processes listen there, the system gives each new connection to either.
+/// Binds a listening socket. If two processes listen on `address`, the kernel distributes new connections over them.
 pub(crate) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let is_shared = address.port() != 0 && socket(address)?.bind(address).is_err();
     let own = socket(address)?;
@@ -27,7 +27,7 @@ pub(crate) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 
 fn socket(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    // Connections of a predecessor that wait for their end are in nobody's way. On Windows the option means something else.
+    // Allows binding while connections of a predecessor linger. The option has another meaning on Windows.
     #[cfg(unix)]
     socket.set_reuseaddr(true)?;
     Ok(socket)

@@ -1,7 +1,6 @@
-//! A connection whose other side must go on taking what it is sent.
+//! Write timeout of a connection.
 //!
-//! Owns the time for which it may take nothing. Promises that whoever takes anything within it is left alone, however
-//! slow. Leaves what is read to whoever reads it.
+//! A client that reads anything within the time is never cut off, however slow. Reads are not affected.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -11,11 +10,11 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-/// Writes fail once the other side has taken nothing for too long.
+/// Fails writes after the other side has read nothing for too long.
 pub(super) struct Takes<S> {
     stream: S,
     stall_max: Duration,
-    /// There while the other side takes nothing.
+    /// Set while the other side reads nothing.
     alarm: Option<Pin<Box<Sleep>>>,
 }
 

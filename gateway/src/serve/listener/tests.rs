@@ -12,7 +12,7 @@ use super::super::telemetry::Metrics;
 use super::super::tls;
 use super::*;
 
-/// The end of every wait.
+/// Upper limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn options(name: &'static str) -> ListenerOptions {
@@ -26,7 +26,7 @@ fn options(name: &'static str) -> ListenerOptions {
     }
 }
 
-/// `/` answers with the peer's address, `/hang` once `go` says so.
+/// `/` returns the client address; `/hang` responds after a notification of `go`.
 async fn start(options: ListenerOptions, go: &Arc<Notify>) -> Listener {
     let go = Arc::clone(go);
     let hang = async move || {
@@ -51,7 +51,7 @@ async fn ask(stream: &mut (impl AsyncWrite + Unpin), path: &str) {
     stream.write_all(get_of(path).as_bytes()).await.expect("the connection stands");
 }
 
-/// One answer that ends in `end`.
+/// One response that ends in `end`.
 async fn answer(stream: &mut (impl AsyncRead + Unpin), end: &str) -> String {
     let mut heard = Vec::new();
     while !heard.ends_with(end.as_bytes()) {
@@ -62,7 +62,7 @@ async fn answer(stream: &mut (impl AsyncRead + Unpin), end: &str) -> String {
     String::from_utf8(heard).expect("text")
 }
 
-/// Everything until the other side closes, which a reset does, too.
+/// Reads until the other side closes or resets.
 async fn rest(stream: &mut (impl AsyncRead + Unpin)) -> String {
     let mut heard = Vec::new();
     let _ = timeout(PATIENCE, stream.read_to_end(&mut heard)).await.expect("the end in time");
@@ -81,7 +81,7 @@ async fn a_client_that_is_slow_to_ask_is_cut_and_others_are_not() {
             if write.write_all(byte).await.is_err() {
                 break;
             }
-            sleep(Duration::from_millis(5)).await; // 5 minutes for all of it
+            sleep(Duration::from_millis(5)).await; // about 5 minutes in total
         }
     });
     let others = tokio::spawn(async move {
@@ -109,7 +109,7 @@ async fn more_connections_than_there_may_be_wait_their_turn() {
     }
     let mut third = connect(&listener).await;
     ask(&mut third, "/").await;
-    // It is asked first, and answered only after one that went on later has gone.
+    // It is polled first and completes after a later one has ended.
     let mut peeked = [0];
     assert!(timeout(Duration::from_millis(50), third.peek(&mut peeked)).await.is_err());
     for stream in &mut held {
@@ -135,7 +135,7 @@ async fn connections_beyond_the_limit_are_answered_and_closed_where_there_are_ro
         let answer = rest(&mut beyond).await;
         assert!(answer.contains("connection: close\r\n") && answer.ends_with(told), "{path}: {answer}");
     }
-    // One that asks nothing is closed, and the next one has its turn then.
+    // An idle connection is closed, and the next one is accepted.
     let (mut mute, mut next) = (connect(&listener).await, connect(&listener).await);
     ask(&mut next, "/live").await;
     assert_eq!(rest(&mut mute).await, "");
@@ -143,7 +143,7 @@ async fn connections_beyond_the_limit_are_answered_and_closed_where_there_are_ro
     go.notify_one();
     answer(&mut held, "went on").await;
     drop(held);
-    // The freed place is taken by the next connection, or by one soon after.
+    // The next connection, or one soon after, takes the free place.
     let served = async {
         loop {
             let mut stream = connect(&listener).await;
@@ -157,7 +157,7 @@ async fn connections_beyond_the_limit_are_answered_and_closed_where_there_are_ro
     timeout(PATIENCE, served).await.expect("in time");
 }
 
-/// What comes at once.
+/// Available bytes.
 async fn read_some(stream: &mut TcpStream) -> String {
     let mut heard = Vec::with_capacity(1024);
     timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time").expect("the connection stands");
@@ -175,7 +175,7 @@ async fn a_drain_closes_what_is_idle_and_lets_the_rest_end() {
     let own = used.local_addr().expect("it is connected").to_string();
     answer(&mut used, &own).await;
     ask(&mut busy, "/hang").await;
-    ask(&mut used, "/").await; // so that `busy` is surely taken: connections are accepted in order
+    ask(&mut used, "/").await; // ensures that `busy` is accepted: connections are accepted in order
     answer(&mut used, &own).await;
 
     let draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
@@ -199,7 +199,7 @@ async fn what_is_busy_at_the_deadline_is_broken_and_counted() {
     let mut probe = connect(&listener).await;
     ask(&mut probe, "/").await;
     let own = probe.local_addr().expect("it is connected").to_string();
-    answer(&mut probe, &own).await; // those before it have been accepted
+    answer(&mut probe, &own).await; // earlier connections have been accepted
     assert_eq!(listener.drain(Duration::from_millis(50), Duration::ZERO, || {}).await, Drained { broken: 3 });
     for stream in &mut busy {
         assert_eq!(rest(stream).await, "");
@@ -214,7 +214,7 @@ async fn heads_are_bounded() {
     for head in [long, many] {
         let mut stream = connect(&listener).await;
         let (mut read, mut write) = stream.split();
-        // The listener may have answered and gone before all of it is sent.
+        // The listener may have responded and closed before the whole request is sent.
         let _ = write.write_all(head.as_bytes()).await;
         assert!(answer(&mut read, "\r\n\r\n").await.starts_with("HTTP/1.1 431 "));
     }
@@ -266,7 +266,7 @@ async fn a_handshake_that_does_not_come_is_cut() {
     assert_eq!(rest(&mut connect(&listener).await).await, "");
 }
 
-/// A body that says `begun`, and ends once `go` is told.
+/// A body that sends `begun` and ends after a notification of `go`.
 struct Open {
     has_begun: bool,
     end: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -307,7 +307,7 @@ async fn a_drain_lets_five_hundred_open_streams_end() {
         streams.push(stream);
     }
     let mut draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
-    // Nothing ends for being drained.
+    // A drain ends no request.
     assert!(timeout(Duration::from_millis(50), &mut draining).await.is_err());
     go.send_replace(true);
     for stream in &mut streams {

@@ -1,8 +1,8 @@
-//! An answer on its way to the client.
+//! Response stream from a worker to the client.
 //!
-//! Owns the body that is passed on, and the placement with it. Promises that a frame in is a frame out, at once; that the
-//! booking ends with the answer, however that ends; and that an answer which breaks off never looks whole: the error goes
-//! to the server, which cuts the client's connection. Leaves what came before the first byte to the tries.
+//! Forwards each frame without buffering. The booking ends with the response, however it ends. A broken response never
+//! looks complete: the error makes the server cut the client's connection. The attempts handle everything before the
+//! first byte.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::serve::App;
 use crate::serve::metrics::{Account, StreamBreak};
 use crate::serve::workers::WorkerRequest;
 
-/// Why an answer was cut off. Only the server of connections hears of it.
+/// Reason of a cut-off response, seen only by the HTTP server.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Cut {
     /// The worker broke off.
@@ -31,26 +31,26 @@ pub(super) enum Cut {
     /// The worker was silent.
     #[error("the worker was silent for {} ms", .0.as_millis())]
     Idle(Duration),
-    /// The body ended and the answer did not.
+    /// The body ended without its end mark.
     #[error("the answer ended without its end mark")]
     Incomplete,
 }
 
-/// What the client's connection reads.
+/// Body polled by the client's connection.
 pub(super) struct Answer {
     app: Arc<App>,
     account: Account,
-    /// Absent once it was cut off: the booking and the worker's connection have ended then.
+    /// Absent after a cut: the booking and the worker's connection have ended.
     body: Option<PlacedBody<Begun>>,
-    /// The answer at its worker.
+    /// The attempt at the worker.
     sent: WorkerRequest,
-    /// How it is checked, if it is.
+    /// Kind of validation, if any.
     checked: Option<AnswerKind>,
     idle_max: Duration,
-    /// Since when the worker has been silent; absent while it is not, or while nobody listens.
+    /// Start of the worker's silence; absent while it sends or while the client does not read.
     silent_since: Option<Instant>,
     alarm: Option<Pin<Box<Sleep>>>,
-    /// Why it was cut off, until the server hears of it.
+    /// Reason of a cut until the server has received it.
     untold: Option<Cut>,
 }
 
@@ -82,12 +82,12 @@ impl Answer {
         self.sent.completed();
     }
 
-    /// Whether the body has no end mark, and must have one.
+    /// Whether a required end mark is missing.
     fn is_incomplete(&self) -> bool {
         self.checked.is_some() && self.body.as_ref().is_some_and(|body| !body.is_complete())
     }
 
-    /// Follows a frame that is passed on.
+    /// Records a forwarded frame.
     fn received(&mut self) {
         self.silent_since = None;
         self.sent.received();
@@ -100,15 +100,15 @@ impl Answer {
         }
     }
 
-    /// Records what the worker reported until now.
+    /// Records the usage reported so far.
     fn record_usage(&mut self) {
         if let Some(body) = &self.body {
             self.account.access.used(body.usage(), body.output_tokens());
         }
     }
 
-    /// Ends the booking now, and tells the server at its next look: one that hears of an error drops what it has not yet
-    /// written, head and all, and it writes whenever a body has nothing for it.
+    /// Ends the booking now and reports the error to the server at its next poll. A server that receives an error drops
+    /// unwritten data, including the head, and it flushes whenever a body is pending.
     fn cut(&mut self, why: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         self.record_usage();
         self.body = None;
@@ -129,11 +129,11 @@ impl Answer {
         Poll::Pending
     }
 
-    /// Comes back when the worker has been silent for too long.
+    /// Resolves after the idle timeout of the worker.
     fn poll_silence(&mut self, context: &mut Context<'_>) -> Poll<()> {
         let since = *self.silent_since.get_or_insert_with(Instant::now);
         let due = since + self.idle_max;
-        // One alarm for the whole answer: frames do not move it, it looks again when it rings.
+        // One timer for the whole response: frames do not reset it; it re-checks when it fires.
         let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep_until(due)));
         loop {
             ready!(alarm.as_mut().poll(context));
@@ -160,7 +160,7 @@ impl Body for Answer {
         match Pin::new(body).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.received();
-                // Bodies of a length that is known are not polled after their last byte.
+                // Bodies of known length are not polled after their last byte.
                 if self.is_end_stream() {
                     if self.is_incomplete() {
                         return self.cut(StreamBreak::Incomplete, Cut::Incomplete, context);
@@ -177,7 +177,7 @@ impl Body for Answer {
             }
             Poll::Pending => {
                 ready!(self.poll_silence(context));
-                // The body would say that the connection broke.
+                // The body itself would report a broken connection.
                 if let Some(body) = &self.body {
                     body.report(Outcome::Timeout);
                 }

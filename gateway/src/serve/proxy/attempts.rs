@@ -1,10 +1,10 @@
-//! The tries of one request, until a worker has begun to answer.
+//! Attempt loop of one request, until a worker starts a valid response.
 //!
-//! Owns where it is tried next, and what is said when nobody answers. Promises at most `attempts_max` tries, retries within
-//! the gateway's budget, and none once a valid answer has begun: until then the client has been told nothing. Workers that
-//! cannot be reached count neither as tries nor against the budget, and have a bound of their own. A retry
-//! goes to another worker, or where there is none to another rank; to the same one only where that is the only one and
-//! nothing was heard of it, as when it closed a connection that was just taken up again. Leaves the rest of the answer to [`Answer`](super::answer::Answer).
+//! At most `attempts_max` attempts, retries within the retry budget, and none after the start of a valid response:
+//! until then the client has received nothing. Unreachable workers count neither as attempts nor against the budget and
+//! have their own limit. A retry uses another worker, else another rank of the same worker. It uses the same rank only
+//! if it is the only one and sent nothing at all, for example because it closed a kept-alive connection.
+//! [`Answer`](super::answer::Answer) streams the response.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -31,48 +31,48 @@ use crate::serve::models::Model;
 use crate::serve::workers::{WorkerMeters, WorkerRequest};
 use crate::upstream::UpstreamError;
 
-/// The longest error of a worker that is kept, in case nobody else answers.
+/// Maximum length of a stored worker error, in case no worker succeeds.
 const ERROR_BYTES_MAX: usize = 64 << 10;
 
-/// The most workers that may be found unreachable by one request. They count neither as attempts nor against the retry
-/// budget: no engine did any work.
+/// Maximum unreachable workers per request. They count neither as attempts nor against the retry budget, because no
+/// engine did any work.
 const UNREACHABLE_MAX: u32 = 16;
 
-/// What every try of a request sends.
+/// Data sent by every attempt of a request.
 pub(super) struct Errand<'a> {
     pub(super) app: &'a Arc<App>,
     pub(super) model: &'a Arc<Model>,
     pub(super) endpoint: Endpoint,
-    /// The client's.
+    /// Headers of the client.
     pub(super) headers: &'a HeaderMap,
     pub(super) request_id: &'a str,
     pub(super) body: Bytes,
-    /// What a valid answer is: events where a stream was requested.
+    /// Kind of a valid response: events for a streamed request.
     pub(super) kind: AnswerKind,
 }
 
-/// A worker has begun to answer.
+/// A started response.
 pub(super) struct Begin {
     pub(super) placement: Placement,
     pub(super) sent: WorkerRequest,
     pub(super) head: axum::http::response::Parts,
     pub(super) body: Begun,
-    /// How a successful answer was checked; absent for other answers, which pass as they are.
+    /// How a successful response was validated; absent for other responses, which are forwarded unchanged.
     pub(super) checked: Option<AnswerKind>,
-    /// As much as the client expects.
+    /// Output length expected by the client.
     pub(super) output_tokens: Option<u32>,
-    /// Whether the request already counts against a worker that failed before.
+    /// Whether the request already counts against a failed worker.
     pub(super) has_blamed: bool,
 }
 
-/// The head of an answer, its body from the first frame on, and how it was checked.
+/// Response head, body from the first frame, and kind of validation.
 type Checked = (axum::http::response::Parts, Begun, Option<AnswerKind>);
 
 impl Errand<'_> {
-    /// Goes from rank to rank until one has begun to answer.
+    /// Tries ranks until one starts a response.
     ///
     /// # Errors
-    /// What the client is to be told when none does: a worker's own error where one gave any.
+    /// The error for the client: a worker's own error if any worker sent one.
     pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
         let (asked, deadline) = (account.started(), request.deadline);
         let (mut elsewhere, mut failures) = (Elsewhere::default(), Failures::default());
@@ -91,7 +91,7 @@ impl Errand<'_> {
             let placement = match self.place(request, &mut elsewhere).await {
                 Ok(placement) => placement,
                 Err(error) if attempt == 1 => return Err(error.into_response()),
-                // Nobody else can serve it, so what is known stands.
+                // No other rank can serve the request, so the collected errors decide.
                 Err(_) => {
                     if holds_retry {
                         self.app.retry_budget.give_back(Instant::now());
@@ -152,13 +152,13 @@ impl Errand<'_> {
         Err(failures.answer(self.request_id))
     }
 
-    /// Whether another attempt may end better than this one and those before.
+    /// Whether another attempt may succeed after this failure and the earlier ones.
     fn is_worth_a_retry(&self, reason: RetryReason, before: &[RetryReason]) -> bool {
         match reason {
-            // The same work would only begin anew: once where a stream's first token is late, never where all of the
-            // answer had the time to come.
+            // A retry repeats the whole work: once after a late first token of a stream, never after a complete
+            // response had the time to arrive.
             RetryReason::Timeout => self.kind == AnswerKind::Events && !before.contains(&reason),
-            // Two workers that agree are right.
+            // Two workers with the same result are correct.
             RetryReason::Misconfigured => !before.contains(&reason),
             RetryReason::Connect
             | RetryReason::Broken
@@ -168,7 +168,7 @@ impl Errand<'_> {
         }
     }
 
-    /// A rank for the next try: another worker's, else another rank, else perhaps the same.
+    /// A rank for the next attempt: of another worker, else another rank, else possibly the same rank.
     async fn place(&self, request: RouteRequest<'_>, elsewhere: &mut Elsewhere) -> Result<Placement, ApiError> {
         let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
         let route = async |constraints: Option<&Constraints>| {
@@ -182,7 +182,7 @@ impl Errand<'_> {
         let excluded_ranks = elsewhere.workers.union(&failing).copied().collect();
         let other_workers = Constraints { excluded_ranks, ..Constraints::default() };
         let other_ranks = Constraints { excluded_ranks: elsewhere.ranks.clone(), ..Constraints::default() };
-        // Whoever has waited in vain has waited long enough.
+        // After a failed queue wait the request does not queue again.
         let is_refused =
             |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| *error != ApiError::queue_timeout());
         let mut placed = route(Some(&other_workers)).await;
@@ -195,14 +195,14 @@ impl Errand<'_> {
         placed
     }
 
-    /// All ranks of a rank's worker.
+    /// All ranks of the same worker.
     fn siblings(&self, rank: WorkerRank) -> impl Iterator<Item = WorkerRank> + use<> {
         let workers = self.model.router.workers();
         let entry = workers.iter().find(|entry| entry.worker == rank.worker).cloned();
         entry.into_iter().flat_map(|entry| entry.ranks)
     }
 
-    /// One attempt: the head of an answer and its body, which is known to be a valid one if the status says success.
+    /// One attempt: response head and body, validated if the status is a success.
     async fn attempt(
         &self,
         account: &mut Account,
@@ -234,7 +234,7 @@ impl Errand<'_> {
                 return Err(Failure::Status { status: head.status, headers: head.headers, body });
             }
             if !head.status.is_client_error() {
-                // Nothing that clients of models are told: they would be sent elsewhere, or into another protocol.
+                // Internal statuses would redirect clients or switch their protocol.
                 return Err(Failure::Silence(UpstreamError::Status(head.status)));
             }
             Ok((head, Begun::any(body).await?, None))
@@ -242,10 +242,10 @@ impl Errand<'_> {
         timeout(within, begun).await.unwrap_or(Err(Failure::Silence(UpstreamError::Timeout(within))))
     }
 
-    /// How the body of a successful answer is checked, by its headers; `None` where its content cannot be read.
+    /// How to validate the body of a successful response, by its headers; `None` if its content cannot be read.
     fn check(&self, headers: &HeaderMap) -> Result<Option<AnswerKind>, String> {
         let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
-        // vLLM sends embeddings in this form if a client asks for `encoding_format: bytes`.
+        // vLLM sends embeddings in this form for `encoding_format: bytes`.
         let is_binary = self.endpoint == Endpoint::Embeddings && content_type.starts_with(b"application/octet-stream");
         let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
         if is_binary || is_encoded {
@@ -272,7 +272,7 @@ impl Errand<'_> {
         Ok(request)
     }
 
-    /// A client's key passes where nobody here has looked at it, so that it can only be the worker's.
+    /// The client's key is forwarded only without tenants, when it can only be meant for the worker.
     fn authorization(&self) -> Authorization<'_> {
         match &self.app.worker_key {
             Some(key) => Authorization::Key(key),
@@ -282,14 +282,14 @@ impl Errand<'_> {
     }
 }
 
-/// Where a request has failed.
+/// Ranks excluded after failures.
 #[derive(Default)]
 struct Elsewhere {
-    /// The ranks that were tried.
+    /// Ranks of failed attempts.
     ranks: BTreeSet<WorkerRank>,
-    /// These, and all ranks of workers that did not answer.
+    /// These ranks, and all ranks of workers that did not respond.
     workers: BTreeSet<WorkerRank>,
-    /// Whether, where there is nobody else, the same rank may be tried once more.
+    /// Whether the same rank may be tried again if no other is available.
     same_again: bool,
 }
 
@@ -304,7 +304,7 @@ impl Elsewhere {
             RetryReason::Connect | RetryReason::Timeout | RetryReason::Broken | RetryReason::InvalidAnswer => {
                 self.workers.extend(errand.siblings(rank));
             }
-            // No rank of this engine answers differently.
+            // All ranks of this engine would respond equally.
             RetryReason::Misconfigured => {
                 self.workers.extend(errand.siblings(rank));
                 self.ranks.extend(errand.siblings(rank));
@@ -313,8 +313,8 @@ impl Elsewhere {
     }
 }
 
-/// Outcomes of failed attempts that wait for the end of their request. Dropped before, the client has left: they count as
-/// if no worker had answered.
+/// Outcomes of failed attempts, reported at the end of their request. A drop before means a client disconnect: they
+/// count as if no worker had responded.
 struct Reports<'a> {
     errand: &'a Errand<'a>,
     suspects: Vec<Suspect>,
@@ -323,7 +323,7 @@ struct Reports<'a> {
 impl Reports<'_> {
     fn add(&mut self, placement: &Placement, failure: &Failure, mut sent: WorkerRequest) {
         let (rank, outcome) = (placement.rank(), failure.outcome());
-        // The whole answer of a long generation may be late at a rank that serves others meanwhile.
+        // A long complete response may be late on a rank that serves other requests.
         let is_long_answer =
             outcome == Outcome::Timeout && self.errand.kind == AnswerKind::Json && sent.has_rank_sent();
         let sent = if outcome == Outcome::Misconfigured {
@@ -336,7 +336,7 @@ impl Reports<'_> {
             return;
         }
         if outcome == Outcome::ConnectFailed {
-            // A fact about the endpoint, and so about all ranks behind it.
+            // A fact about the endpoint, and so about all its ranks.
             placement.outcome(outcome);
             self.report_siblings(rank, outcome);
         } else if !is_long_answer {
@@ -345,7 +345,7 @@ impl Reports<'_> {
         }
     }
 
-    /// Reports what counts. Returns whether anything does.
+    /// Reports the outcomes that count. Returns whether any does.
     fn settle(&mut self, ending: Ending) -> bool {
         let culprit = culprit(&self.suspects, ending);
         let outcome = if ending == Ending::Served { Outcome::Misconfigured.label() } else { "client_error" };
@@ -355,7 +355,7 @@ impl Reports<'_> {
         let Some((rank, outcome)) = culprit else { return false };
         self.errand.model.router.report_outcome(rank, outcome);
         if outcome == Outcome::Misconfigured {
-            // Key and model are the engine's, and so the same for all ranks behind its endpoint.
+            // Key and model belong to the engine, and so to all its ranks.
             self.report_siblings(rank, outcome);
         }
         true

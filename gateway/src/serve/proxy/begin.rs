@@ -1,9 +1,9 @@
-//! The begin of a worker's answer: read until it is known to be one.
+//! Start of a worker's response, read until it is known to be valid.
 //!
-//! Owns the frames that are held back meanwhile. Promises that at most [`BEGIN_BYTES_MAX`] and one frame are held, without a
-//! copy, and that they are passed on unchanged. A stream is held until its first event with output, so that a worker that
-//! fails after the chunk with the role can still be replaced. A JSON answer is held until its end or the limit: clients can do
-//! nothing with the first part of one. Leaves the rest to [`Answer`](super::answer::Answer).
+//! Holds back at most [`BEGIN_BYTES_MAX`] and one frame, without a copy, and forwards the frames unchanged. A stream is
+//! held until its first event with output, so that a worker that fails after the role chunk can still be replaced. A
+//! JSON response is held until its end or the limit, because a part of it is useless to clients.
+//! [`Answer`](super::answer::Answer) streams the rest.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -19,10 +19,10 @@ use pointsman::answer::{AnswerKind, AnswerReader, AnswerStage};
 use super::failure::Failure;
 use crate::upstream::UpstreamError;
 
-/// Bytes of an answer that are held back at most, but for the frame that exceeds them.
+/// Maximum held bytes, except for the frame that exceeds them.
 const BEGIN_BYTES_MAX: usize = 64 << 10;
 
-/// A worker's body with the frames that were waited for back in front.
+/// A worker's body with the held frames in front.
 #[derive(Debug)]
 pub(super) struct Begun {
     held: VecDeque<Frame<Bytes>>,
@@ -30,7 +30,7 @@ pub(super) struct Begun {
 }
 
 impl Begun {
-    /// Waits for the first frame with content, whatever it is.
+    /// Waits for the first frame with content of any kind.
     pub(super) async fn any(mut rest: Incoming) -> Result<Self, Failure> {
         let mut held = VecDeque::new();
         while let Some(frame) = rest.frame().await {
@@ -43,7 +43,7 @@ impl Begun {
         Ok(Self { held, rest })
     }
 
-    /// Waits until the answer is known to be a valid one.
+    /// Waits until the response is known to be valid.
     pub(super) async fn valid(mut rest: Incoming, kind: AnswerKind) -> Result<Self, Failure> {
         let (mut held, mut reader, mut bytes_held) = (VecDeque::new(), AnswerReader::new(kind), 0);
         let mut has_ended = false;

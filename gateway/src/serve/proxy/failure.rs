@@ -1,8 +1,8 @@
-//! Failed attempts of one request: their kinds, which rank they count against, and what the client gets in the end.
+//! Classification of failed attempts: kind, counted rank, and final error for the client.
 //!
-//! Owns these rules. Promises that a request counts against at most one worker, and against none if attempts at two or more
-//! workers failed alike: then the request is the likelier cause. A refused connection is a fact about the endpoint, and is
-//! reported elsewhere, whatever follows. Leaves where a request is sent next to the attempts.
+//! A request counts against at most one worker, and against none if attempts at two or more workers failed alike,
+//! because then the request is the likelier cause. A refused connection is a fact about the endpoint and is reported
+//! separately in all cases. The attempt loop selects the next rank.
 
 use std::time::{Duration, SystemTime};
 
@@ -18,17 +18,17 @@ use crate::serve::metrics::RetryReason;
 use crate::serve::workers::{UnsettledFailure, WorkerRequest};
 use crate::upstream::UpstreamError;
 
-/// Why an attempt failed.
+/// Reason of a failed attempt.
 pub(super) enum Failure {
-    /// There was no answer.
+    /// No response.
     Silence(UpstreamError),
-    /// A success status without a valid answer; what is wrong with it.
+    /// A success status without a valid response, with the defect.
     Invalid(String),
-    /// A status that another rank might not give.
+    /// A retryable status.
     Status {
         status: StatusCode,
         headers: HeaderMap,
-        /// Absent where it was too long or broke off, and where the status stood in an error event.
+        /// Absent if too long, broken off, or if the status came in an error event.
         body: Option<Bytes>,
     },
 }
@@ -50,12 +50,12 @@ impl Failure {
         }
     }
 
-    /// Whether it comes from this process and says nothing about the rank.
+    /// Whether the cause is in this process and not at the rank.
     pub(super) fn is_local(&self) -> bool {
         matches!(self, Self::Silence(error) if error.is_local())
     }
 
-    /// What it says about the rank's health, if it counts against the rank.
+    /// Health outcome of the rank, if the failure counts.
     pub(super) fn outcome(&self) -> Outcome {
         match self {
             Self::Silence(error) => error.outcome(),
@@ -68,7 +68,7 @@ impl Failure {
         }
     }
 
-    /// What went wrong, in words.
+    /// Description of the failure.
     pub(super) fn cause(&self) -> String {
         match self {
             Self::Silence(error) => error.to_string(),
@@ -77,18 +77,18 @@ impl Failure {
         }
     }
 
-    /// Whether no connection was made, so that no engine did anything for the request.
+    /// Whether no connection was made, so that no engine did any work.
     pub(super) fn is_unreachable(&self) -> bool {
         matches!(self, Self::Silence(UpstreamError::Connect(error)) if error.is_unreachable())
     }
 
-    /// Whether nothing at all was heard of the worker.
+    /// Whether the worker sent nothing at all.
     pub(super) fn is_unheard(&self) -> bool {
         matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
     }
 }
 
-/// Whether a status may be retried at another rank.
+/// Whether a status is retried on another rank.
 pub(super) fn is_retried(status: StatusCode) -> bool {
     status.is_server_error() || is_refusal(status) || is_misconfiguration(status)
 }
@@ -122,27 +122,27 @@ fn delay(value: &str, now: SystemTime) -> Option<Duration> {
 pub(super) struct Suspect {
     pub(super) rank: WorkerRank,
     pub(super) outcome: Outcome,
-    /// Counted at the end of the request, where its outcome depends on that.
+    /// Counted at the end of the request, if its outcome depends on that.
     pub(super) sent: Option<WorkerRequest>,
-    /// Keeps the rank among those that fail now; absent in tests of the rules.
+    /// Keeps the rank among those with unsettled failures; absent in tests of the rules.
     #[expect(dead_code, reason = "held for its drop")]
     pub(super) unsettled: Option<UnsettledFailure>,
 }
 
-/// How the attempts of a request ended.
+/// End of the attempts of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
-    /// A worker has begun a valid answer.
+    /// A worker has started a valid response.
     Served,
-    /// A worker has answered with an error of the request's own.
+    /// A worker has responded with an error of the request itself.
     ClientError,
-    /// No worker has answered.
+    /// No worker has responded.
     Failed,
 }
 
 /// The failed attempt that counts.
 pub(super) fn culprit(suspects: &[Suspect], ending: Ending) -> Option<(WorkerRank, Outcome)> {
-    // That a worker lacks a key or the model is shown only by another one that serves the request.
+    // A missing key or model at a worker is proven only by another worker that serves the request.
     let counts = |suspect: &&Suspect| ending == Ending::Served || suspect.outcome != Outcome::Misconfigured;
     let first = suspects.iter().find(counts)?;
     let kind = |outcome: Outcome| std::mem::discriminant(&outcome);
@@ -152,13 +152,13 @@ pub(super) fn culprit(suspects: &[Suspect], ending: Ending) -> Option<(WorkerRan
     (ending != Ending::Failed || !is_alike).then_some((first.rank, first.outcome))
 }
 
-/// What workers have answered so far, for the client.
+/// Worker responses so far, for the client.
 #[derive(Default)]
 pub(super) struct Failures {
     pub(super) reasons: Vec<RetryReason>,
-    /// The last refusal or server error that a worker stated itself.
+    /// The last refusal or server error sent by a worker.
     stated: Option<(StatusCode, HeaderMap, Bytes)>,
-    /// The first answer with 401, 403 or 404.
+    /// The first response with 401, 403 or 404.
     original: Option<(StatusCode, HeaderMap, Bytes)>,
 }
 

@@ -1,8 +1,8 @@
-//! A request's body, taken in.
+//! Reading of request bodies.
 //!
-//! Owns limits of length and silence, and what is done with bodies of no use. Promises that at most
-//! 256 KiB are taken for bytes that have not come; that all of it counts in the budget over all bodies; that a body in one
-//! piece is not copied, and others once; and that the memory of large bodies goes back to the system with them.
+//! Enforces limits of length and idle time, and drains unusable bodies. Allocates at most 256 KiB for bytes that have
+//! not arrived; all of it counts in the memory budget. A body in one frame is not copied, others once. Memory of large
+//! bodies returns to the system when they are dropped.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,33 +16,34 @@ use tokio::time::{Instant, timeout, timeout_at};
 use crate::openai::ApiError;
 use crate::serve::body_budget::{BodyBudget, Exhausted, Reservation};
 
-/// How long a body may come in all, in times of the longest silence.
+/// Total time limit of a body, in multiples of the idle timeout.
 const SILENCES_MAX: u32 = 10;
 
-/// How long a body of no use may come, to be thrown away.
+/// Time limit for draining an unusable body.
 const REST_MAX: Duration = Duration::from_secs(2);
 
-/// The longest body that is kept on the heap.
+/// Maximum length of a body on the heap.
 const HEAP_BYTES_MAX: usize = 256 << 10;
 
-/// What a body may cost.
+/// Limits of a body.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
-    /// Its longest length.
+    /// Maximum length.
     pub(super) bytes_max: u64,
-    /// How long it may be silent.
+    /// Idle timeout.
     pub(super) silence_max: Duration,
-    /// The client sends it only when it is told to go on.
+    /// Whether the client waits for `100 Continue`.
     pub(super) asks_first: bool,
 }
 
-/// The whole body, within its limits. The bytes are reserved in `budget` until the last clone of the body is dropped.
+/// Reads the whole body within its limits. The bytes stay reserved in `budget` until the last clone of the body is
+/// dropped.
 ///
 /// # Errors
-/// 413, 408, 503 where the budget is exhausted, or 400 where the client breaks off.
+/// 413, 408, 503 for an exhausted budget, or 400 if the client breaks off.
 pub(super) async fn take_in(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
     let Limits { bytes_max, silence_max, .. } = limits;
-    // What the client announces; nothing where it sends chunks.
+    // Announced length; unknown for chunked bodies.
     let announced = body.size_hint();
     if announced.lower() > bytes_max {
         throw_away(body, limits).await;
@@ -78,24 +79,24 @@ pub(super) async fn take_in(mut body: Body, limits: Limits, budget: &Arc<BodyBud
     buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted())
 }
 
-/// What has arrived of a body. Reserves the bytes that it takes.
+/// The received part of a body with its reservation.
 struct Buffer<'a> {
     budget: &'a Arc<BodyBudget>,
     /// Absent before the first bytes.
     reservation: Option<Reservation>,
     store: Store,
-    /// The body's length as announced, or the longest it may have.
+    /// Announced length, or the maximum.
     len_max: usize,
 }
 
-/// Where a body is.
+/// Storage of a body.
 enum Store {
-    /// In one frame, as it came.
+    /// A single frame, uncopied.
     Frame(Bytes),
-    /// On the heap, with room for all of it.
+    /// On the heap, with full capacity.
     Heap(Vec<u8>),
-    /// In a mapping with room for all of it, of which so many bytes are there. The system gives it memory as bytes are
-    /// written, and gets it back when it is dropped: the allocator would keep it.
+    /// In a mapping with full capacity, and the number of received bytes. The system provides memory as bytes are
+    /// written and gets it back at the drop; the allocator would keep it.
     Mapped(MmapMut, usize),
 }
 
@@ -113,7 +114,7 @@ impl<'a> Buffer<'a> {
         }
     }
 
-    /// Waits until the body is rejected to make room for others.
+    /// Resolves when the body is rejected in favor of others.
     async fn rejected(&self) {
         match &self.reservation {
             Some(reservation) => {
@@ -123,7 +124,7 @@ impl<'a> Buffer<'a> {
         }
     }
 
-    /// Adds a frame; after an error the buffer is of no use any more.
+    /// Appends a frame; after an error the buffer is unusable.
     async fn push(&mut self, data: Bytes) -> Result<(), Exhausted> {
         if data.is_empty() {
             return Ok(());
@@ -156,7 +157,7 @@ impl<'a> Buffer<'a> {
         Ok(())
     }
 
-    /// The body, which gives its bytes back when it is dropped.
+    /// The body, which releases its bytes when dropped.
     fn finish(self) -> Result<Bytes, Exhausted> {
         let len = self.len();
         let Some(mut reservation) = self.reservation else { return Ok(Bytes::new()) };
@@ -166,7 +167,7 @@ impl<'a> Buffer<'a> {
 }
 
 impl Store {
-    /// Adds bytes for which there is room. A frame is not added to.
+    /// Appends bytes within the capacity. Not for single-frame storage.
     fn extend(&mut self, data: &[u8]) {
         match self {
             Self::Frame(_) => {}
@@ -179,7 +180,7 @@ impl Store {
     }
 }
 
-/// A body and the bytes reserved for it.
+/// A body with its reservation.
 struct Held {
     body: Store,
     _reservation: Reservation,
@@ -195,8 +196,8 @@ impl AsRef<[u8]> for Held {
     }
 }
 
-/// Reads on for a while, at most twice as much as a body may have. Clients that send all before they read any would find
-/// the connection reset if it were closed on what they send, and never see why they are refused.
+/// Drains the body for a limited time, up to twice the maximum length. Clients that send everything before they read
+/// would otherwise see a connection reset instead of the rejection.
 pub(super) async fn throw_away(mut body: Body, Limits { bytes_max, asks_first, .. }: Limits) {
     if asks_first {
         return;
@@ -210,7 +211,7 @@ pub(super) async fn throw_away(mut body: Body, Limits { bytes_max, asks_first, .
             }
         }
     };
-    // Whoever is not through by then is told all the same.
+    // After the time limit the response is sent regardless.
     let _ = timeout(REST_MAX, rest).await;
 }
 
@@ -221,7 +222,7 @@ mod tests {
 
     use super::*;
 
-    /// Bodies that come in pieces.
+    /// Bodies in several frames.
     mod pieces {
         use std::collections::VecDeque;
         use std::convert::Infallible;

@@ -1,7 +1,7 @@
-//! Why a model cannot serve, and what is wrong with one that can.
+//! Causes of unreadiness, and warnings, as sentences for `/ready`.
 //!
-//! Owns the sentences of `/ready`. Promises that equal causes are counted, not repeated, and that none names a worker: the
-//! answer is public. Leaves what is wrong to the router's reports.
+//! Equal causes are counted instead of repeated, and none names a worker, because the response is public. The router's
+//! reports provide the facts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -15,20 +15,20 @@ use tokio::time::timeout;
 
 use crate::serve::models::Model;
 
-/// How long a router may take to say which ranks it has ejected; then none is.
+/// Timeout of the health query; without a response no rank counts as ejected.
 const HEALTH_WAIT: Duration = Duration::from_secs(1);
 
-/// Causes that are shown.
+/// Maximum listed causes.
 const CAUSES_MAX: usize = 8;
 
-/// Ranks that are out of service, each with what is held against it.
+/// Ejected ranks with their reasons.
 pub(super) async fn ejected(model: &Model) -> BTreeMap<WorkerRank, String> {
     let Ok(Ok(report)) = timeout(HEALTH_WAIT, model.router.rank_health()).await else { return BTreeMap::new() };
     let ejected = report.into_iter().filter(|health| matches!(health.state, HealthState::Ejected { .. }));
     ejected.map(|health| (health.rank, health.why)).collect()
 }
 
-/// Why no rank of the model can serve, of which these are ejected.
+/// Reasons why no rank of the model can serve, given the ejected ranks.
 pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -> Vec<String> {
     let workers = model.router.workers();
     let draining: usize = workers.iter().filter(|worker| worker.draining).map(|worker| worker.ranks.len()).sum();
@@ -49,7 +49,7 @@ pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -
     causes
 }
 
-/// What is wrong with the knowledge of a model's caches, ready or not.
+/// Problems with the index of a model, independent of readiness.
 pub(super) fn warnings(model: &Model) -> Vec<String> {
     let mut warnings = Vec::new();
     if model.router.config().use_kv_events == UseKvEvents::Yes && model.router.config().has_index() {
@@ -64,7 +64,7 @@ fn ranks(n: usize) -> String {
     if n == 1 { "1 rank".to_owned() } else { format!("{n} ranks") }
 }
 
-/// Ranks out of service, by their last failure.
+/// Ejected ranks by their last failure.
 fn of_health(whys: impl Iterator<Item = String>) -> Vec<String> {
     let mut counts = BTreeMap::<String, usize>::new();
     for why in whys {
@@ -74,7 +74,7 @@ fn of_health(whys: impl Iterator<Item = String>) -> Vec<String> {
     counts.into_iter().map(|(why, n)| format!("{} ejected: {why}", ranks(n))).collect()
 }
 
-/// Addresses that are no workers.
+/// Unusable addresses of discovery.
 fn of_discovery(sources: &[DiscoveryStatus]) -> Vec<String> {
     let refused = sources.iter().flat_map(|source| source.refused.values()).map(String::as_str);
     let errors = sources.iter().filter_map(|source| source.last_error.as_deref());
@@ -82,14 +82,14 @@ fn of_discovery(sources: &[DiscoveryStatus]) -> Vec<String> {
     causes.into_iter().map(|cause| format!("discovery: {cause}")).collect()
 }
 
-/// Workers whose KV events nobody reads.
+/// Workers without readable KV events.
 fn of_unread(workers: &[WorkerEntry]) -> Option<String> {
     let unread = workers.iter().filter(|worker| worker.config.kv_events.is_none()).count();
     (unread > 0)
         .then(|| format!("{unread} of {} workers have no KV event endpoint: their caches are not known", workers.len()))
 }
 
-/// Ranks whose KV events cannot be used, by what is wrong.
+/// Ranks with unusable KV events, by cause.
 fn of_sources(sources: Vec<KvSourceStatus>) -> Vec<String> {
     let mut doubts = BTreeMap::<&'static str, (usize, String)>::new();
     for source in sources {

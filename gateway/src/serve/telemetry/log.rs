@@ -27,16 +27,16 @@ const LINES_MAX: usize = 4096;
 /// Limit of the wait for queued lines at shutdown.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
-/// What is wrong with a `log_level`.
+/// Invalid `log_level`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{level:?} is no log level, must be error, warn, info, debug, trace or off, or TARGET= and one of them")]
 pub struct LevelError {
-    /// The part that is wrong.
+    /// The invalid part.
     pub level: String,
 }
 
-/// What a `log_level` lets through: a level, targets with levels, or both, separated by commas. Where none of them
-/// speaks of a target, nothing of it is logged.
+/// Filter of a `log_level`: a level, targets with levels, or both, separated by commas. Targets that no part covers are
+/// disabled.
 ///
 /// ```
 /// use pointsman_gateway::serve::telemetry::parse_level;
@@ -49,7 +49,7 @@ pub struct LevelError {
 /// ```
 ///
 /// # Errors
-/// A part that is no level.
+/// A part that is not a level.
 pub fn parse_level(level: &str) -> Result<Targets, LevelError> {
     level.split(',').map(str::trim).try_fold(Targets::new(), |targets, part| {
         let wrong = || LevelError { level: part.to_owned() };
@@ -75,14 +75,14 @@ fn named_level(name: &str) -> Option<LevelFilter> {
     levels.into_iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, level)| level)
 }
 
-/// Starts the log and the access log; a process that has a subscriber already keeps it.
+/// Starts the log and the access log; a process with a subscriber keeps it.
 ///
 /// # Errors
-/// The access log's file cannot be opened.
+/// The file of the access log cannot be opened.
 pub(crate) fn start_log(level: Targets, format: LogFormat, access: &AccessLog) -> io::Result<Logs> {
     let (log, writer) = Log::to(io::stderr());
     let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);
-    // Spans are the actor library's own, and name nothing that an operator knows.
+    // Spans come from the actor library and mean nothing to operators.
     let layer = match format {
         LogFormat::Text => layer.with_ansi(false).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).with_current_span(false).with_span_list(false).boxed(),
@@ -106,8 +106,8 @@ pub(crate) fn start_log(level: Targets, format: LogFormat, access: &AccessLog) -
     Ok(Logs { log, access })
 }
 
-/// The level for targets that `log_level` does not name: lines below a warning of the library that speaks ZMTP name
-/// peers by random bytes, and the reader of KV events logs the same with the rank.
+/// Level of targets not named in `log_level`: below warn, the ZMTP library names connections by random bytes, and the
+/// KV event reader logs the same with the rank.
 fn quiet(level: Targets) -> Targets {
     const ZMTP: &str = "zeromq";
     let is_named = level.iter().any(|(target, _)| target.starts_with(ZMTP));
@@ -122,16 +122,16 @@ pub(crate) struct Logs {
 }
 
 impl Logs {
-    /// Waits a second at most for each log until all lines so far are written. Blocks: not for async threads.
+    /// Waits at most one second per log until all lines so far are written. Blocking; not for async threads.
     pub(crate) fn flush(&self) {
-        // What could not be written in time has no reader.
+        // Lines that could not be written in time have no reader.
         let _ = self.access.as_ref().map(Log::flush);
         let _ = self.log.flush();
     }
 }
 
-/// Writes problems that keep the process from starting to stderr, a line each, whatever the log's level and whether it runs.
-/// A closed stderr is no reason to panic.
+/// Writes startup problems to stderr, one per line, independent of log level and log state. A closed stderr does not
+/// panic.
 pub(crate) fn write_problems(format: LogFormat, problems: &str) {
     match format {
         LogFormat::Text => drop(writeln!(io::stderr(), "{}", problems.trim_end())),
@@ -153,21 +153,21 @@ struct Log {
 
 enum Entry {
     Line(Vec<u8>),
-    /// Everything before it is written; nobody may be there to hear it.
+    /// Acknowledges that all earlier entries are written; the receiver may be gone.
     Flush(SyncSender<()>),
 }
 
 impl Log {
-    /// A log to `sink`, which has a thread of its own to wait for it.
+    /// Starts a log that writes to `sink` on a thread of its own.
     fn to(sink: impl Write + Send + 'static) -> (Self, Lines) {
         let (entries, taken) = sync_channel(LINES_MAX);
         let dropped = metrics::counter!("pointsman_gateway_log_lines_dropped_total");
-        // Without the thread every line is dropped, and counted.
+        // Without the thread every line is dropped and counted.
         drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink)));
         (Self { entries: entries.clone() }, Lines { entries, dropped })
     }
 
-    /// Waits a second at most until all lines so far are written. Blocks: not for async threads.
+    /// Waits at most one second until all lines so far are written. Blocking; not for async threads.
     fn flush(&self) -> Result<(), RecvTimeoutError> {
         let (written, heard) = sync_channel(1);
         self.entries.try_send(Entry::Flush(written)).map_err(|_| RecvTimeoutError::Timeout)?;
@@ -178,14 +178,14 @@ impl Log {
 fn write(entries: &Receiver<Entry>, mut sink: impl Write) {
     for entry in entries {
         match entry {
-            // A log that cannot be written has nobody to be told.
+            // Errors of the log sink cannot be reported.
             Entry::Line(line) => drop(sink.write_all(&line)),
             Entry::Flush(written) => drop(written.try_send(())),
         }
     }
 }
 
-/// Takes lines and never waits.
+/// Non-blocking line writer.
 struct Lines {
     entries: SyncSender<Entry>,
     dropped: Counter,
@@ -199,7 +199,7 @@ impl<'a> MakeWriter<'a> for Lines {
     }
 }
 
-/// One call is one line: that is how the formatter writes.
+/// The formatter writes one line per call.
 impl Write for &Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.entries.try_send(Entry::Line(line.to_vec())).is_err() {
@@ -258,13 +258,13 @@ mod tests {
     #[test]
     fn a_reader_that_stands_still_holds_nobody_up() {
         let sink = Shared::default();
-        let held = sink.0.lock().unwrap(); // who writes waits here
+        let held = sink.0.lock().unwrap(); // writers wait here
         let (log, lines) = Log::to(sink.clone());
         for _ in 0..3 * LINES_MAX {
             (&lines).write_all(b"line\n").unwrap();
         }
         drop(held);
-        // What was queued is written once the reader is back, and no more.
+        // Queued lines are written once the reader is back, and no others.
         while log.flush().is_err() {}
         let written = sink.0.lock().unwrap().len() / 5;
         assert!((LINES_MAX..=LINES_MAX + 1).contains(&written), "{written}");

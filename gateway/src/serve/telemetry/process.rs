@@ -1,15 +1,14 @@
-//! The process's own figures, as Prometheus's clients name them.
+//! Process metrics under the usual Prometheus names.
 //!
-//! Owns how `/proc` is read. Promises that what the system does not tell is left out, on other systems than Linux
-//! everything. Leaves the rest of the page to the recorder.
+//! Reads `/proc`; omits unavailable values, and all values outside Linux.
 
 use std::fmt::Write as _;
 use std::fs;
 
-/// Ticks a second in `/proc`: the kernel's promise to user space on all that Rust's standard library runs on.
+/// Clock ticks per second in `/proc`, fixed on all platforms supported by Rust's standard library.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// What is shown: name, kind, meaning.
+/// Name, kind, description.
 pub(super) const METRICS: [(&str, &str, &str); 5] = [
     ("process_start_time_seconds", "gauge", "Start of the process, in seconds since 1970."),
     ("process_cpu_seconds_total", "counter", "CPU time of the process, user and system."),
@@ -18,7 +17,7 @@ pub(super) const METRICS: [(&str, &str, &str); 5] = [
     ("process_max_fds", "gauge", "Limit of open file descriptors."),
 ];
 
-/// These figures, as the page shows them.
+/// The metrics in page format.
 pub(super) fn page() -> String {
     let mut page = String::new();
     for ((name, kind, help), value) in METRICS.into_iter().zip(values()) {
@@ -29,16 +28,16 @@ pub(super) fn page() -> String {
     page
 }
 
-/// In the order of [`METRICS`].
+/// Values in the order of [`METRICS`].
 fn values() -> [Option<f64>; 5] {
     let (started, spent) = stat().unzip();
     [started.flatten(), spent, resident_bytes(), open_fds(), fds_max()]
 }
 
-/// The start, where it can be told, and the time on processors.
+/// Start time, if available, and CPU time.
 fn stat() -> Option<(Option<f64>, f64)> {
     let stat = fs::read_to_string("/proc/self/stat").ok()?;
-    // The second field, a name in brackets, may hold anything: count from behind it, where the third one is.
+    // The second field, a name in brackets, may contain anything; so fields are counted after it, from the third on.
     let (_, rest) = stat.rsplit_once(')')?;
     let field = |n: usize| rest.split_ascii_whitespace().nth(n - 3)?.parse::<f64>().ok();
     let spent = (field(14)? + field(15)?) / TICKS_PER_SECOND;
@@ -51,7 +50,7 @@ fn resident_bytes() -> Option<f64> {
 }
 
 fn open_fds() -> Option<f64> {
-    // The one that counts them is among them.
+    // Excludes the descriptor of this directory listing.
     u32::try_from(fs::read_dir("/proc/self/fd").ok()?.count()).ok().map(|fds| f64::from(fds) - 1.0)
 }
 
@@ -59,7 +58,7 @@ fn fds_max() -> Option<f64> {
     value_of(&fs::read_to_string("/proc/self/limits").ok()?, "Max open files")
 }
 
-/// The number that follows `name` at the start of a line.
+/// The number after `name` at the start of a line.
 fn value_of(text: &str, name: &str) -> Option<f64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     rest.split_ascii_whitespace().next()?.parse().ok()

@@ -1,8 +1,8 @@
-//! A recorder that drops the gauges of workers that have left.
+//! Recorder that drops the gauges of removed workers.
 //!
-//! Owns the list of gauges that stay. A gauge with the label `worker` is set every second while its rank is registered;
-//! once it has not been set for [`IDLE_MAX`] the exporter drops it, so pods that come and go do not add series for ever.
-//! Every other gauge may keep its value for long, so it is touched before the exporter looks.
+//! A gauge with the label `worker` is set every second while its rank is registered. Without updates for [`IDLE_MAX`]
+//! the exporter drops it, so that changing pods do not accumulate series. All other gauges may keep a value for long,
+//! so they are refreshed before the exporter checks.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,18 +11,18 @@ use std::time::Duration;
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use metrics_exporter_prometheus::PrometheusRecorder;
 
-/// How long the gauges of a worker that has left are shown, as 0: several scrapes.
+/// Time during which gauges of a removed worker are exported as 0: several scrapes.
 pub(super) const IDLE_MAX: Duration = Duration::from_secs(300);
 
-/// The label of gauges that go with their worker.
+/// Label of gauges that expire with their worker.
 const WORKER: &str = "worker";
 
-/// The gauges that stay.
+/// Gauges that do not expire.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LastingGauges(Arc<Mutex<BTreeMap<Key, Gauge>>>);
 
 impl LastingGauges {
-    /// Marks them as used. Their values stay.
+    /// Refreshes the gauges without changing their values.
     pub(super) fn touch(&self) {
         for gauge in self.0.lock().unwrap_or_else(PoisonError::into_inner).values() {
             gauge.increment(0.0);
@@ -30,7 +30,7 @@ impl LastingGauges {
     }
 }
 
-/// The exporter's recorder, and the gauges that must not expire.
+/// The exporter's recorder and the gauges that must not expire.
 pub(super) struct Expiring {
     recorder: PrometheusRecorder,
     lasting: LastingGauges,
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn gauges_go_with_their_worker_and_all_others_stay() {
-        // Whatever was not set since the last page is idle.
+        // All gauges not set since the last page are idle.
         let builder = PrometheusBuilder::new().idle_timeout(MetricKindMask::GAUGE, Some(Duration::ZERO));
         let recorder = builder.build_recorder();
         let pages = recorder.handle();

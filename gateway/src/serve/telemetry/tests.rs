@@ -3,7 +3,7 @@ use std::path::Path;
 use super::process;
 use super::{Kind, METRICS};
 
-/// The page that lists what is counted here.
+/// Page that lists the metrics of this module.
 const PAGE: &str = "../docs/operations.md";
 
 #[test]

@@ -1,4 +1,4 @@
-//! The workers' part of the metrics page, in Prometheus' text format.
+//! Worker section of the metrics page in Prometheus' text format.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -9,8 +9,8 @@ use super::{Durations, TABLES, WorkerMeters, WorkerTable, lock};
 use crate::serve::metrics::{Metric, RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS, WORKER_RETRIES, WORKER_SECONDS};
 use crate::serve::telemetry::SECONDS;
 
-/// Writes the metrics of the workers of all models of this process. Two gateways of one process that serve one model share
-/// its series, as they do in the recorder.
+/// Renders the metrics of the workers of all models in this process. Two gateways in one process with the same model
+/// share its series, as in the recorder.
 pub(crate) fn page() -> String {
     let tables: Vec<Arc<WorkerTable>> = lock(&TABLES).iter().filter_map(std::sync::Weak::upgrade).collect();
     let mut workers = BTreeMap::<String, Vec<Arc<WorkerMeters>>>::new();
@@ -89,7 +89,7 @@ fn durations(page: &mut String, metric: &Metric, workers: &Workers, of: impl Fn(
     page.push('\n');
 }
 
-/// An endpoint without the user and the password that a URL may hold.
+/// An endpoint without user and password.
 fn without_credentials(endpoint: &str) -> String {
     match endpoint.split_once("://") {
         Some((scheme, rest)) => {
@@ -101,7 +101,7 @@ fn without_credentials(endpoint: &str) -> String {
     }
 }
 
-/// A label's value as the text format writes it.
+/// A label value escaped for the text format.
 fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
