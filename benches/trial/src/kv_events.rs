@@ -21,15 +21,15 @@ pub enum Dialect {
     /// vLLM 0.24 and later, as 0.33 writes it: events are maps, replayed with their topic.
     #[default]
     VllmMap,
-    /// SGLang up to 0.5.18: arrays, signed hashes. Carries neither salt nor adapter, as the real one: salted prompts
-    /// look like plain ones to whoever listens.
+    /// SGLang up to 0.5.18: arrays, signed hashes. Like the real engine, it carries neither salt nor adapter: a
+    /// subscriber cannot distinguish salted prompts from plain ones.
     SglangArray,
     /// SGLang 0.5.22 and later: maps, signed hashes, salt and adapter as named fields.
     SglangMap,
 }
 
 impl Dialect {
-    /// Whether the engine is SGLang, which also answers some requests differently.
+    /// Returns whether the engine is SGLang, whose HTTP API also differs in some details.
     #[must_use]
     pub const fn is_sglang(self) -> bool {
         match self {
@@ -38,7 +38,7 @@ impl Dialect {
         }
     }
 
-    /// Whether replayed batches are sent with their topic in front.
+    /// Returns whether replayed batches carry their topic as the first frame.
     #[must_use]
     pub const fn replays_with_topic(self) -> bool {
         match self {
@@ -56,13 +56,13 @@ impl Dialect {
     }
 }
 
-/// How a rank's events are written.
+/// Format of a rank's events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EventFormat {
-    /// The layout.
+    /// Layout of events and fields.
     pub dialect: Dialect,
-    /// Hashes as 32 bytes instead of as integers; vLLM only.
+    /// Writes hashes as 32 bytes instead of integers; vLLM only.
     #[serde(default)]
     pub binary_hashes: bool,
 }
@@ -73,21 +73,21 @@ impl From<Dialect> for EventFormat {
     }
 }
 
-/// Writes batches of one rank.
+/// Encoder for the batches of one rank.
 #[derive(Clone, Debug)]
 pub struct Encoder {
-    /// Layout of the batches.
+    /// Format of the batches.
     pub format: EventFormat,
     /// Tokens per block.
     pub block_size: u32,
-    /// The rank, which each batch names.
+    /// Rank number, which each batch contains.
     pub rank: u32,
-    /// Number of each adapter in the order of loading, from 1.
+    /// Ids of the adapters in loading order, from 1.
     pub lora_ids: Arc<BTreeMap<String, u32>>,
 }
 
 impl Encoder {
-    /// One batch: `[ts, events, rank]`. `ts` is in seconds.
+    /// Encodes one batch: `[ts, events, rank]`. `ts` is in seconds.
     #[must_use]
     pub fn batch(&self, ts: f64, events: &[CacheEvent]) -> Vec<u8> {
         let mut out = Writer(Vec::with_capacity(64 + events.len() * 64));
@@ -144,8 +144,8 @@ impl Encoder {
                 out.nil(); // kv_cache_spec_sliding_window
             }
             Dialect::VllmMap => {
-                // The engine's struct has more than 15 fields, of which defaults are left out only after the header's
-                // width was chosen.
+                // The engine's struct has more than 15 fields. The encoder chooses the header width before it omits
+                // fields with default values.
                 out.map_wide(11);
                 out.entry("type", |out| out.text("BlockStored"));
                 self.content_entries(out, stored);
@@ -160,7 +160,7 @@ impl Encoder {
                 out.array(7);
                 out.text("BlockStored");
                 self.content(out, stored);
-                out.nil(); // lora_id, which SGLang never fills
+                out.nil(); // lora_id, which SGLang never sets
                 out.text(stored.medium);
             }
             Dialect::SglangMap => {
@@ -205,7 +205,7 @@ impl Encoder {
         }
     }
 
-    /// The four fields that all layouts share, by position.
+    /// Writes the four fields common to all layouts, by position.
     fn content(&self, out: &mut Writer, stored: &Stored<'_>) {
         self.hashes(out, stored.blocks.iter().map(|block| block.hash));
         out.optional(stored.parent, |out, hash| self.hash(out, hash));
@@ -213,7 +213,7 @@ impl Encoder {
         out.uint(self.block_size.into());
     }
 
-    /// The same four by name.
+    /// Writes the same four fields by name.
     fn content_entries(&self, out: &mut Writer, stored: &Stored<'_>) {
         out.entry("block_hashes", |out| self.hashes(out, stored.blocks.iter().map(|block| block.hash)));
         out.entry("parent_block_hash", |out| out.optional(stored.parent, |out, hash| self.hash(out, hash)));
@@ -237,7 +237,7 @@ impl Encoder {
     }
 }
 
-/// A store, in the words of the wire.
+/// A store event with the names of the wire format.
 struct Stored<'a> {
     medium: &'static str,
     parent: Option<EngineHash>,
@@ -252,7 +252,8 @@ impl Stored<'_> {
         self.blocks.iter().flat_map(|block| block.tokens.iter()).for_each(|token| out.uint((*token).into()));
     }
 
-    /// vLLM's keys besides the tokens, an entry a block: the adapter's name on each, the salt on a prompt's first.
+    /// Writes vLLM's extra hash keys, one entry per block: the adapter's name for each block, the salt for the first
+    /// block of a prompt.
     fn extra_keys(&self, out: &mut Writer) {
         out.array(self.blocks.len());
         for block_idx in 0..self.blocks.len() {
@@ -268,7 +269,7 @@ impl Stored<'_> {
     }
 }
 
-/// MessagePack into memory, where writing cannot fail.
+/// MessagePack writer into memory, which cannot fail.
 struct Writer(Vec<u8>);
 
 const IN_MEMORY: &str = "writing to memory cannot fail";
@@ -283,7 +284,7 @@ impl Writer {
         encode::write_map_len(&mut self.0, u32::try_from(len).expect(COUNTABLE)).expect(IN_MEMORY);
     }
 
-    /// A map header of 16 bits, however small the map.
+    /// Writes a 16-bit map header, regardless of the size of the map.
     fn map_wide(&mut self, len: u16) {
         self.0.push(0xde);
         self.0.extend_from_slice(&len.to_be_bytes());

@@ -1,8 +1,9 @@
-//! Trials of the router without GPUs.
+//! Tools to test the router without GPUs.
 //!
-//! [`engine`] is a deterministic model of one engine rank, [`kv_events`] writes its cache events as engines publish them,
-//! [`workload`] reads traces and generates requests, and [`sse`] reads server-sent events; all are pure. With the feature `mock`, [`mock`] serves the model over HTTP and publishes its KV events, and [`demo`] compares
-//! two policies on a fleet of mock engines behind a gateway that its caller starts.
+//! [`engine`] is a deterministic model of one engine rank, [`kv_events`] encodes its cache events in the formats of
+//! real engines, [`workload`] reads traces and generates requests, and [`sse`] reads server-sent events; all are pure.
+//! With the feature `mock`, [`mock`] serves the model over HTTP and publishes its KV events, and [`demo`] compares two
+//! policies on a fleet of mock engines behind a gateway that its caller starts.
 
 #[cfg(feature = "mock")]
 pub mod demo;

@@ -1,10 +1,10 @@
 //! Reader of server-sent events, as OpenAI's streams use them.
 //!
-//! Each event's data arrives once and whole, however the bytes are cut, within [`EVENT_BYTES_MAX`]. Lines end with a line
-//! feed, with or without a carriage return before it. Fields other than `data` are skipped. The library's
-//! `AnswerReader` is no substitute: it keeps no event, only counts and a usage.
+//! Reports each event's data once and complete, for any split of the input, up to [`EVENT_BYTES_MAX`]. Lines end with a
+//! line feed, with or without a carriage return before it. Fields other than `data` are skipped. The library's
+//! `AnswerReader` is no substitute: it keeps only counts and the usage, not the events.
 
-/// Longest event, in bytes.
+/// Maximum size of an event in bytes.
 pub const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// An event exceeds [`EVENT_BYTES_MAX`].
@@ -33,10 +33,10 @@ pub struct SseReader {
 }
 
 impl SseReader {
-    /// Reads the next bytes, and calls `event` with the data of each event that they complete.
+    /// Parses the next bytes and calls `event` with the data of each completed event.
     ///
     /// # Errors
-    /// The first error of `event`, or [`EventTooLong`]; the reader is of no use after it.
+    /// The first error of `event`, or [`EventTooLong`]; the reader is unusable after an error.
     pub fn push<E: From<EventTooLong>>(
         &mut self,
         bytes: &[u8],

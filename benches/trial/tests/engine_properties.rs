@@ -1,5 +1,5 @@
-//! Any order of requests, against slow literal models: what the events say is what is held, and a lone request finds,
-//! evicts and stores exactly what lists of tokens and linear searches say it should.
+//! Property tests of the engine model against slow reference models, for arbitrary orders of calls: the events rebuild
+//! the held blocks, and a single request hits, evicts and stores the same blocks as token lists with linear search.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ fn configs() -> impl Strategy<Value = EngineConfig> {
     )
 }
 
-/// Few tokens and few names, so that much is shared.
+/// Few distinct tokens and names, so that requests share many prefixes.
 fn specs() -> impl Strategy<Value = RequestSpec> {
     let name = || prop_oneof![4 => Just(None), 1 => Just(Some("a")), 1 => Just(Some("b"))];
     (prop::collection::vec(0..2_u32, 1..40), 1..12_u32, name(), name()).prop_map(|(tokens, outputs, lora, salt)| {
@@ -55,16 +55,16 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec(call, 0..120)
 }
 
-/// What a block is, literally: adapter, salt, and all tokens from the prompt's first.
+/// Complete identity of a block: adapter, salt, and all tokens from the start of the prompt.
 type Chain = (Option<Arc<str>>, Option<Arc<str>>, Vec<u32>);
 
 /// A cache rebuilt from events alone.
 #[derive(Default)]
 struct Mirror {
     tiers: [BTreeMap<EngineHash, Arc<Block>>; 2],
-    /// Copies of each block on the device.
+    /// Number of copies of each block on the device.
     copies: BTreeMap<EngineHash, usize>,
-    /// Every chain ever announced, by its name; never forgotten.
+    /// Every chain ever published, by its hash; never removed.
     chains: BTreeMap<EngineHash, Chain>,
 }
 
@@ -142,10 +142,10 @@ impl Mirror {
     }
 }
 
-/// Requests with the tokens they were given, by id.
+/// Requests with their generated tokens, by id.
 type Requests = BTreeMap<u64, (RequestSpec, Vec<u32>)>;
 
-/// Runs all calls, then until idle; checks what is checked after every call.
+/// Runs all calls, then steps until idle. Checks the invariants after every call.
 fn run(config: EngineConfig, calls: &[Call]) -> (Vec<Step>, Requests) {
     let mut rank = Rank::new(config).expect("the configuration is sound");
     let (mut mirror, mut steps) = (Mirror::default(), Vec::new());
@@ -213,13 +213,13 @@ fn check_step(config: &EngineConfig, step: &Step, open: &mut Requests, ended: &m
     }
 }
 
-/// A lone request's rank, literally: lists of chains, searched from the front.
+/// Reference model of a rank with a single request: lists of chains with linear search.
 struct Slow {
     config: EngineConfig,
-    /// Next to be taken first, each with when it was stored.
+    /// In allocation order, each with its store order.
     free: Vec<Option<Stored>>,
     host: Vec<Chain>,
-    /// Blocks stored so far.
+    /// Number of blocks stored so far.
     stored: u64,
 }
 
@@ -236,7 +236,7 @@ impl Slow {
         Self { config, free: vec![None; config.kv_blocks as usize - 1], host: Vec::new(), stored: 0 }
     }
 
-    /// Takes the copy of a block out of the free ones that was stored first.
+    /// Removes the copy of a block that was stored first from the free list.
     fn find(&mut self, chain: &Chain) -> Option<Stored> {
         let copies = self.free.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?)));
         let (at, _) = copies.filter(|(_, held)| held.1 == *chain).min_by_key(|(_, held)| held.0)?;
@@ -248,7 +248,7 @@ impl Slow {
         (self.stored, chain)
     }
 
-    /// Runs one request that generates `outputs`; gives the events of each step, and the tokens that were cached.
+    /// Runs one request that generates `outputs`. Returns the events of each step and the number of cached tokens.
     fn run(&mut self, spec: &RequestSpec, outputs: &[u32]) -> (Vec<Vec<Told>>, usize) {
         let block_size = self.config.block_size as usize;
         let mut tokens = spec.tokens.to_vec();
@@ -309,7 +309,7 @@ impl Slow {
         (steps, cached)
     }
 
-    /// Takes the first free block, and what it held to the host.
+    /// Takes the first free block and moves its previous content to the host.
     fn take_one(&mut self, events: &mut Vec<Told>) {
         let Some((_, evicted)) = self.free.remove(0) else { return };
         if self.config.host_kv_blocks > 0 && !self.touch_host(&evicted) {
@@ -330,7 +330,7 @@ impl Slow {
     }
 }
 
-/// The model's events by chains in place of names.
+/// Events of the model with chains in place of hashes.
 fn literal(events: &[CacheEvent], chains: &BTreeMap<EngineHash, Chain>) -> Vec<Told> {
     let chain = |hash: &EngineHash| chains[hash].clone();
     let told = |event: &CacheEvent| match event {

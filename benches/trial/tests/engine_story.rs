@@ -1,5 +1,5 @@
-//! What one small rank announces, step by step. The first story was also told by a real engine: 9 blocks of 4 tokens,
-//! prompts that share, a salt, an eviction, a reset. Its events are given with the names that it used.
+//! Events of one small rank, step by step. The first scenario was recorded from a real engine: 9 blocks of 4 tokens,
+//! prompts with shared prefixes, a salt, an eviction, a reset. Its events use the recorded hashes.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ fn rank(config: EngineConfig) -> Rank {
     Rank::new(small).expect("the configuration is sound")
 }
 
-/// Events in words, each block by its first token and its depth.
+/// Text form of events, with each block named by its first token.
 fn told(events: &[CacheEvent], names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
     let mut told = Vec::new();
     for event in events {
@@ -40,7 +40,7 @@ fn run_one(rank: &mut Rank, spec: RequestSpec) -> Vec<Step> {
     steps
 }
 
-/// The events of a request that takes one step, in words.
+/// Events of a request that takes one step, as text.
 fn events_of(rank: &mut Rank, spec: RequestSpec, names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
     let steps = run_one(rank, spec);
     assert_eq!(steps.len(), 1);
@@ -49,7 +49,7 @@ fn events_of(rank: &mut Rank, spec: RequestSpec, names: &mut BTreeMap<EngineHash
 
 #[test]
 fn a_real_engines_story_is_told_again() {
-    // The real engine's names, in the order in which it stored the blocks.
+    // Hashes from the real engine, in the order of its stores.
     let recorded = [
         &["1cccfba573d0cf8a", "f20358aa4fbb8879", "e842ef1712133bd6", "4cb3b9d034695fdd"][..],
         &["c6882bb15d6bfcb9"],
@@ -110,7 +110,7 @@ fn generated_tokens_fill_blocks_that_are_announced_and_found() {
     let mut names = BTreeMap::new();
     let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6], 4));
     let events: Vec<Vec<String>> = steps.iter().map(|step| told(&step.events, &mut names)).collect();
-    // The third step computes the second token generated; the fourth token is never computed.
+    // The third step computes the second generated token; the fourth token is never computed.
     assert_eq!(events, [vec!["Device + 1 under -"], vec![], vec!["Device + 5 under 1"], vec![]]);
     // 4000 + 6 * 40 + 21 * 0.0012; then 4000 + 20 and 0.065 for each of 7, 8 and 9 tokens read.
     let durations: Vec<u64> = steps.iter().map(|step| step.duration_us).collect();
@@ -148,7 +148,7 @@ fn each_copy_of_a_block_is_removed_by_an_event_of_its_own() {
     for _ in 0..3 {
         events_of(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1), &mut names);
     }
-    // Four blocks are free. The copy stored first is the first to go, and the rest is found all the same.
+    // Four blocks are free. The copy stored first is evicted first, and a prompt still finds the block.
     let events = events_of(&mut rank, RequestSpec::new(2, (20..40).collect::<Vec<_>>(), 1), &mut names);
     assert_eq!(events, ["Device - 5", "Device + 20 24 28 32 36 under -"]);
     let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], 1));
@@ -213,7 +213,7 @@ fn the_host_keeps_what_the_device_evicts_and_gives_it_back() {
     let expected =
         ["Host + 224 under 220", "Device - 224", "Device + 104 under 100", "Host + 220 under 216", "Device - 220"];
     assert_eq!(told(&step.events, &mut names), expected);
-    // The host is full: what it has had for the longest without being asked goes.
+    // The host is full, so its least recently used block is evicted.
     let events = events_of(&mut rank, RequestSpec::new(4, prompt(300, 4), 1), &mut names);
     assert_eq!(events, ["Device + 300 under -"], "the last partial block is empty again and goes first");
     let events = events_of(&mut rank, RequestSpec::new(5, prompt(400, 4), 1), &mut names);
@@ -249,7 +249,7 @@ fn the_outlook_tells_decodes_from_a_prompt_in_parts() {
     rank.step();
     rank.submit(RequestSpec::new(2, (0..12).collect::<Vec<_>>(), 4)).expect("sound");
     rank.step();
-    // 7 of the step's 8 tokens were left for the second; the first reads its 3 tokens and 2 of output next.
+    // 7 of the step's 8 tokens were left for the second request; the first reads its 3 tokens and 2 of output next.
     let partial = Some(Partial { id: 2, computed: 7, left: 5 });
     assert_eq!(rank.outlook(), Outlook { decode_sequences: 1, kv_tokens: 5, partial });
     rank.step();
@@ -266,7 +266,7 @@ fn a_prompts_names_are_those_of_its_blocks() {
     run_one(&mut rank, RequestSpec::new(1, prompt, 1));
     let held: Vec<EngineHash> = rank.held(Tier::Device).iter().map(|block| block.hash).collect();
     assert_eq!(names, held);
-    // Pushed out to the host they are still held.
+    // Blocks that were moved to the host are still held.
     run_one(&mut rank, RequestSpec::new(2, (100..128).collect::<Vec<_>>(), 1));
     assert!(names.iter().all(|name| rank.holds(name)));
     run_one(&mut rank, RequestSpec::new(3, (200..228).collect::<Vec<_>>(), 1));

@@ -1,4 +1,4 @@
-//! What every generator promises, over its settings and seeds.
+//! Properties of all generators, over settings and seeds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -67,7 +67,7 @@ fn generators() -> impl Strategy<Value = Generator> {
     ]
 }
 
-/// The share of prompt tokens that an endless cache of whole segments has seen before.
+/// Share of prompt tokens that an unbounded cache of whole segments contains.
 fn reuse(workload: &Workload) -> f64 {
     let mut seen = BTreeSet::new();
     let (mut cached, mut all) = (0, 0);
@@ -82,7 +82,7 @@ fn reuse(workload: &Workload) -> f64 {
     cached as f64 / all as f64
 }
 
-/// Leading segments that two prompts have in common, in tokens.
+/// Length in tokens of the leading segments that two prompts share.
 fn common_tokens(first: &Request, second: &Request) -> usize {
     let pairs = first.prompt.iter().zip(&second.prompt);
     pairs.take_while(|(first, second)| first == second).map(|(segment, _)| segment.tokens as usize).sum()
@@ -116,7 +116,7 @@ proptest! {
             for (second, second_tokens) in some.iter().zip(&tokens) {
                 let equal = first_tokens.iter().zip(second_tokens).take_while(|(a, b)| a == b).count();
                 let common = common_tokens(first, second);
-                // Of other texts a first token or two may be equal by chance.
+                // Different texts may have one or two equal first tokens by chance.
                 prop_assert!((common..common + 4).contains(&equal), "{} equal, {} common", equal, common);
             }
         }
@@ -178,7 +178,7 @@ fn arrivals_keep_their_rate_and_a_closed_loop_has_none() {
         assert!((18.0..22.0).contains(&rate), "{text}: {rate}");
         assert_eq!(workload.arrivals, Arrivals::OpenLoop);
     }
-    // While conversations open, as many end as begin: the middle of a run has the declared rate.
+    // While conversations start, starts and ends are balanced: the middle of a run has the configured rate.
     for text in ["chat:rate=20,sessions=4000", "agents:rate=20,agents=1000"] {
         let workload = text.parse::<Generator>().expect("settings").generate(5);
         let half = workload.requests.len() / 2;

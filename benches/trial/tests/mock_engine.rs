@@ -1,4 +1,4 @@
-//! The mock engine over real loopback sockets, as clients and routers meet it.
+//! Tests of the mock engine over loopback sockets, from the view of clients and routers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -16,7 +16,7 @@ use tokio::time::timeout;
 
 use crate::common::{self, PATIENCE, Rebuilt, Subscriber, get, held, post, replay, replay_frames, request, send};
 
-/// As fast as the machine can, with blocks of four tokens.
+/// Configuration at full speed with blocks of four tokens.
 fn fast() -> MockConfig {
     MockConfig { block_size: 4, kv_blocks: 65, time_scale: 0.0, ..MockConfig::default() }
 }
@@ -25,12 +25,12 @@ async fn started(config: MockConfig) -> MockEngine {
     MockEngine::start(config).await.expect("the engine starts")
 }
 
-/// A prompt of token ids that only `seed` shares.
+/// A prompt of token ids that are unique to `seed`.
 fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
     (0..tokens).map(|n| seed * 1_000 + n).collect()
 }
 
-/// Completes a prompt on a rank; the cached tokens.
+/// Completes a prompt on a rank and returns the number of cached tokens.
 async fn complete(engine: &MockEngine, rank: u16, tokens: &[u32], output_tokens: u32) -> u64 {
     let body = json!({ "prompt": tokens, "max_tokens": output_tokens });
     let header = format!("X-data-parallel-rank: {rank}\r\n");
@@ -163,7 +163,7 @@ async fn the_header_chooses_the_rank_and_without_it_the_least_loaded_is_taken() 
     assert_eq!((status(&engine, "2").await, status(&engine, "x").await), (400, 400), "SGLang does not");
     engine.shutdown().await;
 
-    // At the GPU's own pace, so that the first is still running when the second comes.
+    // Runs at the pace of the modelled GPU, so that the first request is still running when the second arrives.
     let engine = started(MockConfig { data_parallel_size: 2, time_scale: 1.0, ..fast() }).await;
     let long = json!({ "prompt": prompt(1, 9), "max_tokens": 200 }).to_string();
     let running = send(engine.address(), "POST", "/v1/completions", "", &long).await;
@@ -180,7 +180,8 @@ async fn the_header_chooses_the_rank_and_without_it_the_least_loaded_is_taken() 
     engine.shutdown().await;
 }
 
-/// Shared prefixes, salts, an adapter, generated blocks, evictions and a reset in the middle.
+/// Sends requests with shared prefixes, salts, an adapter, generated blocks and evictions, and resets the cache
+/// halfway.
 async fn churn(engine: &MockEngine) {
     for round in 0_u32..40 {
         let shared = prompt(round % 3, 8 + 4 * (round % 5));
@@ -250,7 +251,7 @@ async fn the_router_s_decoder_takes_every_dialect_for_what_requests_will_ask() {
             let report = decoder.decode(&batch.payload, &mut events);
             assert!(report.findings.is_empty() && report.usable == report.events, "{dialect:?} {report:?}");
         }
-        // Each name with its block and the number of copies.
+        // Block hash and number of copies by engine hash.
         let mut known: BTreeMap<StorageTier, BTreeMap<u64, (BlockHash, u32)>> = BTreeMap::new();
         for event in events {
             let held = known.entry(event.tier).or_default();
@@ -358,7 +359,7 @@ async fn a_restart_begins_at_zero_in_another_dialect_and_breaks_what_ran() {
     let _ = timeout(PATIENCE, running.read_to_end(&mut rest)).await.expect("it ends in time");
     assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"), "the stream broke");
 
-    // The subscriber finds the new incarnation by itself.
+    // The subscriber reconnects to the new incarnation on its own.
     let first = live.provoked(&mut provoke).await;
     quiet(&engine).await;
     let batches = replay(&engine, 0, 0).await;
@@ -526,7 +527,7 @@ async fn requests_fail_as_they_are_told_to() {
 async fn a_client_that_goes_cancels_its_request() {
     let engine = started(MockConfig { time_scale: 1.0, kv_blocks: 7168, ..fast() }).await;
     for stream in [true, false] {
-        // Two minutes of the modelled GPU, which nobody waits for.
+        // Two minutes of modelled GPU time, much longer than the test runs.
         let body = json!({ "prompt": prompt(1, 9), "max_tokens": 20_000, "stream": stream }).to_string();
         let client = send(engine.address(), "POST", "/v1/completions", "", &body).await;
         timeout(PATIENCE, async {

@@ -1,4 +1,4 @@
-//! Trace files of every format, whole and broken.
+//! Tests of the trace readers with valid and invalid files of every format.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens\r
 2023-11-16 18:17:04.0319600,3180,8\r
 ";
 
-/// A file that is gone when the test is.
+/// A file that is deleted on drop.
 struct Trace(PathBuf);
 
 impl Trace {
@@ -74,7 +74,7 @@ fn arrivals_lengths_and_sessions_are_read() {
         };
         (trace.requests.iter().map(fact).collect::<Vec<_>>(), trace.requests[1].session)
     };
-    // Two share a tick of 3 s. The last asked for nothing, and is answered with a token.
+    // Two requests share a tick of 3 s. The last one requests no output and gets one token.
     assert_eq!(facts("a.jsonl", MOONCAKE), (vec![(0, 700, 5), (1_500_000, 600, 7), (3_000_000, 512, 1)], None));
     assert_eq!(facts("a.jsonl", QWEN), (vec![(0, 20, 3), (1_386_000, 33, 4)], Some(10)));
     let (azure, session) = facts("a.csv", AZURE);

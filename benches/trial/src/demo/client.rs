@@ -1,8 +1,7 @@
-//! A client as an application has one: it asks for a chat, streamed, and watches the clock.
+//! HTTP client of the demo: sends streamed chat requests and measures the times of their tokens.
 //!
-//! Owns one connection, kept from request to request. Promises that an answer it reports came whole (content, usage and
-//! end), and that whatever goes wrong is an error with its reason within [`PATIENCE`]. Leaves what to ask to the
-//! workload.
+//! Each client keeps one connection across requests. A successful result contains the complete answer (content, usage
+//! and end marker). Every failure is an error with its reason, reported within [`PATIENCE`].
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -21,14 +20,14 @@ use tokio::time::{Instant, timeout};
 
 use crate::sse::{EventTooLong, SseReader};
 
-/// How long a request may take, whole.
+/// Timeout of a whole request.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Longest answer to a plain question, in bytes, and how much of a refusal is shown.
+/// Maximum size of a plain response in bytes, and number of characters of an error body that are shown.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 const REFUSAL_CHARS_MAX: usize = 200;
 
-/// Why there is no answer.
+/// Reasons for a failed request.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ClientError {
     #[error("cannot connect to {target}: {error}")]
@@ -51,21 +50,21 @@ pub(super) enum ClientError {
     Unreadable(String),
 }
 
-/// An answer and when its parts came.
+/// A complete answer with the times of its parts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Answer {
     pub(super) content: String,
-    /// From the request to the first content.
+    /// Time from the request to the first content.
     pub(super) first_token: Duration,
-    /// From each content to the next.
+    /// Times between consecutive pieces of content.
     pub(super) gaps: Vec<Duration>,
-    /// From the request to the end.
+    /// Time from the request to the end of the answer.
     pub(super) whole: Duration,
     pub(super) prompt_tokens: u64,
     pub(super) cached_tokens: u64,
 }
 
-/// One connection, made when it is needed.
+/// A client with one connection, which is opened on first use.
 pub(super) struct Client {
     target: SocketAddr,
     open: Option<SendRequest<Full<Bytes>>>,
@@ -76,10 +75,10 @@ impl Client {
         Self { target, open: None }
     }
 
-    /// Asks for a streamed chat.
+    /// Sends a chat request and reads the streamed answer.
     ///
     /// # Errors
-    /// No answer, one that is no stream of a chat, or one that is not whole.
+    /// The request fails or times out, or the response is not a complete chat stream.
     pub(super) async fn chat(&mut self, body: Bytes) -> Result<Answer, ClientError> {
         let answered = timeout(PATIENCE, self.streamed(body)).await.unwrap_or(Err(ClientError::Timeout));
         if answered.is_err() {
@@ -88,10 +87,10 @@ impl Client {
         answered
     }
 
-    /// Asks for a page of text.
+    /// Fetches a page of text.
     ///
     /// # Errors
-    /// No answer, or one with another status than 200.
+    /// The request fails or times out, or the status is not 200.
     pub(super) async fn get(&mut self, path: &str) -> Result<String, ClientError> {
         let asked = async {
             let answer = self.send(Method::GET, path, Bytes::new()).await?;
@@ -109,7 +108,7 @@ impl Client {
             if let Ok(bytes) = frame?.into_data() {
                 stream.push(&bytes, now)?;
             }
-            // A body of known length may have no frame left to say that it has ended.
+            // A body of known length may have no further frame that marks its end.
             if body.is_end_stream() {
                 break;
             }
@@ -117,7 +116,7 @@ impl Client {
         stream.end()
     }
 
-    /// The head of an answer whose status is 200.
+    /// Sends a request and returns the response head if the status is 200.
     async fn send(&mut self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, ClientError> {
         let request = || {
             let request = Request::builder().method(method.clone()).uri(path).header(HOST, self.target.to_string());
@@ -128,7 +127,7 @@ impl Client {
             let is_open = open.ready().await.is_ok();
             let sent = if is_open { Some(open.send_request(request()).await) } else { None };
             match sent {
-                // Not sent at all: the server closed what had been idle.
+                // The request was not sent: the server had closed the idle connection.
                 None => {}
                 Some(Err(error)) if error.is_canceled() || error.is_closed() => {}
                 Some(answer) => {
@@ -143,7 +142,7 @@ impl Client {
         let socket = TcpStream::connect(target).await.map_err(connect)?;
         socket.set_nodelay(true).map_err(connect)?;
         let (mut open, connection) = http1::handshake(TokioIo::new(socket)).await?;
-        // Its end is seen by the requests on it.
+        // Requests on the connection observe its end, so the task is detached.
         drop(tokio::spawn(connection));
         let answer = open.send_request(request()).await?;
         self.open = Some(open);
@@ -166,7 +165,7 @@ async fn text(answer: Response<Incoming>) -> Result<String, ClientError> {
     Ok(String::from_utf8_lossy(&body.to_bytes()).into_owned())
 }
 
-/// What of a streamed chat has come.
+/// Parser state of a streamed chat.
 struct ChatStream {
     reader: SseReader,
     begun: Instant,

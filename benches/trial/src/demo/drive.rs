@@ -1,8 +1,8 @@
-//! A workload, sent.
+//! Driver of a workload.
 //!
-//! Owns the clients while they run: each asks, waits for the whole answer, thinks, and asks again. Promises that every
-//! planned request is either answered or has gone wrong, whatever becomes of the others. Leaves what the samples mean to
-//! [`super::figures`].
+//! Runs one task per client. A client sends a request, waits for the whole answer, pauses for the think time, and
+//! continues. Every planned request either succeeds or counts as an error, independently of other clients.
+//! [`super::figures`] evaluates the samples.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,34 +17,34 @@ use super::lag::LagWatch;
 use super::progress::Progress;
 use super::workload::{Conversation, Session, Workload};
 
-/// Reasons of errors that are kept.
+/// Maximum number of distinct error reasons that are kept.
 const REASONS_MAX: usize = 5;
 
-/// How often progress is looked at.
+/// Interval between progress updates.
 const PROGRESS_EVERY: Duration = Duration::from_millis(250);
 
-/// What came of a workload.
+/// Result of a workload run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Driven {
     pub(super) answers: Vec<Answer>,
-    /// What the first few errors said.
+    /// The first distinct error messages.
     pub(super) reasons: Vec<String>,
-    /// The sum of all bodies' hashes.
+    /// Wrapping sum of the hashes of all request bodies.
     pub(super) digest: u64,
     pub(super) took: Duration,
     pub(super) lags: Vec<Duration>,
 }
 
-/// Where to ask, and how.
+/// Address, model and pace for the requests.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
     pub(super) address: SocketAddr,
     pub(super) model: String,
-    /// What thinking is shortened by; 0: nobody thinks.
+    /// Divisor of start and think times; 0 disables both.
     pub(super) time_scale: f64,
 }
 
-/// Sends everything, and comes back when the last answer is there.
+/// Sends the whole workload and returns after the last answer.
 pub(super) async fn drive(workload: &Arc<Workload>, target: &Target, progress: &Progress, label: &str) -> Driven {
     let (planned, begun, lag) = (workload.requests(), Instant::now(), LagWatch::start());
     let done = Arc::new(AtomicUsize::new(0));
@@ -88,7 +88,8 @@ async fn rest(ms: u32, time_scale: f64) {
 }
 
 impl Driven {
-    /// Asks all questions of a conversation. One that goes wrong ends it, for there is no answer to quote.
+    /// Sends all requests of a conversation. An error ends the conversation, because the next request must quote the
+    /// missing answer.
     async fn ask(&mut self, conversation: &Conversation, client: &mut Client, target: &Target, done: &AtomicUsize) {
         let mut answers = Vec::new();
         for turn in &conversation.turns {

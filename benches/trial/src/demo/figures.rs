@@ -1,7 +1,6 @@
-//! What a run comes to.
+//! Figures of one run, in the form that `--json` prints.
 //!
-//! Owns the figures of one run, in the form that `--json` prints. Promises exact percentiles: all samples are kept.
-//! Leaves reading them to [`super::report`].
+//! Percentiles are exact, because all samples are kept. [`super::report`] formats the figures.
 
 use std::time::Duration;
 
@@ -10,56 +9,57 @@ use serde::Serialize;
 use super::drive::Driven;
 use super::fleet::RankWork;
 
-/// Mean and percentiles of some times, in milliseconds; all 0 where there are none.
+/// Mean and percentiles of a set of times in milliseconds; all 0 if the set is empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Times {
-    /// The mean.
+    /// Arithmetic mean.
     pub mean_ms: f64,
-    /// Half of them are not longer.
+    /// Median.
     pub p50_ms: f64,
-    /// 99 of 100 are not longer.
+    /// 99th percentile.
     pub p99_ms: f64,
 }
 
-/// One run.
+/// Figures of one run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Figures {
-    /// The policy, as the router's configuration calls it.
+    /// Name of the policy in the router's configuration.
     pub policy: String,
-    /// Requests that were answered.
+    /// Number of requests that succeeded.
     pub requests: u64,
-    /// Requests that were not, those included that were not sent because their conversation had broken off.
+    /// Number of requests that failed, including requests that were never sent because their conversation had ended
+    /// with an error.
     pub errors: u64,
-    /// What the first few said.
+    /// The first distinct error messages.
     pub error_reasons: Vec<String>,
-    /// From the request to the first content.
+    /// Time from the request to the first content.
     pub first_token: Times,
-    /// From each content to the next.
+    /// Time between consecutive pieces of content.
     pub between_tokens: Times,
-    /// From the request to the end of the answer.
+    /// Time from the request to the end of the answer.
     pub whole_answer: Times,
-    /// Tokens of all prompts, by the answers' usage.
+    /// Sum of prompt tokens from the usage of all answers.
     pub prompt_tokens: u64,
-    /// Those of them that the engines found in their caches, likewise.
+    /// Sum of cached prompt tokens from the usage of all answers.
     pub cached_tokens: u64,
-    /// The second over the first.
+    /// `cached_tokens` divided by `prompt_tokens`.
     pub hit_rate: f64,
-    /// Requests of the busiest rank over the mean of all ranks.
+    /// Number of requests on the busiest rank, divided by the mean over all ranks.
     pub spread_requests: f64,
-    /// Prompt tokens computed by the busiest rank over the mean of all ranks.
+    /// Number of prompt tokens computed by the busiest rank, divided by the mean over all ranks.
     pub spread_computed: f64,
-    /// How long the run took, in seconds of this machine.
+    /// Duration of the run in real seconds.
     pub run_seconds: f64,
-    /// How late timers rang, in milliseconds of this machine.
+    /// Delay of timers in real milliseconds.
     pub timer_lag: Times,
-    /// FNV-1a of every request's body, summed: equal for equal sets of requests, in whatever order.
+    /// Sum of the FNV-1a hashes of all request bodies. Equal sets of requests have equal digests in any order.
     pub requests_digest: String,
 }
 
 impl Figures {
-    /// Sums up. Times are told at the engines' pace, `time_scale` virtual seconds a real one.
+    /// Computes the figures of a run. Times are multiplied by `time_scale` (virtual seconds per real second).
     pub(super) fn of(policy: &str, driven: &Driven, ranks: &[RankWork], planned: usize, time_scale: f64) -> Self {
-        // At full speed there is no pace to tell times at.
+        // At full speed there is no virtual pace to convert to.
         let pace = if time_scale > 0.0 { time_scale } else { 1.0 };
         let answers = &driven.answers;
         let prompt_tokens: u64 = answers.iter().map(|answer| answer.prompt_tokens).sum();
@@ -83,7 +83,7 @@ impl Figures {
         }
     }
 
-    /// Prompt tokens that the engines had to compute.
+    /// Number of prompt tokens that the engines computed.
     #[must_use]
     pub fn computed_tokens(&self) -> u64 {
         self.prompt_tokens.saturating_sub(self.cached_tokens)
@@ -103,13 +103,13 @@ impl Times {
     }
 }
 
-/// The least value that `percent` of 100 do not exceed. `sorted` is not empty.
+/// Nearest-rank percentile. `sorted` is not empty.
 fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted[rank - 1]
 }
 
-/// The greatest over the mean; 0 where there is nothing.
+/// Maximum divided by mean; 0 for an empty or all-zero set.
 fn spread(counts: impl Iterator<Item = u64> + Clone) -> f64 {
     let (greatest, sum) = (counts.clone().max().unwrap_or(0), counts.clone().sum::<u64>());
     ratio(greatest.saturating_mul(counts.count() as u64), sum)

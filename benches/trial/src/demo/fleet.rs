@@ -1,7 +1,7 @@
-//! Mock engines and a gateway before them, on loopback.
+//! Fleet of the demo: mock engines behind a gateway, on loopback.
 //!
-//! Owns them all, from cold caches to the end. Promises that a fleet that is ready has every rank's events read, and that
-//! nothing of it is left after [`Fleet::shutdown`]. Leaves requests to [`super::drive`].
+//! A fleet starts with cold caches. It counts as ready when the router reads the KV events of every rank.
+//! [`Fleet::shutdown`] stops all parts. [`super::drive`] sends the requests.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,36 +18,36 @@ use super::client::{Client, ClientError};
 use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup};
 use crate::mock::{MockConfig, MockEngine};
 
-/// What the engines serve.
+/// Name of the served model.
 pub(super) const MODEL: &str = "mock";
 
-/// Engines, and ranks of each.
+/// Number of engines, and number of ranks per engine.
 pub(super) const ENGINES: u16 = 4;
 pub(super) const RANKS: u16 = 2;
 
-/// Tokens a block, and blocks a rank. A GPU of the modelled size has seven times as many; these are about as many for
-/// each of the demo's clients as such a GPU has for each of the hundreds that it would serve.
+/// Tokens per block, and blocks per rank. A GPU of the modelled size has seven times as many blocks. The value gives
+/// each client of the demo about the cache share that it would have on such a GPU among hundreds of clients.
 pub(super) const BLOCK_SIZE: u32 = 64;
 pub(super) const KV_BLOCKS: u32 = 1024;
 
-/// Tokens a step.
+/// Maximum number of tokens per step.
 const STEP_TOKENS_MAX: u32 = 8192;
 
-/// How long a fleet may take to be ready.
+/// Timeout for a fleet to become ready.
 const READY_MAX: Duration = Duration::from_secs(20);
 const READY_POLL: Duration = Duration::from_millis(10);
 
-/// How long `/tokenize` may take: on a machine that is busy a late answer is better than none, which would leave a
-/// request to load alone.
+/// Timeout of `/tokenize`. On a busy machine a late response is better than none: without tokens the router would place
+/// the request by load alone.
 const TOKENIZE_MAX_MS: u64 = 10_000;
 
-/// How long connections may be idle: at a slow pace clients think for long.
+/// Idle timeout of connections. It is long because think times grow at a slow pace.
 const IDLE_MAX_MS: u64 = 3_600_000;
 
-/// How long requests may take to end with the gateway.
+/// Time allowed for requests in flight when the gateway shuts down.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
 
-/// What one rank has done, in its own account.
+/// Work of one rank, from the engine's own counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct RankWork {
     pub(super) requests: u64,
@@ -65,20 +65,21 @@ impl RankWork {
     }
 }
 
-/// A counter of a rank on an engine's Prometheus page; 0 if it is absent.
+/// Counter of a rank on an engine's Prometheus page; 0 if it is absent.
 fn counter(page: &str, name: &str, rank: u16) -> u64 {
     let mut values = series(page).filter(|series| series.name == name).filter_map(|s| s.rank_and_value("engine"));
     values.find(|(of, _)| *of == Some(rank.into())).map_or(0, |(_, value)| value as u64)
 }
 
-/// Engines, and the gateway before them.
+/// Mock engines and the gateway in front of them.
 pub(super) struct Fleet<G> {
     engines: Vec<MockEngine>,
     gateway: G,
 }
 
 impl<G: DemoGateway> Fleet<G> {
-    /// Starts engines with cold caches, and a gateway that chooses by `policy`; comes back when all events are read.
+    /// Starts engines with cold caches and a gateway with `policy`. Returns when the router reads the events of all
+    /// ranks.
     pub(super) async fn start(config: &DemoConfig, policy: Policy) -> Result<Self, DemoError> {
         let mut engines = Vec::new();
         for _ in 0..ENGINES {
@@ -95,7 +96,7 @@ impl<G: DemoGateway> Fleet<G> {
         }
     }
 
-    /// Where clients ask.
+    /// Address of the gateway.
     pub(super) fn address(&self) -> SocketAddr {
         self.gateway.address()
     }
@@ -104,7 +105,7 @@ impl<G: DemoGateway> Fleet<G> {
         &self.engines
     }
 
-    /// What each rank has done, as the engines' pages of metrics say.
+    /// Work of each rank, from the engines' metrics pages.
     pub(super) async fn work(&self) -> Result<Vec<RankWork>, ClientError> {
         let mut all = Vec::new();
         for engine in &self.engines {
@@ -121,7 +122,7 @@ impl<G: DemoGateway> Fleet<G> {
         }
     }
 
-    /// What is wrong with the sources of events that are not read by then, in words.
+    /// Waits for the KV events of all ranks. The error describes the sources that are not live at the deadline.
     async fn wait_until_ready(&self) -> Result<(), String> {
         let router = self.gateway.router();
         let (ranks, deadline) = (usize::from(ENGINES * RANKS), Instant::now() + READY_MAX);
@@ -148,7 +149,7 @@ fn engine_config(config: &DemoConfig) -> MockConfig {
         kv_blocks: KV_BLOCKS,
         step_tokens_max: STEP_TOKENS_MAX,
         time_scale: config.time_scale,
-        // One model: every engine would give the same answer.
+        // All engines serve one model, so equal prompts have equal outputs on each of them.
         seed: config.seed,
         ..MockConfig::default()
     }

@@ -1,7 +1,7 @@
-//! Whether the machine keeps up.
+//! Timer lag, as a measure of whether the machine keeps up.
 //!
-//! Owns a timer that rings every few milliseconds and how late it rang. A machine without time for a timer has none for
-//! engines that are made of timers either: what is measured then says nothing of routing.
+//! A timer fires every few milliseconds and its delay is recorded. The mock engines are driven by timers too. If timers
+//! are late, the measured times describe the machine and not the routing.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -9,10 +9,10 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
-/// How often it rings. Timers of the runtime are exact to a millisecond.
+/// Interval of the timer. The runtime's timers have a resolution of one millisecond.
 const EVERY: Duration = Duration::from_millis(5);
 
-/// Watches until it is dropped.
+/// Timer task that records its delays until it is dropped.
 pub(super) struct LagWatch {
     lags: Arc<Mutex<Vec<Duration>>>,
     task: JoinHandle<()>,
@@ -32,7 +32,7 @@ impl LagWatch {
         Self { lags, task }
     }
 
-    /// How late it was, each time.
+    /// Recorded delays, one per tick.
     pub(super) fn end(self) -> Vec<Duration> {
         std::mem::take(&mut *self.lags.lock().unwrap_or_else(PoisonError::into_inner))
     }

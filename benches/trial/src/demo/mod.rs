@@ -1,11 +1,11 @@
-//! The demo: what the router is worth, on one machine without a GPU, in less than a minute.
+//! The demo: a comparison of two routing policies on one machine without a GPU, in less than a minute.
 //!
-//! Owns `pointsman demo`: its settings, and the order of things. Promises both runs the same requests and cold caches,
-//! the same engines' models and the same gateway, so that the policy is all that differs; and that times are not shown
-//! where the machine could not keep up. Leaves the command line to `main`.
+//! Implements `pointsman demo`: its settings and the order of its runs. Both runs have the same requests, cold caches,
+//! the same engine models and the same gateway, so that only the policy differs. Times are hidden if the machine could
+//! not keep up. The binary parses the command line.
 //!
-//! `fleet` starts engines and gateway, `workload` says what is asked, `drive` and `client` ask, `figures` sums
-//! up, `report` tells.
+//! `fleet` starts engines and gateway, `workload` generates the requests, `drive` and `client` send them, `figures`
+//! computes the results, and `report` formats them.
 
 mod client;
 mod drive;
@@ -36,17 +36,17 @@ use drive::{Target, drive};
 use fleet::Fleet;
 use workload::Workload;
 
-/// The policy of the second run: the default one.
+/// Policy of the second run: the router's default.
 const DEMO_POLICY: Policy = Policy::Latency;
 
-/// Most clients and requests: far beyond what tells anything on one machine.
+/// Maximum numbers of clients and requests, far above the useful range on one machine.
 const CLIENTS_MAX: u32 = 1024;
 const REQUESTS_MAX: u32 = 100_000;
 
-/// Fastest pace of the engines.
+/// Maximum pace of the engines.
 const TIME_SCALE_MAX: f64 = 100.0;
 
-/// What the demo is told, which is also the command line of `pointsman demo`.
+/// Settings of the demo, which are also the command line of `pointsman demo`.
 ///
 /// ```
 /// use pointsman_trial::demo::DemoConfig;
@@ -57,20 +57,20 @@ const TIME_SCALE_MAX: f64 = 100.0;
 #[derive(Clone, Debug, PartialEq, Args)]
 #[command(next_line_help = true)]
 pub struct DemoConfig {
-    /// Makes up the workload. Same seed, clients and requests, same bytes.
+    /// Seed of the workload. Equal seeds, clients and requests give byte-identical requests.
     #[arg(long, value_name = "SEED", default_value_t = 1)]
     pub seed: u64,
-    /// Requests in each of the two runs.
+    /// Number of requests in each of the two runs.
     #[arg(long, value_name = "REQUESTS", default_value_t = 640)]
     pub requests: u32,
-    /// Clients, each with a conversation at a time.
+    /// Number of clients, each with one conversation at a time.
     #[arg(long, value_name = "CLIENTS", default_value_t = 64)]
     pub clients: u32,
-    /// Virtual seconds a real one: 0.5 runs engines and clients at half the pace, for machines that cannot keep up;
-    /// 0 as fast as the machine can, which shows hit rates but no times.
+    /// Virtual seconds per real second. 0.5 runs engines and clients at half the pace, for machines that cannot keep
+    /// up; 0 runs at full speed, which shows hit rates but no times.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     pub time_scale: f64,
-    /// Keeps engines and gateway up after the table, until Ctrl-C.
+    /// Keeps engines and gateway running after the table, until Ctrl-C.
     #[arg(long)]
     pub stay: bool,
     /// Prints the figures as one JSON object instead of a table.
@@ -85,10 +85,10 @@ impl Default for DemoConfig {
 }
 
 impl DemoConfig {
-    /// Checks every rule.
+    /// Validates every setting.
     ///
     /// # Errors
-    /// The first value that breaks its rule, in words.
+    /// A message with the first invalid value and its rule.
     pub fn validate(&self) -> Result<(), String> {
         let within = |name, value, max| {
             if (1..=max).contains(&value) { Ok(()) } else { Err(format!("{name} is {value}, not within 1 to {max}")) }
@@ -102,64 +102,66 @@ impl DemoConfig {
     }
 }
 
-/// Why there is nothing to show.
+/// Reasons for a demo without a result.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
-    /// A value breaks its rule.
+    /// A setting is invalid.
     #[error("{0}")]
     Config(String),
-    /// An engine does not start.
+    /// An engine failed to start.
     #[error("an engine does not start: {0}")]
     Engine(#[from] MockError),
-    /// The gateway does not start.
+    /// The gateway failed to start.
     #[error("the gateway does not start: {0}")]
     Gateway(String),
-    /// The gateway does not come to read the engines' events.
+    /// The gateway did not read the KV events of all ranks in time.
     #[error("the gateway is not ready: {0}")]
     NotReady(String),
-    /// An engine does not say what it has done.
+    /// The metrics of an engine could not be read.
     #[error("an engine's metrics cannot be read: {0}")]
     Metrics(String),
 }
 
-/// Settings of the demo's gateway; all others are the defaults. It listens on a free port of loopback.
+/// Settings of the demo's gateway. All other settings are defaults. The gateway listens on a free loopback port.
 #[derive(Clone, Debug)]
 pub struct GatewaySetup {
-    /// The one model.
+    /// Name of the model.
     pub model: String,
     /// Configuration of the model's router.
     pub router: RouterConfig,
-    /// Workers of the model, which tokenize its prompts.
+    /// Workers of the model. They also tokenize its prompts.
     pub workers: Vec<NamedWorker>,
-    /// Longest wait for a tokenization.
+    /// Timeout of a tokenization in milliseconds.
     pub tokenize_timeout_ms: u64,
-    /// Longest idle time of a client's connection.
+    /// Idle timeout of a client's connection in milliseconds.
     pub idle_timeout_ms: u64,
 }
 
-/// The gateway that the demo measures. The binary implements it, so that neither crate's library depends on the other.
+/// The gateway under measurement. The binary implements this trait, so that neither crate's library depends on the
+/// other.
 pub trait DemoGateway: Sized {
-    /// Starts a gateway, which listens when this returns.
+    /// Starts a gateway that listens when this function returns.
     fn start(setup: GatewaySetup) -> impl Future<Output = Result<Self, String>>;
-    /// The address for clients.
+    /// Address for clients.
     fn address(&self) -> SocketAddr;
-    /// The router of the model.
+    /// Router of the model.
     fn router(&self) -> Router;
     /// Closes the listener, and ends requests in flight after `drain`.
     fn shutdown(self, drain: Duration) -> impl Future<Output = ()>;
 }
 
-/// A completed demo; its second fleet is still up.
+/// A completed demo whose second fleet is still running.
 pub struct Demo<G> {
     report: Report,
     fleet: Fleet<G>,
 }
 
 impl<G: DemoGateway> Demo<G> {
-    /// Runs it: the workload round robin, then with the router's own policy.
+    /// Runs the workload twice: with round robin, then with the router's own policy.
     ///
     /// # Errors
-    /// See [`DemoError`]; nothing runs then. Requests that fail are no error, but figures.
+    /// See [`DemoError`]; all parts are stopped in that case. Failed requests are no error of the demo, but part of the
+    /// figures.
     pub async fn run(config: &DemoConfig, progress: &Progress) -> Result<Self, DemoError> {
         config.validate().map_err(DemoError::Config)?;
         let workload = Arc::new(Workload::new(config.seed, config.clients, config.requests));
@@ -170,25 +172,25 @@ impl<G: DemoGateway> Demo<G> {
         Ok(Self { report: Report::new(config, round_robin, routed), fleet })
     }
 
-    /// What came of it.
+    /// Report of both runs.
     #[must_use]
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// Where the gateway and the engines are, and how to ask them, in words.
+    /// Text with the addresses of gateway and engines and example commands.
     #[must_use]
     pub fn addresses(&self) -> String {
         report::addresses(&self.fleet)
     }
 
-    /// Ends gateway and engines.
+    /// Stops gateway and engines.
     pub async fn shutdown(self) {
         self.fleet.shutdown().await;
     }
 }
 
-/// One run on a fresh fleet, which it leaves up.
+/// Runs the workload on a new fleet and returns its figures and the running fleet.
 async fn run_one<G: DemoGateway>(
     config: &DemoConfig,
     workload: &Arc<Workload>,

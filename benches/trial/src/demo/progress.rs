@@ -1,12 +1,12 @@
-//! How far the demo is, on standard error.
+//! Progress display of the demo on standard error.
 //!
-//! Owns that one line. Promises no control characters where nobody watches: into a pipe or a file go whole lines, one
-//! for each quarter of the way.
+//! A terminal gets one line that is rewritten. A pipe or file gets whole lines without control characters, one for each
+//! quarter of the run.
 
 use std::io::{IsTerminal as _, Write as _, stderr};
 use std::sync::Mutex;
 
-/// Where progress goes.
+/// Destination of progress output.
 #[derive(Debug)]
 pub struct Progress(Kind);
 
@@ -14,24 +14,24 @@ pub struct Progress(Kind);
 enum Kind {
     Silent,
     Terminal,
-    /// What was said last: of which part, and how many quarters.
+    /// Label and completed quarters of the last line that was written.
     Lines(Mutex<(String, usize)>),
 }
 
 impl Progress {
-    /// Nowhere.
+    /// Discards all progress output.
     #[must_use]
     pub fn silent() -> Self {
         Self(Kind::Silent)
     }
 
-    /// Standard error: one line that changes on a terminal, else a few lines.
+    /// Writes to standard error: one changing line on a terminal, otherwise a few lines.
     #[must_use]
     pub fn stderr() -> Self {
         Self(if stderr().is_terminal() { Kind::Terminal } else { Kind::Lines(Mutex::default()) })
     }
 
-    /// What happens now.
+    /// Shows the current activity.
     pub(super) fn say(&self, what: &str) {
         match &self.0 {
             Kind::Silent => {}
@@ -40,7 +40,7 @@ impl Progress {
         }
     }
 
-    /// How far a part is.
+    /// Shows the number of completed requests.
     pub(super) fn show(&self, label: &str, done: usize, planned: usize) {
         let line = format!("{label}: {done} of {planned} requests");
         match &self.0 {
@@ -57,7 +57,7 @@ impl Progress {
         }
     }
 
-    /// Leaves the line free for what comes next.
+    /// Clears the line for subsequent output.
     pub(super) fn end(&self) {
         match self.0 {
             Kind::Terminal => write("\r\x1b[K"),
@@ -66,7 +66,7 @@ impl Progress {
     }
 }
 
-/// Progress that cannot be shown is not worth failing for.
+/// Write errors are ignored: a failed progress display must not fail the demo.
 fn write(text: &str) {
     let mut stderr = stderr();
     let _ = stderr.write_all(text.as_bytes());

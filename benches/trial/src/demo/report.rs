@@ -1,7 +1,7 @@
-//! What the demo says.
+//! Report of the demo: the table, the text around it, and the JSON.
 //!
-//! Owns the table, the words around it, and the JSON. Promises plain text without control characters, and no times where
-//! the machine could not keep up: then it says so, and what to do.
+//! The text contains no control characters. If the machine could not keep up, the report omits all times, states the
+//! reason and recommends a slower pace.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -12,31 +12,31 @@ use super::fleet::{BLOCK_SIZE, ENGINES, Fleet, KV_BLOCKS, MODEL, RANKS};
 use super::workload::{SYSTEMS, THINK_MS, TURNS};
 use super::{DEMO_POLICY, DemoConfig, Figures};
 
-/// The lateness of one timer in a hundred beyond which times tell of the machine, not of routing; in milliseconds.
+/// Maximum 99th percentile of timer lag in milliseconds. Above it, times describe the machine and not the routing.
 const LAG_P99_MS_MAX: f64 = 20.0;
 
-/// Both runs, and under which conditions.
+/// Results and conditions of both runs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Of the workload.
+    /// Seed of the workload.
     pub seed: u64,
-    /// Clients.
+    /// Number of clients.
     pub clients: u32,
-    /// Virtual seconds a real one; all times but `timer_lag` and `run_seconds` are virtual.
+    /// Virtual seconds per real second. All times except `timer_lag` and `run_seconds` are virtual.
     pub time_scale: f64,
-    /// Mock engines.
+    /// Number of mock engines.
     pub engines: u16,
-    /// Ranks of each.
+    /// Number of ranks per engine.
     pub ranks_per_engine: u16,
-    /// Where the tokens came from that prompts were compared by.
+    /// Source of the tokens that the router compares prompts by.
     pub token_source: &'static str,
-    /// Whether this is a build without optimisation.
+    /// True for a build without optimisation.
     pub debug_build: bool,
-    /// Whether the machine kept up, so that times mean something.
+    /// True if the machine kept up, so that times are valid.
     pub times_usable: bool,
-    /// Whether both runs sent the same requests, byte for byte.
+    /// True if both runs sent the same requests, byte for byte.
     pub same_requests: bool,
-    /// First run: each rank in its turn.
+    /// First run: round robin over all ranks.
     pub round_robin: Figures,
     /// Second run: the router's own policy.
     pub routed: Figures,
@@ -60,13 +60,13 @@ impl Report {
         }
     }
 
-    /// Whether every request was answered.
+    /// True if every request succeeded.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.round_robin.errors == 0 && self.routed.errors == 0
     }
 
-    /// All of it as one JSON object.
+    /// The report as one JSON object.
     #[must_use]
     pub fn json(&self) -> String {
         serde_json::to_string_pretty(self).expect("numbers and text are JSON")
@@ -154,7 +154,7 @@ that are nearly idle answer at once wherever a request goes. Ratios grow with pr
     }
 }
 
-/// A figure of the table.
+/// Row of the table: label, value and unit.
 type Row = (&'static str, fn(&Figures) -> f64, Unit);
 
 const ROWS: &[Row] = &[
@@ -180,14 +180,14 @@ fn count(value: u64) -> f64 {
     value as f64
 }
 
-/// How a figure is written.
+/// Unit of a figure, which determines its format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
     Milliseconds,
     Share,
     Count,
     Factor,
-    /// A count whose ratio says nothing.
+    /// Count without a meaningful ratio.
     Errors,
 }
 
@@ -203,7 +203,7 @@ impl Unit {
     }
 }
 
-/// A whole number with a comma before every three digits.
+/// Formats a whole number with a comma between groups of three digits.
 fn grouped(value: f64) -> String {
     let digits = format!("{value:.0}");
     let mut text = String::with_capacity(digits.len() * 4 / 3 + 1);
@@ -216,7 +216,7 @@ fn grouped(value: f64) -> String {
     text
 }
 
-/// The second figure against the first, in words.
+/// Describes the second figure relative to the first.
 fn compared(before: f64, after: f64) -> String {
     let (low, high) = (before.min(after), before.max(after));
     if low <= 0.0 {
@@ -246,7 +246,7 @@ Next, engines of your own; docs/quick-start.md has the ports, the modes, and the
     }
 }
 
-/// Where a fleet is, and how to ask it.
+/// Addresses of a fleet and example commands for them.
 pub(super) fn addresses<G: DemoGateway>(fleet: &Fleet<G>) -> String {
     let gateway = fleet.address();
     let mut text = format!("\nGateway   http://{gateway} ({})\n", DEMO_POLICY.name());

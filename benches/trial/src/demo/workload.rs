@@ -1,8 +1,8 @@
-//! What is asked: conversations over shared system prompts, with time to think.
+//! Workload of the demo: conversations over shared system prompts, with think times.
 //!
-//! Owns the script of every client and the bodies of its requests. Promises the same script for the same seed, clients
-//! and requests, on every machine. A conversation's later turns quote the engine's answers, which a mock engine makes up
-//! from the prompt alone: so whole runs repeat, too. Leaves sending and measuring to [`super::drive`].
+//! Generates the script of every client and the bodies of its requests. Equal seeds, numbers of clients and numbers of
+//! requests give the same script on every machine. Later requests of a conversation quote the engine's answers. A mock
+//! engine derives its answers from the prompt alone, so whole runs are repeatable. [`super::drive`] sends the requests.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -12,38 +12,38 @@ use serde::Serialize;
 
 use crate::workload::Rng;
 
-/// System prompts that all conversations share.
+/// Number of system prompts, shared by all conversations.
 pub(super) const SYSTEMS: u32 = 12;
 
-/// Their lengths. All lengths are in words, each of which is one token of the mock engine's.
+/// Length of a system prompt. All lengths are in words; the mock tokenizer gives each word one token.
 const SYSTEM_WORDS: RangeInclusive<u32> = 1536..=3072;
 
-/// What a conversation opens with: a question and the document that it is about.
+/// Length of the first question of a conversation, including its document.
 const OPENING_WORDS: RangeInclusive<u32> = 512..=3072;
 
-/// Every later question.
+/// Length of every later question.
 const QUESTION_WORDS: RangeInclusive<u32> = 32..=160;
 
-/// Answers, in tokens.
+/// Length of an answer in tokens.
 const OUTPUT_TOKENS: RangeInclusive<u32> = 32..=96;
 
-/// Questions of a conversation.
+/// Number of questions per conversation.
 pub(super) const TURNS: RangeInclusive<u32> = 3..=7;
 
-/// Milliseconds from an answer to the next question.
+/// Think time in milliseconds from an answer to the next question.
 pub(super) const THINK_MS: RangeInclusive<u32> = 400..=2000;
 
-/// Milliseconds within which clients begin.
+/// Range in milliseconds over which client starts are spread.
 const START_MS: u32 = 2000;
 
-/// The scripts of all clients.
+/// Scripts of all clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Workload {
     systems: Vec<Arc<str>>,
     pub(super) sessions: Vec<Session>,
 }
 
-/// One client's script: its conversations, one after the other.
+/// Script of one client: its conversations in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Session {
     pub(super) start_ms: u32,
@@ -62,11 +62,11 @@ pub(super) struct Conversation {
 pub(super) struct Turn {
     question: String,
     output_tokens: u32,
-    /// How long the client then thinks.
+    /// Think time after the answer in milliseconds.
     pub(super) think_ms: u32,
 }
 
-/// A chat request. Its fields are written in this order.
+/// Body of a chat request. Field order is the order on the wire.
 #[derive(Serialize)]
 struct Body<'a> {
     model: &'a str,
@@ -88,7 +88,7 @@ struct StreamOptions {
 }
 
 impl Workload {
-    /// `requests` questions in all, shared out evenly among `clients`.
+    /// Generates `requests` questions in total, divided evenly among `clients`.
     pub(super) fn new(seed: u64, clients: u32, requests: u32) -> Self {
         let mut rng = Rng::stream(seed, 0);
         let systems: Vec<Arc<str>> = (0..SYSTEMS).map(|_| words(&mut rng, SYSTEM_WORDS).into()).collect();
@@ -100,7 +100,7 @@ impl Workload {
         Self { systems, sessions }
     }
 
-    /// Questions in all.
+    /// Total number of questions.
     pub(super) fn requests(&self) -> usize {
         self.sessions.iter().flat_map(|session| &session.conversations).map(|talk| talk.turns.len()).sum()
     }
@@ -122,7 +122,7 @@ impl Session {
 impl Conversation {
     fn new(rng: &mut Rng, systems: &[Arc<str>], turns: u32) -> Self {
         let count = u32::try_from(systems.len()).expect("there are few");
-        // The lower of two draws: the first prompts are asked for more often than the last.
+        // The lower of two draws: low-numbered prompts are used more often.
         let system = rng.below(count).min(rng.below(count));
         let turn = |n: u32| Turn {
             question: words(rng, if n == 0 { OPENING_WORDS } else { QUESTION_WORDS }),
@@ -132,7 +132,7 @@ impl Conversation {
         Self { system: Arc::clone(&systems[system as usize]), turns: (0..turns).map(turn).collect() }
     }
 
-    /// The request of the turn that comes behind `answers`, the answers so far.
+    /// Body of the next request after `answers`, the answers so far.
     pub(super) fn body(&self, model: &str, answers: &[String]) -> Bytes {
         let mut messages = vec![Message { role: "system", content: &self.system }];
         for (turn, answer) in self.turns.iter().zip(answers) {
@@ -151,7 +151,7 @@ fn body(model: &str, messages: Vec<Message<'_>>, max_tokens: u32) -> Bytes {
     serde_json::to_vec(&body).expect("text and numbers are JSON").into()
 }
 
-/// Made-up words, of two or three syllables: each is one token of the mock engine's, with the space before it.
+/// Generates words of two or three syllables. Each word with the space before it is one token of the mock tokenizer.
 fn words(rng: &mut Rng, count: RangeInclusive<u32>) -> String {
     const CONSONANTS: &[u8] = b"bdfgklmnprstvz";
     const VOWELS: &[u8] = b"aeiou";
@@ -161,7 +161,7 @@ fn words(rng: &mut Rng, count: RangeInclusive<u32>) -> String {
         if n > 0 {
             text.push(' ');
         }
-        // One number has enough bits for a word.
+        // One 64-bit number has enough bits for a word.
         let mut bits = rng.number();
         let mut pick = |from: &[u8]| {
             let at = bits % from.len() as u64;

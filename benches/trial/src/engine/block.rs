@@ -1,15 +1,14 @@
-//! Blocks and their names.
+//! Blocks and their hashes.
 //!
-//! Owns what a block's name is made of. Promises that equal names mean equal tokens, ancestors, adapter and salt, and
-//! that engines with different hash seeds name everything differently, as real ones do. Leaves to the cache which
-//! blocks are held.
+//! Equal hashes mean equal tokens, ancestors, adapter and salt. Engines with different hash seeds produce different
+//! hashes for the same content, as real ones do. The cache tracks which blocks are held.
 
 use std::fmt;
 use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-/// The engine's own name for a block and everything before it: 32 bytes.
+/// The engine's own hash of a block and all blocks before it: 32 bytes.
 ///
 /// ```
 /// use pointsman_trial::engine::EngineHash;
@@ -22,7 +21,7 @@ use xxhash_rust::xxh3::xxh3_128_with_seed;
 pub struct EngineHash(pub [u8; 32]);
 
 impl EngineHash {
-    /// The name as engines shorten it to an integer: the last eight bytes, big-endian.
+    /// The hash as engines shorten it to an integer: the last eight bytes, big-endian.
     #[must_use]
     pub fn as_u64(&self) -> u64 {
         let mut last = [0; 8];
@@ -37,25 +36,25 @@ impl fmt::Debug for EngineHash {
     }
 }
 
-/// A complete block, with all that an event or an index may want to know of it.
+/// A complete block, with all fields that an event or an index may need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// Its name.
+    /// Hash of the block and all blocks before it.
     pub hash: EngineHash,
-    /// The name of the block before it; none for a prompt's first.
+    /// Hash of the previous block; none for the first block of a prompt.
     pub parent: Option<EngineHash>,
-    /// Blocks before it.
+    /// Number of blocks before this one.
     pub depth: u32,
-    /// Its tokens, as many as a block has.
+    /// Tokens of the block, exactly `block_size`.
     pub tokens: Box<[u32]>,
-    /// The adapter it was computed with. Goes into every block's name.
+    /// LoRA adapter of the computation. Part of every block's hash.
     pub lora_name: Option<Arc<str>>,
-    /// The namespace it was computed in. Goes into the first block's name and reaches the others through the chain;
-    /// engines announce it with the first block only.
+    /// Cache namespace of the computation. It is hashed into the first block only and reaches the others through the
+    /// parent hash. Engines publish it with the first block only.
     pub cache_salt: Option<Arc<str>>,
 }
 
-/// Names blocks; holds the buffer that their bytes pass through.
+/// Computes block hashes; holds the buffer for the hashed bytes.
 pub(crate) struct BlockHasher {
     seed: u64,
     buffer: Vec<u8>,
@@ -66,7 +65,7 @@ impl BlockHasher {
         Self { seed, buffer: Vec::new() }
     }
 
-    /// The name of the block of `tokens` behind `parent`. The salt counts where there is no parent.
+    /// Hashes the block of `tokens` after `parent`. The salt is only used without a parent.
     pub(crate) fn hash(
         &mut self,
         parent: Option<EngineHash>,
@@ -75,7 +74,7 @@ impl BlockHasher {
         cache_salt: Option<&str>,
     ) -> EngineHash {
         self.buffer.clear();
-        // Lengths in front of names, so that no two different inputs run together to the same bytes.
+        // Length prefixes in front of names keep the encoding injective: different inputs give different bytes.
         self.put_name(lora_name);
         match parent {
             Some(parent) => self.buffer.extend_from_slice(&parent.0),

@@ -1,9 +1,8 @@
-//! The paged prefix cache of a rank: device blocks, host blocks, and what is announced of both.
+//! Paged prefix cache of a rank: device blocks, host blocks, and the cache events of both.
 //!
-//! Owns which slot holds which block, who uses it, and in which order free ones are taken. Promises that a held
-//! block's parent is held too, in some tier; that the host holds each hash at most once, and the device too unless
-//! [`Cache::fill`] is given copies; that the events it leaves behind say exactly what changed, in the order it changed.
-//! Leaves to the scheduler what to compute and when.
+//! Tracks the block and users of each slot and the eviction order of free slots. The parent of a held block is held
+//! too, in some tier. The host holds each hash at most once. The device does too, unless [`Cache::fill`] adds copies.
+//! The recorded events match the changes exactly and in order. The scheduler decides the computation and its time.
 
 use std::sync::Arc;
 
@@ -12,43 +11,43 @@ use ahash::AHashMap;
 use crate::engine::block::{Block, EngineHash};
 use crate::engine::list::List;
 
-/// Where a block is held.
+/// Memory tier of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tier {
-    /// The accelerator's memory.
+    /// Accelerator memory.
     Device,
-    /// The host's memory.
+    /// Host memory.
     Host,
 }
 
-/// What an engine announces of its cache.
+/// A change of the cache, as an engine publishes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Blocks are now held: at least one, each the parent of the next, all with one adapter and salt. A block that
-    /// other tiers hold as well stays there.
+    /// Blocks were stored: at least one, each the parent of the next, all with one adapter and salt. Copies in other
+    /// tiers stay there.
     Stored {
-        /// Where.
+        /// Tier of the blocks.
         tier: Tier,
-        /// What. The first one's parent has been announced before, or it has none.
+        /// The blocks. The parent of the first one was published before, or it has none.
         blocks: Vec<Arc<Block>>,
     },
-    /// A block is held no more.
+    /// A block was removed.
     Removed {
-        /// Where.
+        /// Tier of the block.
         tier: Tier,
-        /// Which.
+        /// Hash of the block.
         hash: EngineHash,
     },
-    /// Nothing is held any more, in any tier.
+    /// All blocks of all tiers were removed.
     Cleared,
 }
 
-/// What of a prompt is cached: leading blocks on the device, and those behind them that only the host has.
+/// Cached part of a prompt: leading blocks on the device, then blocks that only the host holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hit {
     pub(crate) device: usize,
     pub(crate) host: usize,
-    /// Blocks of `device` that nobody uses: taking them leaves as many fewer free ones.
+    /// Number of `device` blocks without a user. Each of them reduces the number of free slots when taken.
     device_free: u32,
 }
 
@@ -57,13 +56,13 @@ pub(crate) struct Cache {
     by_hash: AHashMap<EngineHash, Copies>,
     /// Number of slots that hold a block.
     filled: usize,
-    /// Slots nobody uses, next to be taken first: those that hold nothing, then by how long they have been free.
+    /// Slots without a user in allocation order: empty slots first, then by the time they became free.
     free: List,
     host: Option<Host>,
     events: Vec<CacheEvent>,
 }
 
-/// The slots that hold one block, in the order in which they were filled. Requests find the first.
+/// The slots that hold one block, in the order they were filled. Lookups return the first.
 struct Copies {
     first: u32,
     further: Vec<u32>,
@@ -101,13 +100,13 @@ impl Cache {
         std::mem::take(&mut self.events)
     }
 
-    /// Whether a block is held, in any tier.
+    /// Returns whether any tier holds a block.
     pub(crate) fn holds(&self, hash: &EngineHash) -> bool {
         let in_host = |host: &Host| host.by_hash.contains_key(hash);
         self.by_hash.contains_key(hash) || self.host.as_ref().is_some_and(in_host)
     }
 
-    /// What is held of a chain of blocks.
+    /// Finds the cached part of a chain of blocks.
     pub(crate) fn lookup(&self, hashes: &[EngineHash]) -> Hit {
         let mut hit = Hit::default();
         for hash in hashes {
@@ -121,13 +120,14 @@ impl Cache {
         hit
     }
 
-    /// Whether a hit can be taken and `blocks` more be had, those that the host's share needs not counted in.
+    /// Returns whether there are enough free slots for a hit and `blocks` more. `blocks` excludes the slots for the
+    /// host part of the hit.
     pub(crate) fn has_room(&self, hit: &Hit, blocks: u32) -> bool {
         let needed = u64::from(hit.device_free) + hit.host as u64 + u64::from(blocks);
         needed <= u64::from(self.free.len())
     }
 
-    /// Takes what was found of a chain, for one more user: a slot for each block. Needs room for it.
+    /// Adds a user to the blocks of a hit and returns one slot per block. The caller has checked that there is room.
     pub(crate) fn take(&mut self, hashes: &[EngineHash], hit: &Hit) -> Vec<u32> {
         let mut slots: Vec<u32> = hashes[..hit.device].iter().map(|hash| self.by_hash[hash].first).collect();
         for &slot in &slots {
@@ -135,11 +135,11 @@ impl Cache {
         }
         let Some(host) = &mut self.host else { return slots };
         let found = &hashes[..hit.device + hit.host];
-        // The last block first: a parent must outlive its children here too.
+        // Touch the last block first, so that a parent outlives its children in the host tier too.
         for hash in found.iter().rev() {
             host.touch(hash);
         }
-        // Read before the evictions below write.
+        // Read before the evictions below overwrite host slots.
         let loaded: Vec<Arc<Block>> = found[hit.device..].iter().map(|hash| host.block(hash)).collect();
         if loaded.is_empty() {
             return slots;
@@ -153,7 +153,7 @@ impl Cache {
         slots
     }
 
-    /// A slot for one user, without content; its last content is evicted.
+    /// Allocates an empty slot for one user and evicts its previous content.
     pub(crate) fn allocate(&mut self) -> Option<u32> {
         let slot = self.free.pop_front()?;
         self.slots[slot as usize].users = 1;
@@ -168,7 +168,7 @@ impl Cache {
         Some(slot)
     }
 
-    /// The slot that already holds this content, for one more user in place of `slot`, which is given back.
+    /// Adds a user to the slot that already holds this content, and releases `slot`.
     pub(crate) fn swap_for_cached(&mut self, slot: u32, hash: &EngineHash) -> Option<u32> {
         let cached = self.by_hash.get(hash)?.first;
         self.add_user(cached);
@@ -176,7 +176,8 @@ impl Cache {
         Some(cached)
     }
 
-    /// Makes the content of a used slot known, a copy if it is held already. The caller announces it with its neighbours.
+    /// Records the content of a used slot, as a copy if it is already held. The caller publishes it together with
+    /// adjacent blocks.
     pub(crate) fn fill(&mut self, slot: u32, block: Arc<Block>) {
         self.by_hash
             .entry(block.hash)
@@ -186,7 +187,7 @@ impl Cache {
         self.filled += 1;
     }
 
-    /// Forgets that a slot holds a block.
+    /// Removes the mapping from a block to a slot.
     fn unlist(&mut self, hash: &EngineHash, slot: u32) {
         let copies = self.by_hash.get_mut(hash).expect("a block is listed with its slot");
         self.filled -= 1;
@@ -199,7 +200,7 @@ impl Cache {
         }
     }
 
-    /// Number of copies that the device holds of a block.
+    /// Number of copies of a block on the device.
     pub(crate) fn copies(&self, hash: &EngineHash) -> usize {
         self.by_hash.get(hash).map_or(0, |copies| 1 + copies.further.len())
     }
@@ -208,12 +209,12 @@ impl Cache {
         self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks });
     }
 
-    /// One user fewer for each slot, the last one first, so that it is evicted before those it builds on.
+    /// Removes one user from each slot, the last slot first, so that a block is evicted before its ancestors.
     pub(crate) fn release(&mut self, slots: &[u32]) {
         slots.iter().rev().for_each(|slot| self.remove_user(*slot));
     }
 
-    /// Forgets all content, if nobody uses any.
+    /// Removes all content, unless some is in use.
     pub(crate) fn clear(&mut self) -> bool {
         if self.used_blocks() > 0 {
             return false;
@@ -227,7 +228,7 @@ impl Cache {
         true
     }
 
-    /// All blocks of a tier, parents before children, each once however many copies there are.
+    /// All blocks of a tier without duplicates, parents before children.
     pub(crate) fn held(&self, tier: Tier) -> Vec<Arc<Block>> {
         let mut held: Vec<Arc<Block>> = match tier {
             Tier::Device => self.slots.iter().filter_map(|slot| slot.block.clone()).collect(),
@@ -256,7 +257,7 @@ impl Cache {
         }
     }
 
-    /// Panics where the structure contradicts itself, or `users`: how many sequences use each slot.
+    /// Panics if the structure is inconsistent with itself or with `users`, the number of sequences per slot.
     pub(crate) fn check_invariants(&self, users: &[u32]) {
         let mut is_free = vec![false; self.slots.len()];
         self.free.iter().for_each(|slot| is_free[slot as usize] = true);
@@ -293,7 +294,7 @@ struct Host {
     capacity: u32,
     slots: Vec<Arc<Block>>,
     by_hash: AHashMap<EngineHash, u32>,
-    /// Least recently evicted from the device, or asked for, first.
+    /// Least recently evicted from the device or looked up first.
     order: List,
 }
 
@@ -313,7 +314,7 @@ impl Host {
         true
     }
 
-    /// Keeps what the device evicts, if it is not here yet.
+    /// Stores a block evicted from the device, unless the host holds it already.
     fn keep(&mut self, block: Arc<Block>, events: &mut Vec<CacheEvent>) {
         if self.touch(&block.hash) {
             return;

@@ -1,18 +1,18 @@
-//! What an engine rank is like: its memory, its limits, and what a step costs.
+//! Configuration of an engine rank: memory, limits, and cost of a step.
 //!
-//! Owns the defaults and their limits. Promises that a configuration that validates never leaves the scheduler
-//! without a way on. Leaves all behaviour to [`crate::engine::Rank`].
+//! A valid configuration guarantees that the scheduler can always make progress. [`crate::engine::Rank`] implements the
+//! behaviour.
 
 use thiserror::Error;
 
-/// Most blocks a tier may have: 16 Mi, a bound on what is allocated before anything runs.
+/// Maximum number of blocks per tier: 16 Mi, a bound on the initial allocation.
 const BLOCKS_MAX: u32 = 1 << 24;
 
-/// Longest sequence that may be configured, in tokens; keeps products of lengths within 64 bits.
+/// Maximum configurable sequence length in tokens; keeps products of lengths within 64 bits.
 const MODEL_LEN_MAX: u32 = 1 << 26;
 
-/// One rank of an engine. The defaults are those of an 8-billion-parameter model on an H100 with 80 GB: about 60 GB
-/// of KV cache at 128 KiB a token.
+/// Configuration of one rank. The defaults model 8 billion parameters on an H100 with 80 GB: about 60 GB of KV cache at
+/// 128 KiB per token.
 ///
 /// ```
 /// use pointsman_trial::engine::EngineConfig;
@@ -23,28 +23,28 @@ const MODEL_LEN_MAX: u32 = 1 << 26;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineConfig {
-    /// Tokens a block. 64.
+    /// Tokens per block. 64.
     pub block_size: u32,
-    /// Blocks of device memory, one of which is never handed out. 7168.
+    /// Blocks of device memory, one of which is never allocated. 7168.
     pub kv_blocks: u32,
-    /// Blocks of host memory for what the device evicts. 0: no host tier.
+    /// Blocks of host memory for blocks evicted from the device. 0: no host tier.
     pub host_kv_blocks: u32,
-    /// Whether a computed block that the device holds already is swapped for the one held, as in SGLang. Otherwise both
-    /// stay, each announced by a store and a removal of its own, as in vLLM. False.
+    /// Whether a computed block that the device already holds is replaced by the held one, as in SGLang. Otherwise both
+    /// stay, each with its own store and removal event, as in vLLM. False.
     pub deduplicates: bool,
-    /// Tokens that a step may compute, decodes and prefills together. 8192.
+    /// Maximum number of tokens per step, decodes and prefills together. 8192.
     pub step_tokens_max: u32,
-    /// Sequences that may run at once. 256.
+    /// Maximum number of running sequences. 256.
     pub sequences_max: u32,
-    /// Longest sequence, prompt and output together, in tokens. 131072.
+    /// Maximum sequence length in tokens, prompt and output together. 131072.
     pub max_model_len: u32,
-    /// Size of the vocabulary that output tokens are drawn from. 128256.
+    /// Size of the vocabulary for output tokens. 128256.
     pub vocab_size: u32,
-    /// What a step takes.
+    /// Cost model of a step.
     pub cost: StepCost,
-    /// Names the blocks. Engines in the field differ in it unless told otherwise. 0.
+    /// Seed of the block hashes. Real engines use different seeds unless configured otherwise. 0.
     pub hash_seed: u64,
-    /// Makes up the output tokens, so in place of a model's weights: equal for ranks of one model. 0.
+    /// Seed of the output tokens, in place of model weights: equal for ranks of one model. 0.
     pub output_seed: u64,
 }
 
@@ -67,12 +67,12 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
-    /// Whether a rank like this can serve whatever it accepts.
+    /// Checks that a rank with this configuration can serve every request that it accepts.
     ///
     /// # Errors
     ///
-    /// A value out of its limits, a step too small for all sequences to decode in, or a device memory that the
-    /// longest sequence does not fit into.
+    /// A value is out of its limits, a step is too small for all sequences to decode in, or the longest sequence does
+    /// not fit into device memory.
     pub fn validate(&self) -> Result<(), ConfigError> {
         within("block_size", self.block_size, 1, 1 << 16)?;
         within("kv_blocks", self.kv_blocks, 2, BLOCKS_MAX)?;
@@ -90,7 +90,7 @@ impl EngineConfig {
         Ok(())
     }
 
-    /// Blocks of device memory that requests can have.
+    /// Number of device blocks available to requests.
     #[must_use]
     pub fn blocks_usable(&self) -> u32 {
         self.kv_blocks.saturating_sub(1)
@@ -101,50 +101,50 @@ fn within(name: &'static str, value: u32, min: u32, max: u32) -> Result<(), Conf
     if (min..=max).contains(&value) { Ok(()) } else { Err(ConfigError::OutOfRange { name, value, min, max }) }
 }
 
-/// Why a configuration cannot be.
+/// Reasons for an invalid configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
-    /// A value out of its limits. The least `step_tokens_max` is `sequences_max`.
+    /// A value is out of its limits. The minimum of `step_tokens_max` is `sequences_max`.
     #[error("{name} is {value}, not within {min} to {max}")]
     OutOfRange {
-        /// The value's name.
+        /// Name of the field.
         name: &'static str,
-        /// What it is.
+        /// Rejected value.
         value: u32,
-        /// The least it may be.
+        /// Minimum.
         min: u32,
-        /// The most it may be.
+        /// Maximum.
         max: u32,
     },
-    /// The longest sequence does not fit into the device's memory.
+    /// The longest sequence does not fit into device memory.
     #[error(
         "max_model_len {max_model_len} needs {needed} blocks, kv_blocks {kv_blocks} has one less than that to give"
     )]
     SequenceTooLong {
-        /// Its length in tokens.
+        /// Maximum sequence length in tokens.
         max_model_len: u32,
-        /// The blocks it needs.
+        /// Number of blocks for a sequence of that length.
         needed: u32,
-        /// The blocks there are, the unused one included.
+        /// Number of device blocks, including the unused one.
         kv_blocks: u32,
     },
 }
 
-/// What a step takes: a sum of terms that a roofline of the hardware gives. The defaults are published figures for 8
-/// billion parameters in 16 bits on an H100; each can be set.
+/// Cost model of a step: a sum of terms from a roofline model of the hardware. The defaults are published figures for 8
+/// billion parameters in 16 bits on an H100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepCost {
-    /// Every step, in µs: the weights are read once, kernels are launched. 4000.
+    /// Fixed time per step in µs: one read of the weights, kernel launches. 4000.
     pub step_us: u32,
-    /// Prompt tokens computed in a second, attention apart. 25000.
+    /// Prompt tokens computed per second, without attention. 25000.
     pub prefill_tokens_per_second: u32,
-    /// Attention of one prompt token to one token before it (or itself), in ps. 1200.
+    /// Attention of one prompt token to one earlier token (or itself), in ps. 1200.
     pub attention_ps: u32,
-    /// Each sequence that decodes, in µs: sampling, tables, its share of the output. 20.
+    /// Time per decoding sequence in µs: sampling, tables, its share of the output. 20.
     pub decode_sequence_us: u32,
-    /// Each token of context that a decoding sequence reads, in ns: 128 KiB at some 2 TB/s. 65.
+    /// Time per token of context that a decoding sequence reads, in ns: 128 KiB at about 2 TB/s. 65.
     pub kv_token_ns: u32,
-    /// Each token loaded back from host memory, in ns: 128 KiB at some 50 GB/s. 2600.
+    /// Time per token loaded from host memory, in ns: 128 KiB at about 50 GB/s. 2600.
     pub host_token_ns: u32,
 }
 
@@ -161,30 +161,30 @@ impl Default for StepCost {
     }
 }
 
-/// What a step has to do.
+/// Work of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Prompt tokens to compute.
+    /// Number of prompt tokens to compute.
     pub prefill_tokens: u64,
-    /// Pairs of a prompt token to compute and a token it attends to, itself included.
+    /// Number of pairs of a prompt token to compute and a token it attends to, including itself.
     pub attention_pairs: u64,
-    /// Sequences that decode.
+    /// Number of decoding sequences.
     pub decode_sequences: u64,
-    /// Tokens of context that these read.
+    /// Number of context tokens that the decoding sequences read.
     pub kv_tokens: u64,
-    /// Tokens loaded back from host memory.
+    /// Number of tokens loaded from host memory.
     pub host_tokens: u64,
 }
 
 impl Work {
-    /// Counts in a chunk of `tokens` prompt tokens behind `context` earlier ones.
+    /// Adds a chunk of `tokens` prompt tokens after `context` earlier ones.
     pub(crate) fn add_prefill(&mut self, tokens: u32, context: u32) {
         let (tokens, context) = (u64::from(tokens), u64::from(context));
         self.prefill_tokens += tokens;
         self.attention_pairs += tokens * context + tokens * (tokens + 1) / 2;
     }
 
-    /// Counts in a decoding sequence that reads `context` tokens.
+    /// Adds a decoding sequence that reads `context` tokens.
     pub(crate) fn add_decode(&mut self, context: u32) {
         self.decode_sequences += 1;
         self.kv_tokens += u64::from(context);
@@ -192,7 +192,7 @@ impl Work {
 }
 
 impl StepCost {
-    /// How long a step with this work takes, in µs, rounded up; never 0, so that time goes on. Saturates.
+    /// Duration of a step with this work in µs, rounded up. At least 1, so that time always advances. Saturates.
     ///
     /// ```
     /// use pointsman_trial::engine::{StepCost, Work};
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn a_mixed_step_costs_the_sum_of_its_terms() {
         let mut work = Work::default();
-        // 3 + 4 + 5 tokens seen by tokens 2, 3 and 4 of a prompt.
+        // 3 + 4 + 5 tokens attended to by tokens 2, 3 and 4 of a prompt.
         work.add_prefill(3, 2);
         assert_eq!((work.prefill_tokens, work.attention_pairs), (3, 12));
         work.add_prefill(2000, 1000);

@@ -1,9 +1,8 @@
-//! A doubly linked list over small numbers, for orders of use.
+//! Doubly linked list over small integers, for usage orders.
 //!
-//! Owns the links. Promises constant time for every operation. Leaves to its user that a number is linked once at
-//! most, and that only linked ones are taken out.
+//! Every operation takes constant time. The caller links a number at most once and removes only linked numbers.
 
-/// No number.
+/// Marker for the absence of a number.
 const NIL: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
@@ -12,7 +11,7 @@ struct Links {
     next: u32,
 }
 
-/// Numbers in an order; a number that is not linked costs its eight bytes all the same.
+/// Ordered numbers. Each number up to the maximum takes eight bytes, linked or not.
 pub(crate) struct List {
     links: Vec<Links>,
     head: u32,
@@ -46,7 +45,7 @@ impl List {
         Some(number)
     }
 
-    /// Takes a linked number out.
+    /// Unlinks a number.
     pub(crate) fn remove(&mut self, number: u32) {
         let Links { previous, next } = self.links[number as usize];
         match previous {
@@ -60,7 +59,7 @@ impl List {
         self.len -= 1;
     }
 
-    /// From front to back.
+    /// Iterates from front to back.
     pub(crate) fn iter(&self) -> impl Iterator<Item = u32> {
         let linked = |number: u32| (number != NIL).then_some(number);
         std::iter::successors(linked(self.head), move |number| linked(self.links[*number as usize].next))

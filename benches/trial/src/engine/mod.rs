@@ -1,35 +1,35 @@
-//! A deterministic model of one rank of an LLM engine: continuous batching over a paged prefix cache.
+//! Deterministic model of one rank of an LLM engine: continuous batching over a paged prefix cache.
 //!
-//! Owns what a rank would do next: which requests run, how many tokens each gets in a step, how long the step takes,
-//! which blocks are shared, evicted, kept in host memory, and what the engine would announce of all that. Promises
-//! that the same calls give the same bytes on every machine, that the announced events alone rebuild
-//! [`Rank::held`] in each tier, and that a step costs in proportion to the sequences and blocks it touches, never to
-//! what is held. Leaves to others: time (a step says how long it takes, the caller waits or adds it up), transport,
-//! text, and a bound on the requests that wait.
+//! The model decides which requests run, the tokens and the duration of each step, and which blocks are shared, evicted
+//! or kept in host memory. It records the cache events that an engine would publish. The same calls give the same bytes
+//! on every machine. The events alone are sufficient to rebuild [`Rank::held`] in each tier. The cost of a step is
+//! proportional to the sequences and blocks it touches, not to the size of the cache. The caller provides time (a step
+//! reports its duration, the caller waits or adds it up), transport, text, and a limit on waiting requests.
 //!
 //! 10,000 steps of 64 decoding sequences at 1,000 tokens of context, 302 modelled seconds, take 24 ms of one core
-//! (2-core shared AMD EPYC, release). A held block costs its tokens and some 200 bytes.
+//! (2-core shared AMD EPYC, release). A held block takes the memory of its tokens and about 200 bytes.
 //!
-//! It behaves as engines in the field do:
+//! The model reproduces these properties of real engines:
 //!
-//! - Only complete blocks are cached and announced, in the step that computes their last token, whether it came with
-//!   the prompt or was generated.
-//! - A prompt reuses its leading cached blocks, but at least its last token is always computed: a prompt that is
-//!   cached whole computes its last block again.
-//! - Freeing announces nothing; a freed block is found until its memory is needed. Then the one that was free for the
-//!   longest goes, a sequence's last block before its first, and the removal precedes the store that caused it.
-//! - Blocks that hold nothing findable are taken before any that do.
-//! - A computed block that the device holds already is a further copy of it: announced again, used by its sequence
-//!   alone, and removed by an event of its own. A prompt finds the copy stored first. (vLLM; with
-//!   [`EngineConfig::deduplicates`] the block is swapped for the cached one and nothing is announced, as in SGLang.)
-//! - A block's ancestors are held as long as it is, in some tier. Host memory holds each hash once.
-//! - One block of the device's memory is never handed out, like vLLM's null block.
-//! - Where there is no block for a running sequence's next token, the youngest one is preempted: it loses its blocks,
-//!   waits in front of all others and computes again what the cache has lost meanwhile.
-//! - At most one sequence, the youngest, has prompt left to compute when a step ends. Where it finds no blocks it waits
-//!   with those it has, and nobody is admitted past it.
-//! - With a host tier, what the device evicts is kept there, and loaded back when asked for. A load reads before
-//!   anything is overwritten: a copy that the same admission pushes out of the host still counts.
+//! - Only complete blocks are cached and published, in the step that computes their last token. This holds for prompt
+//!   and generated tokens.
+//! - A prompt reuses its leading cached blocks, but its last token is always computed. A fully cached prompt computes
+//!   its last block again.
+//! - Freeing a block publishes no event. A freed block remains in the cache until its memory is needed. Eviction takes
+//!   the block that was free for the longest time, the last block of a sequence before its first. The removal event
+//!   precedes the store that caused it.
+//! - Slots without a cached block are allocated before slots with one.
+//! - A computed block that the device already holds is stored as a further copy. It has its own store and removal
+//!   events and is used by its own sequence alone. A prompt finds the copy stored first. (vLLM; with
+//!   [`EngineConfig::deduplicates`] the held block replaces the computed one and no event is published, as in SGLang.)
+//! - The ancestors of a held block are held too, in some tier. Host memory holds each hash once.
+//! - One block of device memory is never allocated, like vLLM's null block.
+//! - If no block is free for the next token of a running sequence, the youngest sequence is preempted. It loses its
+//!   blocks, moves to the front of the queue and later recomputes the blocks that the cache has lost.
+//! - At most one sequence, the youngest, has uncomputed prompt tokens at the end of a step. If no blocks are free for
+//!   it, it waits with the blocks it has, and no other request is admitted.
+//! - With a host tier, blocks evicted from the device are kept there and loaded back on a hit. A load reads before it
+//!   overwrites: a block that the same admission evicts from the host still counts as a hit.
 //!
 //! ```
 //! use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};

@@ -1,7 +1,7 @@
-//! A request on its way through a rank.
+//! State of a request in a rank.
 //!
-//! Owns a request's tokens, the names of its blocks and how much of it is computed. Promises that its next output token
-//! follows from the seed, the prompt and the position alone. Leaves to the rank when it runs, to the cache its blocks.
+//! Holds the tokens of a request, the hashes of its blocks and the number of computed tokens. An output token depends
+//! on the seed, the prompt and the position alone. The rank schedules the sequence; the cache holds its blocks.
 
 use std::sync::Arc;
 
@@ -11,23 +11,23 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use crate::engine::block::{Block, BlockHasher, EngineHash};
 use crate::engine::config::EngineConfig;
 
-/// What is asked of a rank.
+/// A request to a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestSpec {
-    /// Names the request; free again once it has ended.
+    /// Id of the request; reusable after the request has ended.
     pub id: u64,
-    /// The prompt: at least one token.
+    /// Prompt of at least one token.
     pub tokens: Arc<[u32]>,
-    /// Tokens to generate, at least one. Fewer come when `max_model_len` is reached before.
+    /// Number of tokens to generate, at least one. `max_model_len` may end the output earlier.
     pub output_tokens_max: u32,
-    /// The LoRA adapter to compute with. Empty is none.
+    /// LoRA adapter. An empty name means none.
     pub lora_name: Option<Arc<str>>,
-    /// The namespace to share cached blocks within. Empty is none.
+    /// Cache namespace. Only requests with equal salts share blocks. An empty salt means none.
     pub cache_salt: Option<Arc<str>>,
 }
 
 impl RequestSpec {
-    /// A request without adapter and salt.
+    /// Creates a request without adapter and salt.
     ///
     /// ```
     /// use pointsman_trial::engine::RequestSpec;
@@ -42,46 +42,46 @@ impl RequestSpec {
     }
 }
 
-/// Why a rank does not take a request.
+/// Reasons for the rejection of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Refused {
-    /// There is nothing to compute.
+    /// The prompt is empty.
     #[error("request {0} has an empty prompt")]
     EmptyPrompt(u64),
-    /// There is nothing to generate.
+    /// The request allows no output tokens.
     #[error("request {0} asks for no output")]
     NoOutput(u64),
     /// The prompt leaves no room for output.
     #[error("request {id} has a prompt of {prompt_tokens} tokens, not fewer than max_model_len {max_model_len}")]
     PromptTooLong {
-        /// The request.
+        /// Id of the request.
         id: u64,
-        /// Its length.
+        /// Length of the prompt.
         prompt_tokens: usize,
-        /// What it must stay below.
+        /// Exclusive upper limit of that length.
         max_model_len: u32,
     },
-    /// A request of this name has not ended yet.
+    /// A request with this id has not ended yet.
     #[error("request {0} is here already")]
     DuplicateId(u64),
 }
 
 pub(crate) struct Sequence {
     spec: RequestSpec,
-    /// What the output depends on besides seed and position.
+    /// The only input of the output besides seed and position.
     prompt_hash: u64,
     outputs: Vec<u32>,
-    /// The length at which it ends, prompt included.
+    /// Final length, including the prompt.
     end: u32,
-    /// Names of leading complete blocks: at least those of the prompt and of what was ever computed.
+    /// Hashes of leading complete blocks: at least those of the prompt and of all tokens ever computed.
     hashes: Vec<EngineHash>,
-    /// Tokens whose KV is there, or will be at the end of the step.
+    /// Number of tokens whose KV is computed by the end of the current step.
     pub(crate) computed: u32,
-    /// Its blocks, in order.
+    /// Slots of its blocks, in order.
     pub(crate) slots: Vec<u32>,
-    /// Tokens that the present step computes.
+    /// Number of tokens that the current step computes.
     pub(crate) scheduled: u32,
-    /// Tokens that were cached when it was first admitted.
+    /// Number of cached tokens at the first admission.
     pub(crate) cached_tokens: Option<u32>,
 }
 
@@ -120,7 +120,7 @@ impl Sequence {
         self.spec.id
     }
 
-    /// Tokens of prompt and output so far.
+    /// Number of prompt and output tokens so far.
     pub(crate) fn len(&self) -> u32 {
         (self.spec.tokens.len() + self.outputs.len()) as u32
     }
@@ -129,17 +129,18 @@ impl Sequence {
         !self.outputs.is_empty()
     }
 
-    /// Whether only the token generated last is left to compute.
+    /// Returns whether only the last generated token is left to compute.
     pub(crate) fn is_decoding(&self) -> bool {
         self.has_output() && self.computed + 1 == self.len()
     }
 
-    /// Names of the blocks that may be found in the cache: not the one with the last token, for that is computed.
+    /// Hashes of the blocks that may be reused. The block with the last token is excluded, because that token is always
+    /// computed.
     pub(crate) fn reusable(&self, block_size: u32) -> &[EngineHash] {
         &self.hashes[..((self.len() - 1) / block_size) as usize]
     }
 
-    /// The name of a complete block; all before it have theirs.
+    /// Hash of a complete block. The hashes of all earlier blocks must be known.
     pub(crate) fn hash(&mut self, block_idx: u32, block_size: u32, hasher: &mut BlockHasher) -> EngineHash {
         if let Some(hash) = self.hashes.get(block_idx as usize) {
             return *hash;
@@ -151,7 +152,7 @@ impl Sequence {
         hash
     }
 
-    /// A complete block whose name is known.
+    /// A complete block with a known hash.
     pub(crate) fn block(&self, block_idx: u32, block_size: u32) -> Block {
         let at = block_idx as usize;
         Block {
@@ -175,7 +176,7 @@ impl Sequence {
         token
     }
 
-    /// Whether it has its last token, and if so, whether it is the last that was asked for.
+    /// None until the last token; then whether all requested tokens were generated.
     pub(crate) fn ended(&self) -> Option<bool> {
         (self.len() >= self.end).then(|| self.outputs.len() as u64 >= u64::from(self.spec.output_tokens_max))
     }
@@ -189,7 +190,7 @@ impl Sequence {
     }
 }
 
-/// Of tokens and adapter; a salt changes who shares, not what a model says.
+/// Hashes tokens and adapter. The salt is excluded: it restricts sharing and does not change the output.
 fn prompt_hash(spec: &RequestSpec, seed: u64) -> u64 {
     let mut hash = Xxh3::with_seed(seed);
     hash.update(&(spec.tokens.len() as u64).to_le_bytes());

@@ -5,7 +5,7 @@ use crate::engine::{Block, CacheEvent, EngineHash, Tier};
 
 use super::{Dialect, Encoder, EventFormat};
 
-/// What the real publishers were given: this time, blocks of four tokens, one adapter.
+/// Timestamp of the captures of real publishers, which use blocks of four tokens and one adapter.
 const TS: f64 = 1_700_000_000.5;
 
 fn encoded(format: impl Into<EventFormat>, block_size: u32, events: &[CacheEvent]) -> String {
@@ -22,7 +22,7 @@ fn binary(dialect: Dialect) -> EventFormat {
     EventFormat { dialect, binary_hashes: true }
 }
 
-/// A name whose last eight bytes are these.
+/// An engine hash with this value in its last eight bytes.
 fn name(value: u64) -> EngineHash {
     let mut bytes = [0xee; 32];
     bytes[24..].copy_from_slice(&value.to_be_bytes());
@@ -50,13 +50,13 @@ fn stored(tier: Tier, blocks: impl IntoIterator<Item = Block>) -> CacheEvent {
     CacheEvent::Stored { tier, blocks: blocks.into_iter().map(Arc::new).collect() }
 }
 
-/// Two blocks at the root: tokens 1 to 8.
+/// Store of two blocks without a parent: tokens 1 to 8.
 fn root(first: EngineHash, second: EngineHash) -> CacheEvent {
     let blocks = [block(first, None, &[1, 2, 3, 4], None, None), block(second, Some(first), &[5, 6, 7, 8], None, None)];
     stored(Tier::Device, blocks)
 }
 
-/// A block of an adapter behind a parent.
+/// Store of one block with an adapter and a parent.
 fn child(hash: u64, parent: u64, salt: Option<&str>) -> CacheEvent {
     let tokens = [151_643, 9, 10, 11];
     stored(Tier::Device, [block(name(hash), Some(name(parent)), &tokens, Some("adapterA"), salt)])
@@ -66,7 +66,7 @@ fn removed(hash: EngineHash) -> CacheEvent {
     CacheEvent::Removed { tier: Tier::Device, hash }
 }
 
-/// What engines of the same layout sent for the same content. Texts are those of the capture.
+/// Captured batches of engines with the same layout and content, as hex strings.
 const VLLM_11_ROOT: &str = "93cb41d954fc402000009197ab426c6f636b53746f72656492c4200101010101010101010101010101010101010101010101010101010101010101c4200202020202020202020202020202020202020202020202020202020202020202c098010203040506070804c0a347505500";
 const VLLM_11_CHILD: &str = "93cb41d954fc402000009197ab426c6f636b53746f72656491cffedcba9876543210cf0123456789abcdef94ce0002505b090a0b0401a347505500";
 const VLLM_33_CHILD: &str = "93cb41d954fc4020000091de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cffedcba9876543210b1706172656e745f626c6f636b5f68617368cf0123456789abcdefa9746f6b656e5f69647394ce0002505b090a0baa626c6f636b5f73697a6504a76c6f72615f696401a66d656469756da3475055a96c6f72615f6e616d65a86164617074657241aa65787472615f6b6579739191a86164617074657241a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00";
@@ -80,7 +80,8 @@ const SGLANG_23_CHILD: &str = "93cb41d954fc40200000918aa474797065ab426c6f636b537
 const SGLANG_23_HOST: &str = "93cb41d954fc402000009387a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739106b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739101aa626c6f636b5f73697a6501a76c6f72615f6964c0a66d656469756daa4350555f50494e4e454483a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739105a66d656469756da347505581a474797065b0416c6c426c6f636b73436c656172656400";
 const EMPTY: &str = "93cb41d954fc402000009000";
 
-/// The cache manager of vLLM 0.33, blocks of four tokens: a shared prefix, a salt, and what makes room for more.
+/// Captures from the cache manager of vLLM 0.33, blocks of four tokens: a shared prefix, a salt, and the evictions for
+/// further blocks.
 const VLLM_33_SHARED: &str = "93cb3ff800000000000091de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cfc6882bb15d6bfcb9b1706172656e745f626c6f636b5f68617368cff20358aa4fbb8879a9746f6b656e5f6964739407070707aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797391c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00";
 const VLLM_33_SALTED: &str = "93cb3ff800000000000091de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cfee50e0714c8a83d5cfd7de0ebd5f006695b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473986465666768696a6baa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b6579739291a774656e616e7442c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00";
 const VLLM_33_REMOVED: &str = "84a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cf4cb3b9d034695fdda66d656469756da3475055a967726f75705f69647800";
@@ -111,7 +112,7 @@ fn the_newest_vllm_layout_is_byte_for_byte_the_engine_s() {
 #[test]
 fn the_older_vllm_layout_is_the_engine_s_with_the_later_fields_behind() {
     let bytes = |byte: u8| EngineHash([byte; 32]);
-    // lora_name, extra_keys, group_idx, kind and window of 0.23 behind what 0.11 sends.
+    // lora_name, extra_keys, group_idx, kind and window of 0.23, appended to the fields of 0.11.
     let later = |captured: &str, tail: &str| {
         let body = captured.strip_suffix("00").expect("ends with the rank");
         format!("{}{tail}00", body.replacen("9197ab42", "919cab42", 1))
@@ -141,7 +142,7 @@ fn binary_hashes_stand_in_maps_too() {
 
 #[test]
 fn both_sglang_layouts_are_byte_for_byte_the_engine_s() {
-    // As the engine prints them: -123456789 and 987654321.
+    // The hashes in the engine's notation: -123456789 and 987654321.
     let roots = root(name(0xffff_ffff_f8a4_32eb), name(0x3ade_68b1));
     assert_eq!(encoded(Dialect::SglangArray, 4, std::slice::from_ref(&roots)), SGLANG_18_ROOT);
     assert_eq!(encoded(Dialect::SglangMap, 4, &[roots]), SGLANG_23_ROOT);
@@ -154,7 +155,7 @@ fn both_sglang_layouts_are_byte_for_byte_the_engine_s() {
 fn sglang_names_salt_and_adapter_in_maps_and_loses_them_in_arrays() {
     let child = child(5, 0xffff_ffff_f8a4_32eb, Some("tenant-salt"));
     assert_eq!(encoded(Dialect::SglangArray, 4, std::slice::from_ref(&child)), SGLANG_18_CHILD);
-    // The capture had a session too, which a mock has not.
+    // The capture contains a session id, which the mock does not have.
     let session = "aa73657373696f6e5f6964a3732d31";
     let expected = SGLANG_23_CHILD.replacen("918aa474", "9189a474", 1).replacen(session, "", 1);
     assert_eq!(encoded(Dialect::SglangMap, 4, &[child]), expected);

@@ -1,7 +1,7 @@
-//! What an engine is told at its start.
+//! Configuration of a mock engine.
 //!
-//! Owns defaults and rules. Promises that a configuration which validates can be built. Leaves the model's own rules to
-//! [`crate::engine::EngineConfig`].
+//! Defines defaults and validation rules. A valid configuration can always be started, unless a port is taken.
+//! [`crate::engine::EngineConfig`] has the rules of the engine model.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -11,14 +11,14 @@ use clap::Args;
 use super::faults::{Faults, mix};
 use crate::kv_events::{Dialect, EventFormat};
 
-/// Most data-parallel ranks of one engine.
+/// Maximum number of data-parallel ranks per engine.
 const DATA_PARALLEL_SIZE_MAX: u16 = 64;
 
-/// Most messages that a replay ring may be told to keep.
+/// Maximum size of a replay ring in messages.
 const REPLAY_MESSAGES_MAX: usize = 1 << 20;
 
-/// A mock engine's configuration, which is also the command line of `pointsman mock-engine`. The default is the
-/// command's, but for ports: tests get free ones.
+/// Configuration of a mock engine, which is also the command line of `pointsman mock-engine`. The default is that of
+/// the command except for the port: tests get a free one.
 ///
 /// ```
 /// use pointsman_trial::mock::MockConfig;
@@ -33,64 +33,66 @@ pub struct MockConfig {
     /// Address to listen on, for HTTP and events.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     pub host: IpAddr,
-    /// Port for HTTP; 0 takes a free one for it and for events and replay that have none.
+    /// HTTP port. 0 selects a free port, and free ports for events and replay unless they are given.
     #[arg(long, value_name = "PORT")]
     pub port: u16,
-    /// Port of rank 0's events; rank r has the r-th after it. Default: the HTTP port + 1000.
+    /// Event port of rank 0; rank r uses the r-th port after it. Default: the HTTP port + 1000.
     #[arg(long, value_name = "PORT")]
     pub event_port: Option<u16>,
-    /// Port of rank 0's replay; rank r has the r-th after it. Default: the event port + 100.
+    /// Replay port of rank 0; rank r uses the r-th port after it. Default: the event port + 100.
     #[arg(long, value_name = "PORT")]
     pub replay_port: Option<u16>,
     /// Name of the model.
     #[arg(long, value_name = "NAME", default_value = "mock")]
     pub model: String,
-    /// A LoRA adapter, served as a model of its own name. May be given several times.
+    /// LoRA adapter, served as a model under its own name. Repeatable.
     #[arg(long = "lora", value_name = "NAME")]
     pub loras: Vec<String>,
-    /// Ranks, each with a cache, a queue and event ports of its own; a request's X-data-parallel-rank chooses.
+    /// Number of data-parallel ranks, each with its own cache, queue and event ports. The request header
+    /// X-data-parallel-rank selects one.
     #[arg(long, value_name = "RANKS", default_value_t = 1)]
     pub data_parallel_size: u16,
-    /// Which engine's events to write, and of which age.
+    /// Event layout, by engine and release.
     #[arg(long, value_enum, default_value_t = Dialect::VllmMap)]
     pub dialect: Dialect,
     /// Writes block hashes as 32 bytes, as vLLM can; not with the SGLang dialects.
     #[arg(long)]
     pub binary_hashes: bool,
-    /// Answers 404 for /server_info, as a vLLM does.
+    /// Returns 404 for /server_info, like vLLM.
     #[arg(long)]
     pub no_server_info: bool,
-    /// Tokens a block.
+    /// Tokens per block.
     #[arg(long, value_name = "TOKENS", default_value_t = 64)]
     pub block_size: u32,
-    /// Blocks of device memory a rank, one of which is never handed out.
+    /// Device memory blocks per rank, one of which is never allocated.
     #[arg(long, value_name = "BLOCKS", default_value_t = 7168)]
     pub kv_blocks: u32,
-    /// Blocks of host memory a rank, for what the device evicts. 0: no host tier.
+    /// Host memory blocks per rank, for blocks evicted from the device. 0: no host tier.
     #[arg(long, value_name = "BLOCKS", default_value_t = 0)]
     pub host_kv_blocks: u32,
-    /// Tokens that one step may compute, decodes and prefills together.
+    /// Maximum number of tokens per step, decodes and prefills together.
     #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
     pub step_tokens_max: u32,
-    /// Sequences that may run at once on a rank.
+    /// Maximum number of running sequences per rank.
     #[arg(long, value_name = "SEQUENCES", default_value_t = 256)]
     pub sequences_max: u32,
-    /// Longest sequence, prompt and output together. Default: 131072, or what the device memory holds if less.
+    /// Maximum sequence length in tokens, prompt and output together. Default: 131072, or the capacity of the device
+    /// memory if less.
     #[arg(long, value_name = "TOKENS")]
     pub max_model_len: Option<u32>,
-    /// Virtual seconds a real one: 10 is ten times as fast as the modelled GPU, 0 as fast as this machine can.
+    /// Virtual seconds per real second: 10 runs ten times as fast as the modelled GPU, 0 as fast as possible.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     pub time_scale: f64,
-    /// Makes up output tokens, names of blocks and the draws of faults. Same seed and requests, same events.
+    /// Seed of output tokens, block hashes and fault decisions. Equal seeds and requests give equal events.
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
-    /// Event messages that each rank keeps for replay.
+    /// Number of event messages that each rank keeps for replay.
     #[arg(long, value_name = "MESSAGES", default_value_t = 10_000)]
     pub replay_messages_max: usize,
-    /// Longest request body, in bytes.
+    /// Maximum size of a request body in bytes.
     #[arg(long, value_name = "BYTES", default_value_t = 16 << 20)]
     pub body_bytes_max: usize,
-    /// Faults from the start on; `POST /faults` replaces them.
+    /// Initial faults; `POST /faults` replaces them.
     #[command(flatten)]
     pub faults: Faults,
 }
@@ -124,10 +126,10 @@ impl Default for MockConfig {
 }
 
 impl MockConfig {
-    /// Checks every rule.
+    /// Validates every setting.
     ///
     /// # Errors
-    /// The first value that breaks its rule, in words.
+    /// A message with the first invalid value and its rule.
     pub fn validate(&self) -> Result<(), String> {
         let size = self.data_parallel_size;
         if !(1..=DATA_PARALLEL_SIZE_MAX).contains(&size) {
@@ -153,21 +155,21 @@ impl MockConfig {
         self.engine(0, self.dialect).validate().map_err(|error| error.to_string())
     }
 
-    /// How events are written.
+    /// Format of the events.
     #[must_use]
     pub fn events(&self) -> EventFormat {
         EventFormat { dialect: self.dialect, binary_hashes: self.binary_hashes }
     }
 
-    /// Longest sequence, in tokens.
+    /// Maximum sequence length in tokens.
     #[must_use]
     pub fn model_len_max(&self) -> u32 {
         let held = self.kv_blocks.saturating_sub(1).saturating_mul(self.block_size);
         self.max_model_len.unwrap_or_else(|| held.min(EngineConfig::default().max_model_len))
     }
 
-    /// The model of one rank that speaks `dialect`: vLLM keeps copies of blocks, SGLang does not. Names of blocks differ
-    /// from rank to rank, as they do between processes in the field; output tokens do not.
+    /// Configuration of the engine model for one rank. With a vLLM `dialect` the cache keeps duplicate blocks, with
+    /// SGLang it does not. Block hashes differ between ranks, as between real processes; output tokens do not.
     pub(crate) fn engine(&self, rank: u16, dialect: Dialect) -> EngineConfig {
         EngineConfig {
             block_size: self.block_size,
@@ -185,10 +187,10 @@ impl MockConfig {
 }
 
 impl EventFormat {
-    /// Checks that the dialect can write such hashes.
+    /// Checks that the dialect supports the hash format.
     ///
     /// # Errors
-    /// Binary hashes under an SGLang dialect.
+    /// Binary hashes with an SGLang dialect.
     pub fn validate(self) -> Result<(), String> {
         if self.binary_hashes && self.dialect.is_sglang() {
             return Err("binary_hashes is true: only the vLLM dialects have them".to_owned());

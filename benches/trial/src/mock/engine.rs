@@ -1,8 +1,8 @@
-//! An engine as its owner sees it: started, looked into, restarted, shut down.
+//! Lifecycle of a mock engine: start, inspection, restart, shutdown.
 //!
-//! Owns the addresses and the present incarnation of all ranks. Promises that a restart forgets what a restarted
-//! process forgets (cache, sequence numbers, ring, running requests) and keeps addresses and faults, and that nothing
-//! goes on once the engine is shut down or dropped. Leaves requests to [`super::http`].
+//! Holds the addresses and the current incarnation of all ranks. A restart discards the state that a restarted process
+//! loses (cache, sequence numbers, ring, running requests) and keeps addresses and faults. Shutdown and drop end all
+//! tasks. [`super::http`] serves the requests.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -24,30 +24,30 @@ use super::rank::{Pace, Rank};
 use super::sockets::{EventSocket, ReplaySocket, listen};
 use crate::kv_events::{Encoder, EventFormat};
 
-/// How often a restart tries to get its own ports back, and how long apart.
+/// Maximum number of attempts of a restart to bind its previous ports, and the delay between attempts.
 const LISTEN_TRIES_MAX: u32 = 200;
 const LISTEN_TRY: Duration = Duration::from_millis(10);
 
-/// Why an engine does not start.
+/// Errors of starting or restarting an engine.
 #[derive(Debug, Error)]
 pub enum MockError {
-    /// A value breaks its rule.
+    /// A setting is invalid.
     #[error("{0}")]
     Config(String),
-    /// An address cannot be listened on.
+    /// Listening on an address failed.
     #[error("cannot listen on {address}: {reason}")]
     Listen {
-        /// Which.
+        /// The address.
         address: SocketAddr,
-        /// What the system says.
+        /// Reason from the operating system.
         reason: String,
     },
-    /// A socket that listens cannot be served.
+    /// A bound socket could not be served.
     #[error("cannot serve: {0}")]
     Serve(String),
 }
 
-/// A running engine. Dropping it ends it, a little later than [`MockEngine::shutdown`] does.
+/// A running engine. Dropping it ends it too, slightly later than [`MockEngine::shutdown`].
 ///
 /// ```
 /// use pointsman_trial::mock::{MockConfig, MockEngine, Tier};
@@ -68,15 +68,15 @@ pub struct MockEngine {
 }
 
 impl MockEngine {
-    /// Starts an engine; it answers and publishes when this returns.
+    /// Starts an engine. It accepts requests and publishes events when this function returns.
     ///
     /// # Errors
-    /// A configuration that breaks a rule, or a port that is taken.
+    /// The configuration is invalid, or a port is taken.
     pub async fn start(config: MockConfig) -> Result<Self, MockError> {
         Self::start_boxed(config).await
     }
 
-    /// Boxed, so that the engine is compiled in this crate and not once more in every crate that polls `start`.
+    /// Boxed, so that the future is compiled once in this crate and not again in every crate that polls `start`.
     fn start_boxed(config: MockConfig) -> Pin<Box<dyn Future<Output = Result<Self, MockError>> + Send>> {
         Box::pin(Self::start_parts(config))
     }
@@ -92,59 +92,60 @@ impl MockEngine {
         Ok(Self { engine, server })
     }
 
-    /// What it was started with, and every port as it is: started again with this, an engine has the same addresses.
+    /// The configuration with the actual port numbers. An engine started again with it has the same addresses.
     #[must_use]
     pub fn config(&self) -> &MockConfig {
         &self.engine.config
     }
 
-    /// Where it answers HTTP.
+    /// Address of the HTTP server.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         SocketAddr::new(self.engine.config.host, self.engine.config.port)
     }
 
-    /// The same as a URL without a path.
+    /// URL of the HTTP server, without a path.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.address())
     }
 
-    /// Where a rank publishes, as ZMQ names it.
+    /// ZMQ endpoint of a rank's events.
     #[must_use]
     pub fn event_endpoint(&self, rank: u16) -> String {
         endpoint(self.engine.config.host, self.engine.event_port(rank))
     }
 
-    /// Where a rank answers replay requests.
+    /// ZMQ endpoint of a rank's replay requests.
     #[must_use]
     pub fn replay_endpoint(&self, rank: u16) -> String {
         endpoint(self.engine.config.host, self.engine.replay_port(rank))
     }
 
-    /// What a rank's cache holds in a tier now, parents before children. What is published of it may lag by the step
-    /// under way, unless the engine is quiet.
+    /// Blocks that a rank holds in a tier now, parents before children. The published events may lag by the current
+    /// step, unless the engine is quiet.
     ///
     /// # Panics
-    /// There is no such rank; here and below.
+    /// The rank does not exist; also for the methods below.
     #[must_use]
     pub fn held(&self, rank: u16, tier: Tier) -> Vec<Arc<Block>> {
         self.engine.rank(rank).held(tier)
     }
 
-    /// Number of a rank's next event message: how many this incarnation has published, or meant to.
+    /// Sequence number of a rank's next event message: the number of messages of this incarnation, including those
+    /// dropped by a fault.
     #[must_use]
     pub fn sequence_next(&self, rank: u16) -> u64 {
         self.engine.rank(rank).sequence_next()
     }
 
-    /// Whether nothing runs and every event is published, also such as faults held back.
+    /// Returns whether no request is running and every event is published, including events held back by faults.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         self.engine.ranks().iter().all(|rank| rank.is_quiet())
     }
 
-    /// Waits until [`MockEngine::is_quiet`], for ever under a paused publisher that has something to say.
+    /// Waits until [`MockEngine::is_quiet`]. Never returns while a paused publisher holds events back.
     pub async fn quiet(&self) {
         while !self.is_quiet() {
             for rank in self.engine.ranks().iter() {
@@ -153,31 +154,31 @@ impl MockEngine {
         }
     }
 
-    /// Restarts all ranks, as a process that dies and comes back: requests lose their connections, caches and rings
-    /// are empty, sequences begin at 0. Comes back when the new incarnation publishes.
+    /// Restarts all ranks, like a process that crashes and restarts: requests lose their connections, caches and rings
+    /// are empty, and sequence numbers start at 0. Returns when the new incarnation publishes.
     ///
     /// # Errors
-    /// A format that cannot be, which restarts nothing, or a port that was taken meanwhile, which leaves the engine
-    /// stopped.
+    /// An invalid format, in which case nothing restarts, or a port that another process took, in which case the engine
+    /// stays stopped.
     pub async fn restart(&self, format: impl Into<EventFormat>) -> Result<(), MockError> {
         self.engine.restart(format.into()).await
     }
 
-    /// Faults set and done.
+    /// Current faults and their counters.
     #[must_use]
     pub fn faults(&self) -> &FaultBoard {
         &self.engine.faults
     }
 
-    /// Replaces the faults in force. The end of a pause sends what was held back.
+    /// Replaces the current faults. The end of a pause sends the messages that were held back.
     ///
     /// # Errors
-    /// A value that breaks its rule; then nothing changes.
+    /// An invalid value; the faults stay unchanged.
     pub fn set_faults(&self, faults: Faults) -> Result<(), MockError> {
         self.engine.set_faults(faults)
     }
 
-    /// Ends everything, and comes back when all ports are free.
+    /// Stops all tasks and returns when all ports are free.
     pub async fn shutdown(self) {
         self.server.shutdown().await;
         let _exclusive = self.engine.restarting.lock().await;
@@ -186,26 +187,26 @@ impl MockEngine {
     }
 }
 
-/// An engine as its requests see it.
+/// Engine state shared by all requests.
 pub(crate) struct Engine {
     pub(crate) config: MockConfig,
     pub(crate) faults: Arc<FaultBoard>,
     lora_ids: Arc<BTreeMap<String, u32>>,
     incarnation: RwLock<Arc<Incarnation>>,
-    /// Held by whoever ends an incarnation.
+    /// Held while an incarnation is being stopped.
     restarting: Mutex<()>,
     request_next: AtomicU64,
     http_listener: Mutex<Option<TcpListener>>,
 }
 
-/// All ranks, from one start to the next.
+/// All ranks between two starts.
 struct Incarnation {
     format: EventFormat,
     ranks: Arc<[Arc<Rank>]>,
     tasks: Mutex<Vec<Task>>,
 }
 
-/// A task and what ends it; to drop the sender does as well.
+/// A task and its stop signal; dropping the sender stops the task too.
 struct Task {
     stop: oneshot::Sender<()>,
     handle: JoinHandle<()>,
@@ -250,7 +251,7 @@ impl Engine {
         })
     }
 
-    /// On a task of its own: whoever asks may go in the middle, and would leave the engine stopped.
+    /// Runs on its own task: a cancelled caller must not leave the engine stopped.
     pub(crate) async fn restart(self: &Arc<Self>, format: EventFormat) -> Result<(), MockError> {
         format.validate().map_err(MockError::Config)?;
         let engine = Arc::clone(self);
@@ -293,12 +294,12 @@ impl Engine {
         Arc::clone(&self.incarnation().ranks)
     }
 
-    /// How events are written since the last restart.
+    /// Event format since the last restart.
     pub(crate) fn format(&self) -> EventFormat {
         self.incarnation().format
     }
 
-    /// A number that no other request has.
+    /// Returns a unique request number.
     pub(crate) fn request_number(&self) -> u64 {
         self.request_next.fetch_add(1, Ordering::Relaxed)
     }
@@ -348,12 +349,12 @@ impl Incarnation {
         Ok(Self { format, ranks: ranks.into(), tasks: Mutex::new(tasks) })
     }
 
-    /// Ends all ranks; comes back when their ports are free. To do it twice is no error.
+    /// Stops all ranks and returns when their ports are free. Idempotent.
     async fn stop(&self) {
         self.ranks.iter().for_each(|rank| rank.stop());
         let tasks = std::mem::take(&mut *self.tasks.lock().await);
         for Task { stop, handle } in tasks {
-            // Either is gone if the task ended by itself.
+            // Both fail if the task has already ended.
             let _ = stop.send(());
             let _ = handle.await;
         }

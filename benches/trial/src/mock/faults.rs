@@ -1,26 +1,25 @@
-//! What can be made to go wrong, and how much of it has.
+//! Injected faults and their counters.
 //!
-//! Owns the settings and the draws. Promises that a draw depends on the seed and on what is drawn for (request number,
-//! or rank and sequence), never on the order in which tasks run. Leaves doing the damage to the publisher and the HTTP
-//! front.
+//! A fault decision depends on the seed and on its subject (request number, or rank and sequence), never on the order
+//! in which tasks run. The publisher and the HTTP server apply the faults.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-/// Which requests the faults of HTTP fall on.
+/// Scope of the HTTP faults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// Every request but those to `/faults`.
+    /// Every request except those to `/faults`.
     #[default]
     All,
-    /// Completions and chat completions only: probes see a healthy engine.
+    /// Completions and chat completions only; probes see a healthy engine.
     Generation,
 }
 
-/// Faults in force. A *share* is a probability from 0 to 1. The default is none.
+/// Current faults. A *share* is a probability from 0 to 1. The default is no faults.
 ///
 /// ```
 /// use pointsman_trial::mock::Faults;
@@ -32,40 +31,40 @@ pub enum Scope {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(default, deny_unknown_fields)]
 pub struct Faults {
-    /// Real milliseconds that each answer waits before it begins.
+    /// Delay of each response in real milliseconds.
     #[arg(long = "fault-delay-ms", value_name = "MS", default_value_t = 0)]
     pub delay_ms: u64,
-    /// Share of requests that are never answered.
+    /// Share of requests that never receive a response.
     #[arg(long = "fault-hang-share", value_name = "SHARE", default_value_t = 0.0)]
     pub hang_share: f64,
-    /// Share of requests whose connection is closed instead of an answer.
+    /// Share of requests whose connection is closed without a response.
     #[arg(long = "fault-reset-share", value_name = "SHARE", default_value_t = 0.0)]
     pub reset_share: f64,
-    /// Share of requests that are answered with `status`.
+    /// Share of requests that receive the status `status`.
     #[arg(long = "fault-status-share", value_name = "SHARE", default_value_t = 0.0)]
     pub status_share: f64,
-    /// The status of those answers, 400 to 599.
+    /// Status of injected errors, 400 to 599.
     #[arg(long = "fault-status", value_name = "STATUS", default_value_t = 500)]
     pub status: u16,
-    /// Which requests the four above fall on.
+    /// Scope of the four faults above.
     #[arg(long = "fault-scope", value_enum, default_value_t = Scope::All)]
     pub scope: Scope,
-    /// Share of event messages that are not sent; the replay ring still has them, here and below.
+    /// Share of event messages that are not sent. The replay ring still contains them; also for the faults below.
     #[arg(long = "fault-drop-share", value_name = "SHARE", default_value_t = 0.0)]
     pub drop_share: f64,
     /// Share of event messages that are sent twice.
     #[arg(long = "fault-duplicate-share", value_name = "SHARE", default_value_t = 0.0)]
     pub duplicate_share: f64,
-    /// Share of event messages that are sent behind the next one, or alone when none comes for 20 ms.
+    /// Share of event messages that are sent after the next one, or alone if there is none for 20 ms.
     #[arg(long = "fault-reorder-share", value_name = "SHARE", default_value_t = 0.0)]
     pub reorder_share: f64,
-    /// Share of event messages whose payload is sent cut short or with an invalid first byte.
+    /// Share of event messages whose payload is truncated or has an invalid first byte.
     #[arg(long = "fault-mangle-share", value_name = "SHARE", default_value_t = 0.0)]
     pub mangle_share: f64,
-    /// Holds back new event batches, neither numbered nor replayed until this ends.
+    /// Holds back new event batches. They are neither numbered nor replayed until the pause ends.
     #[arg(long = "fault-pause-publisher")]
     pub pause_publisher: bool,
-    /// Leaves replay requests unanswered.
+    /// Ignores replay requests.
     #[arg(long = "fault-mute-replay")]
     pub mute_replay: bool,
 }
@@ -90,10 +89,10 @@ impl Default for Faults {
 }
 
 impl Faults {
-    /// Checks shares and status.
+    /// Validates shares and status.
     ///
     /// # Errors
-    /// The first field that breaks its rule, with its value.
+    /// The first invalid field with its value.
     pub fn validate(&self) -> Result<(), String> {
         let shares = [
             ("hang_share", self.hang_share),
@@ -114,31 +113,31 @@ impl Faults {
     }
 }
 
-/// One kind of damage.
+/// Kind of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fault {
-    /// An answer that waited.
+    /// A delayed response.
     Delay,
-    /// A request without an answer.
+    /// A request without a response.
     Hang,
-    /// A connection closed.
+    /// A closed connection.
     Reset,
-    /// An error instead of an answer.
+    /// An error response.
     Status,
-    /// An event message not sent.
+    /// An event message that was not sent.
     Drop,
-    /// An event message sent twice.
+    /// An event message that was sent twice.
     Duplicate,
-    /// An event message sent late.
+    /// An event message that was sent late.
     Reorder,
-    /// An event message sent broken.
+    /// An event message with a corrupted payload.
     Mangle,
-    /// A replay request without an answer.
+    /// A replay request without a response.
     MuteReplay,
 }
 
-/// The faults of one engine: what is set, and what has been done. Settings outlive a restart.
+/// Faults of one engine: current settings, and counts of injected faults. Both survive a restart.
 #[derive(Debug)]
 pub struct FaultBoard {
     seed: u64,
@@ -156,13 +155,13 @@ impl FaultBoard {
         Self { seed, state: Mutex::new(State { faults, done: BTreeMap::new() }) }
     }
 
-    /// What is set.
+    /// Current settings.
     #[must_use]
     pub fn get(&self) -> Faults {
         self.lock().faults.clone()
     }
 
-    /// How often each fault was done since the start. Absent is never.
+    /// Number of injections of each fault since the start. Faults without an injection are absent.
     #[must_use]
     pub fn done(&self) -> BTreeMap<Fault, u64> {
         self.lock().done.clone()
@@ -176,7 +175,7 @@ impl FaultBoard {
         *self.lock().done.entry(fault).or_default() += 1;
     }
 
-    /// Whether `fault`, which falls on `share` of all, falls on this one; counted if so.
+    /// Decides whether `fault` with probability `share` applies to this subject, and counts it if so.
     pub(crate) fn strikes(&self, fault: Fault, share: f64, source: u32, number: u64) -> bool {
         let strikes = share > 0.0 && unit(self.draw(fault, source, number)) < share;
         if strikes {
@@ -185,18 +184,18 @@ impl FaultBoard {
         strikes
     }
 
-    /// The draw itself: the same for the same arguments under the same seed.
+    /// Pseudo-random number of a decision: equal arguments and seeds give equal numbers.
     pub(crate) fn draw(&self, fault: Fault, source: u32, number: u64) -> u64 {
         [fault as u64, source.into(), number].into_iter().fold(mix(self.seed), |hash, part| mix(hash ^ mix(part)))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Settings and counters are whole after every statement.
+        // Settings and counters are consistent after every statement, so a poisoned lock is usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The finaliser of SplitMix64: every input bit moves every output bit.
+/// Finalizer of SplitMix64: every input bit affects every output bit.
 pub(crate) const fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -204,7 +203,7 @@ pub(crate) const fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// From 0 (included) to 1 (excluded), out of the upper 53 bits.
+/// Maps the upper 53 bits to 0 (inclusive) to 1 (exclusive).
 #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
 fn unit(draw: u64) -> f64 {
     (draw >> 11) as f64 / (1_u64 << 53) as f64

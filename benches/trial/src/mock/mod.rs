@@ -1,10 +1,9 @@
-//! An LLM engine without a GPU, that speaks what real ones speak.
+//! Mock LLM engine without a GPU, with the interfaces of real engines.
 //!
-//! Owns the mock engine: HTTP as OpenAI's clients know it, cache events as vLLM and SGLang of several ages publish
-//! them, replay, data-parallel ranks, and faults on demand. Promises that the same seed and the same requests in the
-//! same order give the same tokens and the same events, and that a router which has applied all events of a quiet
-//! engine holds exactly [`MockEngine::held`]. Leaves batching, cache and the cost of a step to [`crate::engine`], and
-//! real text to real engines.
+//! Provides OpenAI's HTTP API, cache events in the formats of several vLLM and SGLang releases, replay, data-parallel
+//! ranks, and injected faults. Equal seeds and equal requests in the same order give equal tokens and events. A router
+//! that has applied all events of a quiet engine holds exactly [`MockEngine::held`]. [`crate::engine`] models batching,
+//! cache and the cost of a step. Generated text is meaningless.
 
 mod config;
 mod engine;

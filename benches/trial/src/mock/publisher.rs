@@ -1,8 +1,8 @@
-//! What one rank's publisher has sent, holds back and can send again.
+//! Event publisher of one rank.
 //!
-//! Owns sequence numbers, the replay ring and the damage done to messages on their way out. Promises that the ring is
-//! always whole and in order: faults hit what is sent live, never what is replayed. Leaves sockets to
-//! [`super::sockets`] and what a batch says to [`crate::kv_events`].
+//! Assigns sequence numbers, keeps the replay ring and applies faults to outgoing messages. The ring is always complete
+//! and in order: faults affect live messages only, never replayed ones. [`super::sockets`] sends the messages and
+//! [`crate::kv_events`] encodes the batches.
 
 use std::collections::VecDeque;
 
@@ -10,35 +10,35 @@ use bytes::{Bytes, BytesMut};
 
 use super::faults::{Fault, FaultBoard};
 
-/// Batches that a paused publisher keeps; what comes then is lost before it has a number.
+/// Maximum number of batches that a paused publisher keeps; further ones are lost before they are numbered.
 const PAUSED_BATCHES_MAX: usize = 100_000;
 
-/// A byte that no MessagePack value begins with.
+/// The byte that MessagePack never uses.
 const NEVER_USED: u8 = 0xc1;
 
-/// A numbered batch, as it leaves.
+/// A numbered batch as it is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Message {
     pub(crate) sequence: u64,
     pub(crate) payload: Bytes,
 }
 
-/// The publisher of one incarnation of one rank.
+/// Publisher of one incarnation of one rank.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     rank: u32,
     sequence_next: u64,
-    /// The last messages, in order and without a gap.
+    /// The latest messages, in order and without a gap.
     ring: VecDeque<Message>,
     ring_messages_max: usize,
-    /// Batches that wait for a pause to end.
+    /// Batches held back by a pause.
     paused: VecDeque<Bytes>,
-    /// The message that the next one overtakes.
+    /// Delayed message, which is sent after the next one.
     overtaken: Option<Message>,
 }
 
 impl Publisher {
-    /// Nothing sent: the first message is number 0.
+    /// Creates a publisher whose first message has number 0.
     pub(crate) fn new(rank: u32, ring_messages_max: usize) -> Self {
         Self {
             rank,
@@ -55,12 +55,12 @@ impl Publisher {
         self.sequence_next
     }
 
-    /// Whether nothing waits to be sent.
+    /// Returns whether no message is waiting.
     pub(crate) fn is_drained(&self) -> bool {
         self.paused.is_empty() && self.overtaken.is_none()
     }
 
-    /// Numbers and keeps a batch, and hands out what is to be sent now.
+    /// Numbers and stores a batch, and appends the messages to send now to `out`.
     pub(crate) fn publish(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<Message>) {
         if faults.get().pause_publisher {
             if self.paused.len() < PAUSED_BATCHES_MAX {
@@ -72,7 +72,8 @@ impl Publisher {
         self.number(payload, faults, out);
     }
 
-    /// Hands out what a pause held back, unless it goes on, and with `is_late_due` what waits to be overtaken.
+    /// Appends messages to send to `out`: those held back by a pause that has ended, and with `is_late_due` the delayed
+    /// one.
     pub(crate) fn flush(&mut self, is_late_due: bool, faults: &FaultBoard, out: &mut Vec<Message>) {
         if !faults.get().pause_publisher {
             self.resume(faults, out);
@@ -82,12 +83,12 @@ impl Publisher {
         }
     }
 
-    /// Whether a message waits to be overtaken.
+    /// Returns whether a delayed message is waiting.
     pub(crate) fn holds_late(&self) -> bool {
         self.overtaken.is_some()
     }
 
-    /// The messages from `sequence` on that the ring still has, oldest first.
+    /// Messages in the ring from `sequence` on, oldest first.
     pub(crate) fn replay(&self, sequence: u64) -> Vec<Message> {
         let first = self.ring.front().map_or(0, |message| message.sequence);
         let skipped = usize::try_from(sequence.saturating_sub(first)).unwrap_or(usize::MAX);
@@ -135,7 +136,7 @@ impl Publisher {
     }
 }
 
-/// The payload cut short, or with a first byte that no decoder takes.
+/// Truncates the payload, or replaces its first byte by one that every decoder rejects.
 fn mangled(payload: &Bytes, draw: u64) -> Bytes {
     let (is_cut, at) = (draw & 1 == 0, usize::try_from(draw >> 33).expect("31 bits fit"));
     if is_cut {

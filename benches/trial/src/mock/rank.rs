@@ -1,9 +1,8 @@
-//! One rank at work: the model stepped in scaled time, its events published, its tokens delivered.
+//! Driver of one rank: steps the model in scaled time, publishes its events and delivers its tokens.
 //!
-//! Owns the rank's model, publisher and running requests behind one lock that is never held across a wait. Promises
-//! that a step's events are handed to the socket before the tokens of that step reach any request, and that a request
-//! whose reader is gone is cancelled. Leaves batching and cache to [`crate::engine::Rank`], sockets to
-//! [`super::sockets`].
+//! One lock protects the rank's model, publisher and running requests. The lock is never held across an await. The
+//! events of a step are passed to the socket before its tokens are delivered to any request. A request whose receiver
+//! is dropped is cancelled. [`crate::engine::Rank`] models batching and cache; [`super::sockets`] has the sockets.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,19 +19,19 @@ use super::publisher::{Message, Publisher};
 use super::sockets::EventSocket;
 use crate::kv_events::Encoder;
 
-/// Requests that may wait and run on a rank; what comes then is refused.
+/// Maximum number of waiting and running requests per rank; further ones are rejected.
 const REQUESTS_MAX: usize = 65_536;
 
-/// Virtual time begins here, in seconds since 1970, so that a run's batches do not depend on the day.
+/// Start of virtual time in seconds since 1970. It is fixed, so that batches do not depend on the date.
 const EPOCH_SECONDS: u64 = 1_700_000_000;
 
-/// How long an idle rank waits for the message that is to overtake another.
+/// Time that an idle rank waits for a message to send before a delayed one.
 const OVERTAKEN_WAIT: Duration = Duration::from_millis(20);
 
-/// A rank that is later than this stops catching up: the machine cannot keep the pace.
+/// Maximum lag that a rank catches up. Beyond it the machine cannot keep the pace.
 const LAG_MAX: Duration = Duration::from_millis(200);
 
-/// Why a rank takes no request.
+/// Reasons for the rejection of a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NotTaken {
     #[error(transparent)]
@@ -43,7 +42,7 @@ pub(crate) enum NotTaken {
     Stopped,
 }
 
-/// Sums over a rank's incarnation, in tokens but for the last.
+/// Sums over an incarnation of a rank: requests for the last one, tokens for the others.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) cache_queries: u64,
@@ -57,9 +56,9 @@ pub(crate) struct Counters {
 pub(crate) struct Rank {
     state: Mutex<State>,
     faults: Arc<FaultBoard>,
-    /// There may be something to do.
+    /// Notified when there may be work.
     wake: Notify,
-    /// The rank may have fallen quiet.
+    /// Notified when the rank may be quiet.
     quiet: Notify,
 }
 
@@ -68,11 +67,11 @@ struct State {
     encoder: Encoder,
     publisher: Publisher,
     requests: BTreeMap<u64, Request>,
-    /// Events that no step brought.
+    /// Events that do not belong to a step.
     loose_events: Vec<CacheEvent>,
     counters: Counters,
     clock_us: u64,
-    /// Between the begin of a step and the hand-over of all that came of it.
+    /// True from the start of a step until all its results are delivered.
     is_busy: bool,
     is_stopped: bool,
 }
@@ -82,7 +81,7 @@ struct Request {
     outputs: UnboundedSender<Output>,
 }
 
-/// What the rank does next.
+/// Next action of the rank.
 enum Turn {
     Step(Step),
     Rest(Vec<Message>),
@@ -109,9 +108,9 @@ impl Rank {
         Self { state: Mutex::new(state), faults, wake: Notify::new(), quiet: Notify::new() }
     }
 
-    /// Takes a request. Its tokens come through what is returned, which closes early when the rank stops.
+    /// Submits a request. The returned channel delivers its tokens and closes early if the rank stops.
     pub(crate) fn submit(&self, spec: RequestSpec) -> Result<UnboundedReceiver<Output>, NotTaken> {
-        // Unbounded in form only: a request has no more outputs than it asked for.
+        // The channel is effectively bounded: a request has at most its requested number of outputs.
         let (sender, outputs) = unbounded_channel();
         let mut state = self.lock();
         if state.is_stopped {
@@ -128,14 +127,14 @@ impl Rank {
         Ok(outputs)
     }
 
-    /// Ends a request whose reader is gone. One that has ended already is no error.
+    /// Cancels a request whose receiver was dropped. Has no effect on a request that has ended.
     pub(crate) fn cancel(&self, id: u64) {
         let mut state = self.lock();
         state.requests.remove(&id);
         state.model.cancel(id);
     }
 
-    /// Clears the cache; whether it did, for it does not while a request holds blocks.
+    /// Clears the cache. Returns false if a request holds blocks, which prevents it.
     pub(crate) fn reset_cache(&self) -> bool {
         let mut state = self.lock();
         let cleared = state.model.reset_cache();
@@ -146,12 +145,12 @@ impl Rank {
         is_cleared
     }
 
-    /// Looks for something to do, such as sending what a fault held back.
+    /// Wakes the driver, for example to send messages held back by a fault.
     pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }
 
-    /// Ends all requests without an answer; the rank takes no more.
+    /// Ends all requests without a response and rejects new ones.
     pub(crate) fn stop(&self) {
         let mut state = self.lock();
         state.is_stopped = true;
@@ -185,18 +184,18 @@ impl Rank {
         EPOCH_SECONDS + self.lock().clock_us / 1_000_000
     }
 
-    /// Whether nothing runs and nothing is left to publish, as it is once the rank has stopped.
+    /// Returns whether nothing is running and nothing is left to publish. True for a stopped rank.
     pub(crate) fn is_quiet(&self) -> bool {
         let state = self.lock();
         let is_done = state.model.is_idle() && state.loose_events.is_empty() && state.publisher.is_drained();
         state.is_stopped || (is_done && !state.is_busy)
     }
 
-    /// Comes back when the rank is quiet.
+    /// Returns when the rank is quiet.
     pub(crate) async fn quiet(&self) {
         loop {
             let fell_quiet = self.quiet.notified();
-            // Notifications count from here, so that none falls between looking and waiting.
+            // Registered before the check, so that no notification is lost between check and wait.
             if self.is_quiet() {
                 return;
             }
@@ -204,7 +203,7 @@ impl Rank {
         }
     }
 
-    /// Steps until `stop` is sent or dropped, then gives the socket back.
+    /// Runs steps until `stop` is sent or dropped, then returns the socket.
     pub(crate) async fn drive(
         self: Arc<Self>,
         mut socket: EventSocket,
@@ -246,7 +245,7 @@ impl Rank {
         state.is_busy = true;
         match state.model.step() {
             Some(mut step) => {
-                // What is loose now came before the step; what comes until it is published, behind it.
+                // Current loose events precede the step. Later ones, until it is published, follow it.
                 step.events.splice(0..0, state.loose_events.drain(..));
                 Turn::Step(step)
             }
@@ -271,7 +270,7 @@ impl Rank {
         for output in outputs {
             let Some(request) = state.requests.get(&output.id) else { continue };
             let prompt_tokens = request.prompt_tokens;
-            // A reader that is gone cancels by itself.
+            // A dropped receiver cancels its request separately.
             let _ = request.outputs.send(output);
             state.counters.generation_tokens += 1;
             if output.first {
@@ -286,7 +285,7 @@ impl Rank {
         }
     }
 
-    /// Says whether a message waits to be overtaken.
+    /// Marks the rank as idle. Returns whether a delayed message is waiting.
     fn rest(&self) -> bool {
         let mut state = self.lock();
         state.is_busy = false;
@@ -302,7 +301,7 @@ impl Rank {
 }
 
 impl State {
-    /// Publishes `events`, then the loose ones, as one batch; nothing if there is nothing.
+    /// Publishes `events` followed by the loose events as one batch, if there are any.
     fn batch(&mut self, events: &[CacheEvent], faults: &FaultBoard, out: &mut Vec<Message>) {
         let mut all = events.to_vec();
         all.append(&mut self.loose_events);
@@ -318,16 +317,17 @@ impl State {
     }
 }
 
-/// How virtual time passes.
+/// Speed of virtual time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
-    /// Virtual seconds a real one; 0 is as many as the machine can.
+    /// Virtual seconds per real second; 0 means as fast as possible.
     pub(crate) time_scale: f64,
 }
 
 impl Pace {
-    /// When a step ends that begins when the one before it should have ended. Timers are coarse (about a millisecond),
-    /// so it is sums that are kept, not single steps: late ones are followed by some that do not wait.
+    /// End time of a step that starts at the scheduled end of the previous one. Timers have a resolution of about a
+    /// millisecond, so the cumulative schedule is kept instead of single durations: steps after a late one do not wait
+    /// until the lag is gone.
     fn end_of(self, begin: Instant, duration_us: u64) -> Instant {
         let now = Instant::now();
         if self.time_scale == 0.0 {
@@ -336,7 +336,7 @@ impl Pace {
         let begin = if begin + LAG_MAX < now { now } else { begin };
         #[expect(clippy::cast_precision_loss, reason = "steps last far less than 2^53 µs")]
         let seconds = duration_us as f64 / 1e6 / self.time_scale;
-        // A step that would last longer than a day ends in a day.
+        // The duration of a step is limited to one day.
         begin + Duration::from_secs_f64(seconds.min(86_400.0))
     }
 
@@ -363,7 +363,7 @@ mod tests {
         Rank::new(crate::engine::Rank::new(config).expect("valid"), encoder, 10, faults)
     }
 
-    /// The kinds of event in a payload, in order.
+    /// Kinds of the events in a payload, in order.
     fn kinds(payload: &[u8]) -> Vec<&'static str> {
         let find = |kind: &'static str| {
             payload

@@ -1,9 +1,8 @@
-//! The sockets of a rank: PUB for events, ROUTER for replay.
+//! Sockets of a rank: PUB for events, ROUTER for replay.
 //!
-//! Owns frames and framing, ports and the end of connections. Promises that whatever a peer's frames say, the worst is
-//! that they go unanswered, and that nothing stays connected to a socket that was closed. Leaves what is sent to the
-//! publisher, and the length of a peer's frames unbounded, for the sockets' library has no such limit: not for open
-//! networks.
+//! Handles frames, ports and the end of connections. Invalid frames of a client are ignored at worst. Closing a socket
+//! disconnects every client. The length of incoming frames is unbounded, because the ZMQ library has no limit: do not
+//! expose these sockets to open networks. The publisher provides the messages.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::process;
@@ -20,24 +19,24 @@ use super::faults::{Fault, FaultBoard};
 use super::publisher::Message;
 use super::rank::Rank;
 
-/// What event messages begin with, and what subscribers ask for.
+/// Topic of event messages, which subscribers select.
 pub(crate) const TOPIC: &str = "kv-events";
 
-/// Says that a replay is over.
+/// Sequence number that marks the end of a replay.
 const REPLAY_END: u64 = u64::MAX;
 
-/// How long a peer may leave a replay unread.
+/// Timeout for sending one replay message to a slow client.
 const REPLAY_WAIT: Duration = Duration::from_secs(5);
 
-/// Ports that are chosen lie here: below those that the system gives to outgoing connections, so that an engine finds
-/// its own again when it restarts.
+/// Range of automatically selected ports. It is below the system's ephemeral ports for outgoing connections, so that an
+/// engine can bind its ports again after a restart.
 const CHOSEN_PORTS: std::ops::Range<u16> = 20_000..32_000;
 
-/// How often a closed socket is searched for peers that joined it late, and how long apart.
+/// Maximum number of checks of a closed socket for clients that joined late, and the delay between checks.
 const CLOSE_ROUNDS_MAX: u32 = 1_000;
 const CLOSE_ROUND: Duration = Duration::from_millis(10);
 
-/// Sends a rank's batches.
+/// Sends the batches of a rank.
 pub(crate) struct EventSocket(PubSocket);
 
 impl EventSocket {
@@ -47,12 +46,12 @@ impl EventSocket {
         Ok(Self(socket))
     }
 
-    /// Hands messages over; subscribers that are too slow lose some, as with the engines.
+    /// Sends messages. Slow subscribers lose some, as with real engines.
     pub(crate) async fn send(&mut self, messages: Vec<Message>) {
         for Message { sequence, payload } in messages {
             let frames = vec![Bytes::from_static(TOPIC.as_bytes()), sequence_frame(sequence), payload];
             let message = ZmqMessage::try_from(frames).expect("there are three frames");
-            // A PUB socket drops what it cannot send.
+            // A PUB socket drops messages that it cannot send.
             let _ = self.0.send(message).await;
         }
     }
@@ -62,7 +61,7 @@ impl EventSocket {
     }
 }
 
-/// Answers a rank's replay requests.
+/// Serves the replay requests of a rank.
 pub(crate) struct ReplaySocket {
     socket: RouterSocket,
     with_topic: bool,
@@ -75,7 +74,7 @@ impl ReplaySocket {
         Ok(Self { socket, with_topic })
     }
 
-    /// Answers until `stop` is sent or dropped, then closes.
+    /// Serves requests until `stop` is sent or dropped, then closes.
     pub(crate) async fn serve(mut self, rank: Arc<Rank>, faults: Arc<FaultBoard>, mut stop: oneshot::Receiver<()>) {
         loop {
             let request = tokio::select! {
@@ -86,7 +85,7 @@ impl ReplaySocket {
             match request.map(ZmqMessage::into_vec) {
                 Ok(frames) => self.answer(&frames, &rank, &faults).await,
                 Err(ZmqError::NoMessage) => break,
-                // One peer's trouble; the others go on.
+                // An error of one client does not affect the others.
                 Err(_) => {}
             }
         }
@@ -126,10 +125,10 @@ fn sequence_frame(sequence: u64) -> Bytes {
 /// Stops listening and ends every connection.
 async fn close(mut socket: impl Socket) {
     let backend: Arc<dyn MultiPeerBackend> = socket.backend();
-    // What could not be unbound goes with the socket.
+    // Sockets that cannot be unbound are closed by the drop.
     drop(socket.unbind_all().await);
     drop(socket);
-    // A peer whose handshake was under way joins the closed socket, where it would wait for ever.
+    // A client whose handshake is in progress joins the closed socket, where it would wait indefinitely.
     tokio::spawn(async move {
         for _ in 0..CLOSE_ROUNDS_MAX {
             if Arc::strong_count(&backend) == 1 {
@@ -141,7 +140,7 @@ async fn close(mut socket: impl Socket) {
     });
 }
 
-/// Listens on `count` neighbouring ports from `first` on, or wherever there are as many free.
+/// Binds `count` consecutive ports from `first` on, or any free range without `first`.
 ///
 /// # Errors
 /// The address that is taken, with the system's reason.
@@ -153,7 +152,7 @@ pub(crate) fn listen(host: IpAddr, first: Option<u16>, count: u16) -> Result<Vec
     let ports = u32::from(CHOSEN_PORTS.end - CHOSEN_PORTS.start).saturating_sub(u32::from(count)).max(1);
     let mut answer = Err((SocketAddr::new(host, 0), format!("no {count} free ports in {CHOSEN_PORTS:?}")));
     for _ in 0..=ports / u32::from(count.max(1)) {
-        // Every process begins elsewhere, so that two of them seldom meet.
+        // Each process starts at a different port, so that processes rarely collide.
         let begin = process::id().wrapping_mul(0x9e37_79b1);
         let offset = begin.wrapping_add(CHOSEN.fetch_add(count.into(), Ordering::Relaxed)) % ports;
         answer = listen_on(host, CHOSEN_PORTS.start + u16::try_from(offset).expect("the range is of ports"), count);

@@ -1,20 +1,20 @@
-//! A toy tokenizer: no model, no tables, the same everywhere.
+//! Toy tokenizer without a model or tables, equal on every platform.
 //!
-//! Owns how text becomes tokens and tokens text. Promises that a longer text begins with the tokens of its beginning
-//! (the last piece apart, which may grow), and that the text of generated tokens gives the same tokens again, so that
-//! a conversation's next turn finds what the turn before left in the cache. Leaves real vocabularies to real engines.
+//! The tokens of a text are a prefix of the tokens of any longer text, except for the last piece, which may grow. The
+//! text of generated tokens gives the same tokens again. Therefore the next turn of a conversation finds the blocks of
+//! the previous turn in the cache. The tokenizer does not reproduce a real vocabulary.
 //!
-//! Text is cut into pieces: a word with the one space before it, at most [`PIECE_BYTES_MAX`] bytes of it at a time,
-//! and every other white space by itself. A piece is one token, its FNV-1a hash cut to [`VOCABULARY_BITS`]. A piece
-//! like ` t42`, which is how token 42 reads, is token 42.
+//! A text is split into pieces: a word with the one space before it, in parts of at most [`PIECE_BYTES_MAX`] bytes, and
+//! every other whitespace character on its own. A piece is one token, its FNV-1a hash reduced to [`VOCABULARY_BITS`]. A
+//! piece like ` t42`, the text of token 42, is token 42.
 
-/// Longer words are several tokens.
+/// Maximum size of a piece in bytes; longer words are several tokens.
 const PIECE_BYTES_MAX: usize = 8;
 
-/// Hashed tokens are below two to this power: 131,072, a usual size of vocabulary.
+/// Hashed tokens are below 2 to this power: 131,072, a common vocabulary size.
 const VOCABULARY_BITS: u32 = 17;
 
-/// The tokens of a text.
+/// Tokenizes a text.
 ///
 /// ```
 /// use pointsman_trial::mock::{detokenize, tokenize};
@@ -37,13 +37,13 @@ pub fn tokenize(text: &str) -> Vec<u32> {
     tokens
 }
 
-/// How tokens read.
+/// Text of tokens.
 #[must_use]
 pub fn detokenize(tokens: &[u32]) -> String {
     tokens.iter().map(|token| format!(" t{token}")).collect()
 }
 
-/// A chat as one text: each message's role and content on lines of their own, then the role of the answer.
+/// Text of a chat: each message's role and content on separate lines, then the role of the answer.
 ///
 /// ```
 /// use pointsman_trial::mock::chat_text;
@@ -58,7 +58,7 @@ pub fn chat_text<'a>(messages: impl IntoIterator<Item = (&'a str, &'a str)>) -> 
     text + "assistant\n"
 }
 
-/// Where the first piece ends; none in an empty text.
+/// End of the first piece; none for an empty text.
 fn piece_end(text: &str) -> Option<usize> {
     let first = text.chars().next()?;
     let word_at = match (first, text[first.len_utf8()..].chars().next()) {
@@ -69,14 +69,14 @@ fn piece_end(text: &str) -> Option<usize> {
     Some(text[word_at..].find(char::is_whitespace).map_or(text.len(), |len| word_at + len))
 }
 
-/// The token that a piece spells out, in the one way that [`detokenize`] writes it.
+/// The token that a piece spells, only in the exact form that [`detokenize`] writes.
 fn spelled_out(piece: &str) -> Option<u32> {
     let digits = piece.strip_prefix(" t")?;
     let is_canonical = digits == "0" || digits.starts_with(|c: char| matches!(c, '1'..='9'));
     if is_canonical { digits.parse().ok() } else { None }
 }
 
-/// A word as tokens of at most [`PIECE_BYTES_MAX`] bytes.
+/// Splits a word into tokens of at most [`PIECE_BYTES_MAX`] bytes.
 fn cut(mut word: &str, tokens: &mut Vec<u32>) {
     while !word.is_empty() {
         let end = (0..=PIECE_BYTES_MAX.min(word.len())).rev().find(|at| word.is_char_boundary(*at)).unwrap_or(0);

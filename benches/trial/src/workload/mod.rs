@@ -1,11 +1,10 @@
-//! What a fleet is asked, and when: workloads read from traces or invented by generators.
+//! Workloads: requests and their arrival times, read from traces or produced by generators.
 //!
-//! Owns the form of a workload, the readers of [`trace`]s and the [`generate`]rs. Promises that the same trace, or the
-//! same generator and seed, gives the same requests on every machine, in order of arrival. Leaves to others who serves
-//! them, and how fast.
+//! Contains the [`trace`] readers and the [`generate`] module. The same trace, or the same generator and seed, gives
+//! the same requests on every machine, in order of arrival. Serving the requests is up to the caller.
 //!
-//! A prompt is a list of [`Segment`]s, runs of tokens that a name stands for, so that a workload of an hour takes
-//! kilobytes a request until somebody asks for its [tokens](Request::tokens).
+//! A prompt is a list of [`Segment`]s, token runs identified by an id. A workload of an hour thus takes kilobytes per
+//! request until the [tokens](Request::tokens) are generated.
 //!
 //! ```
 //! use pointsman_trial::workload::{Request, Segment};
@@ -25,67 +24,67 @@ use std::num::NonZeroU32;
 
 pub use rng::{Rng, mix};
 
-/// Token ids are drawn below this.
+/// Exclusive upper bound of generated token ids.
 pub const VOCABULARY: u32 = 128_000;
 
-/// Longest prompt and longest answer that a trace or a generator may ask for: 16 Mi tokens, far beyond any model and
-/// far below what could exhaust a machine.
+/// Maximum length of a prompt or an answer in a trace or a generator: 16 Mi tokens, far above any model and far below
+/// the memory limits of a machine.
 pub const LENGTH_MAX: u32 = 1 << 24;
 
-/// Most requests of a workload: a bound on memory, some gigabytes.
+/// Maximum number of requests in a workload: a bound on memory, some gigabytes.
 pub const REQUESTS_MAX: usize = 20_000_000;
 
-/// The token ids of one prompt.
+/// Token ids of one prompt.
 pub type Prompt = Box<[u32]>;
 
-/// What a fleet is asked in one run.
+/// Requests of one run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workload {
-    /// Says where it comes from, for a reader.
+    /// Origin of the workload, for display.
     pub name: String,
-    /// In order of arrival.
+    /// Requests in order of arrival.
     pub requests: Vec<Request>,
-    /// Whether the requests' arrivals are kept, or each waits for another's end.
+    /// Open-loop or closed-loop arrivals.
     pub arrivals: Arrivals,
-    /// XXH3-64 of the trace file's bytes, in hex; absent for what was generated.
+    /// XXH3-64 of the trace file's bytes in hex; none for generated workloads.
     pub trace_checksum: Option<String>,
 }
 
-/// What lets a request be sent.
+/// Condition for sending a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arrivals {
-    /// Its [arrival](Request::arrival_us), whatever became of others: what independent users do.
+    /// The [arrival time](Request::arrival_us), independently of other requests: the behaviour of independent users.
     #[default]
     OpenLoop,
-    /// The end of one before it, with so many in flight from the start; arrivals mean nothing. A slow fleet is asked
-    /// less, so such a run says little of waiting times.
+    /// Completion of an earlier request, with this number of requests in flight from the start. Arrival times are
+    /// ignored. A slow fleet receives fewer requests, so such a run is not suitable for queueing times.
     Concurrency(NonZeroU32),
 }
 
 /// One request of a workload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// When it is sent, in µs after the start.
+    /// Arrival time in µs after the start.
     pub arrival_us: u64,
-    /// What it asks. Equal leading segments are equal prefixes.
+    /// The prompt. Equal leading segments are equal prefixes.
     pub prompt: Vec<Segment>,
-    /// Tokens it will be answered with: engines generate as many, routers are not told.
+    /// Number of output tokens. Engines generate exactly this number; routers do not receive it.
     pub output_tokens: u32,
-    /// The conversation or the agent that it belongs to.
+    /// Conversation or agent of the request.
     pub session: Option<u64>,
 }
 
-/// A run of tokens: the first `tokens` of the endless one that `id` names.
+/// A run of tokens: the first `tokens` of the infinite sequence identified by `id`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Names the run. Equal names, equal tokens.
+    /// Id of the sequence. Equal ids mean equal tokens.
     pub id: u64,
     /// Length in tokens.
     pub tokens: u32,
 }
 
 impl Workload {
-    /// The same requests, arriving `factor` times as fast. A closed loop stays as it is.
+    /// The same requests, arriving `factor` times as fast. A closed loop is unchanged.
     ///
     /// ```
     /// use pointsman_trial::workload::generate::Generator;
@@ -107,13 +106,14 @@ impl Workload {
         self
     }
 
-    /// The token ids of every prompt, 4 bytes a token: what a router reads as one slice is one allocation.
+    /// Token ids of every prompt at 4 bytes per token, in one allocation per prompt, because a router takes a prompt as
+    /// one slice.
     #[must_use]
     pub fn prompts(&self) -> Vec<Prompt> {
         self.requests.iter().map(|request| request.tokens().into_boxed_slice()).collect()
     }
 
-    /// Sorts by arrival; of requests that arrive together the earlier listed stay first.
+    /// Sorts by arrival time; simultaneous requests keep their order.
     fn sort(&mut self) {
         self.requests.sort_by_key(|request| request.arrival_us);
     }
@@ -126,7 +126,7 @@ impl Request {
         self.prompt.iter().map(|segment| u64::from(segment.tokens)).sum()
     }
 
-    /// The prompt's token ids.
+    /// Token ids of the prompt.
     #[must_use]
     pub fn tokens(&self) -> Vec<u32> {
         let mut tokens = Vec::with_capacity(usize::try_from(self.prompt_tokens()).unwrap_or_default());

@@ -1,44 +1,44 @@
-//! Reproducible numbers: SplitMix64. Fast enough to write a trace's tokens, and seeded by any u64.
+//! Reproducible pseudo-random numbers: SplitMix64, seeded by any u64. Fast enough to generate a trace's tokens.
 //!
-//! Owns the stream and what is drawn from it. Promises the same numbers on every machine: whatever is drawn needs only
-//! integers and the four operations of arithmetic, never a logarithm, which platforms compute differently. Not for
-//! secrets.
+//! The numbers are equal on every machine: all distributions use only integers and the four basic arithmetic
+//! operations. Logarithms are avoided, because platforms compute them differently. Not suitable for secrets.
 
 /// One stream of pseudo-random numbers.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// The stream of `seed`. Streams of near seeds have nothing in common.
+    /// Creates the stream of `seed`. Streams of similar seeds are independent.
     pub fn new(seed: u64) -> Self {
         Self(mix(seed))
     }
 
-    /// The stream number `stream` of `seed`. Streams of near numbers have nothing in common.
+    /// Creates stream number `stream` of `seed`. Streams of similar numbers are independent.
     pub fn stream(seed: u64, stream: u64) -> Self {
         Self::new(seed ^ mix(stream.wrapping_add(1)))
     }
 
-    /// The next number.
+    /// Next number.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
-    /// A number below `bound`, which is at least 1. Its bias, under `bound` / 2^32, does not matter here.
+    /// Number below `bound`, which is at least 1. The bias, below `bound` / 2^32, is negligible here.
     pub fn below(&mut self, bound: u32) -> u32 {
         (((self.number() >> 32) * u64::from(bound)) >> 32) as u32
     }
 
-    /// A number of `range`, ends included.
+    /// Number in the inclusive `range`.
     pub fn within(&mut self, range: std::ops::RangeInclusive<u32>) -> u32 {
         range.start() + self.below(range.end() - range.start() + 1)
     }
 
-    /// A number from the exponential distribution of mean 1: the gap to the next of independent arrivals.
+    /// Number from the exponential distribution with mean 1: the gap between independent arrivals.
     ///
-    /// By von Neumann's comparisons ("Various techniques used in connection with random digits", 1951): the first of a
-    /// falling run of uniform numbers stands if the run has odd length; each run that does not stand adds 1.
+    /// Uses von Neumann's comparison method ("Various techniques used in connection with random digits", 1951). The
+    /// first number of a falling run of uniform numbers is accepted if the run has odd length; each rejected run adds
+    /// 1.
     pub fn exponential(&mut self) -> f64 {
         let mut whole = 0.0;
         loop {
@@ -59,7 +59,7 @@ impl Rng {
     }
 }
 
-/// The finalizer of SplitMix64: a bijection in which every input bit reaches every output bit.
+/// Finalizer of SplitMix64: a bijection in which every input bit affects every output bit.
 pub fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

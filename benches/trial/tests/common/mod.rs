@@ -1,7 +1,7 @@
-//! What tests need to talk to a mock engine: an HTTP client that hides nothing, and a reader of events that knows
-//! nothing of how they were written.
+//! Test clients of a mock engine: an HTTP client that exposes raw responses, and an event reader that is independent of
+//! the encoder.
 //!
-//! Owns no assertions about engines. Promises that every wait has a generous end. Leaves scenarios to the tests.
+//! Contains no assertions about engines. Every wait has a generous timeout.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,15 +16,15 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
-/// How long anything may take before a test gives up.
+/// Timeout of every wait.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An answer, its body put together from its chunks.
+/// A response, with its body reassembled from chunks.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) body: String,
-    /// Whether the body ended as its framing promised.
+    /// Whether the body was complete according to its framing.
     pub(crate) is_whole: bool,
 }
 
@@ -33,13 +33,13 @@ impl Answer {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
-    /// The data of its server-sent events.
+    /// Data of the server-sent events.
     pub(crate) fn events(&self) -> Vec<&str> {
         self.body.split("\n\n").filter_map(|event| event.strip_prefix("data: ")).collect()
     }
 }
 
-/// One request on a connection of its own. None: the connection ended without an answer.
+/// Sends one request on a new connection. Returns none if the connection ends without a response.
 pub(crate) async fn request(
     address: SocketAddr,
     method: &str,
@@ -49,12 +49,12 @@ pub(crate) async fn request(
 ) -> Option<Answer> {
     let mut stream = send(address, method, path, headers, body).await;
     let mut bytes = Vec::new();
-    // A reset is an end like any other.
+    // A connection reset counts as the end of the response.
     let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("an answer in time");
     parsed(&bytes)
 }
 
-/// Sends a request and leaves its answer unread.
+/// Sends a request without reading the response.
 pub(crate) async fn send(address: SocketAddr, method: &str, path: &str, headers: &str, body: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.expect("the engine listens");
     let length = body.len();
@@ -97,14 +97,14 @@ fn unchunked(mut rest: &str) -> (String, bool) {
     (body, false)
 }
 
-/// A numbered batch as it came.
+/// A numbered batch as received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Batch {
     pub(crate) sequence: u64,
     pub(crate) payload: Bytes,
 }
 
-/// The frames of all answers to one replay request, the end marker included, without delimiter.
+/// Frames of all responses to one replay request, including the end marker, without the delimiter.
 pub(crate) async fn replay_frames(engine: &MockEngine, rank: u16, from: u64) -> Vec<Vec<Bytes>> {
     let mut socket = DealerSocket::new();
     socket.connect(&engine.replay_endpoint(rank)).await.expect("the rank listens");
@@ -122,7 +122,7 @@ pub(crate) async fn replay_frames(engine: &MockEngine, rank: u16, from: u64) -> 
     }
 }
 
-/// The batches that a rank can still send again, from a number on.
+/// Batches in a rank's replay ring, from a sequence number on.
 pub(crate) async fn replay(engine: &MockEngine, rank: u16, from: u64) -> Vec<Batch> {
     let mut answers = replay_frames(engine, rank, from).await;
     answers.pop();
@@ -138,7 +138,7 @@ fn batch(frames: &[Bytes]) -> Batch {
 pub(crate) struct Subscriber(SubSocket);
 
 impl Subscriber {
-    /// Subscribes, and comes back when messages arrive: `provoke` makes the rank publish something.
+    /// Subscribes and returns when messages arrive; `provoke` makes the rank publish a message.
     pub(crate) async fn new(engine: &MockEngine, rank: u16, provoke: impl AsyncFnMut()) -> Self {
         let mut socket = SubSocket::new();
         socket.connect(&engine.event_endpoint(rank)).await.expect("the rank listens");
@@ -148,28 +148,28 @@ impl Subscriber {
         subscriber
     }
 
-    /// The first message that arrives, with `provoke` called as often as it takes: subscriptions take effect late.
+    /// Returns the first message. Calls `provoke` repeatedly, because subscriptions take effect with a delay.
     pub(crate) async fn provoked(&mut self, mut provoke: impl AsyncFnMut()) -> Batch {
         loop {
             provoke().await;
-            // A short wait costs another round, never the test.
+            // A timeout only costs another round.
             if let Ok(Ok(message)) = timeout(Duration::from_millis(50), self.0.recv()).await {
                 return live(&message.into_vec());
             }
         }
     }
 
-    /// What comes next.
+    /// Returns the next message.
     pub(crate) async fn next(&mut self) -> Batch {
         loop {
-            // An error is a connection's end; the socket connects again by itself.
+            // An error is the end of a connection; the socket reconnects on its own.
             if let Ok(message) = timeout(PATIENCE, self.0.recv()).await.expect("a message in time") {
                 return live(&message.into_vec());
             }
         }
     }
 
-    /// All that comes up to the message of that number, which is included.
+    /// All messages up to and including `sequence`.
     pub(crate) async fn until(&mut self, sequence: u64) -> Vec<Batch> {
         let mut batches = Vec::new();
         while batches.last().is_none_or(|batch: &Batch| batch.sequence != sequence) {
@@ -184,19 +184,19 @@ fn live(frames: &[Bytes]) -> Batch {
     batch(&frames[1..])
 }
 
-/// A block, by what events say of it.
+/// A block as described by events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Known {
     pub(crate) parent: Option<u64>,
     pub(crate) tokens: Vec<u32>,
     pub(crate) lora_name: Option<String>,
-    /// As far as this block's own event tells.
+    /// Salt in this block's own event.
     pub(crate) cache_salt: Option<String>,
-    /// Stores that no removal has followed.
+    /// Number of stores without a removal.
     pub(crate) copies: u32,
 }
 
-/// A rank's cache as its events tell, per medium.
+/// A rank's cache rebuilt from its events, per medium.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rebuilt {
     pub(crate) by_medium: BTreeMap<String, BTreeMap<u64, Known>>,
@@ -263,14 +263,14 @@ impl Rebuilt {
         }
     }
 
-    /// Names, parents and tokens in a medium: what every dialect tells.
+    /// Hashes, parents and tokens in a medium, which every dialect provides.
     pub(crate) fn blocks(&self, medium: &str) -> BTreeMap<u64, (Option<u64>, Vec<u32>)> {
         let held = self.by_medium.get(medium).into_iter().flatten();
         held.map(|(hash, known)| (*hash, (known.parent, known.tokens.clone()))).collect()
     }
 }
 
-/// The same as a rank says it.
+/// The same fields from the rank itself.
 pub(crate) fn held(engine: &MockEngine, rank: u16, tier: Tier) -> BTreeMap<u64, (Option<u64>, Vec<u32>)> {
     let blocks = engine.held(rank, tier);
     let entry = |block: &pointsman_trial::mock::Block| {
@@ -279,7 +279,7 @@ pub(crate) fn held(engine: &MockEngine, rank: u16, tier: Tier) -> BTreeMap<u64, 
     blocks.iter().map(|block| entry(block)).collect()
 }
 
-/// Integers of either sign and names of 32 bytes, all as their last eight bytes.
+/// Reads integers of either sign and hashes of 32 bytes as their last eight bytes.
 fn hash(value: &Value) -> u64 {
     match value {
         Value::Binary(bytes) => u64::from_be_bytes(bytes[24..].try_into().expect("32 bytes")),
@@ -295,7 +295,7 @@ fn text(value: &Value) -> Option<String> {
     value.as_str().map(str::to_owned)
 }
 
-/// A field that only maps have.
+/// A field that only the map layouts contain.
 fn named(event: &Value, name: &str) -> Option<String> {
     if event.is_map() { text(&event[name]) } else { None }
 }

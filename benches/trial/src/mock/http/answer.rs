@@ -1,7 +1,7 @@
-//! What clients are told, in OpenAI's form.
+//! Response bodies in OpenAI's format.
 //!
-//! Owns the shapes of answers, chunks and errors. Promises that a chat and a completion differ in nothing but that
-//! shape. Leaves when to say what to [`super::completions`].
+//! Defines responses, stream chunks and errors. Chats and completions differ only in the format. [`super::completions`]
+//! decides the content and its time.
 
 use crate::engine::Finish;
 use axum::Json;
@@ -10,12 +10,12 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use serde_json::{Value, json};
 
-/// A refusal.
+/// An error response.
 pub(super) fn error(status: StatusCode, message: &str) -> Response {
     (status, Json(json!({ "error": error_body(status, message) }))).into_response()
 }
 
-/// What stands under `error`.
+/// Value of the `error` field.
 pub(super) fn error_body(status: StatusCode, message: &str) -> Value {
     let kind = match status {
         StatusCode::NOT_FOUND => "NotFoundError",
@@ -26,14 +26,14 @@ pub(super) fn error_body(status: StatusCode, message: &str) -> Value {
     json!({ "message": message, "type": kind, "param": null, "code": status.as_u16() })
 }
 
-/// Which of the two APIs answers.
+/// API of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Api {
     Completion,
     Chat,
 }
 
-/// What all answers to one request share.
+/// Fields common to all responses of one request.
 #[derive(Clone, Debug)]
 pub(super) struct Head {
     pub(super) api: Api,
@@ -43,7 +43,7 @@ pub(super) struct Head {
     pub(super) model: String,
 }
 
-/// What a request used, in tokens.
+/// Token usage of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     pub(super) prompt: u64,
@@ -63,7 +63,7 @@ impl Usage {
 }
 
 impl Head {
-    /// The answer to a request that did not ask for a stream.
+    /// Response of a request without streaming.
     pub(super) fn whole(&self, text: &str, finish: Option<Finish>, usage: Usage) -> Value {
         let mut choice = json!({ "index": 0, "logprobs": null, "finish_reason": reason(finish) });
         let object = match self.api {
@@ -81,7 +81,7 @@ impl Head {
         answer
     }
 
-    /// What a stream begins with, if with anything.
+    /// First chunk of a stream, if the API has one.
     pub(super) fn opening(&self) -> Option<Bytes> {
         match self.api {
             Api::Completion => None,
@@ -89,7 +89,7 @@ impl Head {
         }
     }
 
-    /// A piece of a stream.
+    /// Content chunk of a stream.
     pub(super) fn piece(&self, text: &str, finish: Option<Finish>) -> Bytes {
         match self.api {
             Api::Completion => {
@@ -100,7 +100,7 @@ impl Head {
         }
     }
 
-    /// The chunk of a stream that has the usage and no choice.
+    /// Usage chunk of a stream, which has no choices.
     pub(super) fn usage(&self, usage: Usage) -> Bytes {
         let mut answer = self.json(self.chunk_object(), json!([]));
         answer["usage"] = usage.json();
@@ -130,7 +130,7 @@ impl Head {
     }
 }
 
-/// What a stream ends with.
+/// End marker of a stream.
 pub(super) const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
 
 fn event(data: &Value) -> Bytes {
@@ -138,7 +138,7 @@ fn event(data: &Value) -> Bytes {
 }
 
 fn reason(finish: Option<Finish>) -> Option<&'static str> {
-    // Both ends are ends of length: a mock never runs out of things to say.
+    // Both ends are length limits: a mock engine has no end-of-sequence token.
     finish.map(|finish| match finish {
         Finish::Complete | Finish::ModelLength => "length",
     })

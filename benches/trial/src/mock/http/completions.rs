@@ -1,7 +1,7 @@
-//! Completions, plain and chat, whole and streamed.
+//! Handlers of completions and chat completions, whole and streamed.
 //!
-//! Owns a request from its body to its last token. Promises that a request whose client is gone is cancelled, and that
-//! one whose rank stops loses its connection, as it would with the process. Leaves shapes to [`super::answer`].
+//! A request whose client disconnects is cancelled. A request whose rank stops loses its connection, as with a crashed
+//! process. [`super::answer`] defines the response formats.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -25,10 +25,10 @@ use crate::mock::engine::Engine;
 use crate::mock::rank::{NotTaken, Rank};
 use crate::mock::tokenizer::{chat_text, detokenize, tokenize};
 
-/// The header that chooses a rank.
+/// Header that selects a rank.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
-/// An early answer: a refusal.
+/// An early error response.
 type Refusal = Box<Response>;
 
 /// `POST /v1/completions`.
@@ -89,7 +89,7 @@ async fn answer(
     }
 }
 
-/// Checks a request, chooses its rank and submits it.
+/// Validates a request, selects its rank and submits it.
 fn begin(
     engine: &Engine,
     headers: &HeaderMap,
@@ -135,7 +135,7 @@ fn begin(
     Ok((head, Run { guard: Guard { rank, id }, outputs, usage }))
 }
 
-/// The rank that the header names, else the one with the fewest requests, of equal ones the first.
+/// Selects the rank named by the header, otherwise the rank with the fewest requests; ties go to the first.
 fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<Arc<Rank>, Refusal> {
     let ranks = engine.ranks();
     let bad = |message: String| Box::new(answer::error(StatusCode::BAD_REQUEST, &message));
@@ -152,13 +152,13 @@ fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<Arc<Rank>, Refusa
             let found = ranks.get(rank).cloned();
             found.ok_or_else(|| bad(format!("data-parallel rank {rank} is not below {}", ranks.len())))
         }
-        // vLLM passes over what it cannot read, SGLang refuses it.
+        // vLLM ignores an unreadable header, SGLang rejects it.
         None if engine.format().dialect.is_sglang() => Err(bad(format!("{RANK_HEADER} {value:?} is not a rank"))),
         None => Ok(least_loaded()),
     }
 }
 
-/// Cancels its request when it goes; one that has ended does not mind.
+/// Cancels its request on drop. Has no effect on a request that has ended.
 struct Guard {
     rank: Arc<Rank>,
     id: u64,
@@ -170,7 +170,7 @@ impl Drop for Guard {
     }
 }
 
-/// A request that runs.
+/// A running request.
 struct Run {
     outputs: UnboundedReceiver<Output>,
     usage: Usage,
@@ -184,7 +184,7 @@ impl Run {
         self.usage.cached = output.cached_tokens.into();
     }
 
-    /// Everything at once; none when the rank stopped.
+    /// Collects the whole output; none if the rank stopped.
     async fn all(mut self) -> Option<(String, Option<Finish>, Usage)> {
         let mut tokens = Vec::new();
         loop {
@@ -198,13 +198,13 @@ impl Run {
     }
 }
 
-/// A body of server-sent events.
+/// Response body of server-sent events.
 struct Stream {
     head: Head,
-    /// None once it has ended.
+    /// None after the end.
     run: Option<Run>,
     has_usage_chunk: bool,
-    /// Written, and not taken yet.
+    /// Chunks that are encoded but not yet polled.
     chunks: VecDeque<Bytes>,
     has_opened: bool,
 }
@@ -215,7 +215,7 @@ impl Stream {
     }
 }
 
-/// The rank stopped in the middle of a stream: the connection ends without a proper end of the body.
+/// The rank stopped during a stream. The connection closes before the end of the body.
 #[derive(Debug, thiserror::Error)]
 #[error("the engine restarts")]
 struct Stopped;
@@ -236,7 +236,7 @@ impl http_body::Body for Stream {
         };
         run.count(&output);
         let usage = run.usage;
-        // As vLLM does: the chunk with the role is sent with the first output of the engine, immediately before it.
+        // Same as vLLM: the chunk with the role is sent with the first output of the engine, immediately before it.
         if !std::mem::replace(&mut this.has_opened, true) {
             this.chunks.extend(this.head.opening());
         }

@@ -1,7 +1,7 @@
-//! What the engine tells of itself, and the two endpoints that change it.
+//! Handlers of the information endpoints, and of the two endpoints that change the engine.
 //!
-//! Owns models, health, metrics, server info, tokens of a text, cache reset and faults. Promises names and shapes that
-//! a probe of real engines reads. Leaves completions to [`super::completions`].
+//! Serves models, health, metrics, server info, tokenization, cache reset and faults. Names and formats match those of
+//! real engines, so that a probe can read them. [`super::completions`] handles completions.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::mock::rank::Rank;
 use crate::mock::sockets::TOPIC;
 use crate::mock::tokenizer;
 
-/// When the models were made, in seconds since 1970.
+/// Creation time of the models, in seconds since 1970.
 const CREATED: u64 = 1_700_000_000;
 
 /// `GET /health`.
@@ -69,7 +69,7 @@ pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRej
     Json(json!({ "count": tokens.len(), "max_model_len": max_model_len, "tokens": tokens })).into_response()
 }
 
-/// `GET /server_info`, as SGLang answers it.
+/// `GET /server_info`, in SGLang's format.
 pub(super) async fn server_info(State(engine): Shared) -> Response {
     let config = &engine.config;
     if config.no_server_info {
@@ -98,9 +98,9 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
     .into_response()
 }
 
-/// `POST /reset_prefix_cache`: whether every rank's cache could be cleared.
+/// `POST /reset_prefix_cache`: succeeds if every rank's cache was cleared.
 pub(super) async fn reset_prefix_cache(State(engine): Shared) -> Response {
-    // Each rank is asked, whatever the others answer.
+    // Reset every rank, even if another one fails.
     let cleared = engine.ranks().iter().filter(|rank| rank.reset_cache()).count();
     if cleared == engine.ranks().len() {
         StatusCode::OK.into_response()
@@ -109,16 +109,16 @@ pub(super) async fn reset_prefix_cache(State(engine): Shared) -> Response {
     }
 }
 
-/// `GET /faults`: what is set, and how often each was done.
+/// `GET /faults`: current settings and counters.
 pub(super) async fn faults(State(engine): Shared) -> Json<Value> {
     Json(faults_json(&engine))
 }
 
-/// The body of `POST /faults`: all faults, those left out being off, and what to do at once.
+/// Body of `POST /faults`: all faults (omitted ones are off) and an optional restart.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Change {
-    /// Restarts the ranks, in this format or the present one.
+    /// Restarts the ranks, in this format or the current one.
     restart: Option<Restart>,
     #[serde(flatten)]
     faults: serde_json::Map<String, Value>,
@@ -155,7 +155,7 @@ async fn apply(engine: &Arc<Engine>, change: Change) -> Result<(), MockError> {
         let binary_hashes = restart.binary_hashes.unwrap_or(present.binary_hashes && !dialect.is_sglang());
         EventFormat { dialect, binary_hashes }
     });
-    // Nothing is done unless everything can be.
+    // Validate everything before the first change.
     format.map_or(Ok(()), EventFormat::validate).map_err(MockError::Config)?;
     engine.set_faults(faults)?;
     match format {
@@ -168,12 +168,12 @@ fn faults_json(engine: &Engine) -> Value {
     json!({ "faults": engine.faults.get(), "done": engine.faults.done(), "events": engine.format() })
 }
 
-/// `GET /metrics`, in vLLM's names.
+/// `GET /metrics`, with vLLM's metric names.
 pub(super) async fn metrics(State(engine): Shared) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics_text(&engine)).into_response()
 }
 
-/// A metric's name, type, help, and its value for a rank.
+/// Name, type, help and value per rank of a metric.
 type Metric = (&'static str, &'static str, &'static str, fn(&Rank) -> f64);
 
 #[expect(clippy::cast_precision_loss, reason = "counts of tokens fit 53 bits")]
@@ -216,7 +216,7 @@ fn metrics_text(engine: &Engine) -> String {
     text
 }
 
-/// A label's value.
+/// Escapes the value of a label.
 fn escaped(value: &str) -> String {
     value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n")
 }

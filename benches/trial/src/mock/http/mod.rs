@@ -1,7 +1,7 @@
-//! The engine's HTTP front.
+//! HTTP server of the mock engine.
 //!
-//! Owns connections and the faults that fall on requests. Promises that no connection outlives the engine, and that
-//! every refusal is in OpenAI's form. Leaves completions to [`completions`], everything that only tells to [`info`].
+//! Manages connections and applies faults to requests. No connection outlives the engine. Every error response is in
+//! OpenAI's format. [`completions`] handles completions, [`info`] the information endpoints.
 
 mod answer;
 mod completions;
@@ -30,28 +30,28 @@ use tokio::time::sleep;
 use super::engine::Engine;
 use super::faults::{Fault, Scope};
 
-/// Connections that may be open; what comes then is closed at once.
+/// Maximum number of open connections; further ones are closed immediately.
 const CONNECTIONS_MAX: usize = 8_192;
 
-/// How long the listener rests when the system has no descriptor for another connection.
+/// Delay of the listener after a failed accept, for example when file descriptors run out.
 const ACCEPT_REST: Duration = Duration::from_millis(20);
 
-/// What requests are served with.
+/// State of the request handlers.
 pub(crate) type Shared = State<Arc<Engine>>;
 
-/// The connection that a request came on.
+/// Handle to the connection of a request.
 #[derive(Clone, Default)]
 pub(crate) struct Connection(Arc<Notify>);
 
 impl Connection {
-    /// Closes it, without an answer to what is under way. Never comes back.
+    /// Closes the connection without a response. Never returns.
     pub(crate) async fn reset(&self) -> ! {
         self.0.notify_one();
         std::future::pending().await
     }
 }
 
-/// Listens until it is shut down or dropped.
+/// HTTP server that runs until it is shut down or dropped.
 pub(crate) struct Server {
     stop: oneshot::Sender<()>,
     handle: JoinHandle<()>,
@@ -65,9 +65,9 @@ impl Server {
         Ok(Self { stop, handle: tokio::spawn(serve(listener, routes(engine), stopped)) })
     }
 
-    /// Closes all connections, and comes back when the port is free.
+    /// Closes all connections and returns when the port is free.
     pub(crate) async fn shutdown(self) {
-        // Either is gone if the task ended by itself.
+        // Both fail if the task has already ended.
         let _ = self.stop.send(());
         let _ = self.handle.await;
     }
@@ -93,7 +93,7 @@ async fn serve(listener: tokio::net::TcpListener, routes: Router, mut stop: ones
 }
 
 async fn converse(stream: TcpStream, routes: Router) {
-    // Tokens are small and wanted at once; a connection works without it too.
+    // Small token chunks must be sent immediately. The connection also works if this call fails.
     let _ = stream.set_nodelay(true);
     let connection = Connection::default();
     let service = TowerToHyperService::new(routes.layer(Extension(connection.clone())));
@@ -101,7 +101,7 @@ async fn converse(stream: TcpStream, routes: Router) {
     tokio::select! {
         biased;
         () = connection.0.notified() => {}
-        // How a client goes is its own affair.
+        // Errors of a client connection are ignored.
         _ = conversation => {}
     }
 }
@@ -133,7 +133,7 @@ async fn wrong_method(method: Method, request: Request) -> Response {
     answer::error(StatusCode::METHOD_NOT_ALLOWED, &format!("{} does not take {method}", request.uri().path()))
 }
 
-/// Lets the faults in force fall on a request.
+/// Applies the current faults to a request.
 async fn suffer(State(engine): Shared, connection: Extension<Connection>, request: Request, next: Next) -> Response {
     let set = engine.faults.get();
     let path = request.uri().path();

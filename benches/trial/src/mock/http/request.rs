@@ -1,7 +1,7 @@
-//! What clients may ask.
+//! Request bodies.
 //!
-//! Owns the fields that matter to a mock and their rules; all others are ignored. Promises that a body which is not
-//! understood is refused in words. Leaves tokens to the tokenizer, and the choice of a rank to the front.
+//! Defines the fields that a mock engine uses and their rules; all other fields are ignored. An invalid body is
+//! rejected with a message. The tokenizer produces the tokens, and the handlers select the rank.
 
 use std::fmt;
 
@@ -14,26 +14,26 @@ use serde::{Deserialize, Deserializer};
 
 use super::answer;
 
-/// Output tokens of a request that does not say, as for OpenAI's completions.
+/// Default number of output tokens, as in OpenAI's completions.
 const OUTPUT_TOKENS: u32 = 16;
 
-/// A prompt of `/v1/completions` and `/tokenize`: one a request.
+/// Prompt of `/v1/completions` and `/tokenize`: one per request.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
 }
 
-/// What both kinds of completion have in common.
+/// Fields common to both completion APIs.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Common {
     pub(super) model: Option<String>,
     max_tokens: Option<u32>,
-    /// The newer name, for chats.
+    /// Newer name of `max_tokens`, for chats.
     max_completion_tokens: Option<u32>,
-    /// As many are generated, where it is there.
+    /// Exact number of generated tokens, if present.
     min_tokens: Option<u32>,
-    /// Whether `max_tokens` are generated in any case.
+    /// Generates `max_tokens` even if `min_tokens` is present.
     ignore_eos: Option<bool>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
@@ -72,7 +72,7 @@ pub(super) struct Message {
     pub(super) content: Option<Content>,
 }
 
-/// A message's text, whole or in parts.
+/// Text of a message, as a string or in parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Content {
@@ -86,7 +86,7 @@ pub(super) struct Part {
 }
 
 impl Common {
-    /// Checks what a mock cannot do.
+    /// Rejects values that a mock engine does not support.
     pub(super) fn validate(&self) -> Result<(), String> {
         if self.n.is_some_and(|n| n != 1) {
             return Err(format!("n is {}: there is one choice a request", self.n.unwrap_or_default()));
@@ -104,8 +104,8 @@ impl Common {
         self.max_completion_tokens.or(self.max_tokens).unwrap_or(OUTPUT_TOKENS)
     }
 
-    /// Tokens to generate: a mock has no end-of-sequence token, so an answer ends at `min_tokens`, where an engine's may
-    /// end, and without it, or with `ignore_eos`, at the ceiling.
+    /// Number of tokens to generate. A mock engine has no end-of-sequence token. The output ends at `min_tokens`, the
+    /// earliest end of a real engine. Without `min_tokens`, or with `ignore_eos`, it ends at the maximum.
     pub(super) fn output_tokens(&self) -> u32 {
         let most = self.output_tokens_max();
         let least = self.min_tokens.filter(|_| self.ignore_eos != Some(true));
@@ -131,7 +131,7 @@ impl Message {
     }
 }
 
-/// A body as the type it should be.
+/// Parses a body as JSON of the expected type.
 pub(super) fn parsed<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -> Result<T, Box<Response>> {
     let body = body.map_err(|error| Box::new(answer::error(error.status(), &error.body_text())))?;
     serde_json::from_slice(&body).map_err(|error| {
@@ -146,7 +146,7 @@ impl<'de> Deserialize<'de> for Prompt {
     }
 }
 
-/// Reads token ids one by one: four bytes each, however long the array.
+/// Reads token ids one by one, so that memory stays at four bytes per token for arrays of any length.
 struct PromptVisitor;
 
 impl<'de> Visitor<'de> for PromptVisitor {

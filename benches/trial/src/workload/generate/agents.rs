@@ -1,7 +1,7 @@
-//! Agents: a model that calls tools in a loop, its context growing by each call and each result.
+//! Agents: tool-calling loops whose context grows with each call and each result.
 //!
-//! All agents of a kind share instructions and tools' descriptions. Agents start independently of each other; a step
-//! follows its predecessor after an estimated answer and the tool's work, both fixed beforehand.
+//! All agents of a kind share instructions and tool descriptions. Agents start independently of each other. A step
+//! follows its predecessor after an estimated answer time and the tool's duration, both fixed in advance.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,32 +10,32 @@ use super::sources::{Arrival, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Tool loops.
+/// Settings of the agents workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Agents {
-    /// Requests a second in the mean, while agents start: these start at this rate over the mean of `turns`. 8.
+    /// Mean requests per second while agents start. Agents start at this rate divided by the mean of `turns`. 8.
     pub rate: f64,
-    /// Agents. 150.
+    /// Number of agents. 150.
     pub agents: u32,
-    /// Steps of an agent at most. 8-32.
+    /// Maximum number of steps per agent. 8-32.
     pub turns: Span,
-    /// Kinds of agents, drawn evenly. 6.
+    /// Number of agent kinds, drawn uniformly. 6.
     pub prefixes: u32,
     /// Length of a kind's instructions. 3000-8000.
     pub prefix_tokens: Span,
     /// Length of an agent's task. 100-2000.
     pub own_tokens: Span,
-    /// Length of an answer, most often a call. 30-250.
+    /// Length of an answer, usually a tool call. 30-250.
     pub reply_tokens: Span,
     /// Length of a tool's result. 50-2500.
     pub tool_tokens: Span,
-    /// Work of a tool, in ms. 200-8000.
+    /// Duration of a tool call in ms. 200-8000.
     pub tool_ms: Span,
-    /// An agent stops before its context is longer than this, in tokens. 100000.
+    /// Maximum context length in tokens, at which an agent stops. 100000.
     pub context_tokens_max: u32,
-    /// Estimated time to an answer's first token, in ms. 300.
+    /// Estimated time to an answer's first token in ms. 300.
     pub first_token_ms: u32,
-    /// Estimated time of each token of an answer, in ms. 10.
+    /// Estimated time per answer token in ms. 10.
     pub token_ms: u32,
 }
 
@@ -69,10 +69,10 @@ impl Agents {
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1), of_turn[0], of_turn[1]], 1)
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());

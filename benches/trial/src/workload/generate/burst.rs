@@ -1,4 +1,4 @@
-//! Everything at once: what a fleet meets that has just started, or whose clients have just come back.
+//! Burst: simultaneous requests, as after the start of a fleet or a reconnect of all clients.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,16 +7,16 @@ use super::sources::Texts;
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// A burst: all requests arrive at 0.
+/// Settings of the burst workload: all requests arrive at time 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Burst {
-    /// Requests. 1000.
+    /// Number of requests. 1000.
     pub requests: u32,
-    /// Shared prefixes, drawn evenly. 50.
+    /// Number of shared prefixes, drawn uniformly. 50.
     pub prefixes: u32,
     /// Length of a shared prefix. 4096.
     pub prefix_tokens: Span,
-    /// Length of what each adds. 512.
+    /// Length of each request's unique suffix. 512.
     pub own_tokens: Span,
     /// Length of an answer. 100.
     pub output_tokens: Span,
@@ -43,10 +43,10 @@ impl Burst {
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());

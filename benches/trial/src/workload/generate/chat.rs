@@ -1,8 +1,8 @@
-//! Conversations of people: several turns with time to think, behind system prompts that many share.
+//! Multi-turn chats with think times, over shared system prompts.
 //!
-//! A turn's prompt is all that was said before, replies included, and a new question. Conversations open independently
-//! of each other; a turn follows its predecessor after an estimated answer and some thinking. The estimate is fixed
-//! beforehand: a slow fleet is not asked more slowly.
+//! The prompt of a turn is the whole previous conversation, including replies, and a new question. Conversations start
+//! independently of each other. A turn follows its predecessor after an estimated answer time and a think time. Both
+//! are fixed in advance, so a slow fleet receives requests at the same rate.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,18 +11,19 @@ use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Multi-turn chat.
+/// Settings of the chat workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Chat {
-    /// Requests a second in the mean, while conversations open: these open at this rate over the mean of `turns`. 4.
+    /// Mean requests per second while conversations start. Conversations start at this rate divided by the mean of
+    /// `turns`. 4.
     pub rate: f64,
-    /// Conversations. 400.
+    /// Number of conversations. 400.
     pub sessions: u32,
-    /// Turns of a conversation. 1-9.
+    /// Turns per conversation. 1-9.
     pub turns: Span,
-    /// System prompts that conversations open with. 16.
+    /// Number of system prompts. 16.
     pub prefixes: u32,
-    /// Their popularity: 0 even, 1 Zipf's law, 2 steeper. 1.
+    /// Popularity skew of the system prompts: 0 uniform, 1 Zipf's law, 2 steeper. 1.
     pub skew: u32,
     /// Length of a system prompt. 512-4096.
     pub prefix_tokens: Span,
@@ -30,11 +31,11 @@ pub struct Chat {
     pub own_tokens: Span,
     /// Length of a reply. 32-768.
     pub reply_tokens: Span,
-    /// Thinking, in ms from a reply's estimated end to the next question. 2000-30000.
+    /// Think time in ms from the estimated end of a reply to the next question. 2000-30000.
     pub think_ms: Span,
-    /// Estimated time to a reply's first token, in ms. 500.
+    /// Estimated time to a reply's first token in ms. 500.
     pub first_token_ms: u32,
-    /// Estimated time of each token of a reply, in ms. 10.
+    /// Estimated time per reply token in ms. 10.
     pub token_ms: u32,
 }
 
@@ -57,7 +58,7 @@ impl Default for Chat {
 }
 
 impl Chat {
-    /// At one request a second, and fewer of them.
+    /// Settings of the low workload: one request per second and fewer conversations.
     pub(super) fn low() -> Self {
         Self { rate: 1.0, sessions: 200, ..Self::default() }
     }
@@ -75,10 +76,10 @@ impl Chat {
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), of_turn[0], of_turn[1]], 1)
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());

@@ -1,11 +1,13 @@
-//! Conversations of several turns behind shared system prompts, in turn: what closed loops draw on.
+//! Interleaved multi-turn conversations over shared system prompts, for closed loops.
 //!
-//! At any time 256 conversations go on. Each request belongs to one drawn among them: it says all that was said
-//! in that conversation so far, and a new user turn; the reply then joins what was said. Few system prompts serve most
-//! conversations. So there is both kinds of reuse that a router must find: within a conversation, and across them.
+//! 256 conversations are active at any time. Each request belongs to a random one: its prompt is the whole conversation
+//! so far and a new user message; the reply then becomes part of the conversation. A few system prompts serve most
+//! conversations. The workload therefore contains both kinds of prefix reuse: within a conversation, and across
+//! conversations.
 //!
-//! Nobody thinks here: requests come in a Poisson process, whichever conversation they belong to. [`super::Chat`] is for
-//! when time matters. Tables of measurements were made with these prompts, so a seed's tokens do not change.
+//! There are no think times: requests arrive in a Poisson process, independently of their conversation. Use
+//! [`super::Chat`] if times matter. The tokens of a seed must not change, because published measurements used these
+//! prompts.
 
 use std::ops::RangeInclusive;
 
@@ -16,21 +18,21 @@ use super::sources::Arrival;
 use super::workload;
 use crate::workload::{Arrivals, Request, Rng, Segment, Workload, mix};
 
-/// Conversations that go on at once.
+/// Number of active conversations.
 const LIVE: u32 = 256;
-/// Distinct system prompts; low numbers are drawn more often.
+/// Number of distinct system prompts; low numbers are drawn more often.
 const SYSTEM_PROMPTS: u32 = 32;
 const SYSTEM_TOKENS: RangeInclusive<u32> = 512..=4_096;
 const TURNS: RangeInclusive<u32> = 1..=12;
 const USER_TOKENS: RangeInclusive<u32> = 32..=1_536;
 const REPLY_TOKENS: RangeInclusive<u32> = 32..=768;
 
-/// Conversations, drawn in turn.
+/// Settings of the conversations workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Conversations {
-    /// Requests a second. 4.
+    /// Requests per second. 4.
     pub rate: f64,
-    /// Requests. 4000.
+    /// Number of requests. 4000.
     pub requests: u32,
 }
 
@@ -52,10 +54,10 @@ impl Conversations {
         check_requests("requests", &[self.requests])
     }
 
-    /// The workload that `seed` fixes. Fewer requests are the first of more.
+    /// Generates the workload for `seed`. A smaller number of requests gives a prefix of the same requests.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());
@@ -79,13 +81,13 @@ impl Conversations {
 
 struct Source {
     rng: Rng,
-    /// Name of the next text that nobody has said before.
+    /// Id of the next new text.
     next_text: u64,
     opened: u64,
 }
 
 impl Source {
-    /// A conversation in which only the system prompt stands.
+    /// Starts a conversation that contains only its system prompt.
     fn conversation(&mut self, seed: u64) -> Conversation {
         let prompt = self.rng.below(SYSTEM_PROMPTS).min(self.rng.below(SYSTEM_PROMPTS));
         let id = mix(seed ^ u64::from(prompt)).wrapping_add(1);
@@ -94,7 +96,7 @@ impl Source {
         Conversation { session: self.opened, said, turns_left: self.rng.within(TURNS) }
     }
 
-    /// Says something new, of the length returned.
+    /// Appends a new text with a random length and returns the length.
     fn say(&mut self, conversation: &mut Conversation, length: RangeInclusive<u32>) -> u32 {
         self.next_text = self.next_text.wrapping_add(1);
         let tokens = self.rng.within(length);

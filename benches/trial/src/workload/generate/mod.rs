@@ -1,11 +1,11 @@
-//! Invents workloads: the shapes of traffic that routers meet, each with a few settings.
+//! Generators of workloads: typical router traffic patterns, each with a few settings.
 //!
-//! Owns the generators and the text form of their settings, `chat:rate=4,sessions=100`. Promises that settings and seed
-//! fix a workload on every machine; that arrivals are those of a Poisson process (gaps from an exponential distribution)
-//! where a generator does not say otherwise; and that texts are equal only where a generator says so.
+//! Settings have a text form: `chat:rate=4,sessions=100`. Settings and seed determine a workload on every machine.
+//! Arrivals follow a Poisson process (exponentially distributed gaps) unless a generator documents otherwise. Texts are
+//! equal only if a generator documents it.
 //!
-//! Replies have tokens of their own, as a client that quotes an answer sends them. A simulated engine makes up other
-//! tokens, so what it generated is not found in its cache again; what it was sent is.
+//! Replies have their own tokens, as in a client that quotes an answer. A simulated engine generates other tokens.
+//! Therefore later prompts find the earlier prompts in its cache, but not its own output.
 
 mod agents;
 mod burst;
@@ -34,7 +34,7 @@ pub(crate) use sources::Texts;
 
 use crate::workload::{Arrivals, Request, Workload};
 
-/// One of the generators, with its settings.
+/// A generator with its settings.
 ///
 /// ```
 /// use pointsman_trial::workload::generate::{Chat, Generator};
@@ -51,26 +51,26 @@ use crate::workload::{Arrivals, Request, Workload};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum Generator {
-    /// Conversations of several turns, with time to think.
+    /// Multi-turn chats with think times.
     Chat(Chat),
-    /// The same as [`Chat`](Self::Chat), at a rate that leaves most fleets idle.
+    /// Same as [`Chat`](Self::Chat), at a rate that leaves most fleets idle.
     Low(Chat),
-    /// Short questions behind few long prompts.
+    /// Short questions over a few long prompts.
     SharedPrefix(SharedPrefix),
-    /// Tools called in a loop.
+    /// Tool-calling loops.
     Agents(Agents),
-    /// Requests that come together, with one prefix.
+    /// Groups of simultaneous requests with a common prefix.
     Siblings(Siblings),
-    /// Everything at once.
+    /// All requests at time 0.
     Burst(Burst),
-    /// The closed loop that the nearest peer is first measured by.
+    /// Closed loop of Dynamo's first router benchmark.
     PeerFirst(PeerFirst),
-    /// What the closed loop of `replay` draws on.
+    /// Workload of the closed loop of `replay`.
     Conversations(Conversations),
 }
 
 impl Generator {
-    /// The generators with their default settings.
+    /// All generators with their default settings.
     #[must_use]
     pub fn all() -> [Self; 8] {
         [
@@ -85,7 +85,7 @@ impl Generator {
         ]
     }
 
-    /// Its name on a command line.
+    /// Name on the command line.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -100,10 +100,10 @@ impl Generator {
         }
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds. Settings that were read from text are not.
+    /// A setting is out of its bounds. Settings parsed from text are always within them.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         let mut workload = match self {
@@ -119,7 +119,7 @@ impl Generator {
         workload
     }
 
-    /// Every generator with its settings and their defaults, one a line: for `--help`.
+    /// All generators with their settings and defaults, one per line, for `--help`.
     #[must_use]
     pub fn help() -> String {
         Self::all()
@@ -127,7 +127,7 @@ impl Generator {
             .join("\n")
     }
 
-    /// The default of its name.
+    /// The generator of a name with its default settings.
     fn default_of(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|generator| generator.name() == name)
     }
@@ -148,7 +148,7 @@ impl Generator {
 impl FromStr for Generator {
     type Err = SettingsError;
 
-    /// Reads `name` or `name:setting=value,setting=value`. Settings that are not named have their defaults.
+    /// Parses `name` or `name:setting=value,setting=value`. Omitted settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingsError> {
         let (name, given) = text.split_once(':').unwrap_or((text, ""));
         let Some(default) = Self::default_of(name) else {
@@ -171,7 +171,7 @@ impl FromStr for Generator {
 }
 
 impl fmt::Display for Generator {
-    /// Its name, and the settings that are not the default ones.
+    /// Writes the name and the settings that differ from their defaults.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default_of(self.name()).map(|default| default.settings()).unwrap_or_default();
         let mut settings = self.settings();
@@ -181,7 +181,7 @@ impl fmt::Display for Generator {
     }
 }
 
-/// A workload of `requests`, sorted here.
+/// Creates a workload and sorts its requests.
 fn workload(name: &str, requests: Vec<Request>, arrivals: Arrivals) -> Workload {
     let mut workload = Workload { name: name.to_owned(), requests, arrivals, trace_checksum: None };
     workload.sort();

@@ -1,9 +1,9 @@
-//! The benchmark that NVIDIA Dynamo measures its router by first: a closed loop over ten prefixes of half the input.
+//! First router benchmark of NVIDIA Dynamo: a closed loop over ten prefixes of half the input length.
 //!
-//! Its script (`benchmarks/router/prefix_ratio_benchmark.py` of <https://github.com/ai-dynamo/dynamo>) keeps a number of
-//! requests in flight, so this workload's arrivals are a [concurrency](Arrivals::Concurrency). Its lengths are drawn from
-//! a normal distribution with a quarter of the mean as deviation, or fixed; here they are drawn evenly, `vary` to either
-//! side, and 0.43 gives that deviation.
+//! The original script (`benchmarks/router/prefix_ratio_benchmark.py` of <https://github.com/ai-dynamo/dynamo>) keeps a
+//! fixed number of requests in flight, so the arrivals of this workload are a [concurrency](Arrivals::Concurrency). The
+//! script draws lengths from a normal distribution with a standard deviation of a quarter of the mean, or fixes them.
+//! This generator draws them uniformly from the mean ± `vary`; 0.43 gives the same standard deviation.
 
 use std::num::NonZeroU32;
 
@@ -14,23 +14,23 @@ use super::sources::Texts;
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Prefixes of a fixed share of the input, in a closed loop.
+/// Settings of the peer-first workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PeerFirst {
-    /// Requests in flight. 20.
+    /// Number of requests in flight. 20.
     pub concurrency: NonZeroU32,
-    /// Requests. 1000.
+    /// Number of requests. 1000.
     pub requests: u32,
-    /// Shared prefixes, drawn evenly. 10.
+    /// Number of shared prefixes, drawn uniformly. 10.
     pub prefixes: u32,
     /// Length of a prompt. 7000.
     pub input_tokens: u32,
     /// Length of an answer. 100.
     pub output_tokens: u32,
-    /// The prefix' share of the prompt's mean length. 0.5.
+    /// Share of the prefix in the mean length of a prompt. 0.5.
     pub prefix_share: f64,
-    /// How far lengths lie from the mean at most, as a share of it: what a prompt adds to its prefix varies, and answers
-    /// do. 0: they are fixed.
+    /// Maximum deviation of a length from its mean, as a share of the mean. Applies to the unique suffix of a prompt
+    /// and to answers. 0: fixed lengths.
     pub vary: f64,
 }
 
@@ -61,10 +61,10 @@ impl PeerFirst {
         Ok(())
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());

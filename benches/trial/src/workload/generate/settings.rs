@@ -1,7 +1,6 @@
-//! Settings of generators as text: `rate=4,reply_tokens=32-768`.
+//! Text form of generator settings: `rate=4,reply_tokens=32-768`.
 //!
-//! Owns the form and its errors. Promises that a setting is called as its field is, and that what was written reads back
-//! the same.
+//! The name of a setting is the name of its field. Written settings parse to the same values.
 
 use std::ops::RangeInclusive;
 
@@ -11,58 +10,58 @@ use serde_json::{Map, Number, Value};
 
 use crate::workload::{LENGTH_MAX, REQUESTS_MAX, Rng};
 
-/// Why a text names no generator.
+/// Errors of parsing a generator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
-    /// No generator has this name.
+    /// Unknown generator.
     #[error("no workload is called {name:?}; there are {}", known.join(", "))]
     Name {
-        /// The name.
+        /// The unknown name.
         name: String,
-        /// The names that there are.
+        /// Known names.
         known: Vec<&'static str>,
     },
     /// A setting without a value.
     #[error("{workload}: {setting:?} is no setting=value")]
     Form {
-        /// The generator.
+        /// Name of the generator.
         workload: String,
-        /// The text.
+        /// The invalid text.
         setting: String,
     },
-    /// The generator has no such setting.
+    /// Unknown setting.
     #[error("{workload} has no setting {setting:?}; it has {}", known.join(", "))]
     Setting {
-        /// The generator.
+        /// Name of the generator.
         workload: String,
-        /// The setting.
+        /// Name of the setting.
         setting: String,
-        /// The settings that it has.
+        /// Known settings of the generator.
         known: Vec<String>,
     },
-    /// The setting takes no such value.
+    /// Invalid value of a setting.
     #[error("{workload}: {setting} cannot be {value:?}: {reason}")]
     Value {
-        /// The generator.
+        /// Name of the generator.
         workload: String,
-        /// The setting.
+        /// Name of the setting.
         setting: String,
-        /// The value.
+        /// The invalid value.
         value: String,
-        /// What is wrong with it.
+        /// Reason for the rejection.
         reason: String,
     },
-    /// A value outside its bounds, or two that do not go together.
+    /// A value out of its bounds, or an invalid combination of values.
     #[error("{workload}: {rule}")]
     Bounds {
-        /// The generator.
+        /// Name of the generator.
         workload: String,
-        /// The rule that is broken.
+        /// The violated rule.
         rule: String,
     },
 }
 
-/// A range that a number is drawn from evenly, ends included. As text `32-768`, or `32` for that number alone.
+/// Inclusive range of a uniform distribution. The text form is `32-768`, or `32` for a single number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Value", into = "String")]
 pub struct Span {
@@ -71,25 +70,25 @@ pub struct Span {
 }
 
 impl Span {
-    /// The least number.
+    /// Minimum.
     #[must_use]
     pub fn min(self) -> u32 {
         self.min
     }
 
-    /// The greatest number.
+    /// Maximum.
     #[must_use]
     pub fn max(self) -> u32 {
         self.max
     }
 
-    /// The middle, which is the mean of what is drawn.
+    /// Mean of the distribution.
     #[must_use]
     pub fn mean(self) -> f64 {
         (f64::from(self.min) + f64::from(self.max)) / 2.0
     }
 
-    /// A number of the range.
+    /// Draws a number.
     pub fn draw(self, rng: &mut Rng) -> u32 {
         rng.within(self.min..=self.max)
     }
@@ -129,10 +128,10 @@ impl TryFrom<Value> for Span {
     }
 }
 
-/// What a generator's settings must be, one rule after the other.
+/// Result of validating the settings of a generator.
 pub(super) type Checked = Result<(), String>;
 
-/// The settings of `given` over `default`.
+/// Parses the settings in `given` and takes all others from `default`.
 pub(super) fn read<T: Serialize + DeserializeOwned>(
     default: &T,
     workload: &str,
@@ -151,7 +150,7 @@ pub(super) fn read<T: Serialize + DeserializeOwned>(
             return Err(SettingsError::Setting { workload, setting: name.to_owned(), known });
         };
         *field = number(value).unwrap_or_else(|| Value::String(value.to_owned()));
-        // Read at once, so that an error is of this setting.
+        // Parsed one by one, so that an error names its setting.
         if let Err(reason) = serde_json::from_value::<T>(Value::Object(known.clone())) {
             let (setting, value, reason) = (name.to_owned(), value.to_owned(), reason.to_string());
             return Err(SettingsError::Value { workload, setting, value, reason });
@@ -162,13 +161,13 @@ pub(super) fn read<T: Serialize + DeserializeOwned>(
     Ok(read)
 }
 
-/// A number to the last bit, which JSON's own reader does not promise.
+/// Parses a number exactly, which JSON's own parser does not guarantee.
 fn number(text: &str) -> Option<Value> {
     let fraction = || text.parse().ok().and_then(Number::from_f64);
     text.parse::<u64>().map(Number::from).ok().or_else(fraction).map(Value::Number)
 }
 
-/// Settings as [`read`] reads them.
+/// Writes settings in the form that [`read`] parses.
 pub(super) fn write(settings: &Map<String, Value>) -> String {
     let setting = |(name, value): (&String, &Value)| match value {
         Value::String(text) => format!("{name}={text}"),
@@ -177,7 +176,7 @@ pub(super) fn write(settings: &Map<String, Value>) -> String {
     settings.iter().map(setting).collect::<Vec<_>>().join(",")
 }
 
-/// The settings of a generator by name.
+/// Settings of a generator by name.
 pub(super) fn fields<T: Serialize>(settings: &T) -> Map<String, Value> {
     match serde_json::to_value(settings) {
         Ok(Value::Object(fields)) => fields,
@@ -185,7 +184,7 @@ pub(super) fn fields<T: Serialize>(settings: &T) -> Map<String, Value> {
     }
 }
 
-/// A generator makes up nothing from settings that could not have been read.
+/// Rejects invalid settings that were constructed in code.
 #[track_caller]
 pub(super) fn assert_checked(checked: Checked) {
     if let Err(rule) = checked {
@@ -193,7 +192,7 @@ pub(super) fn assert_checked(checked: Checked) {
     }
 }
 
-/// Requests a second: some, and no more than a clock of µs tells apart.
+/// Checks a rate in requests per second. The upper bound is the resolution of a µs clock.
 pub(super) fn check_rate(rate: f64) -> Checked {
     if rate.is_finite() && (1e-6..=1e6).contains(&rate) {
         return Ok(());
@@ -201,7 +200,7 @@ pub(super) fn check_rate(rate: f64) -> Checked {
     Err(format!("rate is {rate}, must be 0.000001 to 1000000 requests a second"))
 }
 
-/// A product of counts that is the number of requests.
+/// Checks the number of requests, given as a product of counts.
 pub(super) fn check_requests(names: &str, counts: &[u32]) -> Checked {
     let requests = counts.iter().fold(1_u64, |product, &count| product.saturating_mul(u64::from(count)));
     if (1..=REQUESTS_MAX as u64).contains(&requests) {
@@ -210,13 +209,13 @@ pub(super) fn check_requests(names: &str, counts: &[u32]) -> Checked {
     Err(format!("{names} make {requests} requests, must be 1 to {REQUESTS_MAX}"))
 }
 
-/// How many there are of something that every request draws from.
+/// Checks the size of a set that every request draws from.
 pub(super) fn check_count(name: &str, count: u32) -> Checked {
     const MAX: u32 = 1_000_000;
     if (1..=MAX).contains(&count) { Ok(()) } else { Err(format!("{name} is {count}, must be 1 to {MAX}")) }
 }
 
-/// Lengths in tokens, of which each is at least `min`, and all together no longer than a prompt may be.
+/// Checks that each length in tokens is at least `min`, and that their sum is within the maximum prompt length.
 pub(super) fn check_lengths(lengths: &[(&str, Span, u32)], min: u32) -> Checked {
     for &(name, span, _) in lengths {
         if span.min < min {

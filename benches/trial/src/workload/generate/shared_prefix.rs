@@ -1,5 +1,5 @@
-//! Single questions behind few long prompts that all share: products with one system prompt each, or documents that
-//! many ask about.
+//! Single questions over a few long shared prompts: applications with one system prompt each, or documents that many
+//! users query.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,16 +8,16 @@ use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Shared prompts, and a question of its own behind each.
+/// Settings of the shared-prefix workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SharedPrefix {
-    /// Requests a second. 10.
+    /// Requests per second. 10.
     pub rate: f64,
-    /// Requests. 4000.
+    /// Number of requests. 4000.
     pub requests: u32,
-    /// Shared prompts. 40.
+    /// Number of shared prompts. 40.
     pub prefixes: u32,
-    /// Their popularity: 0 even, 1 Zipf's law, 2 steeper. 1.
+    /// Popularity skew of the shared prompts: 0 uniform, 1 Zipf's law, 2 steeper. 1.
     pub skew: u32,
     /// Length of a shared prompt. 2000-8000.
     pub prefix_tokens: Span,
@@ -54,10 +54,10 @@ impl SharedPrefix {
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());

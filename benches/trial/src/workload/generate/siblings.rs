@@ -1,5 +1,5 @@
-//! Siblings: requests that come at the same moment with one long prefix, as from samplers, graders and map-reduce
-//! programs. A router that learns of caches by events alone sees none of it in time.
+//! Siblings: simultaneous requests with one long common prefix, as from samplers, graders and map-reduce programs. A
+//! router that tracks caches by events alone misses this reuse, because the events are too late.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,18 +8,18 @@ use super::sources::{Arrival, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Groups of requests with one prefix.
+/// Settings of the siblings workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Siblings {
-    /// Requests a second in the mean; groups come at this rate over `siblings`. 10.
+    /// Mean requests per second. Groups arrive at this rate divided by `siblings`. 10.
     pub rate: f64,
-    /// Groups. 400.
+    /// Number of groups. 400.
     pub groups: u32,
-    /// Requests of a group. 8.
+    /// Requests per group. 8.
     pub siblings: u32,
-    /// Length of a group's prefix, which no other group has. 4000-12000.
+    /// Length of a group's unique prefix. 4000-12000.
     pub prefix_tokens: Span,
-    /// Length of what each adds. 20-400.
+    /// Length of each request's unique suffix. 20-400.
     pub own_tokens: Span,
     /// Length of an answer. 50-400.
     pub output_tokens: Span,
@@ -48,10 +48,10 @@ impl Siblings {
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
     }
 
-    /// The workload that `seed` fixes.
+    /// Generates the workload for `seed`.
     ///
     /// # Panics
-    /// A setting is outside its bounds.
+    /// A setting is out of its bounds.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
         assert_checked(self.check());

@@ -1,30 +1,29 @@
-//! What generators draw from: texts, arrivals and popularities.
+//! Building blocks of generators: texts, arrivals and popularities.
 //!
-//! Owns no workload. Promises texts that are equal only if they are one, and nothing that a platform computes its own
-//! way.
+//! Two texts are equal only if they have the same id. All functions give identical results on every platform.
 
 use crate::workload::{Rng, Segment, mix};
 
-/// Names texts that nobody else says.
+/// Source of unique texts.
 #[derive(Clone, Debug)]
 pub(crate) struct Texts {
     next: u64,
 }
 
 impl Texts {
-    /// The texts of a generator: those of another one, or of another seed, have other names.
+    /// Creates the source of a generator. Other generators and other seeds have other text ids.
     pub(crate) fn new(seed: u64, generator: &str) -> Self {
         Self { next: mix(seed ^ mix(number(generator))) }
     }
 
-    /// A text of its own.
+    /// Returns a new unique text.
     pub(crate) fn fresh(&mut self, tokens: u32) -> Segment {
         self.next = self.next.wrapping_add(1);
         Segment { id: mix(self.next), tokens }
     }
 }
 
-/// A name as a number.
+/// Hash of a name.
 fn number(name: &str) -> u64 {
     name.bytes().fold(0, |number, byte| mix(number ^ u64::from(byte)))
 }
@@ -37,24 +36,24 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
-    /// So many a second in the mean; the first after the first gap.
+    /// Creates a process with a mean of `rate` arrivals per second. The first arrival follows the first gap.
     pub(super) fn at_rate(rate: f64) -> Self {
         Self { at_us: 0.0, gap_us: 1e6 / rate }
     }
 
-    /// The next one, in µs after the start.
+    /// Time of the next arrival in µs after the start.
     pub(super) fn next_us(&mut self, rng: &mut Rng) -> u64 {
         self.at_us += rng.exponential() * self.gap_us;
         self.at_us.round() as u64
     }
 }
 
-/// How often each of some texts is asked for: the k-th in proportion to k to the power of -`skew`.
+/// Popularity distribution: the k-th item has a probability proportional to k to the power of -`skew`.
 ///
-/// A skew of 0 asks evenly, 1 is Zipf's law, 2 is steeper.
+/// A skew of 0 is uniform, 1 is Zipf's law, 2 is steeper.
 #[derive(Debug)]
 pub(super) struct Popularity {
-    /// Shares of the first ones together, up to 1.
+    /// Cumulative probabilities, up to 1.
     sums: Vec<f64>,
 }
 
@@ -74,7 +73,7 @@ impl Popularity {
         Self { sums }
     }
 
-    /// A position, from 0.
+    /// Draws an index from 0 on.
     pub(super) fn draw(&self, rng: &mut Rng) -> usize {
         let drawn = rng.number() as f64 / 2_f64.powi(64);
         self.sums.partition_point(|share| *share <= drawn).min(self.sums.len() - 1)

@@ -1,14 +1,15 @@
 //! Azure's LLM inference traces of 2023 and 2024 (<https://github.com/Azure/AzurePublicDataset>).
 //!
-//! A table with the header `TIMESTAMP,ContextTokens,GeneratedTokens`. Times look like `2023-11-16 18:17:03.9799600`; the
-//! fraction may be absent or have up to nine digits, and an offset from UTC may follow (`+00:00`, `Z`).
+//! The format is a table with the header `TIMESTAMP,ContextTokens,GeneratedTokens`. Times have the form `2023-11-16
+//! 18:17:03.9799600`. The fraction may be absent or have up to nine digits, and a UTC offset may follow (`+00:00`,
+//! `Z`).
 //!
-//! The traces have arrivals and lengths alone, so **prefixes are made up**, by this rule. Every request is drawn, by
-//! the seed, to be new or to go on with a conversation, evenly. One that goes on draws among the last 256 conversations;
-//! if all that was said there, prompt and answer, is shorter than its own prompt, it says that first and then
-//! something of its own. Any other opens a conversation: one of 32 system prompts, low numbers more often, 64 to 1,024
-//! tokens long, or half of the prompt where that is less, then something of its own. The reuse that comes of it is a
-//! guess. Compare routers on it, but do not take its hit rate for Azure's.
+//! The traces contain arrivals and lengths only, so **prefixes are synthetic**. By the seed, each request starts or
+//! continues a conversation with equal probability. A continuation draws one of the last 256 conversations. If that
+//! conversation, prompts and answers, is shorter than the request's prompt, the prompt is the conversation and a unique
+//! suffix. All other requests start a conversation: one of 32 system prompts, with a preference for low numbers, 64 to
+//! 1,024 tokens long but at most half of the prompt, and a unique suffix. The resulting reuse is an assumption. Use it
+//! to compare routers, not as Azure's hit rate.
 
 use std::collections::VecDeque;
 
@@ -19,7 +20,7 @@ use crate::workload::{Request, Rng, Segment};
 
 const HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 
-/// Conversations that may go on.
+/// Number of conversations that requests may continue.
 const LIVE: usize = 256;
 const SYSTEM_PROMPTS: u32 = 32;
 const SYSTEM_TOKENS: std::ops::RangeInclusive<u32> = 64..=1_024;
@@ -49,18 +50,18 @@ fn parse(line: &str, prefixes: &mut Prefixes) -> Result<Request, Rule> {
     Ok(Request { arrival_us, prompt, output_tokens, session: Some(session) })
 }
 
-/// All that was said in a conversation.
+/// A conversation with all its prompts and answers.
 struct Conversation {
     session: u64,
     said: Vec<Segment>,
 }
 
-/// The conversations that the rule above makes up.
+/// Synthetic conversations, by the rule in the module documentation.
 struct Prefixes {
     rng: Rng,
     texts: Texts,
     systems: Vec<Segment>,
-    /// The last ones, oldest first.
+    /// The latest conversations, oldest first.
     live: VecDeque<Conversation>,
     opened: u64,
 }
@@ -72,7 +73,7 @@ impl Prefixes {
         Self { rng, texts, systems, live: VecDeque::new(), opened: 0 }
     }
 
-    /// A prompt of `input` tokens that will be answered with `output`, and its conversation.
+    /// Generates a prompt of `input` tokens, whose answer has `output` tokens, and returns it with its conversation.
     fn prompt(&mut self, input: u32, output: u32) -> (u64, Vec<Segment>) {
         let mut conversation = self.draw(input);
         let said: u32 = conversation.said.iter().map(|segment| segment.tokens).sum();
@@ -86,7 +87,7 @@ impl Prefixes {
         (session, prompt)
     }
 
-    /// A conversation in which less than `input` tokens were said.
+    /// Draws a conversation of fewer than `input` tokens.
     fn draw(&mut self, input: u32) -> Conversation {
         let goes_on = self.rng.below(2) == 1;
         let drawn = self.rng.below(LIVE as u32) as usize;
@@ -102,7 +103,7 @@ impl Prefixes {
     }
 }
 
-/// A date and time in µs from the year 0 on.
+/// Parses a date and time as µs since the year 0.
 fn date_us(text: &str) -> Option<u64> {
     let (date, time) = text.split_once([' ', 'T'])?;
     let [year, month, day] = numbers(date, '-', [4, 2, 2])?;
@@ -121,7 +122,7 @@ fn date_us(text: &str) -> Option<u64> {
     u64::try_from(seconds * 1_000_000 + fraction_us).ok()
 }
 
-/// Minutes that `Z`, `+01:00` or `-01:00` is ahead of UTC.
+/// Offset from UTC in minutes, given as `Z`, `+01:00` or `-01:00`.
 fn offset_min(text: &str) -> Option<i64> {
     if text == "Z" {
         return Some(0);
@@ -131,7 +132,7 @@ fn offset_min(text: &str) -> Option<i64> {
     Some(if text.starts_with('-') { -ahead } else { ahead })
 }
 
-/// Numbers of so many digits each, with `between` between them.
+/// Parses numbers of fixed digit counts, separated by `between`.
 fn numbers<const N: usize>(text: &str, between: char, digits: [usize; N]) -> Option<[i64; N]> {
     let parts: Vec<&str> = text.split(between).collect();
     let plain = |(part, digits): (&&str, usize)| part.len() == digits && part.bytes().all(|b| b.is_ascii_digit());
@@ -145,10 +146,10 @@ fn numbers<const N: usize>(text: &str, between: char, digits: [usize; N]) -> Opt
     Some(found)
 }
 
-/// Days of the Gregorian calendar from the first of March of the year 0, so that a leap day ends its year.
+/// Days of the Gregorian calendar since 1 March of the year 0, so that a leap day is the last day of its year.
 fn days(year: i64, month: i64, day: i64) -> i64 {
     let (year, month) = if month < 3 { (year - 1, month + 9) } else { (year, month - 3) };
-    // Five months from March on have 153 days, and again from August on.
+    // March to July have 153 days, and so do August to December.
     365 * year + year / 4 - year / 100 + year / 400 + (153 * month + 2) / 5 + day - 1
 }
 

@@ -1,7 +1,6 @@
-//! A file's lines, bounded, and the checksum of all its bytes.
+//! Bounded line reader with a checksum of the whole file.
 //!
-//! Owns the file. Promises that memory stays within one longest line, whatever the file holds. Leaves what a line means
-//! to the formats.
+//! Memory is limited to one line of the maximum length for any file. The formats parse the lines.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -11,16 +10,16 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{Rule, TraceError};
 
-/// Longest line: 2 million tokens in blocks of 16, each named by a number of several digits.
+/// Maximum length of a line: 2 million tokens in blocks of 16, each with an id of several digits.
 const LINE_BYTES_MAX: usize = 1 << 22;
 
-/// Lines that are not blank, in order.
+/// Reader of the non-blank lines of a file.
 pub(super) struct Lines {
     path: PathBuf,
     file: BufReader<File>,
-    /// Number of the line last read, from 1.
+    /// Number of the current line, from 1.
     number: usize,
-    /// The line last read; empty at the end.
+    /// The current line; empty at the end.
     bytes: Vec<u8>,
     hasher: Xxh3,
 }
@@ -32,7 +31,7 @@ impl Lines {
         Ok(Self { path: path.to_owned(), file, number: 0, bytes: Vec::new(), hasher: Xxh3::new() })
     }
 
-    /// Reads the next line that is not blank; none at the end.
+    /// Reads the next non-blank line; none at the end.
     pub(super) fn next(&mut self) -> Result<Option<&str>, TraceError> {
         loop {
             self.bytes.clear();
@@ -53,17 +52,17 @@ impl Lines {
         }
     }
 
-    /// The line last read, without white space around it.
+    /// The current line without surrounding whitespace.
     pub(super) fn current(&self) -> Option<&str> {
         trim(&self.bytes).filter(|text| !text.is_empty())
     }
 
-    /// The line last read breaks `rule`.
+    /// Error for the current line.
     pub(super) fn broken(&self, rule: Rule) -> TraceError {
         TraceError::Line { path: self.path.clone(), line: self.number, rule }
     }
 
-    /// Reads to the end: XXH3-64 of the whole file, in hex.
+    /// Reads to the end and returns the XXH3-64 of the whole file in hex.
     pub(super) fn checksum(&mut self) -> Result<String, TraceError> {
         loop {
             let part = self.file.fill_buf().map_err(|source| TraceError::Read { path: self.path.clone(), source })?;
@@ -77,7 +76,7 @@ impl Lines {
     }
 }
 
-/// Text without white space around it, nor the mark that some editors put first.
+/// Text without surrounding whitespace and without the byte order mark that some editors write.
 fn trim(bytes: &[u8]) -> Option<&str> {
     std::str::from_utf8(bytes).ok().map(|text| text.trim_start_matches('\u{feff}').trim())
 }

@@ -1,11 +1,11 @@
-//! Reads recorded workloads from files.
+//! Readers of recorded workloads.
 //!
-//! Owns the formats: [`mooncake`], [`qwen`] and [`azure`]. Promises requests in order of arrival, the first at 0;
-//! errors that name file, line and rule; a checksum of the whole file; and that no length in a file makes it allocate
-//! more than the file's own size explains. Leaves the pace to [`Workload::sped_up`].
+//! Supports the formats [`mooncake`], [`qwen`] and [`azure`]. Requests are in order of arrival, the first at time 0.
+//! Errors contain file, line and rule. The checksum covers the whole file. Memory is proportional to the size of the
+//! file, for any lengths in it. [`Workload::sped_up`] changes the pace.
 //!
-//! Requests of one time stay in the file's order; those out of order are sorted. A request of no output is given one
-//! token, for an engine answers with one at least.
+//! Requests with equal times keep the order of the file; unordered requests are sorted. A request without output gets
+//! one token, because an engine generates at least one.
 
 pub mod azure;
 mod lines;
@@ -21,10 +21,10 @@ use lines::Lines;
 
 use crate::workload::{Arrivals, LENGTH_MAX, REQUESTS_MAX, Request, Workload};
 
-/// Latest time in a trace: a hundred years after its start, in µs.
+/// Maximum time in a trace: a hundred years after its start, in µs.
 const TIME_US_MAX: f64 = 3.2e15;
 
-/// A format of traces.
+/// Format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Mooncake's JSON lines.
@@ -36,10 +36,10 @@ pub enum Format {
 }
 
 impl Format {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 3] = [Self::Mooncake, Self::Qwen, Self::Azure];
 
-    /// Its name on a command line.
+    /// Name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -49,7 +49,7 @@ impl Format {
         }
     }
 
-    /// The format of a file: a table by its name, else what its first line shows.
+    /// Detects the format of a file: a table by its extension, otherwise by its first line.
     fn detect(path: &Path, line: &str) -> Option<Self> {
         let table = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("csv"));
         if table || azure::is_header(line) {
@@ -71,7 +71,7 @@ impl fmt::Display for Format {
     }
 }
 
-/// No format has this name.
+/// Unknown format name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no trace format is called {0:?}; there are mooncake, qwen and azure")]
 pub struct UnknownFormat(pub String);
@@ -84,115 +84,115 @@ impl FromStr for Format {
     }
 }
 
-/// How a trace is read.
+/// Options for reading a trace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadOptions {
-    /// Its format; detected when absent.
+    /// Format; detected if none.
     pub format: Option<Format>,
-    /// Reads only its first so many requests.
+    /// Maximum number of requests to read.
     pub limit: Option<usize>,
-    /// Makes up what the trace does not say: prefixes, where it has lengths alone.
+    /// Seed of synthetic prefixes, for traces without prompt contents.
     pub seed: u64,
 }
 
-/// Why a trace could not be read.
+/// Errors of reading a trace.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be opened or read.
     #[error("cannot read trace {path}: {source}")]
     Read {
-        /// The trace.
+        /// Path of the trace.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// A line is no request.
+    /// A line is invalid.
     #[error("trace {path}, line {line}: {rule}")]
     Line {
-        /// The trace.
+        /// Path of the trace.
         path: PathBuf,
-        /// Counted from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The rule that it breaks.
+        /// The violated rule.
         rule: Rule,
     },
-    /// There is nothing to replay.
+    /// The trace has no requests.
     #[error("trace {path} has no requests")]
     Empty {
-        /// The trace.
+        /// Path of the trace.
         path: PathBuf,
     },
 }
 
-/// A rule that a line breaks.
+/// Rules for the lines of a trace.
 #[derive(Debug, thiserror::Error)]
 pub enum Rule {
     /// Lines are UTF-8.
     #[error("not UTF-8")]
     Text,
-    /// Lines are bounded, so that a file without any does not fill the memory.
+    /// Lines have a maximum length, which bounds memory for files without line feeds.
     #[error("longer than {max} bytes")]
     LineLength {
-        /// Most bytes of a line.
+        /// Maximum length in bytes.
         max: usize,
     },
-    /// Workloads are bounded.
+    /// Workloads have a maximum number of requests.
     #[error("more than {max} requests; give a limit")]
     Requests {
-        /// Most requests.
+        /// Maximum number of requests.
         max: usize,
     },
-    /// The first line tells the format.
+    /// The first line identifies the format.
     #[error("tells no known format; name it: mooncake, qwen or azure")]
     Format,
-    /// A line is an object with these fields.
+    /// A line is a JSON object with the required fields.
     #[error("{0}")]
     Json(#[from] serde_json::Error),
     /// Lengths have bounds.
     #[error("{field} is {value}, must be {min} to {max}")]
     Length {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// What it says.
+        /// Invalid value.
         value: u64,
-        /// The least that it may say.
+        /// Minimum.
         min: u32,
-        /// The most that it may say.
+        /// Maximum.
         max: u32,
     },
-    /// A prompt's blocks are named one by one.
+    /// A prompt has one hash id per block.
     #[error("input_length {input_length} needs {needed} hash_ids, found {found}")]
     HashIds {
-        /// Tokens of the prompt.
+        /// Length of the prompt in tokens.
         input_length: u32,
-        /// Blocks that these fill.
+        /// Number of blocks of that prompt.
         needed: usize,
-        /// Names that there are.
+        /// Number of hash ids in the line.
         found: usize,
     },
-    /// Times are numbers that can be told apart.
+    /// Times are finite numbers from 0 on.
     #[error("timestamp {0} is no time from 0 on")]
     Time(f64),
-    /// Times of tables are dates with a time of day.
+    /// Times in tables are dates with a time of day.
     #[error("TIMESTAMP {0:?} is no date and time such as 2023-11-16 18:17:03.9799600")]
     Date(String),
     /// Tables have three columns.
     #[error("{0} columns, must be 3: TIMESTAMP,ContextTokens,GeneratedTokens")]
     Columns(usize),
-    /// Tables begin with their columns' names.
+    /// Tables start with a header line.
     #[error("the header is not TIMESTAMP,ContextTokens,GeneratedTokens")]
     Header,
     /// Lengths are whole numbers.
     #[error("{field} {value:?} is no whole number")]
     Number {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// What it says.
+        /// Invalid value.
         value: String,
     },
 }
 
-/// Reads the trace at `path`. With a limit, lines behind it are not looked at, but the checksum is of the whole file.
+/// Reads the trace at `path`. With a limit, later lines are not parsed, but the checksum covers the whole file.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -204,7 +204,7 @@ pub enum Rule {
 /// ```
 ///
 /// # Errors
-/// The file cannot be read, a line is broken (the message names it), or there are no requests.
+/// The file cannot be read, a line is invalid (the message contains its number), or there are no requests.
 pub fn read(path: &Path, options: &ReadOptions) -> Result<Workload, TraceError> {
     let empty = || TraceError::Empty { path: path.to_owned() };
     let mut lines = Lines::open(path)?;
@@ -233,7 +233,7 @@ pub fn read(path: &Path, options: &ReadOptions) -> Result<Workload, TraceError> 
     Ok(workload)
 }
 
-/// Requests of the lines from the one last read on, until `enough` of them or the file's end.
+/// Parses lines from the current one on, until `enough` returns true or the file ends.
 fn collect(
     lines: &mut Lines,
     mut parse: impl FnMut(&str) -> Result<Request, Rule>,
@@ -255,12 +255,12 @@ fn collect(
     Ok(requests)
 }
 
-/// A prompt's length, as a trace says it.
+/// Checks the length of a prompt.
 fn input_length(field: &'static str, value: u64) -> Result<u32, Rule> {
     length(field, value, 1)
 }
 
-/// An answer's length, as a trace says it; one token at least.
+/// Checks the length of an answer and raises it to at least one token.
 fn output_length(field: &'static str, value: u64) -> Result<u32, Rule> {
     length(field, value, 0).map(|tokens| tokens.max(1))
 }
@@ -270,7 +270,7 @@ fn length(field: &'static str, value: u64, min: u32) -> Result<u32, Rule> {
     known.ok_or(Rule::Length { field, value, min, max: LENGTH_MAX })
 }
 
-/// A time of `unit_us` each, in µs.
+/// Converts a time in units of `unit_us` to µs.
 fn time_us(timestamp: f64, unit_us: f64) -> Result<u64, Rule> {
     let us = timestamp * unit_us;
     if (0.0..=TIME_US_MAX).contains(&us) { Ok(us.round() as u64) } else { Err(Rule::Time(timestamp)) }

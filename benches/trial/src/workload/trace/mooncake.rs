@@ -1,15 +1,14 @@
-//! The Mooncake project's request traces (<https://github.com/kvcache-ai/Mooncake>, FAST'25 release).
+//! Request traces of the Mooncake project (<https://github.com/kvcache-ai/Mooncake>, FAST'25 release).
 //!
-//! One JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids`. Each hash id names
-//! 512 tokens, and equal ids mean equal tokens behind an equal prefix; the last one is cut to `input_length`. An id is
-//! the [`Segment`]'s id, so equal ids are equal tokens whatever the seed.
+//! Each line is a JSON object: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids`. Each hash id
+//! stands for 512 tokens. Equal ids mean equal tokens after an equal prefix; the last id is truncated to
+//! `input_length`. A hash id becomes the [`Segment`]'s id, so equal ids give equal tokens for any seed.
 //!
-//! The clock of these traces is coarse: it ticks every 3 seconds, give or take some milliseconds, and up to dozens of
-//! requests carry the time of one tick. Sent as they stand they would be bursts that never were. So requests of one
-//! timestamp are spread evenly from it to the next, over one tick at most: n of them come a n-th of that apart. The tick
-//! is not assumed but read from the data, as the median gap between different timestamps. A trace with a fine clock,
-//! where hardly two requests share a timestamp, so stays as it is within a typical gap; one with a single timestamp is a
-//! burst, and stays one.
+//! The clock of these traces is coarse: it ticks about every 3 seconds, and up to dozens of requests have the timestamp
+//! of one tick. Unmodified timestamps would create bursts that did not exist. Therefore the requests of one timestamp
+//! are spread evenly up to the next one, over at most one tick: n requests are 1/n of that time apart. The tick length
+//! is derived from the data, as the median gap between different timestamps. A trace with a fine clock, where few
+//! requests share a timestamp, is unchanged within a typical gap. A trace with a single timestamp stays a burst.
 
 use serde::Deserialize;
 
@@ -17,7 +16,7 @@ use super::lines::Lines;
 use super::{Rule, TraceError, collect, input_length, output_length, time_us};
 use crate::workload::{Request, Segment};
 
-/// Tokens that one hash id stands for.
+/// Number of tokens per hash id.
 pub const TOKENS_PER_ID: u32 = 512;
 
 #[derive(Deserialize)]
@@ -28,9 +27,10 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-/// At least the first `limit` requests: all of the tick that the limit cuts are counted when it is spread.
+/// At least the first `limit` requests. All requests of the last tick are read, because their count determines the
+/// spread.
 pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, TraceError> {
-    // One request past the tick tells how long the tick is.
+    // One request after the tick is needed to determine the length of the tick.
     let enough = |read: &[Request]| {
         let last = limit.checked_sub(1).and_then(|last| read.get(last));
         limit == 0 || last.is_some_and(|last| read.last().is_some_and(|read| read.arrival_us > last.arrival_us))
@@ -41,7 +41,7 @@ pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, 
     Ok(requests)
 }
 
-/// One line as a request at its timestamp.
+/// Parses a line as a request at its timestamp.
 fn parse(line: &str) -> Result<Request, Rule> {
     let line: Line = serde_json::from_str(line)?;
     let tokens = input_length("input_length", line.input_length)?;
@@ -63,7 +63,7 @@ fn segments(input_length: u32, hash_ids: &[u64]) -> Result<Vec<Segment>, Rule> {
     Ok(hash_ids.iter().zip(starts).map(segment).collect())
 }
 
-/// Spreads sorted requests of one timestamp over the tick behind it.
+/// Spreads sorted requests with equal timestamps over the following tick.
 fn spread(requests: &mut [Request]) {
     let mut gaps: Vec<u64> = requests.windows(2).map(|pair| pair[1].arrival_us - pair[0].arrival_us).collect();
     gaps.retain(|gap| *gap > 0);
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_tick_is_spread_evenly_up_to_the_next() {
-        // The clock ticks after 3000 and 2999 ms, then rests: nothing is spread into a rest.
+        // The clock ticks after 3000 and 2999 ms and then pauses: the spread is limited to one tick.
         let coarse = [0, 0, 0, 3_000, 3_000, 5_999, 15_000, 15_000];
         assert_eq!(spread_ms(&coarse), [0, 1_000, 2_000, 3_000, 4_499, 5_999, 15_000, 16_500]);
     }

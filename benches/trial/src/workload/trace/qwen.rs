@@ -1,13 +1,13 @@
-//! Alibaba's Qwen traces, of the paper "KVCache Cache in the Wild" (USENIX ATC'25), as its repository
-//! <https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon> specifies them.
+//! Alibaba's Qwen traces, of the paper "KVCache Cache in the Wild" (USENIX ATC'25), as specified by the repository
+//! <https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon>.
 //!
-//! One JSON object a line: `chat_id`, `parent_chat_id` (-1 where there is none), `timestamp` (seconds from the trace's
-//! start), `input_length` and `output_length` (tokens), `type` (text, search, image, file), `turn` (from 1),
-//! `hash_ids`. Each hash id names 16 tokens by their content; equal ids are equal tokens. `type` and `turn` are not
-//! read: a conversation is told by its parents.
+//! Each line is a JSON object: `chat_id`, `parent_chat_id` (-1 for none), `timestamp` (seconds from the start of the
+//! trace), `input_length` and `output_length` (tokens), `type` (text, search, image, file), `turn` (from 1),
+//! `hash_ids`. Each hash id identifies 16 tokens by their content; equal ids mean equal tokens. `type` and `turn` are
+//! ignored: conversations are derived from the parents.
 //!
-//! The specification does not say whether an incomplete last block has an id. Where it has, the id's tokens are cut;
-//! where it has none, the rest of the prompt is taken for text that nobody else asks.
+//! The specification does not define whether an incomplete last block has an id. If it has one, the id's tokens are
+//! truncated. Otherwise the remaining tokens are unique to the request.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use super::lines::Lines;
 use super::{Rule, TraceError, collect, input_length, output_length, time_us};
 use crate::workload::{Request, Segment, mix};
 
-/// Tokens that one hash id stands for.
+/// Number of tokens per hash id.
 pub const TOKENS_PER_ID: u32 = 16;
 
 #[derive(Deserialize)]
@@ -36,14 +36,14 @@ pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, 
     collect(lines, |line| parse(line, &mut chats), |read| read.len() >= limit)
 }
 
-/// Which conversation each chat so far belongs to: the one that its first ancestor opened.
+/// Conversation of each chat so far, identified by its first ancestor.
 #[derive(Default)]
 struct Chats {
     roots: BTreeMap<i64, i64>,
 }
 
 impl Chats {
-    /// The conversation of a chat. A parent that the trace does not have opened it, too.
+    /// Conversation of a chat. A parent that is missing in the trace also starts one.
     fn root(&mut self, chat: i64, parent: i64) -> i64 {
         let root = if parent < 0 { chat } else { *self.roots.get(&parent).unwrap_or(&parent) };
         self.roots.insert(chat, root);
@@ -69,7 +69,7 @@ fn segments(input_length: u32, hash_ids: &[u64], chat: i64) -> Result<Vec<Segmen
         return Err(Rule::HashIds { input_length, needed, found: hash_ids.len() });
     }
     let named = hash_ids.iter().take(whole).map(|&id| Segment { id, tokens: TOKENS_PER_ID });
-    // Ids of the trace count from 0, those of nobody else's text are anywhere within 64 bits.
+    // Ids of the trace count from 0; ids of unique text are spread over 64 bits.
     let own = mix(!chat.cast_unsigned());
     let tail = (rest > 0).then(|| Segment { id: hash_ids.get(whole).copied().unwrap_or(own), tokens: rest });
     Ok(named.chain(tail).collect())
@@ -106,7 +106,7 @@ mod tests {
     fn a_conversation_is_named_by_its_first_chat() {
         let mut chats = Chats::default();
         assert_eq!([chats.root(1, -1), chats.root(2, 1), chats.root(3, 2), chats.root(4, 1)], [1; 4]);
-        // The trace begins in the midst of another one.
+        // The trace starts in the middle of another conversation.
         assert_eq!([chats.root(9, 7), chats.root(10, 7), chats.root(11, 10)], [7; 3]);
     }
 
