@@ -75,6 +75,7 @@ impl ActorState for EngineLoads {
 
 /// Dependencies of the tasks that query engines or listen to them.
 #[derive(Clone)]
+#[cfg_attr(not(any(feature = "discovery", feature = "zmq")), expect(dead_code, reason = "no source is built in"))]
 pub(crate) struct EngineLoadSources {
     pub(crate) config: Arc<RouterConfig>,
     pub(crate) clock: Clock,

@@ -93,7 +93,12 @@ impl Router {
                 Some(shard) => shard.tell(RadixMsg::Fault(injected)),
                 None => return false,
             },
-            Fault::Sequence(rank) => match strands.sequences.select(|address| address.entry.rank == rank).pop() {
+            Fault::Sequence(rank) => match strands
+                .sequences
+                .select(|address| address.entry.rank == rank)
+                .into_iter()
+                .max_by_key(|address| address.entry.since)
+            {
                 Some(address) => address.strand.tell(SequenceMsg::Fault(injected)),
                 None => return false,
             },

@@ -141,7 +141,6 @@ pub(crate) struct Restarts {
     pub(crate) scheduler: Counter,
     pub(crate) radix: Counter,
     pub(crate) sequence: Counter,
-    #[cfg(feature = "zmq")]
     pub(crate) ingest: Counter,
     pub(crate) health: Counter,
     pub(crate) engine_loads: Counter,
@@ -155,7 +154,6 @@ impl Restarts {
             scheduler: role("scheduler"),
             radix: role("radix"),
             sequence: role("sequence"),
-            #[cfg(feature = "zmq")]
             ingest: role("ingest"),
             health: role("health"),
             engine_loads: role("engine_loads"),
