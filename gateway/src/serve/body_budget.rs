@@ -14,8 +14,8 @@ use metrics::{Counter, Gauge};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
+use super::log_throttle::LogThrottle;
 use super::metrics::{BODIES_REJECTED, BODY_BYTES, BODY_BYTES_MAX};
-use super::rarely::Rarely;
 
 /// Maximum arrival time of a body before it is rejected first. Sixteen megabytes take 5 s at 27 Mbit/s.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(5);
@@ -38,7 +38,7 @@ pub(crate) struct BodyBudget {
     freed: Notify,
     bytes: Gauge,
     rejected: Counter,
-    logged: Rarely,
+    logged: LogThrottle,
 }
 
 #[derive(Default)]
@@ -94,7 +94,7 @@ impl BodyBudget {
             freed: Notify::new(),
             bytes: metrics::gauge!(BODY_BYTES.name),
             rejected: metrics::counter!(BODIES_REJECTED.name),
-            logged: Rarely::new(LOGGED_EVERY),
+            logged: LogThrottle::new(LOGGED_EVERY),
         })
     }
 
@@ -117,10 +117,10 @@ impl BodyBudget {
     /// Counts and logs a rejected body.
     fn reject(&self) -> Exhausted {
         self.rejected.increment(1);
-        if let Some(unsaid) = self.logged.may_say(Instant::now()) {
+        if let Some(suppressed) = self.logged.next_line(Instant::now()) {
             tracing::warn!(
                 body_budget_bytes = self.bytes_max,
-                suppressed = unsaid,
+                suppressed = suppressed,
                 "request body rejected: the budget over all request bodies (gateway.body_budget_bytes) is exhausted"
             );
         }

@@ -11,11 +11,11 @@ mod current;
 mod ids;
 mod limits;
 mod listener;
+mod log_throttle;
 mod machine;
 pub mod metrics;
 mod models;
 mod proxy;
-mod rarely;
 mod ready;
 mod reload;
 mod retry_budget;
@@ -46,8 +46,8 @@ use current::Current;
 use ids::Ids;
 use limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX};
 use listener::{LINGER, Listener, ListenerOptions, Overflow};
+use log_throttle::LogThrottle;
 use models::Models;
-use rarely::Rarely;
 use ready::Readiness;
 use reload::{Reloader, WorkerTrust};
 use retry_budget::RetryBudget;
@@ -63,7 +63,7 @@ pub use tenants::{Tenant, Tenants};
 pub use tls::TlsError;
 
 /// Log interval of cut-off responses.
-const BROKEN_STREAMS_SAID_EVERY: Duration = Duration::from_secs(10);
+const BROKEN_STREAMS_LOGGED_EVERY: Duration = Duration::from_secs(10);
 
 /// Startup error of the gateway.
 #[derive(Debug, thiserror::Error)]
@@ -110,7 +110,7 @@ pub(crate) struct App {
     pub(crate) meters: Arc<Meters>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
-    pub(crate) broken_streams: Arc<Rarely>,
+    pub(crate) broken_streams: Arc<LogThrottle>,
     pub(crate) ids: Arc<Ids>,
     /// Startup time in Unix seconds, used as the creation date of models.
     pub(crate) created: u64,
@@ -141,7 +141,7 @@ impl App {
             models: Arc::new(models),
             upstream,
             meters: Arc::new(Meters::new()),
-            broken_streams: Arc::new(Rarely::new(BROKEN_STREAMS_SAID_EVERY)),
+            broken_streams: Arc::new(LogThrottle::new(BROKEN_STREAMS_LOGGED_EVERY)),
             ids: Arc::new(Ids::new()),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             closing: Arc::new(AtomicBool::new(false)),

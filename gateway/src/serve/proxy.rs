@@ -28,7 +28,7 @@ use super::telemetry::ErrorCode;
 use super::tenants::Tenant;
 use crate::openai::{ApiError, Ask, Edits, Endpoint, RequestTerms, request_id, to_client};
 use answer::Answer;
-use attempts::{Begin, Errand};
+use attempts::{AttemptLoop, Begin};
 use intake::Limits;
 
 /// Serves a request to one of the endpoints.
@@ -109,8 +109,8 @@ async fn pass(
     // Embeddings are never streamed, regardless of the request.
     let kind = if ask.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
     let body = ask.body(edits);
-    let errand = Errand { app, model, endpoint, headers, request_id, body, kind };
-    errand.run(account, request).await
+    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind };
+    attempts.run(account, request).await
 }
 
 /// Response of a worker that has started one.

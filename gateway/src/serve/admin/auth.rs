@@ -18,10 +18,10 @@ use tokio::time::Instant;
 
 use super::error;
 use crate::openai::ErrorType;
-use crate::serve::rarely::Rarely;
+use crate::serve::log_throttle::LogThrottle;
 
 /// Log interval of denied requests.
-const TOLD_EVERY: Duration = Duration::from_secs(10);
+const LOGGED_EVERY: Duration = Duration::from_secs(10);
 
 /// Error while loading the token; administration is then disabled.
 #[derive(Debug, thiserror::Error)]
@@ -143,12 +143,15 @@ pub(super) fn denied() -> Response {
 /// Counter of denied requests.
 pub(super) struct Denials {
     counter: Counter,
-    told: Rarely,
+    throttle: LogThrottle,
 }
 
 impl Denials {
     pub(super) fn new() -> Self {
-        Self { counter: metrics::counter!("pointsman_gateway_admin_denied_total"), told: Rarely::new(TOLD_EVERY) }
+        Self {
+            counter: metrics::counter!("pointsman_gateway_admin_denied_total"),
+            throttle: LogThrottle::new(LOGGED_EVERY),
+        }
     }
 
     pub(super) fn count(&self, peer: Option<SocketAddr>) {
@@ -161,7 +164,7 @@ impl Denials {
 
     /// Counts a denial; returns the number to log when the interval is over.
     fn next(&self, now: Instant) -> Option<u64> {
-        self.told.may_say(now).map(|untold| untold + 1)
+        self.throttle.next_line(now).map(|suppressed| suppressed + 1)
     }
 }
 
@@ -226,7 +229,7 @@ mod tests {
         let told = Denials::new();
         let start = Instant::now();
         assert_eq!(told.next(start), Some(1), "the first at once");
-        assert_eq!([told.next(start), told.next(start + TOLD_EVERY / 2)], [None, None]);
-        assert_eq!(told.next(start + TOLD_EVERY), Some(3));
+        assert_eq!([told.next(start), told.next(start + LOGGED_EVERY / 2)], [None, None]);
+        assert_eq!(told.next(start + LOGGED_EVERY), Some(3));
     }
 }

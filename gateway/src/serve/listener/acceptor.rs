@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep};
 
 use super::ListenerOptions;
-use crate::serve::rarely::Rarely;
+use crate::serve::log_throttle::LogThrottle;
 
 /// Pause after an accept without a free descriptor.
 const ACCEPT_REST: Duration = Duration::from_millis(20);
@@ -78,8 +78,8 @@ pub(super) struct Acceptor {
     meters: Meters,
     /// Absent after its use.
     spare: Option<File>,
-    trouble_logged: Rarely,
-    refused_logged: Rarely,
+    trouble_logged: LogThrottle,
+    refused_logged: LogThrottle,
     name: &'static str,
 }
 
@@ -95,8 +95,8 @@ impl Acceptor {
             connections_max,
             meters: Meters::new(options.name),
             spare: spare(),
-            trouble_logged: Rarely::new(LOGGED_EVERY),
-            refused_logged: Rarely::new(LOGGED_EVERY),
+            trouble_logged: LogThrottle::new(LOGGED_EVERY),
+            refused_logged: LogThrottle::new(LOGGED_EVERY),
             name: options.name,
         }
     }
@@ -124,7 +124,7 @@ impl Acceptor {
                 Err(error) => error,
             };
             self.meters.accept_errors.increment(1);
-            if let Some(suppressed) = self.trouble_logged.may_say(Instant::now()) {
+            if let Some(suppressed) = self.trouble_logged.next_line(Instant::now()) {
                 tracing::warn!(listener = self.name, %error, suppressed, "cannot accept connections");
             }
             let is_short = error.raw_os_error().is_some_and(|code| NO_DESCRIPTOR.contains(&code));
@@ -141,7 +141,7 @@ impl Acceptor {
         let is_overflow = is_overflow || gave_up_spare;
         if is_overflow {
             self.meters.refused.increment(1);
-            if let Some(suppressed) = self.refused_logged.may_say(Instant::now()) {
+            if let Some(suppressed) = self.refused_logged.next_line(Instant::now()) {
                 let (listener, connections_max) = (self.name, self.connections_max);
                 tracing::warn!(listener, connections_max, suppressed, "connection refused: too many are open");
             }

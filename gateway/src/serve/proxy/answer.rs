@@ -56,7 +56,7 @@ pub(super) struct Answer {
 
 impl Answer {
     pub(super) fn new(app: &Arc<App>, account: Account, begin: Begin, kind: AnswerKind) -> Self {
-        let Begin { placement, sent, head: _, body, checked, output_tokens, has_blamed } = begin;
+        let Begin { placement, sent, head: _, body, checked, output_tokens, is_reported } = begin;
         let app = Arc::clone(app);
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
         let mut body = placement.wrap_body(body, kind);
@@ -66,7 +66,7 @@ impl Answer {
         if checked.is_some() {
             body = body.requiring_end_mark();
         }
-        if has_blamed {
+        if is_reported {
             body = body.without_blame();
         }
         let (body, silent_since, alarm, untold) = (Some(body), None, None, None);
@@ -119,10 +119,10 @@ impl Answer {
             Cut::Incomplete => Outcome::InvalidAnswer,
         };
         self.sent.ended(outcome.label());
-        if let Some(unsaid) = self.app.broken_streams.may_say(Instant::now()) {
+        if let Some(suppressed) = self.app.broken_streams.next_line(Instant::now()) {
             let request_id = self.account.access.request_id.as_str();
             let (worker, rank) = self.account.access.worker();
-            tracing::warn!(request_id, worker, rank, reason = why.name(), unsaid, "an answer was cut off: {cut}");
+            tracing::warn!(request_id, worker, rank, reason = why.name(), suppressed, "an answer was cut off: {cut}");
         }
         self.untold = Some(cut);
         context.waker().wake_by_ref();

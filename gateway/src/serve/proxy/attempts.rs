@@ -39,7 +39,7 @@ const ERROR_BYTES_MAX: usize = 64 << 10;
 const UNREACHABLE_MAX: u32 = 16;
 
 /// Data sent by every attempt of a request.
-pub(super) struct Errand<'a> {
+pub(super) struct AttemptLoop<'a> {
     pub(super) app: &'a Arc<App>,
     pub(super) model: &'a Arc<Model>,
     pub(super) endpoint: Endpoint,
@@ -62,21 +62,21 @@ pub(super) struct Begin {
     /// Output length expected by the client.
     pub(super) output_tokens: Option<u32>,
     /// Whether the request already counts against a failed worker.
-    pub(super) has_blamed: bool,
+    pub(super) is_reported: bool,
 }
 
 /// Response head, body from the first frame, and kind of validation.
 type Checked = (axum::http::response::Parts, Begun, Option<AnswerKind>);
 
-impl Errand<'_> {
+impl AttemptLoop<'_> {
     /// Tries ranks until one starts a response.
     ///
     /// # Errors
     /// The error for the client: a worker's own error if any worker sent one.
     pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
         let (asked, deadline) = (account.started(), request.deadline);
-        let (mut elsewhere, mut failures) = (Elsewhere::default(), Failures::default());
-        let mut reports = Reports { errand: self, suspects: Vec::new() };
+        let (mut excluded, mut failures) = (ExcludedRanks::default(), Failures::default());
+        let mut reports = Reports { attempts: self, suspects: Vec::new() };
         let attempts_max = self.app.settings.gateway.attempts_max;
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
@@ -88,7 +88,7 @@ impl Errand<'_> {
                 ..request
             };
             let routed = Instant::now();
-            let placement = match self.place(request, &mut elsewhere).await {
+            let placement = match self.place(request, &mut excluded).await {
                 Ok(placement) => placement,
                 Err(error) if attempt == 1 => return Err(error.into_response()),
                 // No other rank can serve the request, so the collected errors decide.
@@ -108,9 +108,9 @@ impl Errand<'_> {
             let failure = match self.attempt(account, &placement, &mut sent).await {
                 Ok((head, body, checked)) => {
                     let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
-                    let has_blamed = reports.settle(ending);
+                    let is_reported = reports.settle(ending);
                     let output_tokens = request.expected_output_tokens;
-                    return Ok(Begin { placement, sent, head, body, checked, output_tokens, has_blamed });
+                    return Ok(Begin { placement, sent, head, body, checked, output_tokens, is_reported });
                 }
                 Err(failure) => failure,
             };
@@ -126,7 +126,7 @@ impl Errand<'_> {
             last_worker = Some(Arc::clone(sent.worker()));
             let may_retry = self.is_worth_a_retry(failure.reason(), &failures.reasons);
             let is_unreachable = failure.is_unreachable();
-            elsewhere.than(&placement, &failure, self);
+            excluded.add(&placement, &failure, self);
             reports.add(&placement, &failure, sent);
             drop(placement);
             failures.add(failure);
@@ -169,19 +169,19 @@ impl Errand<'_> {
     }
 
     /// A rank for the next attempt: of another worker, else another rank, else possibly the same rank.
-    async fn place(&self, request: RouteRequest<'_>, elsewhere: &mut Elsewhere) -> Result<Placement, ApiError> {
+    async fn place(&self, request: RouteRequest<'_>, excluded: &mut ExcludedRanks) -> Result<Placement, ApiError> {
         let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
         let route = async |constraints: Option<&Constraints>| {
             let routed = timeout(within, self.model.router.route(RouteRequest { constraints, ..request })).await;
             routed.map_err(|_| ApiError::queue_timeout())?.map_err(ApiError::from)
         };
         let failing = self.model.workers.failing();
-        if elsewhere.ranks.is_empty() && failing.is_empty() {
+        if excluded.ranks.is_empty() && failing.is_empty() {
             return route(None).await;
         }
-        let excluded_ranks = elsewhere.workers.union(&failing).copied().collect();
+        let excluded_ranks = excluded.workers.union(&failing).copied().collect();
         let other_workers = Constraints { excluded_ranks, ..Constraints::default() };
-        let other_ranks = Constraints { excluded_ranks: elsewhere.ranks.clone(), ..Constraints::default() };
+        let other_ranks = Constraints { excluded_ranks: excluded.ranks.clone(), ..Constraints::default() };
         // After a failed queue wait the request does not queue again.
         let is_refused =
             |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| *error != ApiError::queue_timeout());
@@ -189,7 +189,7 @@ impl Errand<'_> {
         if is_refused(&placed) && other_workers != other_ranks {
             placed = route(Some(&other_ranks)).await;
         }
-        if is_refused(&placed) && (elsewhere.ranks.is_empty() || std::mem::take(&mut elsewhere.same_again)) {
+        if is_refused(&placed) && (excluded.ranks.is_empty() || std::mem::take(&mut excluded.same_again)) {
             placed = route(None).await;
         }
         placed
@@ -284,7 +284,7 @@ impl Errand<'_> {
 
 /// Ranks excluded after failures.
 #[derive(Default)]
-struct Elsewhere {
+struct ExcludedRanks {
     /// Ranks of failed attempts.
     ranks: BTreeSet<WorkerRank>,
     /// These ranks, and all ranks of workers that did not respond.
@@ -293,8 +293,8 @@ struct Elsewhere {
     same_again: bool,
 }
 
-impl Elsewhere {
-    fn than(&mut self, placement: &Placement, failure: &Failure, errand: &Errand<'_>) {
+impl ExcludedRanks {
+    fn add(&mut self, placement: &Placement, failure: &Failure, attempts: &AttemptLoop<'_>) {
         let rank = placement.rank();
         self.same_again = failure.is_unheard() && self.ranks.is_empty();
         self.ranks.insert(rank);
@@ -302,12 +302,12 @@ impl Elsewhere {
         match failure.reason() {
             RetryReason::Busy | RetryReason::ServerError => {}
             RetryReason::Connect | RetryReason::Timeout | RetryReason::Broken | RetryReason::InvalidAnswer => {
-                self.workers.extend(errand.siblings(rank));
+                self.workers.extend(attempts.siblings(rank));
             }
             // All ranks of this engine would respond equally.
             RetryReason::Misconfigured => {
-                self.workers.extend(errand.siblings(rank));
-                self.ranks.extend(errand.siblings(rank));
+                self.workers.extend(attempts.siblings(rank));
+                self.ranks.extend(attempts.siblings(rank));
             }
         }
     }
@@ -316,7 +316,7 @@ impl Elsewhere {
 /// Outcomes of failed attempts, reported at the end of their request. A drop before means a client disconnect: they
 /// count as if no worker had responded.
 struct Reports<'a> {
-    errand: &'a Errand<'a>,
+    attempts: &'a AttemptLoop<'a>,
     suspects: Vec<Suspect>,
 }
 
@@ -325,7 +325,7 @@ impl Reports<'_> {
         let (rank, outcome) = (placement.rank(), failure.outcome());
         // A long complete response may be late on a rank that serves other requests.
         let is_long_answer =
-            outcome == Outcome::Timeout && self.errand.kind == AnswerKind::Json && sent.has_rank_sent();
+            outcome == Outcome::Timeout && self.attempts.kind == AnswerKind::Json && sent.has_rank_sent();
         let sent = if outcome == Outcome::Misconfigured {
             Some(sent)
         } else {
@@ -340,7 +340,7 @@ impl Reports<'_> {
             placement.outcome(outcome);
             self.report_siblings(rank, outcome);
         } else if !is_long_answer {
-            let unsettled = Some(self.errand.model.workers.failed(rank));
+            let unsettled = Some(self.attempts.model.workers.failed(rank));
             self.suspects.push(Suspect { rank, outcome, sent, unsettled });
         }
     }
@@ -353,7 +353,7 @@ impl Reports<'_> {
             { sent }.ended(outcome);
         }
         let Some((rank, outcome)) = culprit else { return false };
-        self.errand.model.router.report_outcome(rank, outcome);
+        self.attempts.model.router.report_outcome(rank, outcome);
         if outcome == Outcome::Misconfigured {
             // Key and model belong to the engine, and so to all its ranks.
             self.report_siblings(rank, outcome);
@@ -362,8 +362,8 @@ impl Reports<'_> {
     }
 
     fn report_siblings(&self, rank: WorkerRank, outcome: Outcome) {
-        for sibling in self.errand.siblings(rank).filter(|sibling| *sibling != rank) {
-            self.errand.model.router.report_outcome(sibling, outcome);
+        for sibling in self.attempts.siblings(rank).filter(|sibling| *sibling != rank) {
+            self.attempts.model.router.report_outcome(sibling, outcome);
         }
     }
 }

@@ -7,27 +7,27 @@ use tokio::time::Instant;
 
 /// Passes one line per interval and counts the suppressed ones.
 #[derive(Debug)]
-pub(crate) struct Rarely {
+pub(crate) struct LogThrottle {
     every: Duration,
     last: Mutex<(Option<Instant>, u64)>,
 }
 
-impl Rarely {
+impl LogThrottle {
     pub(crate) fn new(every: Duration) -> Self {
         Self { every, last: Mutex::default() }
     }
 
     /// Number of suppressed lines since the last one, if this line may be logged.
-    pub(crate) fn may_say(&self, now: Instant) -> Option<u64> {
+    pub(crate) fn next_line(&self, now: Instant) -> Option<u64> {
         // Both values are consistent after every statement.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.0.is_some_and(|said| now.saturating_duration_since(said) < self.every) {
+        if last.0.is_some_and(|logged| now.saturating_duration_since(logged) < self.every) {
             last.1 += 1;
             return None;
         }
-        let unsaid = last.1;
+        let suppressed = last.1;
         *last = (Some(now), 0);
-        Some(unsaid)
+        Some(suppressed)
     }
 }
 
@@ -36,11 +36,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_is_said_in_each_period_and_the_others_are_counted() {
-        let (start, rarely) = (Instant::now(), Rarely::new(Duration::from_secs(10)));
-        assert_eq!(rarely.may_say(start), Some(0));
-        assert_eq!([1, 9].map(|s| rarely.may_say(start + Duration::from_secs(s))), [None, None]);
-        assert_eq!(rarely.may_say(start + Duration::from_secs(10)), Some(2));
-        assert_eq!(rarely.may_say(start + Duration::from_secs(20)), Some(0));
+    fn one_line_per_interval_and_the_others_are_counted() {
+        let (start, throttle) = (Instant::now(), LogThrottle::new(Duration::from_secs(10)));
+        assert_eq!(throttle.next_line(start), Some(0));
+        assert_eq!([1, 9].map(|s| throttle.next_line(start + Duration::from_secs(s))), [None, None]);
+        assert_eq!(throttle.next_line(start + Duration::from_secs(10)), Some(2));
+        assert_eq!(throttle.next_line(start + Duration::from_secs(20)), Some(0));
     }
 }
