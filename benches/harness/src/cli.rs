@@ -1,4 +1,4 @@
-//! Arguments of a replay, and the steps from arguments to a report.
+//! Arguments of a replay and its execution.
 
 use std::ffi::OsString;
 use std::io;
@@ -29,133 +29,135 @@ pub(crate) fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error
     Policy::deserialize(name.into_deserializer())
 }
 
-/// The policy's name, as the router's configuration spells it.
+/// Name of a policy in the router's configuration.
 pub(crate) fn policy_name(policy: Policy) -> String {
     serde_json::to_value(policy).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
 }
 
-/// Where the router's knowledge of the ranks' caches comes from.
+/// Source of the router's knowledge of the ranks' caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Knowledge {
-    /// The engines' events
+    /// KV events of the engines
     #[default]
     Events,
-    /// Their events, and the router's own decisions until these come
+    /// KV events, and speculative entries from the router's decisions until the events arrive
     Predicted,
-    /// Its decisions alone, each believed for a while
+    /// Decisions only; each entry expires after a time to live
     Ttl,
-    /// Its decisions alone, on modelled caches of the engines' size
+    /// Decisions only, on modelled LRU caches of the engines' size
     Lru,
 }
 
-/// What every run over one workload and one kind of fleet shares.
+/// Arguments common to all runs over one workload and one kind of fleet.
 #[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Common {
-    /// Trace to replay (Mooncake's or Alibaba's JSON lines, Azure's table); conversations are generated when absent
+    /// Trace to replay (Mooncake's or Alibaba's JSON lines, Azure's table); without it conversations are generated
     #[arg(long)]
     pub trace: Option<PathBuf>,
-    /// Data-parallel ranks of each worker
+    /// Data-parallel ranks per worker
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub dp_size: u32,
-    /// Tokens of a KV block
+    /// Tokens per KV block
     #[arg(long, default_value = "64")]
     pub block_size: NonZeroU32,
-    /// KV blocks that one rank's simulated cache holds
+    /// KV blocks in the simulated cache of one rank
     #[arg(long, default_value_t = 16_384, value_parser = positive())]
     pub kv_blocks: usize,
-    /// Requests held out, all clients together; each client holds its equal share, at least one
+    /// Requests in flight over all clients; each client holds an equal share of at least one
     #[arg(long, default_value_t = 512, value_parser = positive())]
     pub inflight: usize,
     /// Index shards [default: the router's]
     #[arg(long)]
     pub shards: Option<u32>,
-    /// Requests to take from the workload [default: the whole trace, or 4000 generated]
+    /// Number of requests from the workload [default: the whole trace, or 4000 generated]
     #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
     pub limit: Option<u32>,
     /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
-    /// Where the router's knowledge of caches comes from
+    /// Source of the router's knowledge of caches
     #[arg(long, value_enum, default_value_t)]
     pub knowledge: Knowledge,
-    /// Let the other clients run after each request, as callers that wait for an engine would
+    /// Yield to other clients after each request, as callers that wait for an engine would
     ///
-    /// Without it clients go on at once: those of a router that suspends them queue behind each other inside its route,
-    /// and route times have that queue in them, while a router that answers at once serves few of them at a time. With
-    /// it they queue between requests, untimed, and all are concurrent over either router.
+    /// Without this flag, clients continue immediately. Clients of a router that suspends them then queue inside its
+    /// route function, and route times include that queue; a router that returns without suspension serves few clients
+    /// at a time. With this flag, clients queue between requests, where no time is measured, and all of them are
+    /// concurrent with either router.
     #[arg(long)]
     pub take_turns: bool,
-    /// Seed of the router's draws and of a generated workload
+    /// Seed of the router's random choices and of a generated workload
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
 
-/// One run.
+/// Arguments of one replay.
 #[derive(Args, Clone, Debug)]
 pub struct Replay {
-    /// What it shares with others.
+    /// Arguments shared with other runs.
     #[command(flatten)]
     pub common: Common,
-    /// Simulated workers
+    /// Number of simulated workers
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub workers: u32,
-    /// Concurrent callers
+    /// Number of concurrent clients
     #[arg(long, default_value_t = 1, value_parser = positive())]
     pub clients: usize,
-    /// Threads of the runtime that callers and router share
+    /// Threads of the runtime shared by clients and router
     #[arg(long, default_value_t = 2, value_parser = positive())]
     pub threads: usize,
-    /// Drill: crash an actor every so many requests, each kind in turn [default: none]
+    /// Crash an actor every REQUESTS requests, each kind in turn [default: none]
     ///
-    /// The scheduler, the index shard of the rank just chosen, then that rank's sequence actor. Standard error says at
-    /// the end how many were restarted. What a lost shard knew is not sent again, and the dying is on the router's
-    /// account, so figures of a drill compare with no others.
+    /// The kinds are the scheduler, the index shard of the latest chosen rank, and the sequence actor of that rank. The
+    /// number of restarts is printed on standard error at the end. Events that a crashed shard has lost are not sent
+    /// again, and the CPU time of crashes counts as the router's. Therefore the figures are not comparable with those
+    /// of other runs.
     #[arg(long, value_name = "REQUESTS")]
     pub kill_every: Option<NonZeroU32>,
     /// Print the report as one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Print the router's own metrics on standard error at the end, as Prometheus would read them
+    /// Print the router's metrics on standard error at the end, in Prometheus format
     #[arg(long)]
     pub metrics: bool,
 }
 
-/// Why there is no report.
+/// Errors of a replay.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// The trace is broken.
+    /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// The system gave no threads.
+    /// The runtime could not be started.
     #[error("cannot start a runtime of {threads} threads: {source}")]
     Runtime {
-        /// How many were asked for.
+        /// Requested number of threads.
         threads: usize,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// The router would not start.
+    /// The router could not be started.
     #[error("cannot start {target}: {reason}")]
     Start {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
-        /// What it said.
+        /// Reason from the router.
         reason: Refusal,
     },
-    /// The router failed under way.
+    /// The router failed during the run.
     #[error(transparent)]
     Loop(#[from] LoopError),
 }
 
 impl Replay {
-    /// The fleet to simulate.
+    /// Shape of the simulated fleet.
     #[must_use]
     pub fn fleet(&self) -> Fleet {
         Fleet { workers: self.workers, dp_size: self.common.dp_size }
     }
 
-    /// Runs the closed loop over the target that `start` makes, on a runtime of its own.
+    /// Runs the closed loop on its own runtime, over the target that `start` creates.
     ///
     /// # Errors
     /// The workload cannot be read, or the target fails.
@@ -185,7 +187,7 @@ impl Replay {
 }
 
 impl Common {
-    /// These arguments as a command line has them, for a run in a process of its own.
+    /// Command-line form of these arguments, for a run in another process.
     #[must_use]
     pub fn to_arguments(&self) -> Vec<OsString> {
         let Self { trace, dp_size, block_size, kv_blocks, inflight, shards, limit, policy, .. } = self;
@@ -206,7 +208,7 @@ impl Common {
         given.chain(take_turns.then(|| "--take-turns".into())).collect()
     }
 
-    /// The prompts to replay.
+    /// Prompts of the workload.
     ///
     /// # Errors
     /// The trace cannot be read.
@@ -215,7 +217,7 @@ impl Common {
     }
 }
 
-/// A bar on standard error if that is a terminal, nothing otherwise.
+/// Progress bar on standard error; hidden if that is no terminal.
 pub(crate) fn progress_bar(requests: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {per_sec}, {eta} left");
     ProgressBar::new(requests).with_style(style.expect("a valid template"))

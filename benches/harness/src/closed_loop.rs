@@ -1,30 +1,31 @@
-//! The closed loop: clients that route as fast as the router lets them, over engines that answer at once.
+//! Closed loop: clients route as fast as the router allows, over engines that respond immediately.
 //!
-//! Each client takes the next request of the workload, routes it, lets the chosen rank's [`Engine`] serve it, hands
-//! the rank's events on, completes the prefill, and frees its own oldest request once it holds more than its share of
-//! `inflight`. Half the requests warm caches and fill the in-flight set; the other half is measured. Between the two
-//! every client has stopped, so each clock reading falls on a whole number of requests.
+//! Each client repeats these steps: take the next request of the workload, route it, let the chosen rank's [`Engine`]
+//! serve it, deliver the rank's events, complete the prefill. It frees its own oldest request once it holds more than
+//! its share of `inflight`. The first half of the requests warms caches and fills the in-flight set; the second half is
+//! measured. All clients stop between the halves, so each clock reading falls on a whole number of requests.
 //!
-//! **Turns.** A client goes from one request to the next without a pause, unless it takes turns
-//! ([`Shape::take_turns`]): then it lets the others run after each request, as a caller that waits for its engine does.
-//! That shows two things that one run cannot:
+//! **Turns.** A client continues with the next request immediately, unless clients take turns ([`Shape::take_turns`]).
+//! In that mode it yields to the others after each request, like a caller that waits for its engine. The two modes show
+//! different properties:
 //!
-//! - Without turns, a client that its router suspends queues behind the others inside `route`, and that queue is most
-//!   of p99. A router whose answer is ready at once seldom suspends anybody: as many clients as the runtime has threads
-//!   then run most of a half alone, beside what the others hold and do not free. 16 clients over 8 ranks hit 0.150
-//!   where they hit 0.179 in turn.
-//! - With turns they queue between requests, where nobody's `route` is timed: all clients are concurrent, whatever the
-//!   router does, and `route` is what a call takes that does not wait for a thread first.
+//! - Without turns, a client that its router suspends queues behind the others inside `route`, and that queue dominates
+//!   p99. A router with an immediate response rarely suspends a client. Then only as many clients as the runtime has
+//!   threads run most of a half, while the requests of the others stay in flight. 16 clients over 8 ranks had a hit
+//!   rate of 0.150 without turns and 0.179 with turns.
+//! - With turns, clients queue between requests, outside the measured time of `route`. All clients are concurrent with
+//!   any router, and `route` is the duration of a call that does not wait for a thread first.
 //!
-//! **What counts as the router's CPU**: the process' CPU time over the measured half, all threads, less what the
-//! simulated side took by its thread's CPU clock (engines, building events, copying the next call's tokens, keeping
-//! counts). So hashing of requests, index and booking all count. So does the loop's own remainder, the same for
-//! every target: two readings of a CPU clock, two of a wall clock, bookkeeping, and turns where clients take them.
-//! Over a target that does nothing that was 0.9 to 1.0 µs a request with one client and 1.4 to 2.0 µs with 16 that
+//! **Router CPU** is the process' CPU time over the measured half, all threads, minus the simulated side: engines,
+//! building events, copying the next call's tokens and keeping counts, measured by the thread's CPU clock. Hashing of
+//! requests, index and booking are included. The loop's own overhead is included too and is the same for every target:
+//! two readings of a CPU clock, two of a wall clock, bookkeeping, and yields if clients take turns. With a target that
+//! does nothing, this overhead was 0.9 to 1.0 µs per request with one client, and 1.4 to 2.0 µs with 16 clients that
 //! take turns, at 8 and at 512 ranks.
 //!
-//! **Order of events.** A rank's events are delivered in the order in which its engine made them, by one client at a
-//! time: a client that finds a delivery under way leaves its events to it and goes on. Nobody waits for a lock.
+//! **Order of events.** A rank's events are delivered in the order of its engine, by one client at a time. A client
+//! that finds a delivery in progress leaves its events to that client and continues. No client waits for a lock during
+//! a delivery.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
@@ -44,94 +45,94 @@ use crate::measure::{Stopwatch, process_cpu, rss_bytes, thread_cpu};
 use crate::target::{Call, Refusal, Target};
 use pointsman_trial::workload::Prompt;
 
-/// Every how many requests the ranks' loads are sampled and the progress bar moves.
+/// Number of requests between load samples and updates of the progress bar.
 const SAMPLE_STRIDE: usize = 64;
 
 /// Shape of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// The simulated fleet.
+    /// Shape of the simulated fleet.
     pub fleet: Fleet,
-    /// Blocks that one rank's cache holds.
+    /// Number of blocks in the cache of one rank.
     pub kv_blocks: usize,
-    /// Requests held out, all clients together.
+    /// Number of requests in flight over all clients.
     pub inflight: usize,
-    /// Concurrent callers.
+    /// Number of concurrent clients.
     pub clients: usize,
-    /// Whether they let each other run after each request. One client has nobody to let.
+    /// Whether clients yield to each other after each request. Without effect for a single client.
     pub take_turns: bool,
 }
 
-/// What the measured half cost and found.
+/// Results of the measured half.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Requests measured.
+    /// Number of measured requests.
     pub requests: usize,
     /// Wall time.
     pub wall: Duration,
-    /// CPU time of the process less the simulated side's.
+    /// CPU time of the process minus that of the simulated side.
     pub router_cpu: Duration,
     /// CPU time of the simulated side.
     pub engine_cpu: Duration,
-    /// Time from call to answer of `route`, in nanoseconds.
+    /// Duration of `route` calls in nanoseconds.
     pub route_ns: Histogram<u64>,
-    /// Complete blocks of all prompts.
+    /// Number of complete blocks in all prompts.
     pub prompt_blocks: u64,
-    /// Those of them that the chosen rank held.
+    /// Number of those blocks in the cache of the chosen rank.
     pub cached_blocks: u64,
-    /// Blocks named in events.
+    /// Number of blocks in events.
     pub event_blocks: u64,
-    /// In-flight requests of the fullest rank over the mean of all ranks, averaged over samples. 1 is even.
+    /// In-flight requests of the most loaded rank divided by the mean of all ranks, averaged over samples. 1 is even.
     pub load_max_over_mean: f64,
-    /// Resident memory at the end, the workload and the engines included.
+    /// Resident memory at the end, including the workload and the engines.
     pub rss_bytes: Option<u64>,
     /// Resident memory before the router started: mostly the workload.
     pub rss_before_bytes: Option<u64>,
 }
 
-/// Why a run ended early.
+/// Errors of a run.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
-    /// The target refused what it must not refuse.
+    /// The target rejected a required operation.
     #[error("{target} could not {step} request {request}: {reason}")]
     Refused {
-        /// The target's name.
+        /// Name of the target.
         target: &'static str,
-        /// What was asked of it.
+        /// The rejected operation.
         step: &'static str,
         /// Position in the workload.
         request: usize,
-        /// What it said.
+        /// Reason from the target.
         reason: Refusal,
     },
     /// The target chose a rank that does not exist.
     #[error("{target} sent request {request} to {rank}, which is no rank of the fleet")]
     UnknownRank {
-        /// The target's name.
+        /// Name of the target.
         target: &'static str,
         /// Position in the workload.
         request: usize,
-        /// What it chose.
+        /// The chosen rank.
         rank: WorkerRank,
     },
-    /// There is nothing to measure.
+    /// There are too few requests to measure.
     #[error("{0} requests are too few: half warms, half is measured")]
     TooFew(usize),
 }
 
-/// One prompt with the blocks that engines will name.
+/// One prompt with the blocks of the engines' events.
 #[derive(Debug)]
 struct Request {
     tokens: Prompt,
     blocks: Box<[StoredBlock]>,
 }
 
-/// Prompts made ready for a target: hashed and named as its engines would. Costs no measured time.
+/// Prompts prepared for a target: hashed, and named with engine hashes. Preparation is not measured.
 #[derive(Debug)]
 pub struct Workload(Vec<Request>);
 
 impl Workload {
-    /// Makes `prompts` ready for `T`.
+    /// Prepares `prompts` for `T`.
     #[must_use]
     pub fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: NonZeroU32) -> Self {
         let ready = |tokens: Prompt| Request { blocks: engine::name_blocks(&T::hash(&tokens, block_size)), tokens };
@@ -144,17 +145,17 @@ impl Workload {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no requests.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Runs the loop over `target` on the current tokio runtime, and ends the target.
+/// Runs the loop over `target` on the current tokio runtime, and shuts the target down.
 ///
 /// # Errors
-/// The target refused a request, or there are fewer than two.
+/// The target rejects a request, or there are fewer than two requests.
 pub async fn run<T: Target>(
     target: T,
     workload: Workload,
@@ -217,7 +218,7 @@ pub async fn run<T: Target>(
     })
 }
 
-/// Lets every client work until the cursor leaves `half`.
+/// Runs all clients until the cursor leaves `half`.
 async fn run_half<T: Target>(
     shared: &Arc<Shared<T>>,
     clients: Vec<Client<T>>,
@@ -244,24 +245,24 @@ struct Shared<T: Target> {
     requests: Vec<Request>,
     fleet: Fleet,
     ranks: Vec<Rank<T>>,
-    /// The next request to take.
+    /// Position of the next request.
     cursor: AtomicUsize,
-    /// Whether clients let each other run after each request.
+    /// Whether clients yield to each other after each request.
     takes_turns: bool,
     progress: ProgressBar,
 }
 
 struct Rank<T: Target> {
     engine: Mutex<RankState<T>>,
-    /// Requests routed here and not yet freed.
+    /// Number of requests routed here and not yet freed.
     inflight: AtomicU32,
 }
 
-/// An engine and the events it has made that are not yet on their way.
+/// An engine and its undelivered events.
 struct RankState<T: Target> {
     engine: Engine,
     outbox: Vec<T::Event>,
-    /// A client is delivering; it will look at the outbox again.
+    /// True while a client delivers events; it checks the outbox again at the end.
     delivering: bool,
 }
 
@@ -270,7 +271,7 @@ impl<T: Target> RankState<T> {
         Self { engine: Engine::new(kv_blocks), outbox: Vec::new(), delivering: false }
     }
 
-    /// What the one client that delivers must deliver next. Nothing ends its delivery.
+    /// Next batch for the delivering client; none ends its delivery.
     fn next_batch(&mut self) -> Option<Vec<T::Event>> {
         self.delivering = !self.outbox.is_empty();
         self.delivering.then(|| std::mem::take(&mut self.outbox))
@@ -284,14 +285,14 @@ impl<T: Target> Rank<T> {
 }
 
 impl<T: Target> Shared<T> {
-    /// The next request before `end`, and a fresh call for it.
+    /// Takes the next request before `end` and creates a call for it.
     fn take(&self, end: usize) -> Option<(usize, Call)> {
         let number = self.cursor.fetch_add(1, Relaxed);
         let request = (number < end).then(|| &self.requests[number])?;
         Some((number, Call { id: format!("request-{number}"), tokens: request.tokens.to_vec() }))
     }
 
-    /// In-flight requests of the fullest rank over the mean.
+    /// In-flight requests of the most loaded rank divided by the mean.
     fn load_max_over_mean(&self) -> f64 {
         let (mut max, mut sum) = (0, 0);
         for rank in &self.ranks {
@@ -304,7 +305,7 @@ impl<T: Target> Shared<T> {
 }
 
 struct Client<T: Target> {
-    /// Requests routed and not yet freed, oldest first, with their rank's dense number.
+    /// Requests routed and not yet freed, oldest first, with the dense number of their rank.
     held: VecDeque<(usize, usize, T::Handle)>,
     share: usize,
     change: Change,
@@ -348,7 +349,7 @@ impl<T: Target> Client<T> {
                 target.free(handle).await.map_err(refused::<T>("free", number))?;
                 shared.ranks[index].inflight.fetch_sub(1, Relaxed);
             }
-            // A caller would now wait for its engine, and others would have their turn.
+            // A real caller would now wait for its engine while other clients run.
             if shared.takes_turns {
                 tokio::task::yield_now().await;
             }
@@ -356,7 +357,7 @@ impl<T: Target> Client<T> {
         Ok(self)
     }
 
-    /// Does `work` on the simulated side's account.
+    /// Runs `work` and counts its CPU time as the simulated side's.
     fn simulated<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         let started = thread_cpu();
         let result = work(self);
@@ -364,8 +365,8 @@ impl<T: Target> Client<T> {
         result
     }
 
-    /// Lets rank `index` serve request `number`, and counts. Gives the rank's undelivered events, unless another
-    /// client delivers them.
+    /// Lets rank `index` serve request `number`, and updates the counts. Returns the rank's undelivered events, unless
+    /// another client delivers them.
     fn serve(&mut self, shared: &Shared<T>, number: usize, name: WorkerRank, index: usize) -> Option<Vec<T::Event>> {
         let (rank, blocks) = (&shared.ranks[index], &shared.requests[number].blocks);
         rank.inflight.fetch_add(1, Relaxed);
@@ -381,7 +382,7 @@ impl<T: Target> Client<T> {
     }
 }
 
-/// One client's counts.
+/// Counts of one client.
 struct Tally {
     route_ns: Histogram<u64>,
     engine_cpu: Duration,

@@ -1,11 +1,11 @@
-//! Whether policies still do what they did.
+//! Regression test of policies against recorded figures.
 //!
-//! Owns the file of recorded figures and what drifting from it is. Promises that a policy whose figures moved is named,
-//! with what it had and what it has. Leaves to whoever changed it on purpose to record it anew.
+//! Defines the file of recorded figures and the limit of drift. A failure names the policy and its recorded and current
+//! figures. After an intended change, the developer records the figures again.
 //!
-//! A simulation gives the same figures each time, so what is recorded changes with the code alone: with the policy, with
-//! the model of engines, or with the generator of the workload. The last two move all policies alike; so it is the ratio
-//! to the first policy that is held, and of the first one its own time.
+//! A simulation gives the same figures each time, so the recorded figures only change with the code: with a policy,
+//! with the engine model, or with the workload generator. The last two affect all policies alike. Therefore the test
+//! compares ratios to the first policy, and the absolute time of the first policy only.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,11 +19,11 @@ use crate::compare::command::{jobs, seeds};
 use crate::compare::{CompareError, Comparison, Figure, Policied, simulated};
 use crate::suite::{ListError, parsed};
 
-/// How far a figure may be from what was recorded: small enough to see a policy change, large enough for a term that was
-/// rounded otherwise.
+/// Maximum relative deviation from a recorded figure: small enough to detect a change of a policy, large enough for a
+/// different rounding of a term.
 const DRIFT_MAX: f64 = 0.03;
 
-/// What stands above recorded figures.
+/// Header of the file of recorded figures.
 const HEAD: &str = "\
 # Figures of one small simulation, from which policies must not drift by more than 3 %: `first_ttft_mean_seconds` is the
 # mean time to the first token under the first policy, `ttft_ratios` are those of the others over it. After a change that
@@ -35,73 +35,73 @@ const HEAD: &str = "\
 
 ";
 
-/// Holds policies to recorded figures.
+/// Compares policies with recorded figures.
 #[derive(Args, Clone, Debug)]
 pub struct Drift {
-    /// The recorded figures
+    /// File of recorded figures
     pub file: PathBuf,
-    /// Record the figures that there are now
+    /// Record the current figures
     #[arg(long)]
     pub record: bool,
-    /// Policies to record, the others relative to the first [default: those recorded]
+    /// Policies to record, relative to the first [default: the recorded ones]
     #[arg(long, requires = "record", value_delimiter = ',', value_name = "POLICY,...")]
     pub policies: Vec<Policied>,
 }
 
-/// What is recorded.
+/// Content of the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Recorded {
-    /// The arguments of `simulate`.
+    /// Arguments of `simulate`.
     arguments: String,
-    /// How many seeds, from 1.
+    /// Number of seeds, from 1 on.
     seeds: u32,
-    /// The policies, as on a command line.
+    /// Policies in command-line form.
     policies: Vec<String>,
-    /// Mean time to the first token under the first of them, over the seeds.
+    /// Mean time to the first token under the first policy, averaged over the seeds.
     first_ttft_mean_seconds: f64,
-    /// The others' over that, as geometric means over the seeds.
+    /// Ratios of the other policies to that, as geometric means over the seeds.
     ttft_ratios: BTreeMap<String, f64>,
 }
 
-/// Why policies are not held to be what they were.
+/// Errors of the drift test.
 #[derive(Debug, thiserror::Error)]
 pub enum DriftError {
     /// The file cannot be read or written.
     #[error("cannot use {path}: {source}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// The file holds something else.
+    /// The file has invalid content.
     #[error("{path} holds no recorded figures: {reason}")]
     Form {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason for the rejection.
         reason: String,
     },
-    /// The simulation is not what `simulate` takes.
+    /// `simulate` rejects the recorded arguments.
     #[error(transparent)]
     Arguments(#[from] ListError),
     /// The simulation failed.
     #[error(transparent)]
     Compare(#[from] CompareError),
-    /// Figures moved.
+    /// Figures have drifted.
     #[error("{}; record them anew if that is meant", .0.join("; "))]
     Drifted(Vec<String>),
-    /// Nobody could be told.
+    /// The output could not be written.
     #[error("cannot write the figures: {0}")]
     Write(#[source] io::Error),
 }
 
 impl Drift {
-    /// Compares or records, and says each figure to `out`.
+    /// Compares or records the figures and writes each of them to `out`.
     ///
     /// # Errors
-    /// A figure has moved, the file is broken, or the simulation fails.
+    /// A figure has drifted, the file is invalid, or the simulation fails.
     pub fn run(&self, mut out: impl Write) -> Result<(), DriftError> {
         let recorded = self.read()?;
         let names = if self.policies.is_empty() {
@@ -136,7 +136,7 @@ impl Drift {
 }
 
 impl Recorded {
-    /// The same with the figures that there are now.
+    /// The same content with current figures.
     fn measured(self, form: impl Fn(String) -> DriftError) -> Result<Self, DriftError> {
         let simulate = parsed("drift", &self.arguments, &[])?;
         let policies: Result<Vec<Policied>, String> = self.policies.iter().map(|policy| policy.parse()).collect();
@@ -156,7 +156,7 @@ impl Recorded {
         })
     }
 
-    /// Each figure with a name for it.
+    /// Figures with their names.
     fn figures(&self) -> Vec<(String, f64)> {
         let first = self.policies.first().map(String::as_str).unwrap_or_default();
         let seconds = (format!("mean TTFT of {first}, seconds"), self.first_ttft_mean_seconds);
@@ -165,18 +165,18 @@ impl Recorded {
     }
 }
 
-/// Five digits are enough to hold three per cent.
+/// Rounds to five decimals, enough for a limit of three per cent.
 fn rounded(value: f64) -> f64 {
     (value * 1e5).round() / 1e5
 }
 
-/// What moved from `recorded` to `now`, in words.
+/// Descriptions of the figures that differ between `recorded` and `now`.
 fn moved(recorded: &Recorded, now: &Recorded) -> Vec<String> {
     let of_now: BTreeMap<String, f64> = now.figures().into_iter().collect();
     let far = |(figure, was): (String, f64)| {
         let is = of_now.get(&figure).copied().unwrap_or(f64::NAN);
         let drift = is / was - 1.0;
-        // Not a number is far, too.
+        // The negated comparison also reports NaN.
         let near = drift.abs() <= DRIFT_MAX;
         (!near).then(|| {
             format!(

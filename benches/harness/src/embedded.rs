@@ -1,5 +1,4 @@
-//! Pointsman's own [`Router`] as a target, through the public API that any gateway uses; in a drill, with actors
-//! crashed under way.
+//! Pointsman's own [`Router`] as a target, through the public API, with optional injection of actor crashes.
 
 use std::io::{self, Write};
 use std::num::NonZeroU32;
@@ -18,35 +17,35 @@ use crate::cli::{Knowledge, Replay};
 use crate::simulate::Setup;
 use crate::target::{Call, Refusal, Routed, Target};
 
-/// How long a router may take to come to rest; every booking has been freed by then.
+/// Timeout of the router's shutdown. All bookings are freed before.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
 
-/// How long a decision stands in for events that are late.
+/// Lifetime of a speculative entry that bridges the delay of events.
 const PREDICTED_TTL_MS: u64 = 5_000;
 
-/// The running router.
+/// A running router.
 #[derive(Debug)]
 pub struct Embedded {
     router: Router,
-    /// Whether its decisions look at caches, so that it can say what it believes of them.
+    /// Whether its policy uses cache contents, so that it predicts cached tokens.
     knows_caches: bool,
     drill: Option<Drill>,
 }
 
-/// Kills an actor every so many requests.
+/// Injects a crash of an actor every `every` requests.
 #[derive(Debug)]
 struct Drill {
     every: NonZeroU32,
     requests: AtomicU32,
-    /// Requests that the router gave up, having lost them again and again; their callers asked again.
+    /// Number of requests that the router returned as lost after repeated crashes and that were routed again.
     given_up: AtomicU32,
 }
 
 impl Embedded {
-    /// Starts a router over the fleet of `options`, at its defaults but for what they name.
+    /// Starts a router over the fleet of `options`, with default settings except those in `options`.
     ///
     /// # Errors
-    /// The router refuses its configuration.
+    /// The router rejects its configuration.
     pub async fn start(options: &Replay) -> Result<Self, Refusal> {
         let common = &options.common;
         let defaults = RouterConfig::default();
@@ -65,10 +64,10 @@ impl Embedded {
         Self::over(config, workers, options.kill_every.map(Drill::new)).await
     }
 
-    /// Starts a router over a simulated fleet, at its defaults but for what `setup` names.
+    /// Starts a router over a simulated fleet, with default settings except those in `setup`.
     ///
     /// # Errors
-    /// The router refuses its configuration.
+    /// The router rejects its configuration.
     pub async fn start_simulated(setup: &Setup) -> Result<Self, Refusal> {
         let workers = setup.fleet.worker_ids().zip(&setup.engines).map(|(worker, engine)| {
             let blocks = Some(engine.blocks_usable());
@@ -88,14 +87,14 @@ impl Embedded {
         Ok(Self { router, knows_caches, drill })
     }
 
-    /// The router itself, for what a closed loop does not ask.
+    /// The router, for uses outside the closed loop.
     #[must_use]
     pub fn router(&self) -> &Router {
         &self.router
     }
 }
 
-/// `config` for a fleet that is simulated, and whose caches are known by `knowledge`.
+/// Adapts `config` to a simulated fleet with the given source of cache knowledge.
 pub(crate) fn knowing_by(knowledge: Knowledge, config: RouterConfig) -> RouterConfig {
     RouterConfig {
         use_kv_events: (!matches!(knowledge, Knowledge::Ttl | Knowledge::Lru)).into(),
@@ -104,7 +103,7 @@ pub(crate) fn knowing_by(knowledge: Knowledge, config: RouterConfig) -> RouterCo
             Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,
         },
         predicted_ttl_ms: (knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS),
-        health_probe_interval_ms: 0, // nobody is there to answer
+        health_probe_interval_ms: 0, // simulated workers have no endpoint to probe
         ..config
     }
 }
@@ -125,17 +124,17 @@ impl Drill {
         Self { every, requests: AtomicU32::new(0), given_up: AtomicU32::new(0) }
     }
 
-    /// One more request has been placed, on `rank`.
+    /// Counts a placed request and injects the next fault if it is due.
     fn count(&self, router: &Router, rank: WorkerRank) {
         let requests = self.requests.fetch_add(1, Relaxed) + 1;
         if requests.is_multiple_of(self.every.get()) {
             let faults = [Fault::Scheduler, Fault::Radix(rank), Fault::Sequence(rank)];
             let turn = (requests / self.every - 1) as usize % faults.len();
-            router.inject(faults[turn]); // in vain where the policy keeps no index
+            router.inject(faults[turn]); // no effect under a policy without an index
         }
     }
 
-    /// What came of it. An actor that was dead already is not restarted twice.
+    /// Writes a summary. A crash of an actor that is already down causes no second restart.
     fn write(&self, router: &Router, mut out: impl Write) -> io::Result<()> {
         let (health, blows) = (router.health(), self.requests.load(Relaxed) / self.every);
         let (restarts, cold) = (health.restarts, health.cold.len());
@@ -149,7 +148,7 @@ impl Drill {
     }
 }
 
-/// Leaves out the message, and the backtrace that the environment may ask for, of each panic that a drill has made.
+/// Suppresses the panic message, and a backtrace enabled by the environment, of injected crashes.
 fn keep_quiet_about_drills() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -222,7 +221,7 @@ impl Target for Embedded {
 
     async fn shutdown(self) {
         if let Some(drill) = &self.drill {
-            // Nothing is left to tell if standard error is gone.
+            // A write error on standard error is ignored, because there is no other output.
             let _ = drill.write(&self.router, io::stderr());
         }
         self.router.shutdown(SHUTDOWN_MAX).await;

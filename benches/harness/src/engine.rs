@@ -1,8 +1,7 @@
-//! The cache of one simulated engine rank: the newest blocks of the prompts it has served.
+//! Cache of one simulated engine rank: the most recently used blocks of its prompts.
 //!
-//! Owns which blocks the rank holds. Promises that a held block's whole prefix is held, that what goes first is the
-//! least recently used leaf, and that the same calls give the same changes. Keeps no block for being in flight: a
-//! request is served in no time here.
+//! The whole prefix of a held block is held. Eviction removes the least recently used leaf. The same calls give the
+//! same changes. Requests take no time here, so no block is pinned by a request in flight.
 
 use std::ops::Range;
 
@@ -12,8 +11,8 @@ use pointsman::protocol::{BlockHash, EngineHash, StoredBlock};
 
 use pointsman_trial::workload::mix;
 
-/// Names a prompt's blocks as the engine would: each by its content and all that stands before it. The names are the
-/// harness' own and agree with no hash of a router, as an engine's need not.
+/// Computes engine hashes of a prompt's blocks, each from its content and all blocks before it. Like those of a real
+/// engine, these hashes differ from the router's.
 #[must_use]
 pub fn name_blocks(hashes: &[BlockHash]) -> Box<[StoredBlock]> {
     let mut previous = 0x656e_6769_6e65;
@@ -26,35 +25,36 @@ pub fn name_blocks(hashes: &[BlockHash]) -> Box<[StoredBlock]> {
         .collect()
 }
 
-/// What serving one request did to a cache. Reused from call to call, for the allocation.
+/// Changes of a cache by one request. Reused between calls to avoid allocations.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// Leading blocks of the request that were held before: the hit.
+    /// Number of leading blocks that were held before: the hit.
     pub cached: usize,
-    /// The request's blocks that are held only now. They follow the last cached block, if any was.
+    /// Newly stored blocks of the request. They follow the last cached block, if any.
     pub stored: Range<usize>,
-    /// What had to go first, to make room.
+    /// Blocks evicted to make room.
     pub removed: Vec<EngineHash>,
 }
 
 impl Change {
-    /// The block that the first stored one follows.
+    /// Parent of the first stored block.
     #[must_use]
     pub fn parent(&self, blocks: &[StoredBlock]) -> Option<EngineHash> {
         self.stored.start.checked_sub(1).map(|last| blocks[last].engine_hash)
     }
 
-    /// Number of blocks that the change's events name.
+    /// Number of blocks in the events of this change.
     #[must_use]
     pub fn event_blocks(&self) -> usize {
         self.stored.len() + self.removed.len()
     }
 }
 
-/// One rank's cache.
+/// Cache of one rank.
 ///
-/// Every use of a block is a use of its whole prefix, and the prefix is moved to the front last. So the plain order of
-/// use always has a block behind all that it needs, its tail is always a leaf, and no tree need be kept.
+/// Every use of a block is a use of its whole prefix, and the prefix is moved to the front after its children.
+/// Therefore a block is always behind its ancestors in the plain LRU order, the tail is always a leaf, and no tree is
+/// needed.
 #[derive(Debug)]
 pub struct Engine {
     blocks: LruCache<EngineHash, (), RandomState>,
@@ -62,20 +62,20 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An empty cache of `blocks_max` blocks.
+    /// Creates an empty cache of `blocks_max` blocks.
     #[must_use]
     pub fn new(blocks_max: usize) -> Self {
         Self { blocks: LruCache::unbounded_with_hasher(RandomState::new()), blocks_max }
     }
 
-    /// Blocks held now.
+    /// Number of held blocks.
     #[must_use]
     pub fn held(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Serves a request of `blocks` and says in `change` what that did. What does not fit the cache even alone is not
-    /// held. About 0.1 µs a block.
+    /// Serves a request of `blocks` and writes the changes to `change`. Blocks beyond the capacity of the cache are not
+    /// held. Takes about 0.1 µs per block.
     pub fn serve(&mut self, blocks: &[StoredBlock], change: &mut Change) {
         let blocks = &blocks[..blocks.len().min(self.blocks_max)];
         let cached = blocks.iter().take_while(|block| self.blocks.contains(&block.engine_hash)).count();
@@ -98,7 +98,7 @@ mod tests {
 
     use super::*;
 
-    /// Holds each block with its parent and the time of its last use, and searches for the oldest leaf.
+    /// Reference model: stores each block with its parent and time of last use, and searches for the oldest leaf.
     #[derive(Default)]
     struct Naive(Vec<(EngineHash, Option<EngineHash>, usize)>);
 

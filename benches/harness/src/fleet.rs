@@ -1,29 +1,29 @@
-//! The simulated fleet's shape: equal workers of equal ranks, and a dense number for each rank.
+//! Shape of the simulated fleet: equal workers with equal numbers of ranks, and a dense number for each rank.
 
 use pointsman::protocol::{WorkerId, WorkerRank};
 
-/// `workers` workers, numbered from 1, of `dp_size` ranks each, numbered from 0.
+/// `workers` workers, numbered from 1, with `dp_size` ranks each, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fleet {
     /// Number of workers.
     pub workers: u32,
-    /// Ranks of each.
+    /// Number of ranks per worker.
     pub dp_size: u32,
 }
 
 impl Fleet {
-    /// Number of ranks.
+    /// Total number of ranks.
     #[must_use]
     pub fn ranks(self) -> usize {
         self.workers as usize * self.dp_size as usize
     }
 
-    /// The workers' names.
+    /// Ids of the workers.
     pub fn worker_ids(self) -> impl Iterator<Item = WorkerId> {
         (1..=u64::from(self.workers)).map(WorkerId)
     }
 
-    /// The dense number of `rank`, if it is one of the fleet's.
+    /// Dense number of `rank`; none if the rank is not in the fleet.
     ///
     /// ```
     /// use pointsman::protocol::{WorkerId, WorkerRank};

@@ -1,21 +1,22 @@
-//! Load and replay harness of Pointsman: what a router costs, measured in a closed loop.
+//! Load and replay harness of Pointsman. Measures the cost of a router in a closed loop.
 //!
-//! A [`workload`] gives prompts, simulated [`engine`]s stand in for the fleet, and the [`closed_loop`] drives a
-//! [`target::Target`] with them: route, let the engine serve, hand its events on, complete the prefill, free. What
-//! that took is [`measure`]d and [`report`]ed. Two routers are targets today: Pointsman, and in `benches/versus` its
-//! nearest peer, so that both run exactly the same loop.
+//! A [`workload`] provides prompts, simulated [`engine`]s replace the fleet, and the [`closed_loop`] drives a
+//! [`target::Target`]: route, let the engine serve, deliver its events, complete the prefill, free. [`measure`] has the
+//! clocks and [`report`] the results. There are two targets: Pointsman, and in `benches/versus` Dynamo's router, so
+//! that both run exactly the same loop.
 //!
-//! Beside the loop, [`events`] measures what comes from engines alone: how many blocks a second one core takes in.
+//! In addition, [`events`] measures the processing of KV events alone: the number of blocks per second on one core.
 //!
-//! The loop simulates no time: its engines answer at once, and load is whatever `--inflight` requests weigh. It says what
-//! routing costs and what it finds in caches. What a fleet's users would see of it is for [`simulate`] to say: the same
-//! targets over engines that take their time, on a clock that nobody waits for. And [`load`] asks real endpoints, over
-//! HTTP.
+//! The loop does not simulate time: its engines respond immediately, and the load consists of the `--inflight`
+//! requests. It measures the cost of routing and the cache hits. [`simulate`] measures the latency that users of a
+//! fleet would see: the same targets over engines with modelled durations, in virtual time. [`load`] sends requests to
+//! real endpoints over HTTP.
 //!
-//! Whatever ran over time, simulated or not, leaves a [`record::Run`], of which [`results`] make figures and doubts.
-//! [`compare`] and [`suite`] put policies side by side, [`page`] draws what they found, [`drift`] holds them to it.
+//! Every run over time, simulated or real, gives a [`record::Run`], from which [`results`] computes figures and
+//! warnings. [`compare`] and [`suite`] compare policies, [`page`] draws their results, [`drift`] tests them for
+//! regressions.
 //!
-//! The harness embeds the router through its public API only.
+//! The harness uses the router through its public API only.
 
 pub mod cli;
 pub mod closed_loop;

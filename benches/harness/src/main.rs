@@ -16,7 +16,7 @@ use pointsman_bench::page::Page;
 use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::RunSuite;
 
-/// Measures Pointsman under load
+/// Benchmarks for Pointsman
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -26,23 +26,23 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Replays a trace, or a generated workload, in a closed loop and reports what routing cost
+    /// Replay a trace or a generated workload in a closed loop and report the cost of routing
     Replay(Replay),
-    /// Measures what engines' events cost: decoding, hashing and indexing them, on one thread
+    /// Measure decoding, hashing and indexing of KV events on one thread
     Events(Events),
-    /// Serves a workload on a simulated fleet in virtual time and reports what its users would have seen
+    /// Serve a workload on a simulated fleet in virtual time and report the latency for its users
     Simulate(Box<Simulate>),
-    /// Simulates several policies on one workload, in pairs, with several seeds
+    /// Simulate several policies on one workload, in pairs, with several seeds
     Compare(Box<Compare>),
-    /// Simulates several policies on a list of workloads, and says where each wins and loses
+    /// Simulate several policies on a list of workloads and report the wins and losses of each
     Suite(RunSuite),
-    /// Fails where policies no longer do in a small simulation what was recorded of them
+    /// Fail if policies drift from their recorded figures in a small simulation
     Drift(Drift),
-    /// Sends a workload to an endpoint of OpenAI's API over HTTP and reports what came back when
+    /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
     Load(Box<Load>),
-    /// Sends the same workloads to several endpoints, in turns that change sides, and compares what came back
+    /// Send the same workloads to several endpoints in alternating order and compare the responses
     CompareEndpoints(Box<CompareEndpoints>),
-    /// Makes one HTML page of results, with plots; it needs no network
+    /// Create a self-contained HTML page of results with plots
     Report(Page),
 }
 
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nothing is left to tell if standard error is gone.
+            // A write error on standard error is ignored, because there is no other output.
             let _ = writeln!(io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
 }
 
 fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
-    // Before the router starts: its actors take their instruments when they do.
+    // Installed before the router starts, because its actors obtain their metric handles at start.
     let metrics = replay.metrics.then(|| PrometheusBuilder::new().install_recorder()).transpose()?;
     let report = replay.run(Embedded::start)?;
     if let Some(metrics) = metrics {

@@ -1,6 +1,6 @@
 //! Clocks and meters: wall time, CPU time of the process and of one thread, resident memory.
 //!
-//! The one place of the harness that reads them.
+//! All of the harness' clock readings are in this module.
 
 #![expect(clippy::disallowed_types, reason = "wall time is what a bench measures, and nothing here is paused")]
 
@@ -8,31 +8,31 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Wall time since it was started.
+/// Measures wall time since its start.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch(Instant);
 
 impl Stopwatch {
-    /// Starts one.
+    /// Starts a stopwatch.
     #[must_use]
     pub fn start() -> Self {
         Self(Instant::now())
     }
 
-    /// Time since then.
+    /// Time since the start.
     #[must_use]
     pub fn elapsed(self) -> Duration {
         self.0.elapsed()
     }
 }
 
-/// CPU time of all threads of this process, user and system, since it began.
+/// CPU time of all threads of this process, user and system, since its start.
 #[must_use]
 pub fn process_cpu() -> Duration {
     read(ClockId::ProcessCPUTime)
 }
 
-/// CPU time of the calling thread, user and system, since it began.
+/// CPU time of the calling thread, user and system, since its start.
 #[must_use]
 pub fn thread_cpu() -> Duration {
     read(ClockId::ThreadCPUTime)
@@ -42,7 +42,7 @@ fn read(clock: ClockId) -> Duration {
     Duration::try_from(clock_gettime(clock)).expect("CPU time is never negative")
 }
 
-/// Resident memory of this process in bytes, where the system tells (Linux).
+/// Resident memory of this process in bytes, if the system reports it (Linux).
 #[must_use]
 pub fn rss_bytes() -> Option<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;

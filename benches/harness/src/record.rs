@@ -1,7 +1,7 @@
-//! What is kept of a run over time, whoever served it: a simulated fleet or a real endpoint.
+//! Records of a run over time, on a simulated fleet or a real endpoint.
 //!
-//! Owns the facts of each request and of each rank, unsummarised. Promises that times are of one clock, in µs since the
-//! run's start. Leaves percentiles, ratios and doubts about the run to those who read it.
+//! Contains the unaggregated facts of each request and each rank. All times are in µs since the start of the run, by
+//! one clock. The readers compute percentiles, ratios and warnings.
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -9,68 +9,68 @@ use serde::Serialize;
 /// A whole run.
 #[derive(Clone, Debug)]
 pub struct Run {
-    /// One a request of the workload, in its order.
+    /// One record per request, in the workload's order.
     pub requests: Vec<RequestRecord>,
-    /// Gaps between tokens of one answer, in µs, over all measured requests.
+    /// Gaps between the tokens of an answer in µs, over all measured requests.
     pub itl_us: Histogram<u64>,
-    /// What ranks looked like, in order of time; empty where nobody can see them.
+    /// Samples of ranks in order of time; empty if ranks are not observable.
     pub rank_samples: Vec<RankSample>,
-    /// Ranks of the fleet; 0 where unknown.
+    /// Number of ranks in the fleet; 0 if unknown.
     pub ranks: u32,
-    /// The first so many requests only warm caches and count in no figure.
+    /// Number of initial requests that only warm caches and are excluded from all figures.
     pub warmup_requests: usize,
-    /// When the last answer had ended.
+    /// End of the last answer.
     pub ended_us: u64,
 }
 
-/// What became of one request.
+/// Record of one request.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RequestRecord {
-    /// When it was due.
+    /// Arrival time according to the workload.
     pub due_us: u64,
-    /// When it was sent: later than due where the client could not keep up.
+    /// Time of sending; later than the arrival time if the client was late.
     pub sent_us: u64,
-    /// When the router had chosen its rank; absent where that cannot be seen.
+    /// Time of the routing decision; none if not observable.
     pub placed_us: Option<u64>,
-    /// When its first token came.
+    /// Time of the first token.
     pub first_token_us: Option<u64>,
-    /// When its last token came.
+    /// Time of the last token.
     pub ended_us: Option<u64>,
-    /// Tokens of its prompt.
+    /// Number of prompt tokens.
     pub prompt_tokens: u64,
-    /// Tokens it was answered with.
+    /// Number of output tokens.
     pub output_tokens: u64,
-    /// Prompt tokens that its engine found cached; absent where the engine does not say.
+    /// Prompt tokens that the engine found cached; none if the engine does not report it.
     pub cached_tokens: Option<u64>,
-    /// Prompt tokens that the router believed its rank held.
+    /// Prompt tokens that the router expected to be cached on the rank.
     pub predicted_cached_tokens: Option<u64>,
-    /// Prompt tokens that the best eligible rank held at the decision.
+    /// Prompt tokens cached on the best eligible rank at the time of the decision.
     pub reachable_tokens: Option<u64>,
-    /// The time to its first token that the router foresaw, in µs.
+    /// Time to the first token that the router predicted, in µs.
     pub predicted_ttft_us: Option<u64>,
-    /// How much later its first token came than on the rank the oracle would have chosen, as the oracle reckons, in µs.
+    /// Estimated delay of the first token relative to the oracle's choice of rank, in µs, by the oracle's model.
     pub regret_us: Option<u64>,
-    /// Dense number of the rank that served it.
+    /// Dense number of the serving rank.
     pub rank: Option<u32>,
-    /// Why it has no answer, or not all of it.
+    /// Reason for a missing or incomplete answer.
     pub failure: Option<String>,
 }
 
-/// What one rank looked like at one time.
+/// State of one rank at one time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RankSample {
-    /// When.
+    /// Time of the sample.
     pub at_us: u64,
     /// Dense number of the rank.
     pub rank: u32,
-    /// Requests that run or wait on it.
+    /// Number of running and waiting requests.
     pub requests: u32,
-    /// Prompt tokens given to it to compute that are not computed yet.
+    /// Number of assigned prompt tokens that are not computed yet.
     pub prefill_tokens: u64,
-    /// KV blocks in use.
+    /// Number of KV blocks in use.
     pub used_blocks: u32,
-    /// Prompt tokens of requests it has admitted since the start.
+    /// Number of prompt tokens of all requests admitted since the start.
     pub prompt_tokens_total: u64,
-    /// Those of them that it found cached.
+    /// Number of those tokens that were cached.
     pub cached_tokens_total: u64,
 }

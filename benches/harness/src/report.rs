@@ -1,4 +1,4 @@
-//! What a run reports: one flat object.
+//! Report of a replay: one flat object.
 
 use std::io::{self, Write};
 use std::num::NonZeroU32;
@@ -11,73 +11,73 @@ use pointsman::select::Policy;
 use crate::cli::{Knowledge, Replay, policy_name};
 use crate::closed_loop::Outcome;
 
-/// Figures of the measured half of one run, with the arguments that shaped it.
+/// Figures of the measured half of one run, with the arguments of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// The router that ran.
+    /// Name of the router.
     pub target: String,
-    /// Requests over wall time, the simulated engines' time included.
+    /// Requests divided by wall time, including the time of the simulated engines.
     pub requests_per_second: f64,
-    /// CPU time of all threads, less that of the simulated engines, in µs.
+    /// CPU time of all threads minus that of the simulated engines, in µs per request.
     pub router_cpu_us_per_request: f64,
-    /// CPU time of the simulated engines and of the copies that stand for a caller's, in µs.
+    /// CPU time of the simulated engines and of the token copies in place of a caller's, in µs per request.
     pub engine_cpu_us_per_request: f64,
-    /// Time from call to answer.
+    /// Duration of `route` calls.
     pub route_us: Percentiles,
-    /// Blocks that the engines' events named.
+    /// Number of blocks in the engines' events per request.
     pub event_blocks_per_request: f64,
-    /// Prompt blocks found in the chosen rank's cache over all complete prompt blocks.
+    /// Prompt blocks in the chosen rank's cache divided by all complete prompt blocks.
     pub hit_rate: f64,
-    /// In-flight requests of the fullest rank over the mean, averaged over samples.
+    /// In-flight requests of the most loaded rank divided by the mean, averaged over samples.
     pub load_max_over_mean: f64,
-    /// Resident memory at the end: router, workload and simulated caches. Absent where the system does not tell.
+    /// Resident memory at the end: router, workload and simulated caches. None if the system does not report it.
     pub rss_bytes: Option<u64>,
     /// Resident memory before the router started: mostly the workload.
     pub rss_before_bytes: Option<u64>,
-    /// Requests measured; as many had warmed.
+    /// Number of measured requests, equal to the number of warm-up requests or one more.
     pub requests: usize,
-    /// The selection policy.
+    /// Selection policy.
     pub policy: Policy,
-    /// Where the router's knowledge of caches came from.
+    /// Source of the router's knowledge of caches.
     #[serde(default)]
     pub knowledge: Knowledge,
-    /// Workers of the fleet.
+    /// Number of workers.
     pub workers: u32,
-    /// Ranks of each worker.
+    /// Number of ranks per worker.
     pub dp_size: u32,
-    /// Concurrent callers.
+    /// Number of concurrent clients.
     pub clients: usize,
-    /// Whether they let each other run after each request.
+    /// Whether clients yield to each other after each request.
     pub take_turns: bool,
-    /// Runtime threads; a router's own come on top and count too.
+    /// Number of runtime threads. The router's own threads are additional and count too.
     pub threads: usize,
-    /// Requests held out.
+    /// Number of requests in flight.
     pub inflight: usize,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Blocks of one rank's cache.
+    /// Number of blocks in the cache of one rank.
     pub kv_blocks: usize,
-    /// Index shards asked for; the router's default when absent.
+    /// Requested number of index shards; the router's default if none.
     pub shards: Option<u32>,
-    /// Seed of the router, and of the workload when that is generated.
+    /// Seed of the router and of a generated workload.
     pub seed: u64,
-    /// Every how many requests an actor was crashed; absent when none was.
+    /// Number of requests between injected crashes; none without crashes.
     pub kill_every: Option<NonZeroU32>,
 }
 
-/// Three points of a latency distribution, in µs, within 0.1 %.
+/// Percentiles of a latency distribution in µs, accurate to 0.1 %.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
     /// Median.
     pub p50: f64,
-    /// One request in a hundred takes longer.
+    /// 99th percentile.
     pub p99: f64,
-    /// One in a thousand does.
+    /// 99.9th percentile.
     pub p999: f64,
 }
 
 impl Report {
-    /// The report of `outcome`, which `target` gave under `options`.
+    /// Creates the report of `outcome`, a run of `target` with `options`.
     #[must_use]
     pub fn new(target: &str, options: &Replay, outcome: &Outcome) -> Self {
         let requests = outcome.requests as f64;
@@ -112,7 +112,7 @@ impl Report {
         }
     }
 
-    /// Writes the report, as one line of JSON or for a reader.
+    /// Writes the report as one line of JSON or as text.
     ///
     /// # Errors
     /// `out` fails.
@@ -129,7 +129,7 @@ impl Report {
         writeln!(out)
     }
 
-    /// Writes the report for a reader.
+    /// Writes the report as text.
     ///
     /// # Errors
     /// `out` fails.

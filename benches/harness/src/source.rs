@@ -1,7 +1,6 @@
-//! Where a run's workload comes from: a trace, or a generator.
+//! Arguments that select a workload: a trace or a generator.
 //!
-//! Owns the arguments that name one. Promises that all subcommands name workloads alike. Leaves formats, generators and
-//! their errors to [`workload`].
+//! All subcommands select workloads by the same arguments. [`workload`] defines formats, generators and their errors.
 
 use std::path::{Path, PathBuf};
 
@@ -10,28 +9,28 @@ use pointsman_trial::workload::generate::{Conversations, Generator};
 use pointsman_trial::workload::trace::{Format, ReadOptions, TraceError, read};
 use pointsman_trial::workload::{Prompt, Workload};
 
-/// Requests that are generated when neither a trace nor a limit is given.
+/// Number of requests without a trace and a limit.
 const GENERATED: u32 = 4_000;
 
-/// Arguments that name a workload.
+/// Arguments that select a workload.
 #[derive(Args, Clone, Debug, PartialEq)]
 pub struct Source {
     /// Trace to send: Mooncake's or Alibaba's JSON lines, or Azure's table
     #[arg(long, value_name = "FILE", conflicts_with = "workload")]
     pub trace: Option<PathBuf>,
-    /// Its format: mooncake, qwen or azure [default: by the file's name and first line]
+    /// Format of the trace: mooncake, qwen or azure [default: by the file's name and first line]
     #[arg(long, value_name = "FORMAT", requires = "trace")]
     pub trace_format: Option<Format>,
     /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
     ///
-    /// chat, low, shared-prefix, agents, siblings, burst, peer-first and conversations. `--workload chat:rate=2,turns=3-8`
-    /// changes two settings. A wrong setting's error names those that there are.
+    /// chat, low, shared-prefix, agents, siblings, burst, peer-first and conversations. `--workload
+    /// chat:rate=2,turns=3-8` changes two settings. The error message for an unknown setting lists the valid ones.
     #[arg(long, value_name = "NAME[:SETTINGS]")]
     pub workload: Option<Generator>,
-    /// Requests to take from the workload, the first ones [default: all]
+    /// Number of requests from the start of the workload [default: all]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub limit: Option<u32>,
-    /// How many times as fast requests arrive
+    /// Factor by which requests arrive faster
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = speedup)]
     pub speedup: f64,
 }
@@ -42,7 +41,7 @@ fn speedup(text: &str) -> Result<f64, String> {
 }
 
 impl Source {
-    /// The workload. `seed` fixes what is generated, and what a trace leaves open.
+    /// Loads the workload. `seed` determines generated content and the synthetic part of a trace.
     ///
     /// # Errors
     /// The trace cannot be read.
@@ -58,7 +57,7 @@ impl Source {
     }
 }
 
-/// The prompts of closed loops: of a trace, or of [`Conversations`].
+/// Prompts for closed loops: from a trace, or from [`Conversations`].
 ///
 /// # Errors
 /// The trace cannot be read.

@@ -1,4 +1,4 @@
-//! What the closed loop and the simulation drive: a router, as a caller and the engines see it.
+//! Interface of a router under test, for the closed loop and the simulation.
 
 use std::error::Error;
 use std::future::Future;
@@ -8,35 +8,36 @@ use pointsman::protocol::{BlockHash, KvEvent, StorageTier, StoredBlock, WorkerRa
 
 use crate::engine::Change;
 
-/// Why a target refused. Only ever shown.
+/// Reason for a rejection, for display only.
 pub type Refusal = Box<dyn Error + Send + Sync>;
 
-/// One request as a gateway's task hands it to a router.
+/// One request as a gateway passes it to a router.
 ///
-/// Its parts are made before the clock, and freshly: a tokenizer has just written the tokens, and an HTTP layer the id.
+/// Its parts are created before the measured time, as new allocations: in a gateway, a tokenizer has just produced the
+/// tokens, and the HTTP layer the id.
 #[derive(Debug)]
 pub struct Call {
-    /// The caller's name for the request, unique in the run.
+    /// The caller's id of the request, unique in the run.
     pub id: String,
-    /// The prompt.
+    /// Tokens of the prompt.
     pub tokens: Vec<u32>,
 }
 
-/// Where a request went, and what its caller must give back.
+/// Placement of a request and the handle of its booking.
 #[derive(Debug)]
 pub struct Routed<H> {
-    /// The rank chosen.
+    /// The chosen rank.
     pub rank: WorkerRank,
-    /// The target's name for the booking.
+    /// The target's handle of the booking.
     pub handle: H,
-    /// Prompt tokens that the target believes the rank has cached, where it says.
+    /// Prompt tokens that the target expects to be cached on the rank, if it reports them.
     pub cached_tokens: Option<u64>,
-    /// The time to the first token that the target foresees, in µs, where it does.
+    /// Predicted time to the first token in µs, if the target has one.
     pub ttft_us: Option<u64>,
 }
 
 impl<H> Routed<H> {
-    /// Went to `rank`; nothing is foreseen.
+    /// Creates a placement on `rank` without predictions.
     pub fn new(rank: WorkerRank, handle: H) -> Self {
         Self { rank, handle, cached_tokens: None, ttft_us: None }
     }
@@ -44,25 +45,25 @@ impl<H> Routed<H> {
 
 /// A router under test.
 ///
-/// Everything that a future here does counts as the router's work, whichever thread does it; so do all threads that
-/// the target runs. `hash`, `event` and `encode` are the simulated engines' side and do not count.
+/// All work of the futures counts as the router's, on any thread, and so do all threads of the target. `hash`, `event`
+/// and `encode` belong to the simulated engines and do not count.
 pub trait Target: Send + Sync + Sized + 'static {
-    /// What ends a booking.
+    /// Handle of a booking.
     type Handle: Send + 'static;
-    /// A KV event in the router's own vocabulary.
+    /// KV event in the router's format.
     type Event: Send + 'static;
 
-    /// The target's name in reports.
+    /// Name of the target in reports.
     const NAME: &'static str;
 
-    /// Content hashes of the complete blocks of `tokens`, as the router will compute them from a request: engines put
-    /// them into their events.
+    /// Content hashes of the complete blocks of `tokens`, as the router computes them for a request. The simulated
+    /// engines use them in their events.
     fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash>;
 
-    /// What `rank` says of a tier of its cache, in the router's vocabulary. Called in the order in which it is said.
+    /// Creates an event of `rank` for a tier of its cache. Called in order of the events.
     fn event(&self, rank: WorkerRank, tier: StorageTier, data: KvEvent) -> Self::Event;
 
-    /// Appends the events of `change`, which serving `blocks` on `rank` made: the removal first.
+    /// Appends the events of `change`, the result of serving `blocks` on `rank`. The removal comes first.
     fn encode(&self, rank: WorkerRank, blocks: &[StoredBlock], change: &Change, events: &mut Vec<Self::Event>) {
         let mut push = |data| events.push(self.event(rank, StorageTier::Device, data));
         if !change.removed.is_empty() {
@@ -73,36 +74,37 @@ pub trait Target: Send + Sync + Sized + 'static {
         }
     }
 
-    /// Picks a rank and books the request on it.
+    /// Selects a rank and books the request on it.
     fn route(&self, call: Call) -> impl Future<Output = Result<Routed<Self::Handle>, Refusal>> + Send;
 
-    /// Takes one rank's events, in order.
+    /// Applies events of one rank, in order.
     fn apply_events(&self, events: Vec<Self::Event>) -> impl Future<Output = Result<(), Refusal>> + Send;
 
-    /// The request's first token is out.
+    /// Reports the first token of a request.
     fn prefill_completed(&self, handle: &mut Self::Handle) -> impl Future<Output = Result<(), Refusal>> + Send;
 
-    /// One more block of the request's output is there. A target that does not count output need do nothing.
+    /// Reports one more output block of a request. The default does nothing, for targets that do not count output.
     fn output_block(&self, _handle: &mut Self::Handle) -> impl Future<Output = Result<(), Refusal>> + Send {
         async { Ok(()) }
     }
 
-    /// The engine found so many tokens of the prompt cached. A target that does not learn from it need do nothing.
+    /// Reports the number of cached prompt tokens from the engine. The default does nothing, for targets that do not
+    /// use it.
     fn delivered(&self, _handle: &mut Self::Handle, _cached_tokens: u64) {}
 
-    /// Returns when everything handed over before has been taken in. Only a target with threads of its own need wait.
+    /// Returns when all earlier input has been processed. Only targets with their own threads need to wait.
     fn settle(&self) -> impl Future<Output = Result<(), Refusal>> + Send {
         async { Ok(()) }
     }
 
-    /// Bookings that have not ended, where the target counts them.
+    /// Number of active bookings, if the target counts them.
     fn bookings(&self) -> Option<usize> {
         None
     }
 
-    /// The request is over.
+    /// Frees the booking of a completed request.
     fn free(&self, handle: Self::Handle) -> impl Future<Output = Result<(), Refusal>> + Send;
 
-    /// Ends the router. Not measured.
+    /// Stops the router. Not measured.
     fn shutdown(self) -> impl Future<Output = ()> + Send;
 }

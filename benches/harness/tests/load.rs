@@ -1,4 +1,5 @@
-//! The load generator against endpoints on loopback that answer as a test wants: well, wrongly, late, or never.
+//! Tests of the load generator against loopback endpoints with configurable responses: correct, invalid, late or
+//! missing.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -24,7 +25,7 @@ use pointsman_bench::results::ClientHealth;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
-/// How an answer goes on when its events are out.
+/// State of a response after its last event.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum End {
     Whole,
@@ -32,7 +33,7 @@ enum End {
     Never,
 }
 
-/// One answer.
+/// One response.
 #[derive(Clone, Debug)]
 struct Reply {
     status: StatusCode,
@@ -40,11 +41,11 @@ struct Reply {
     rank: &'static str,
     events: Vec<String>,
     end: End,
-    /// Before its head.
+    /// Delay before the response head.
     delay: Duration,
 }
 
-/// The body of a [`Reply`], an event a frame.
+/// Body of a [`Reply`] with one event per frame.
 struct Events(VecDeque<String>, End);
 
 impl Body for Events {
@@ -62,7 +63,7 @@ impl Body for Events {
 }
 
 impl Reply {
-    /// A completion of `tokens` tokens over a prompt with `cached` tokens in the cache.
+    /// A completion of `tokens` tokens for a prompt with `cached` cached tokens.
     fn tokens(tokens: usize, cached: u64) -> Self {
         let token = |n| format!("data: {}\n\n", json!({"choices": [{"text": format!(" t{n}"), "index": 0}]}));
         let usage = json!({
@@ -87,10 +88,10 @@ impl Reply {
     }
 }
 
-/// What a server was sent: path, key and body.
+/// Received requests of a server: path, key and body.
 type Seen = Arc<Mutex<Vec<(String, Option<String>, Value)>>>;
 
-/// Answers the n-th request as `reply` says.
+/// Serves the n-th request with the response of `reply`.
 async fn serve(reply: impl Fn(usize) -> Reply + Send + Sync + 'static) -> (SocketAddr, Seen) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let (address, seen) = (listener.local_addr().expect("bound"), Seen::default());
@@ -173,7 +174,7 @@ async fn whole_answers_are_recorded_with_times_usage_and_rank() {
         assert!(times.is_sorted() && !times.contains(&None), "{times:?}");
         assert_eq!((*prompt_tokens, *output_tokens), (77, 5));
     }
-    // Two requests behind the warm-up, four gaps each.
+    // Two requests after the warm-up, four gaps each.
     assert_eq!((run.itl_us.len(), run.ranks, run.warmup_requests), (8, 2, 1));
     assert!(health.cpu_share > 0.0, "{health:?}");
 
@@ -199,7 +200,7 @@ async fn chats_are_asked_as_chats() {
     let flags = "--limit 2 --rate 1000 --api chat --output-tokens 9 --extra-body {\"ignore_eos\":true}";
     let (run, _) = run(address, &format!("{SMALL} {flags}")).await;
     assert_eq!(failures(&run), [None, None]);
-    // Nobody counted: the workload's prompt, and the chunks that came.
+    // Without usage: prompt tokens from the workload, output tokens from the number of chunks.
     assert_eq!((run.requests[0].prompt_tokens, run.requests[0].output_tokens), (16, 1));
     assert_eq!((run.requests[0].cached_tokens, run.requests[0].rank, run.ranks), (None, None, 0));
     let seen = seen.lock().expect("alive");
@@ -249,7 +250,7 @@ async fn every_failure_is_counted_with_its_reason() {
         };
         assert!(alike, "request {n}: {found:?} instead of {expected:?}");
     }
-    // What came before the end is kept.
+    // The part received before the failure is kept.
     let cut = &run.requests[6];
     assert!(cut.first_token_us.is_some() && cut.ended_us > Some(cut.sent_us + 999_000), "{cut:?}");
     assert_eq!((cut.output_tokens, run.requests[7].first_token_us), (2, None));

@@ -12,7 +12,7 @@ const SHAPE: Shape =
     Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1, take_turns: false };
 const BLOCK_SIZE: NonZeroU32 = NonZeroU32::new(64).expect("not zero");
 
-/// Takes ranks in turn, and holds the loop to its word: events come in order, and every booking ends once.
+/// Target that selects ranks in rotation and checks the loop: events arrive in order, and every booking ends once.
 struct Strict {
     turn: AtomicU64,
     held: Mutex<Vec<AHashSet<EngineHash>>>,

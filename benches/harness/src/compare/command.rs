@@ -1,4 +1,4 @@
-//! The subcommand: several policies in simulations of one workload.
+//! Subcommand that simulates several policies on one workload.
 
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -14,59 +14,59 @@ use crate::load::LoadError;
 use crate::results::{ReportingError, Summary};
 use crate::simulate::{self, Simulate, SimulateError};
 
-/// Several policies, simulated on one workload.
+/// Simulates several policies on one workload.
 #[derive(Args, Clone, Debug)]
 pub struct Compare {
-    /// Policies, or policies with settings as in kv+overlap_score_credit=0.5; the others are compared to the first
+    /// Policies, optionally with settings as in kv+overlap_score_credit=0.5; the others are compared with the first
     #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...", conflicts_with_all = ["policy", "records"])]
     pub policies: Vec<Policied>,
-    /// Seeds to run each of them with: --seed and those that follow it
+    /// Number of seeds for each policy: --seed and its successors
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000))]
     pub seeds: u32,
-    /// Simulations at a time [default: as many as there are cores]
+    /// Number of parallel simulations [default: number of cores]
     #[arg(long)]
     pub jobs: Option<NonZeroUsize>,
-    /// What is simulated.
+    /// Arguments of the simulations.
     #[command(flatten)]
     pub simulate: Simulate,
 }
 
-/// Why there is no comparison.
+/// Errors of a comparison.
 #[derive(Debug, thiserror::Error)]
 pub enum CompareError {
-    /// The trace is broken.
+    /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
     /// A simulation failed.
     #[error("{policy}, seed {seed}: {source}")]
     Simulate {
-        /// Whose.
+        /// Policy of the simulation.
         policy: String,
-        /// Its seed.
+        /// Seed of the simulation.
         seed: u64,
-        /// What went wrong.
+        /// Error of the simulation.
         source: SimulateError,
     },
-    /// An endpoint could not be sent its load.
+    /// The load could not be sent to an endpoint.
     #[error("{url}, seed {seed}: {source}")]
     Load {
-        /// Which.
+        /// URL of the endpoint.
         url: String,
-        /// The load's seed.
+        /// Seed of the load.
         seed: u64,
-        /// What went wrong.
+        /// Error of the load generator.
         source: Box<LoadError>,
     },
-    /// There are doubts under `--strict`, or nobody could be told.
+    /// Warnings under `--strict`, or a write error.
     #[error(transparent)]
     Reporting(#[from] ReportingError),
 }
 
 impl Compare {
-    /// Runs and says what came of it: figures to `out`, warnings to `warnings_out`.
+    /// Runs the comparison; writes figures to `out` and warnings to `warnings_out`.
     ///
     /// # Errors
-    /// The workload cannot be read, a simulation fails, or its figures cannot be said.
+    /// The workload cannot be read, a simulation fails, or the figures cannot be written.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
         let seeds = seeds(self.simulate.router.seed, self.seeds);
         let comparison = simulated(&self.simulate, &self.policies, &seeds, jobs(self.jobs))?;
@@ -75,19 +75,19 @@ impl Compare {
     }
 }
 
-/// So many seeds from `first` on.
+/// `count` consecutive seeds from `first` on.
 pub(crate) fn seeds(first: u64, count: u32) -> Vec<u64> {
     (0..u64::from(count)).map(|turn| first.wrapping_add(turn)).collect()
 }
 
-/// `given`, or one job a core.
+/// The given number of jobs, or one job per core.
 pub(crate) fn jobs(given: Option<NonZeroUsize>) -> NonZeroUsize {
     given.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN)
 }
 
-/// The comparison of `policies` in simulations like `simulate`, so many `jobs` at a time.
+/// Compares `policies` in simulations like `simulate`, with at most `jobs` in parallel.
 ///
-/// A simulation has no part in the machine's time, so neither order nor company changes its figures.
+/// Simulations run in virtual time, so neither their order nor parallel jobs change the figures.
 ///
 /// # Errors
 /// The trace cannot be read, or a simulation fails.

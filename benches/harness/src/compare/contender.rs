@@ -1,4 +1,4 @@
-//! What a command line calls a contender: a policy, and settings of the router that it is to have.
+//! Contender on a command line: a policy with optional router settings.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::cli::{policy_name, policy_named};
 
-/// A policy, perhaps with settings of its own, so that variants of one policy can be compared: `kv`, or
+/// A policy with optional settings, so that variants of one policy can be compared: `kv`, or
 /// `kv+seed=7+overlap_score_credit=0.5`.
 ///
 /// ```
@@ -34,7 +34,7 @@ impl FromStr for Policied {
         let (policy, given) = text.split_once('+').unwrap_or((text, ""));
         let setting = |setting: &str| {
             let (name, value) = setting.split_once('=').ok_or_else(|| format!("no '=' in {setting:?}"))?;
-            // A bare word needs no quotes.
+            // Strings may be given without quotes.
             let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
             Ok::<_, String>((name.to_owned(), value))
         };

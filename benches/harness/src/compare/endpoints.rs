@@ -1,4 +1,4 @@
-//! The subcommand: several endpoints, sent the same workloads over HTTP.
+//! Subcommand that sends the same workloads to several endpoints over HTTP.
 
 use std::io::Write;
 
@@ -11,27 +11,27 @@ use crate::results::{ReportingError, Summary};
 
 /// Several endpoints under the same load, one after the other.
 ///
-/// Each seed's workload goes to every endpoint, in an order that changes sides from seed to seed. Endpoints keep what
-/// earlier seeds have left in their caches: a generated workload is another one for each seed, a trace is the same, and
-/// its second run finds all of its first.
+/// Each seed's workload is sent to every endpoint; the order of the endpoints is reversed for every second seed.
+/// Endpoints keep the cache contents of earlier seeds. A generated workload differs for each seed. A trace is always
+/// the same, so its second run hits all prompts of its first.
 #[derive(Args, Clone, Debug)]
 pub struct CompareEndpoints {
-    /// Another endpoint, compared to the one that --url names; may be given again
+    /// Another endpoint, compared with the one of --url; repeatable
     #[arg(long, required = true, value_name = "URL")]
     pub against: Vec<String>,
-    /// Seeds to send to each of them: --seed and those that follow it
+    /// Number of seeds for each endpoint: --seed and its successors
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1_000))]
     pub seeds: u32,
-    /// What is sent.
+    /// Arguments of the load.
     #[command(flatten)]
     pub load: Load,
 }
 
 impl CompareEndpoints {
-    /// Sends, and says what came of it: figures to `out`, warnings to `warnings_out`.
+    /// Sends the loads; writes figures to `out` and warnings to `warnings_out`.
     ///
     /// # Errors
-    /// The workload cannot be read or sent, or its figures cannot be said.
+    /// The workload cannot be read or sent, or the figures cannot be written.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
         let urls: Vec<String> = std::iter::once(&self.load.url).chain(&self.against).cloned().collect();
         let comparison = Comparison::run(&urls, &seeds(self.load.seed, self.seeds), |url, seed| self.one(url, seed))?;

@@ -1,6 +1,4 @@
-//! The figures that policies are compared by.
-//!
-//! Owns which they are, and what two per cent mean. Promises that a verdict follows from ratios alone.
+//! Figures for the comparison of policies, and the verdict that follows from their ratios.
 
 use std::collections::BTreeMap;
 
@@ -18,27 +16,27 @@ pub const TIE: f64 = 0.02;
 pub enum Figure {
     /// Mean time to the first token.
     TtftMean,
-    /// The same, 99th percentile.
+    /// 99th percentile of the time to the first token.
     TtftP99,
     /// Mean time to the last token.
     E2eMean,
-    /// The same, 99th percentile.
+    /// 99th percentile of the time to the last token.
     E2eP99,
-    /// Mean gap between the tokens of one answer, 99th percentile.
+    /// 99th percentile of the mean gap between the tokens of one answer.
     ItlP99,
-    /// Prompt tokens found cached over all.
+    /// Cached prompt tokens divided by all prompt tokens.
     HitRate,
 }
 
 impl Figure {
-    /// All, in the order of tables.
+    /// All figures, in the order of tables.
     pub const ALL: [Self; 6] =
         [Self::TtftMean, Self::TtftP99, Self::E2eMean, Self::E2eP99, Self::ItlP99, Self::HitRate];
 
-    /// Those that verdicts are about: what all users feel, not what one in a hundred does.
+    /// Figures that decide a verdict: means, which affect all users, and not percentiles.
     pub const JUDGED: [Self; 2] = [Self::TtftMean, Self::E2eMean];
 
-    /// Its value in a run.
+    /// Value of the figure in a run.
     #[must_use]
     pub fn of(self, run: &Summary) -> Option<f64> {
         match self {
@@ -51,7 +49,7 @@ impl Figure {
         }
     }
 
-    /// Its name in tables.
+    /// Name of the figure in tables.
     #[must_use]
     pub fn title(self) -> &'static str {
         match self {
@@ -64,7 +62,7 @@ impl Figure {
         }
     }
 
-    /// Whether less of it is better.
+    /// Returns whether a lower value is better.
     #[must_use]
     pub fn is_time(self) -> bool {
         match self {
@@ -73,17 +71,17 @@ impl Figure {
         }
     }
 
-    /// How much better a ratio of it is: above 1 better, below 1 worse.
+    /// Improvement expressed by a ratio: above 1 better, below 1 worse.
     fn gain(self, ratio: f64) -> f64 {
         if self.is_time() { 1.0 / ratio } else { ratio }
     }
 }
 
-/// How a policy does beside the first.
+/// Result of a policy relative to the first one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Better by more than 2 % in one of the figures judged, and worse by more than that in none.
+    /// Better by more than 2 % in one of the deciding figures, and worse by more than 2 % in none.
     Wins,
     /// Within 2 % in all of them.
     Ties,
@@ -92,7 +90,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// From ratios to the first policy; absent where a figure that is [judged](Figure::JUDGED) has none.
+    /// Verdict from ratios to the first policy; none if a [deciding](Figure::JUDGED) figure has no ratio.
     #[must_use]
     pub fn of(ratios: &BTreeMap<Figure, Ratio>) -> Option<Self> {
         let judged: Option<Vec<&Ratio>> = Figure::JUDGED.iter().map(|figure| ratios.get(figure)).collect();
@@ -106,7 +104,7 @@ impl Verdict {
         })
     }
 
-    /// As a word.
+    /// Verb form of the verdict.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -117,7 +115,7 @@ impl Verdict {
     }
 }
 
-/// The figures, judged or not, that are worse by more than 2 %.
+/// All figures that are worse by more than 2 %, deciding or not.
 #[must_use]
 pub fn worse(ratios: &BTreeMap<Figure, Ratio>) -> Vec<Figure> {
     let is_worse =

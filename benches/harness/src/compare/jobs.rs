@@ -1,13 +1,14 @@
-//! Work on several threads whose outcome does not show it.
+//! Parallel execution with a deterministic result.
 
 use std::num::NonZeroUsize;
 use std::sync::Mutex;
 use std::thread;
 
-/// `work` of each of `items`, in their order, on `jobs` threads. Once one has failed, no more are begun.
+/// Applies `work` to each of `items` on `jobs` threads and returns the results in order. After a failure, no more items
+/// are started.
 ///
 /// # Errors
-/// Of the failures the one whose item comes first.
+/// The error of the first failed item, in order of `items`.
 ///
 /// # Panics
 /// `work` panics.

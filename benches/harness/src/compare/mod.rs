@@ -1,8 +1,7 @@
-//! Several policies, or endpoints, on one workload.
+//! Comparison of several policies or endpoints on one workload.
 //!
-//! Owns what a comparison is and how it is reckoned from runs. Promises that runs are paired by seed, and that the order
-//! of running changes sides from seed to seed, so that what drifts meanwhile favours nobody. Leaves running to its
-//! caller.
+//! Defines the comparison and its computation from runs. Runs are paired by seed. The order of the contenders is
+//! reversed for every second seed, so that drift of the environment favours none of them. The caller executes the runs.
 
 pub(crate) mod command;
 mod contender;
@@ -25,32 +24,32 @@ pub use ratio::Ratio;
 
 use crate::results::{Gate, SCHEMA_VERSION, Summary};
 
-/// Several policies, or endpoints, on one workload, each against the first.
+/// Comparison of several policies or endpoints on one workload, each relative to the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// [`SCHEMA_VERSION`] of the program that wrote it.
     pub schema_version: u32,
-    /// Seeds, each of which gave every contender a run.
+    /// Seeds; every contender has one run for each.
     pub seeds: Vec<u64>,
-    /// The contenders, the one that others are compared to first.
+    /// Contenders; the others are compared with the first.
     pub contenders: Vec<Contender>,
 }
 
-/// One policy, or endpoint, and its runs.
+/// One policy or endpoint with its runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Contender {
-    /// Its name.
+    /// Name of the contender.
     pub name: String,
-    /// Its figures over those of the first; empty for the first itself.
+    /// Ratios of its figures to those of the first; empty for the first itself.
     pub ratios: BTreeMap<Figure, Ratio>,
-    /// What they come to; absent for the first itself.
+    /// Verdict from the ratios; none for the first itself.
     pub verdict: Option<Verdict>,
     /// Its runs, in order of the seeds.
     pub runs: Vec<Summary>,
 }
 
 impl Comparison {
-    /// Runs every one of `names` once for each of `seeds`.
+    /// Runs each of `names` once for each of `seeds`.
     ///
     /// # Errors
     /// Those of `run`.
@@ -72,8 +71,8 @@ impl Comparison {
         Ok(Self::of_runs(names.iter().cloned().zip(runs).collect()))
     }
 
-    /// Of runs that are there: for each contender its runs, in the same order of seeds. Only seeds that the first has
-    /// too, at the same place, make pairs.
+    /// Creates a comparison from existing runs: for each contender its runs, in the same order of seeds. A run is
+    /// paired if the first contender has a run with the same seed at the same position.
     #[must_use]
     pub fn of_runs(runs: Vec<(String, Vec<Summary>)>) -> Self {
         let first = runs.first().map(|(_, runs)| runs.clone()).unwrap_or_default();
@@ -88,13 +87,14 @@ impl Comparison {
         }
     }
 
-    /// Warnings of all runs, with whose they are. One that several seeds have is told once, by the first of them.
+    /// Warnings of all runs with the name of their contender. A warning of several seeds is reported once, for the
+    /// first of them.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         self.contenders.iter().flat_map(Contender::warnings).collect()
     }
 
-    /// Writes the comparison as one line of JSON, or for a reader.
+    /// Writes the comparison as one line of JSON or as text.
     ///
     /// # Errors
     /// `out` fails.
@@ -132,7 +132,7 @@ impl Contender {
         by_gate.values().filter_map(told).collect()
     }
 
-    /// The mean of a figure over its runs; absent where a run lacks it.
+    /// Mean of a figure over all runs; none if a run lacks it.
     #[must_use]
     pub fn mean(&self, figure: Figure) -> Option<f64> {
         let values: Option<Vec<f64>> = self.runs.iter().map(|run| figure.of(run)).collect();
@@ -157,7 +157,7 @@ pub(crate) mod tests {
     use crate::results::tests::{request, run};
     use crate::results::{Distribution, Facts, Warning};
 
-    /// A run of `policy` whose times are `times` as long as usual.
+    /// A run of `policy` with all times multiplied by `times`.
     pub(crate) fn summary(policy: &str, seed: u64, times: f64) -> Summary {
         let facts = Facts { policy: policy.into(), seed, ..facts() };
         let requests = (0..1_000).map(|number| request(10 * number)).collect();

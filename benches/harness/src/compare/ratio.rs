@@ -1,22 +1,21 @@
-//! Ratios of paired runs, and how sure they are.
+//! Ratios of paired runs and their confidence intervals.
 //!
-//! Owns the statistics. Promises that equal pairs give equal ratios, and that an interval is given only where there are
-//! pairs enough for one.
+//! Equal pairs give equal ratios. An interval requires at least two pairs.
 //!
-//! **The method.** Each seed makes a pair: the same requests served twice. What a seed makes hard is hard for both, so it
-//! cancels in the pair's quotient. Quotients are averaged as logarithms (twice as slow and twice as fast cancel), so the
-//! ratio is the geometric mean of the pairs' quotients. Its interval is Student's t for the mean of the logarithms, with
-//! one degree of freedom less than there are pairs, at 95 %: of a hundred such intervals about 95 hold the ratio that
-//! endless seeds would give. That is exact where the logarithms are normally distributed, and the tests below count how
-//! often it holds where they are not. It says nothing of other workloads, nor of other traces of the same kind: where
-//! the seeds share one trace, they only vary the router's draws.
+//! **Method.** Each seed gives a pair: the same requests served twice. The difficulty of a seed affects both runs
+//! equally, so it cancels in the pair's quotient. Quotients are averaged as logarithms (twice as slow and twice as fast
+//! cancel), so the ratio is the geometric mean of the pairs' quotients. The interval is Student's t for the mean of the
+//! logarithms, with one degree of freedom less than the number of pairs, at 95 %: about 95 of 100 such intervals
+//! contain the ratio over infinitely many seeds. The interval is exact for normally distributed logarithms. The tests
+//! below measure its coverage for other distributions. It does not cover other workloads or other traces of the same
+//! kind: if all seeds share one trace, they only vary the router's random choices.
 
 use serde::{Deserialize, Serialize};
 
-/// Beyond these quotients a ratio says that something is broken rather than slow, and `f64` is fine with both.
+/// Limit of the logarithm of a quotient. A larger value indicates a defect instead of slowness, and `f64` handles both.
 const LOG_MAX: f64 = 600.0;
 
-/// A ratio of figures over paired runs.
+/// Ratio of a figure over paired runs.
 ///
 /// ```
 /// use pointsman_bench::compare::Ratio;
@@ -29,17 +28,17 @@ const LOG_MAX: f64 = 600.0;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ratio {
-    /// The geometric mean of what the other has over what the first has.
+    /// Geometric mean of the other contender's figure divided by the first one's.
     pub ratio: f64,
-    /// Where the true ratio lies, with 95 % confidence; absent for a single pair.
+    /// 95 % confidence interval of the true ratio; none for a single pair.
     pub interval: Option<(f64, f64)>,
-    /// Pairs.
+    /// Number of pairs.
     pub pairs: u32,
 }
 
 impl Ratio {
-    /// Of pairs of what the first has and what the other has; absent where there are none, or where a figure is not
-    /// above 0 and so has no logarithm.
+    /// Computes the ratio from pairs of the first and the other contender's figure. None without pairs, or if a figure
+    /// is not above 0 and therefore has no logarithm.
     #[must_use]
     pub fn of_pairs(pairs: impl IntoIterator<Item = (f64, f64)>) -> Option<Self> {
         let logs: Option<Vec<f64>> = pairs.into_iter().map(|(first, other)| log_ratio(first, other)).collect();
@@ -61,10 +60,11 @@ fn log_ratio(first: f64, other: f64) -> Option<f64> {
     (first > 0.0 && other > 0.0 && log.is_finite()).then(|| log.clamp(-LOG_MAX, LOG_MAX))
 }
 
-/// What Student's t with this many degrees of freedom exceeds once in forty, so that it lies within ± that 19 times in 20.
+/// Value that Student's t with this many degrees of freedom exceeds with probability 1/40, so that |t| stays below it
+/// with probability 19/20.
 ///
-/// Up to 30 from the usual table; beyond, Fisher's expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),
-/// which is right to 5 decimals there.
+/// Up to 30 degrees from the usual table; above, Fisher's expansion around the normal quantile (Abramowitz and Stegun,
+/// 26.7.5), which is correct to 5 decimals there.
 fn student_t_975(freedom: usize) -> f64 {
     const TABLE: [f64; 30] = [
         12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814, 2.20099, 2.17881,
@@ -86,19 +86,19 @@ mod tests {
 
     use super::*;
 
-    /// A number from the normal distribution, by Box and Muller.
+    /// Number from the normal distribution, by Box and Muller.
     fn normal(rng: &mut Rng) -> f64 {
         let mut uniform = || (f64::from(rng.below(1 << 30)) + 0.5) / f64::from(1 << 30);
         (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
     }
 
-    /// A number of mean 0 and deviation 1 with a long tail on one side: exponential.
+    /// Number from a shifted exponential distribution: mean 0, deviation 1 and a long tail on one side.
     fn skewed(rng: &mut Rng) -> f64 {
         -((f64::from(rng.below(1 << 30)) + 0.5) / f64::from(1 << 30)).ln() - 1.0
     }
 
-    /// How often the interval over `pairs` pairs holds a true ratio of 0.8, where a seed's difficulty varies threefold
-    /// and each run by some 5 % more.
+    /// Share of intervals over `pairs` pairs that contain a true ratio of 0.8. The difficulty of a seed varies
+    /// threefold, and each run by about 5 % more.
     fn held(pairs: usize, noise: fn(&mut Rng) -> f64) -> f64 {
         const TRIALS: usize = 4_000;
         let mut rng = Rng::new(42);

@@ -1,6 +1,4 @@
-//! A comparison for a reader.
-//!
-//! Owns the lines. Promises that a ratio stands with its interval where it has one.
+//! Text form of a comparison. Each ratio is printed with its interval, if it has one.
 
 use std::io::{self, Write};
 
@@ -9,7 +7,7 @@ use crate::results::table::Table;
 use crate::results::text::{percent, time};
 
 impl Comparison {
-    /// Writes the comparison for a reader: each figure's mean over the seeds, then ratios to the first contender.
+    /// Writes the comparison as text: each figure's mean over the seeds, then ratios to the first contender.
     ///
     /// # Errors
     /// `out` fails.
@@ -57,7 +55,7 @@ fn unknown() -> String {
     "–".to_owned()
 }
 
-/// A figure with its unit.
+/// Formats a figure with its unit.
 pub(crate) fn shown(figure: Figure, value: Option<f64>) -> String {
     match value {
         Some(value) if figure.is_time() => time(value),
@@ -66,7 +64,7 @@ pub(crate) fn shown(figure: Figure, value: Option<f64>) -> String {
     }
 }
 
-/// A ratio with its interval.
+/// Formats a ratio with its interval.
 pub(crate) fn ratio(of: &Ratio) -> String {
     match of.interval {
         Some((low, high)) => format!("{:.3} [{low:.3}, {high:.3}]", of.ratio),
@@ -74,7 +72,7 @@ pub(crate) fn ratio(of: &Ratio) -> String {
     }
 }
 
-/// Whether a contender wins, and what it is worse in all the same.
+/// Verdict of a contender with the figures in which it is worse.
 pub(crate) fn judgement(contender: &Contender) -> String {
     let word = contender.verdict.map_or("cannot be judged", super::Verdict::word);
     let worse: Vec<&str> = worse(&contender.ratios).into_iter().map(Figure::title).collect();

@@ -1,9 +1,8 @@
-//! What engines' events cost a router, on the events that a fleet would send for a trace.
+//! Measurement of the router's cost of KV events, with the events that a fleet would publish for a trace.
 //!
-//! Owns the arguments and the steps from them to a report. The fleet is modelled and its batches are written before any
-//! clock runs (`recording`); then one thread hashes, decodes and indexes them, again and again (`stages`). There
-//! is no router, no socket and no other thread in it: it is the ceiling of what one core takes in, and nothing of how
-//! events get there.
+//! Defines the arguments and the execution. The fleet is simulated and its batches are encoded before the measurement
+//! (`recording`). Then one thread hashes, decodes and indexes them repeatedly (`stages`). No router, no socket and no
+//! other thread is involved. The result is the maximum event throughput of one core, without the transport.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -27,19 +26,19 @@ mod tests;
 
 pub use report::{EventsReport, Figures, Stage};
 
-/// How the engines write an event.
+/// Layout of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dialect {
     /// As a map, like vLLM from 0.24 on
     #[default]
     Map,
-    /// As an array, like vLLM before
+    /// As an array, like older vLLM
     Array,
 }
 
 impl Dialect {
-    /// Writer of the events of an engine of one rank.
+    /// Event encoder of a single-rank engine.
     fn encoder(self, block_size: u32) -> Encoder {
         let layout = match self {
             Self::Map => kv_events::Dialect::VllmMap,
@@ -49,31 +48,32 @@ impl Dialect {
     }
 }
 
-/// One measurement.
+/// Arguments of one measurement.
 #[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Events {
-    /// Trace to take prompts from (Mooncake's or Alibaba's JSON lines, Azure's table); conversations are generated when absent
+    /// Trace with the prompts (Mooncake's or Alibaba's JSON lines, Azure's table); without it conversations are
+    /// generated
     #[arg(long)]
     pub trace: Option<PathBuf>,
-    /// Engines of one rank each; requests go to them in turn
+    /// Number of single-rank engines, which serve the requests in rotation
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub ranks: u32,
-    /// Tokens of a KV block
+    /// Tokens per KV block
     #[arg(long, default_value = "64")]
     pub block_size: NonZeroU32,
-    /// KV blocks of one engine's memory
+    /// KV blocks per engine
     #[arg(long, default_value_t = 7168)]
     pub kv_blocks: u32,
-    /// Tokens that each request generates; the default is the conversation trace's mean
+    /// Tokens generated per request; the default is the mean of the conversation trace
     #[arg(long, default_value_t = 343, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub output_tokens: u32,
-    /// How the engines write an event
+    /// Layout of an event
     #[arg(long, value_enum, default_value_t)]
     pub dialect: Dialect,
-    /// Requests to take from the workload [default: the whole trace, or 4000 generated]
+    /// Number of requests from the workload [default: the whole trace, or 4000 generated]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub limit: Option<u32>,
-    /// How often each stage is run
+    /// Number of runs of each stage
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
     /// Seed of a generated workload and of generated tokens
@@ -84,44 +84,44 @@ pub struct Events {
     pub json: bool,
 }
 
-/// Why there is no report.
+/// Errors of a measurement.
 #[derive(Debug, thiserror::Error)]
 pub enum EventsError {
-    /// The trace is broken.
+    /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// No engine can be like this.
+    /// The engine configuration is invalid.
     #[error("no engine can serve the workload: {0}")]
     Config(#[from] ConfigError),
-    /// An engine does not take a request.
+    /// An engine rejected a request.
     #[error("an engine refused a request: {0}")]
     Refused(#[from] Refused),
-    /// The decoder did not use all that was sent, so its figures would be of something else.
+    /// The decoder skipped part of the events, so its figures would not be comparable.
     #[error("the decoder used {used} of {sent} stored blocks, findings {findings:?}")]
     Unread {
-        /// Stored blocks that it used.
+        /// Number of decoded stored blocks.
         used: u64,
-        /// Stored blocks of all batches.
+        /// Number of stored blocks in all batches.
         sent: u64,
-        /// What it found odd.
+        /// Findings of the decoder.
         findings: Box<Findings>,
     },
-    /// The index does not hold what the engines do, so its figures would be of something else.
+    /// The index and the engines hold different numbers of blocks, so the figures would not be comparable.
     #[error("the index holds {index} blocks at the end, the engines {engines}")]
     Differs {
-        /// Blocks that the index holds.
+        /// Number of blocks in the index.
         index: usize,
-        /// Blocks that the engines hold.
+        /// Number of blocks in the engines.
         engines: usize,
     },
 }
 
 impl Events {
-    /// Prepares the batches, measures and reports. Takes memory for all batches, some 0.4 KiB a stored block of 64
-    /// tokens, and once more for the tokens.
+    /// Prepares the batches, measures all stages and creates the report. Needs memory for all batches, about 0.4 KiB
+    /// per stored block of 64 tokens, and the same again for the tokens.
     ///
     /// # Errors
-    /// The workload cannot be read, no engine can serve it, or what came out is not what was sent.
+    /// The workload cannot be read, an engine rejects it, or decoder or index disagree with the engines.
     pub fn run(&self) -> Result<EventsReport, EventsError> {
         let prompts = self.prompts()?;
         let requests = prompts.len();

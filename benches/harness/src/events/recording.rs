@@ -1,46 +1,46 @@
-//! The batches that a fleet of modelled engines sends for a workload, before any clock runs.
+//! Recording of the batches that a fleet of simulated engines publishes for a workload.
 //!
-//! Owns who serves which request and in which order batches come. Promises the same bytes for the same arguments. Each
-//! engine has always a few requests waiting, so it is as busy as it can be, and its cache as contended; batches of all
-//! engines follow each other in modelled time.
+//! Assigns requests to engines and orders the batches. Equal arguments give equal bytes. Each engine always has several
+//! waiting requests, so that its load and its cache contention are maximal. The batches of all engines are merged by
+//! modelled time.
 
 use pointsman_trial::engine::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
 use pointsman_trial::workload::Prompt;
 
 use super::{Events, EventsError};
 
-/// Requests that wait at an engine as long as there are any.
+/// Minimum number of waiting requests per engine while requests remain.
 const WAITING: u32 = 8;
 
 /// One batch.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Message {
-    /// When its engine sent it, in modelled µs.
+    /// Time of publication in modelled µs.
     sent_us: u64,
-    /// Which engine, from 0.
+    /// Number of the engine, from 0.
     pub(super) engine: u32,
     pub(super) payload: Vec<u8>,
 }
 
-/// All that the engines send, and what is in it.
+/// All batches of the engines and their content.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Recording {
-    /// In the order they come in.
+    /// Batches in order of arrival.
     pub(super) messages: Vec<Message>,
-    /// Tokens of all stores, one after the other, engine by engine.
+    /// Tokens of all stores, concatenated per engine.
     pub(super) tokens: Vec<u32>,
-    /// How many of the tokens are of each store.
+    /// Number of tokens of each store.
     pub(super) store_tokens: Vec<usize>,
-    /// Blocks that stores name.
+    /// Number of blocks in store events.
     pub(super) stored_blocks: u64,
-    /// Blocks that removals name.
+    /// Number of blocks in removal events.
     pub(super) removed_blocks: u64,
-    /// Blocks that all engines hold at the end.
+    /// Number of blocks that all engines hold at the end.
     pub(super) held_blocks: usize,
 }
 
 impl Recording {
-    /// Bytes of all batches.
+    /// Size of all batches in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.messages.iter().map(|message| message.payload.len() as u64).sum()
     }
@@ -59,7 +59,7 @@ impl Recording {
     }
 }
 
-/// Lets the engines serve `prompts`, each its share in turn, and records what they send.
+/// Distributes `prompts` over the engines in rotation and records the batches.
 pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, EventsError> {
     let tokens_max = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
     let mut recording = Recording::default();

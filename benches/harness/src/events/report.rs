@@ -1,4 +1,4 @@
-//! What a measurement of events reports.
+//! Report of an event measurement.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -10,66 +10,67 @@ use super::recording::Recording;
 use super::stages::{Run, Took};
 use super::{Dialect, Events};
 
-/// Figures of all stages, with the arguments that shaped them.
+/// Figures of all stages, with the arguments of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EventsReport {
-    /// Hashing alone of the stored tokens.
+    /// Hashing of the stored tokens alone.
     pub hash: Stage,
-    /// From bytes to events of the router, hashing included.
+    /// Decoding from bytes to router events, including hashing.
     pub decode_hash: Stage,
-    /// From bytes into the index.
+    /// Decoding, hashing, and application to the index.
     pub decode_hash_apply: Stage,
-    /// Blocks that stores name.
+    /// Number of blocks in store events.
     pub stored_blocks: u64,
-    /// Blocks that removals name.
+    /// Number of blocks in removal events.
     pub removed_blocks: u64,
-    /// Bytes of all batches.
+    /// Size of all batches in bytes.
     pub bytes: u64,
-    /// Batches.
+    /// Number of batches.
     pub messages: usize,
-    /// Requests that the engines served.
+    /// Number of requests that the engines served.
     pub requests: usize,
-    /// The trace, if it was one.
+    /// Path of the trace, if any.
     pub trace: Option<PathBuf>,
-    /// Engines, of one rank each.
+    /// Number of single-rank engines.
     pub ranks: u32,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Blocks of one engine's memory.
+    /// Blocks per engine.
     pub kv_blocks: u32,
-    /// Tokens that each request generated.
+    /// Tokens generated per request.
     pub output_tokens: u32,
-    /// How events were written.
+    /// Layout of the events.
     pub dialect: Dialect,
-    /// How often each stage was run.
+    /// Number of runs of each stage.
     pub repeat: u32,
-    /// Seed of the workload, where it was generated, and of the generated tokens.
+    /// Seed of a generated workload and of the generated tokens.
     pub seed: u64,
 }
 
-/// What one stage took. Each run is over all batches.
+/// Figures of one stage. Each run covers all batches.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
-    /// The run that took the least CPU time. On a shared machine it says the most.
+    /// Run with the least CPU time, the most meaningful one on a shared machine.
     pub best: Figures,
-    /// The run in the middle by CPU time; of an even number the slower one there.
+    /// Median run by CPU time; the slower one of the two for an even number.
     pub median: Figures,
 }
 
-/// What one run of a stage took. Figures a block are of CPU time.
+/// Figures of one run of a stage. Times per block are CPU times.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
     /// CPU time in ms.
     pub cpu_ms: f64,
     /// Wall time in ms.
     pub wall_ms: f64,
-    /// Over blocks stored, in ns: removals are in the time and not in the blocks.
+    /// CPU time per stored block in ns. The time includes removals, the number of blocks does not.
     pub ns_per_stored_block: f64,
-    /// Over blocks stored and removed, in ns. Of hashing, which does not see removals, the same as over those stored.
+    /// CPU time per stored or removed block in ns. For hashing, which excludes removals, equal to the value per stored
+    /// block.
     pub ns_per_named_block: f64,
-    /// Millions of blocks stored in a second.
+    /// Millions of stored blocks per second.
     pub million_stored_per_second: f64,
-    /// Millions of blocks stored and removed in a second. Of hashing the same as of those stored.
+    /// Millions of stored and removed blocks per second. For hashing, equal to the value of stored blocks.
     pub million_named_per_second: f64,
 }
 
@@ -134,7 +135,7 @@ impl EventsReport {
         }
     }
 
-    /// Writes the report, as one line of JSON or for a reader.
+    /// Writes the report as one line of JSON or as text.
     ///
     /// # Errors
     /// `out` fails.

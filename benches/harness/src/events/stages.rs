@@ -1,8 +1,8 @@
-//! What is timed: hashing alone, decoding with hashing, and both with the index behind them.
+//! Measured stages: hashing alone, decoding with hashing, and both with the index.
 //!
-//! Owns the loops around the router's own parts. The decoder hashes while it decodes, so what decoding costs alone is
-//! told only by the difference to hashing the same tokens without it. Those come from memory there, and fresh from the
-//! decoder here, so the difference says rather too little for decoding.
+//! The decoder hashes during decoding, so the cost of decoding is only known as the difference to separate hashing of
+//! the same tokens. Separate hashing reads the tokens from memory, while the decoder has just produced them. The
+//! difference therefore slightly underestimates decoding.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::recording::Recording;
 use super::{Events, EventsError};
 use crate::measure::{Stopwatch, thread_cpu};
 
-/// What one run of one stage took.
+/// Duration of one run of one stage.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Took {
     /// CPU time of this thread.
@@ -24,18 +24,18 @@ pub(super) struct Took {
     pub(super) wall: Duration,
 }
 
-/// What one run of every stage took.
+/// Durations of one run of all stages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
-    /// Hashing the stored tokens, which lie ready.
+    /// Hashing of the stored tokens from memory.
     pub(super) hash: Took,
-    /// From bytes to events.
+    /// Decoding from bytes to events.
     pub(super) decode_hash: Took,
-    /// From bytes into the index.
+    /// Decoding from bytes into the index.
     pub(super) decode_hash_apply: Took,
 }
 
-/// Runs each stage once, with decoders and an index that have seen nothing.
+/// Runs each stage once, with new decoders and an empty index.
 pub(super) fn run(options: &Events, recording: &Recording) -> Result<Run, EventsError> {
     let scheme = HashScheme::new(options.block_size);
     let (hash, ()) = timed(|| {
@@ -65,7 +65,7 @@ pub(super) fn run(options: &Events, recording: &Recording) -> Result<Run, Events
     Ok(Run { hash, decode_hash, decode_hash_apply })
 }
 
-/// What came out of the decoders.
+/// Results of the decoders.
 #[derive(Default)]
 struct Read {
     stored_blocks: u64,

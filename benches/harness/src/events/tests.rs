@@ -15,7 +15,7 @@ struct Arguments {
     events: Events,
 }
 
-/// Small enough for a test, and small enough caches that blocks must go.
+/// Arguments for a fast test, with caches small enough for evictions.
 fn small() -> Events {
     let line = "test --ranks 2 --limit 40 --kv-blocks 256 --output-tokens 70 --repeat 2";
     Arguments::parse_from(line.split_whitespace()).events
@@ -49,7 +49,7 @@ fn batches_are_decoded_to_what_the_engine_did() {
     let block_size = NonZeroU32::new(4).expect("not zero");
     let config = EngineConfig { block_size: 4, kv_blocks: 6, max_model_len: 20, ..EngineConfig::default() };
     let mut engine = Rank::new(config).expect("a good engine");
-    // The second prompt has room only where the first one's last block was.
+    // The second prompt only fits after the eviction of the first one's last block.
     let prompts = [(0..16).collect::<Vec<_>>(), [0, 1, 2, 3].into_iter().chain(70_000..70_014).collect()];
     let id = WorkerRank::new(WorkerId(3), 0);
     for dialect in [Dialect::Map, Dialect::Array] {

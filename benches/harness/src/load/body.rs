@@ -1,14 +1,13 @@
-//! What a request looks like.
+//! Request bodies of the load generator.
 //!
-//! Owns the fields that are sent. Promises that equal prefixes of tokens are equal prefixes of what is sent, for either
-//! interface. Completions get the prompt as token ids, so it is as long as the workload says. Chats take text alone:
-//! there every token is a made-up word of six letters, one for each id, in a single message of the user. A tokenizer
-//! makes more than one token of most such words, and the chat's template adds some: what the endpoint counted is what is
-//! recorded.
+//! Equal prefixes of tokens give equal prefixes of the request body, for both APIs. Completions contain the prompt as
+//! token ids, so its length is exactly that of the workload. Chats only support text: every token id is a made-up word
+//! of six letters, in a single user message. A tokenizer splits most of these words into several tokens, and the chat
+//! template adds some. The records contain the endpoint's own count.
 //!
-//! `max_tokens` is a ceiling as clients send it, some power of two from 1,024 to 32,768, and says nothing of the output's
-//! length; the workload's length is `min_tokens`, at which mock engines end. Where `ignore_eos` is among the extra
-//! fields, engines generate up to the ceiling, so that it is the workload's length.
+//! `max_tokens` is a typical client limit, a power of two from 1,024 to 32,768, and independent of the output length.
+//! The length of the workload is `min_tokens`, at which mock engines stop. With `ignore_eos` among the extra fields,
+//! engines generate up to the limit, so `max_tokens` is the workload's length in that case.
 
 use std::fmt::Write;
 use std::str::FromStr;
@@ -18,30 +17,30 @@ use pointsman_trial::workload::Request;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// Bytes that a token takes at most in either form: its number and a comma, or a word and a space.
+/// Maximum size of a token in bytes in either form: its number and a comma, or a word and a space.
 const TOKEN_BYTES: u64 = 7;
 
-/// Everything around the prompt, in bytes, roughly.
+/// Approximate size of a body without its prompt, in bytes.
 const FRAME_BYTES: u64 = 1_024;
 
-/// Fields that no [`Extra`] may have.
+/// Fields that an [`Extra`] must not contain.
 const OWN_FIELDS: [&str; 7] = ["model", "prompt", "messages", "max_tokens", "min_tokens", "stream", "stream_options"];
 
-/// The least ceiling that a request has, as a power of two, and how many powers there are.
+/// Minimum of `max_tokens` as a power of two, and the number of powers.
 const CEILING_LOG2: (u32, u64) = (10, 6);
 
-/// An interface of OpenAI's.
+/// An API of OpenAI.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Api {
-    /// POST /v1/completions, the prompt as token ids
+    /// POST /v1/completions, with the prompt as token ids
     #[default]
     Completions,
-    /// POST /v1/chat/completions, the prompt as text of a word a token
+    /// POST /v1/chat/completions, with the prompt as text of one word per token
     Chat,
 }
 
 impl Api {
-    /// Where requests go.
+    /// Path of the requests.
     #[must_use]
     pub fn path(self) -> &'static str {
         match self {
@@ -51,17 +50,17 @@ impl Api {
     }
 }
 
-/// Fields that every request has beside those that are always sent.
+/// Additional fields of every request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra(Map<String, Value>);
 
-/// Why a text is no [`Extra`].
+/// Errors of parsing an [`Extra`].
 #[derive(Debug, thiserror::Error)]
 pub enum ExtraError {
-    /// It is no object.
+    /// The text is no JSON object.
     #[error("must be a JSON object: {0}")]
     Json(#[from] serde_json::Error),
-    /// It has a field that is not free.
+    /// A field is reserved.
     #[error("{0} is set by other flags")]
     Field(&'static str),
 }
@@ -78,20 +77,20 @@ impl FromStr for Extra {
     }
 }
 
-/// What all requests share.
+/// Settings common to all request bodies.
 #[derive(Clone, Debug)]
 pub struct Form {
-    /// The interface.
+    /// API of the requests.
     pub api: Api,
-    /// The model.
+    /// Name of the model.
     pub model: String,
-    /// Token ids are below this.
+    /// Exclusive upper bound of token ids.
     pub vocabulary: u32,
-    /// More fields.
+    /// Additional fields.
     pub extra: Extra,
 }
 
-/// A request cannot be written.
+/// A request body could not be serialized.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write a request: {0}")]
 pub struct BodyError(#[from] serde_json::Error);
@@ -124,16 +123,16 @@ struct StreamOptions {
 }
 
 impl Form {
-    /// Bytes that [`write`](Self::write) will take for `request`, or some more.
+    /// Upper bound of the size of the body that [`write`](Self::write) creates for `request`.
     #[must_use]
     pub fn bytes_max(request: &Request) -> u64 {
         FRAME_BYTES + TOKEN_BYTES * request.prompt_tokens()
     }
 
-    /// The body of `request`.
+    /// Serializes the body of `request`.
     ///
     /// # Errors
-    /// It cannot be JSON, which nothing here explains.
+    /// JSON serialization failed, which is not expected.
     pub fn write(&self, request: &Request) -> Result<Vec<u8>, BodyError> {
         let mut tokens = request.tokens();
         tokens.iter_mut().for_each(|token| *token %= self.vocabulary);
@@ -156,7 +155,7 @@ impl Form {
     }
 }
 
-/// The ceiling of a request's output: drawn by its prompt, so that it is the same in every run.
+/// Limit of the output tokens, derived from the prompt, so that it is equal in every run.
 fn ceiling(request: &Request) -> u32 {
     let own = request.prompt.last().map_or(0, |segment| segment.id);
     let drawn = own.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
@@ -164,7 +163,7 @@ fn ceiling(request: &Request) -> u32 {
     (1 << (least + (drawn % powers) as u32)).max(request.output_tokens)
 }
 
-/// A word a token, with spaces between: three syllables of 70 each, enough for any vocabulary below 343,000.
+/// One word per token, separated by spaces: three syllables of 70 each, sufficient for any vocabulary below 343,000.
 fn words(tokens: &[u32]) -> String {
     const CONSONANTS: [char; 14] = ['b', 'd', 'f', 'g', 'k', 'l', 'm', 'n', 'p', 'r', 's', 't', 'v', 'z'];
     const VOWELS: [char; 5] = ['a', 'e', 'i', 'o', 'u'];

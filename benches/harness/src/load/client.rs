@@ -1,9 +1,8 @@
-//! The client: one request and its streamed answer.
+//! HTTP client for one request with a streamed response.
 //!
-//! Owns the connections, over HTTP/1.1, with TLS where the URL says https (the system's roots). A connection is made
-//! when a request finds none idle, and its making is part of that request's time, as it is for any client. Promises an
-//! answer to every question, a failure if need be, within the time-out. Requests are not repeated, unless the server had
-//! closed an idle connection before any of it was sent.
+//! Uses HTTP/1.1, with TLS for https URLs (the system's roots). A request without an idle connection opens a new one;
+//! that time is part of the request, as for any client. Every request ends with a response or a failure within the
+//! timeout. A request is only retried if the server had closed an idle connection before any byte was sent.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,89 +25,89 @@ use super::body::Api;
 use super::drive::Clock;
 use super::stream::{Answer, error_code};
 
-/// How much of a refusal is read, in bytes.
+/// Maximum number of bytes read from an error response.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
 
-/// Most ranks that are told apart.
+/// Maximum number of distinct ranks.
 const RANKS_MAX: usize = 1 << 16;
 
-/// How long a connection is kept idle.
+/// Idle timeout of a connection.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// Whom to ask, and how.
+/// Endpoint and options of its requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
     /// Scheme, host and port.
     pub url: &'a str,
-    /// The interface.
+    /// API of the requests.
     pub api: Api,
-    /// Sent as a bearer's token.
+    /// Bearer token.
     pub api_key: Option<&'a str>,
-    /// The answers' header that tells ranks apart.
+    /// Response header that identifies the rank.
     pub rank_header: Option<&'a str>,
-    /// How long a request may take, whole.
+    /// Timeout of a whole request.
     pub timeout: Duration,
-    /// Most connections that are kept idle: as many as requests are in flight, so that there are twice as many sockets
-    /// at most.
+    /// Maximum number of idle connections. Equal to the maximum of requests in flight, so the number of sockets is at
+    /// most twice that.
     pub connections_max: u32,
 }
 
-/// Why nobody can be asked.
+/// Errors of creating a client.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The URL is none.
+    /// The URL is invalid.
     #[error("{0:?} is no URL such as http://127.0.0.1:8000")]
     Url(String),
-    /// The key cannot be sent.
+    /// The key has invalid characters.
     #[error("the key is not of visible ASCII")]
     ApiKey,
-    /// The header cannot be.
+    /// The header name is invalid.
     #[error("{0:?} is no name of a header")]
     Header(String),
-    /// Nothing says which servers to trust.
+    /// The system's root certificates cannot be read.
     #[error("cannot read the system's certificates: {0}")]
     Roots(io::Error),
 }
 
-/// Why a request has no answer, or not all of it. Its text is the reason that a run's figures count it under.
+/// Reasons for a missing or incomplete response. The text of a failure is its key in the figures of a run.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// There is no connection.
+    /// The connection failed.
     #[error("cannot connect: {0}")]
     Connect(String),
     /// The connection broke.
     #[error("the connection broke: {0}")]
     Broken(String),
-    /// The answer is another one.
+    /// The response has another status than 200.
     #[error("status {}{}", status.as_u16(), in_brackets(code.as_deref()))]
     Status {
-        /// Its status.
+        /// Status of the response.
         status: StatusCode,
-        /// The error's name, where it has one.
+        /// Code or type of the error, if any.
         code: Option<String>,
     },
-    /// The answer is not streamed.
+    /// The response is no event stream.
     #[error("the answer is no event stream")]
     NotStreamed,
-    /// It took too long.
+    /// The request timed out.
     #[error("not answered within {} s", .0.as_secs())]
     Timeout(Duration),
     /// The stream ended too early.
     #[error("the stream ended without [DONE]")]
     Truncated,
-    /// The stream had nothing in it.
+    /// The stream contained no token.
     #[error("no token came")]
     NoToken,
-    /// The stream tells of an error.
+    /// The stream contained an error.
     #[error("an error in the stream{}", in_brackets(.0.as_deref()))]
     InStream(Option<String>),
-    /// The stream has something else in it.
+    /// The stream contained an invalid chunk.
     #[error("an event is no chunk of an answer")]
     Chunk,
-    /// An event does not end.
+    /// An event exceeded the maximum size.
     #[error("an event is too long")]
     EventTooLong,
-    /// The answer does not end.
+    /// The answer exceeded the maximum length.
     #[error("the answer does not end")]
     Endless,
 }
@@ -123,22 +122,22 @@ fn in_brackets(code: Option<&str>) -> String {
     code.map(|code| format!(" ({code})")).unwrap_or_default()
 }
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Debug)]
 pub struct Asked {
-    /// When it was sent, in µs.
+    /// Time of sending in µs.
     pub sent_us: u64,
-    /// When the last of it came, or when it failed.
+    /// Time of the last token or of the failure.
     pub ended_us: u64,
-    /// What came.
+    /// Received part of the answer.
     pub answer: Answer,
-    /// Dense number of the rank that served it.
+    /// Dense number of the rank that served the request.
     pub rank: Option<u32>,
-    /// Why that is not all.
+    /// Reason for an incomplete answer.
     pub failure: Option<Failure>,
 }
 
-/// Asks one endpoint.
+/// Client of one endpoint.
 #[derive(Debug)]
 pub struct Client {
     http: legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
@@ -146,15 +145,15 @@ pub struct Client {
     headers: HeaderMap,
     timeout: Duration,
     rank_header: Option<HeaderName>,
-    /// Values of the header so far, numbered as they came.
+    /// Values of the rank header, numbered in order of appearance.
     ranks: Mutex<BTreeMap<Vec<u8>, u32>>,
 }
 
 impl Client {
-    /// A client of `target`. Does not connect yet.
+    /// Creates a client of `target`. Does not connect yet.
     ///
     /// # Errors
-    /// Nobody can be asked like this.
+    /// An option of the target is invalid.
     pub fn new(target: &Target<'_>) -> Result<Self, ClientError> {
         let no_url = || ClientError::Url(target.url.to_owned());
         let path = target.api.path();
@@ -191,14 +190,14 @@ impl Client {
         })
     }
 
-    /// Ranks that have answered.
+    /// Number of ranks that have responded.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
         u32::try_from(ranks.len()).expect("few ranks are told apart")
     }
 
-    /// Sends `body` and reads the answer to its end, by `clock`.
+    /// Sends `body` and reads the response to its end, with times from `clock`.
     pub async fn ask(&self, body: Vec<u8>, clock: Clock) -> Asked {
         let (mut answer, mut rank) = (Answer::default(), None);
         let sent_us = clock.now_us();
@@ -232,7 +231,7 @@ impl Client {
         answer.end()
     }
 
-    /// The rank that a header names, by the order in which ranks first answered.
+    /// Number of the rank in the header, in order of the ranks' first responses.
     fn rank(&self, headers: &HeaderMap) -> Option<u32> {
         let value = headers.get(self.rank_header.as_ref()?)?.as_bytes();
         let mut ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -244,7 +243,8 @@ impl Client {
     }
 }
 
-/// Trusts whom the system trusts; nobody where no TLS is asked for, so that nothing need be installed.
+/// TLS configuration with the system's root certificates. Without TLS the roots are empty, so that none need be
+/// installed.
 fn tls(wanted: bool) -> Result<ClientConfig, ClientError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
@@ -257,7 +257,7 @@ fn tls(wanted: bool) -> Result<ClientConfig, ClientError> {
     Ok(trusting.with_no_client_auth())
 }
 
-/// The body of an answer that is a stream.
+/// Checks that a response is a stream and returns its body.
 async fn accepted(response: Response<Incoming>) -> Result<Incoming, Failure> {
     let status = response.status();
     if status != StatusCode::OK {
@@ -273,7 +273,7 @@ fn not_sent(error: &SendError) -> Failure {
     if error.is_connect() { Failure::Connect(cause) } else { Failure::Broken(cause) }
 }
 
-/// What lies below an error, which is what says something; those around it name steps of the client.
+/// Innermost cause of an error, which is the informative one; the outer errors name steps of the client.
 fn root_cause(error: &dyn std::error::Error) -> String {
     std::iter::successors(Some(error), |error| error.source()).last().unwrap_or(error).to_string()
 }

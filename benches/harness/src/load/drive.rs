@@ -1,10 +1,9 @@
-//! Sends a workload: every request when it is due, or as soon as another one has ended.
+//! Sender of a workload: every request at its arrival time, or at the end of an earlier request.
 //!
-//! Owns the order of sending, and the records. Promises that an open loop waits for nothing but the clock while there is
-//! a connection to send on; that where there is none, or a body is not written in time, the request goes out late and
-//! keeps the time at which it was due; that bodies ahead of their time and in flight together stay within
-//! [`BODIES_BYTES_MAX`], unless a single one does not. The clock starts when as many bodies as may be are written ahead,
-//! so that a burst is one.
+//! An open loop only waits for the clock while a connection is available. If none is available, or a body is not ready
+//! in time, the request is sent late and keeps its arrival time. Bodies prepared in advance and bodies in flight are
+//! limited to [`BODIES_BYTES_MAX`] together, unless a single body is larger. The clock starts when the maximum number
+//! of bodies is prepared, so that a burst is sent without delays.
 
 use std::future::Future;
 use std::num::NonZeroU32;
@@ -22,30 +21,30 @@ use super::body::{BodyError, Form};
 use super::client::Asked;
 use crate::record::RequestRecord;
 
-/// Memory for bodies, in bytes: some thousands of prompts of average length.
+/// Maximum memory for bodies in bytes: some thousands of prompts of average length.
 pub const BODIES_BYTES_MAX: u64 = 1 << 29;
 
-/// Bodies that are written ahead at most.
+/// Maximum number of bodies prepared in advance.
 const BODIES_AHEAD: usize = 2_048;
 
-/// The unit in which memory for bodies is given out, in bytes.
+/// Allocation unit of the memory for bodies, in bytes.
 const PAGE_BYTES: u64 = 1_024;
 
-/// Longest gap between tokens that is told apart, in µs: an hour.
+/// Maximum gap between tokens in the histogram, in µs: an hour.
 const GAP_US_MAX: u64 = 3_600_000_000;
 
-/// The time of a run, in µs since its start.
+/// Time of a run, in µs since its start.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock(Instant);
 
 impl Clock {
-    /// Starts now.
+    /// Starts a clock.
     #[must_use]
     pub fn start() -> Self {
         Self(Instant::now())
     }
 
-    /// Now.
+    /// Current time.
     #[must_use]
     pub fn now_us(self) -> u64 {
         u64::try_from(self.0.elapsed().as_micros()).expect("no run takes 500,000 years")
@@ -56,7 +55,7 @@ impl Clock {
     }
 }
 
-/// A body and its share of the memory.
+/// A prepared body with its share of the memory.
 struct Ready {
     index: usize,
     due_us: u64,
@@ -65,23 +64,23 @@ struct Ready {
     memory: OwnedSemaphorePermit,
 }
 
-/// What came of a workload.
+/// Result of a workload.
 #[derive(Debug)]
 pub struct Driven {
-    /// One a request, in the workload's order.
+    /// One record per request, in the workload's order.
     pub requests: Vec<RequestRecord>,
-    /// Gaps between tokens of one answer, in µs.
+    /// Gaps between the tokens of an answer, in µs.
     pub itl_us: Histogram<u64>,
-    /// When the last answer had ended.
+    /// End of the last answer.
     pub ended_us: u64,
 }
 
-/// Sends all requests of `workload` with `ask`, on at most `connections` at a time, and waits for all answers.
+/// Sends all requests of `workload` with `ask`, with at most `connections` in flight, and waits for all answers.
 ///
-/// Gaps between tokens are those of requests behind the first `warmup` ones. `ask` is given a body and the run's clock.
+/// Gaps between tokens exclude the first `warmup` requests. The arguments of `ask` are a body and the run's clock.
 ///
 /// # Errors
-/// A body cannot be written.
+/// A body cannot be serialized.
 pub async fn drive<F>(
     workload: Workload,
     form: Form,
@@ -102,12 +101,12 @@ where
     let (ahead, mut bodies) = mpsc::channel(BODIES_AHEAD);
     let (begin, begun) = oneshot::channel();
     let writer = tokio::spawn(write(workload.requests, form, ahead, begin));
-    // Told by being dropped.
+    // The writer signals by dropping its sender.
     let _ = begun.await;
     let clock = Clock::start();
     let mut asking = JoinSet::new();
     loop {
-        // A closed loop's request is due when a place is free, an open loop's when its time has come.
+        // A request of a closed loop is due when a slot is free, one of an open loop at its arrival time.
         let freed = match concurrency {
             None => None,
             Some(_) => Some((place(&places).await, clock.now_us())),
@@ -145,8 +144,7 @@ async fn place(places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
     Arc::clone(places).acquire_owned().await.expect("nobody closes it")
 }
 
-/// Writes bodies in order, ahead of their time, on threads that may block. Drops `begin` when it is as far ahead as may
-/// be.
+/// Prepares bodies in order on threads that may block. Drops `begin` when the limit of prepared bodies is reached.
 async fn write(
     requests: Vec<Request>,
     form: Form,
@@ -172,7 +170,7 @@ async fn write(
     Ok(())
 }
 
-/// What is kept.
+/// Records of a run.
 struct Records {
     requests: Vec<RequestRecord>,
     itl_us: Histogram<u64>,
@@ -216,7 +214,7 @@ mod tests {
     use super::super::stream::Answer;
     use super::*;
 
-    /// Requests at 0, 100 ms, 200 ms and so on.
+    /// Requests with arrival times 0, 100 ms, 200 ms and so on.
     fn workload(requests: u32, arrivals: Arrivals) -> Workload {
         let shared =
             SharedPrefix { requests, prefix_tokens: 8.into(), own_tokens: 8.into(), ..SharedPrefix::default() };
@@ -229,7 +227,7 @@ mod tests {
         Form { api: Api::Completions, model: "m".to_owned(), vocabulary: 100, extra: Extra::default() }
     }
 
-    /// Sends to an endpoint that answers after `answer_ms`; when requests were due and sent, in ms.
+    /// Sends to an endpoint that responds after `answer_ms`. Returns due and send times in ms.
     async fn sent_ms(workload: Workload, connections: u32, answer_ms: u64) -> Vec<(u64, u64)> {
         let ask = |_, clock: Clock| async move {
             let sent_us = clock.now_us();

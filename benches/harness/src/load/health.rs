@@ -1,8 +1,8 @@
-//! Whether this process keeps up with what it measures.
+//! Health of the measuring process: timer lag and CPU share.
 //!
-//! Owns a timer that rings every few milliseconds, how late it rang, and the process' CPU time meanwhile. A client
-//! whose timer is late sees answers late, too, and one that uses all of its CPU soon will. Leaves thresholds to
-//! [`crate::results`].
+//! A timer fires every few milliseconds. Its delay and the CPU time of the process are recorded. A client with late
+//! timers also observes responses late, and a client near its CPU limit is about to. [`crate::results`] defines the
+//! thresholds.
 
 use std::num::NonZero;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,19 +16,19 @@ use tokio::time::{Instant, sleep_until};
 use crate::measure::{Stopwatch, process_cpu};
 use crate::results::ClientHealth;
 
-/// How often it rings. Timers of the runtime are exact to a millisecond.
+/// Interval of the timer. The runtime's timers have a resolution of one millisecond.
 const EVERY: Duration = Duration::from_millis(5);
 
-/// Longest lag that is told apart, in µs: an hour.
+/// Maximum lag in the histogram, in µs: an hour.
 const LAG_US_MAX: u64 = 3_600_000_000;
 
-/// Cores that this process may use; 1 where nobody knows.
+/// Number of cores available to this process; 1 if unknown.
 #[must_use]
 pub fn cores() -> usize {
     available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Watches until its end, or until it is dropped.
+/// Monitor that runs until its end or its drop.
 #[derive(Debug)]
 pub struct Watch {
     lags_us: Arc<Mutex<Histogram<u64>>>,
@@ -38,7 +38,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Begins to watch the runtime that this is called on.
+    /// Starts to monitor the current runtime.
     #[must_use]
     pub fn start() -> Self {
         let lags_us = Histogram::new_with_bounds(1, LAG_US_MAX, 2).expect("bounds in order");
@@ -55,7 +55,7 @@ impl Watch {
         Self { lags_us, task, wall: Stopwatch::start(), cpu: process_cpu() }
     }
 
-    /// What was seen.
+    /// Stops the monitor and returns its measurements.
     #[must_use]
     pub fn end(self) -> ClientHealth {
         let wall = self.wall.elapsed().as_secs_f64().max(1e-9);
@@ -80,7 +80,7 @@ mod tests {
     async fn a_busy_thread_is_seen_in_timers_and_cpu() {
         let watch = Watch::start();
         for _ in 0..3 {
-            // The watch waits for its timer; then the only thread has no time for it.
+            // Let the monitor wait for its timer, then block the only thread.
             tokio::task::yield_now().await;
             let from = thread_cpu();
             while thread_cpu() - from < Duration::from_millis(40) {

@@ -1,15 +1,16 @@
-//! Load over HTTP: a workload sent to any endpoint that speaks OpenAI's API, and what came back when.
+//! Load generator over HTTP: sends a workload to any endpoint with OpenAI's API and records the responses with their
+//! times.
 //!
-//! Owns the arguments and the steps from them to a run. [`pace`] says when requests are due, [`body`] writes them,
-//! [`client`] sends one and reads its answer, [`drive`] sends all, [`health`] watches whether this process keeps up.
+//! Defines the arguments and the execution. [`pace`] determines arrival times, [`body`] serializes requests, [`client`]
+//! sends one and reads the response, [`drive`] sends all, [`health`] monitors this process.
 //!
-//! Promises that in an open loop a request is sent when it is due, whatever became of others; that one that could not
-//! be sent in time is recorded as late, with its times counted from when it was due; that sockets and memory are
-//! bounded; and that what goes wrong is a failure with its reason, never a missing record. Leaves percentiles and doubts
-//! to [`crate::results`].
+//! In an open loop a request is sent at its arrival time, independently of other requests. A request that cannot be
+//! sent in time is recorded as late, with its times relative to the arrival time. The numbers of sockets and the memory
+//! are bounded. Every error is a recorded failure with its reason; no record is missing. [`crate::results`] computes
+//! percentiles and warnings.
 //!
-//! What it cannot see stays absent: when a router had chosen, what it predicted, and, unless a header says so, which
-//! rank served.
+//! Facts that a client cannot observe are absent: the time of the routing decision, the router's predictions and,
+//! without a response header for it, the serving rank.
 
 pub mod body;
 pub mod client;
@@ -39,134 +40,137 @@ use client::{Client, ClientError};
 use health::Watch;
 use pace::Pace;
 
-/// Most connections, and so most requests in flight, unless told otherwise: what a process may usually open.
+/// Default maximum number of connections and therefore of requests in flight; within the usual limit of file
+/// descriptors.
 const CONNECTIONS: u32 = 1_000;
 
-/// Load over HTTP.
+/// Arguments of the load generator.
 #[derive(Args, Clone, Debug)]
 pub struct Load {
-    /// Where the endpoint is, without its path: http://host:port, or https
+    /// URL of the endpoint without a path: http://host:port, or https
     #[arg(long)]
     pub url: String,
-    /// The model to ask for
+    /// Name of the model
     #[arg(long)]
     pub model: String,
-    /// Which of the endpoint's interfaces to use
+    /// API of the endpoint to use
     #[arg(long, value_enum, default_value_t)]
     pub api: Api,
-    /// What to send.
+    /// Workload arguments.
     #[command(flatten)]
     pub source: Source,
-    /// When to send it.
+    /// Arrival time arguments.
     #[command(flatten)]
     pub pace: Pace,
-    /// Seed of a generated workload, and of random arrivals
+    /// Seed of a generated workload and of random arrivals
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Requests that only warm caches and count in no figure: a number, or a share of all
+    /// Number or share of initial requests that only warm caches and are excluded from all figures
     #[arg(long, default_value = "10%")]
     pub warmup: Warmup,
-    /// Tokens to ask of every answer, instead of what the workload says
+    /// Number of output tokens of every request, instead of the workload's
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub output_tokens: Option<u32>,
-    /// Token ids of prompts are below this: for models that know fewer
+    /// Exclusive upper bound of token ids, for models with a smaller vocabulary
     #[arg(long, value_name = "TOKENS", default_value_t = VOCABULARY, value_parser = clap::value_parser!(u32).range(2..=u64::from(VOCABULARY) as i64))]
     pub vocabulary: u32,
-    /// Fields to add to every request, as a JSON object
+    /// Additional fields of every request, as a JSON object
     ///
-    /// '{"ignore_eos": true}' has vLLM and SGLang generate as many tokens as are asked for: without it a model that
-    /// ends early makes a lighter workload.
+    /// '{"ignore_eos": true}' makes vLLM and SGLang generate exactly the requested number of tokens. Without it, a
+    /// model that stops early makes the workload lighter.
     #[arg(long, value_name = "JSON", default_value = "{}")]
     pub extra_body: Extra,
-    /// File with the key to send as `Authorization: Bearer`
+    /// File with the key for `Authorization: Bearer`
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Seconds that a request may take, whole
+    /// Timeout of a whole request in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub timeout: u32,
-    /// Most requests in flight, each on a connection of its own; one that is due while so many are is sent late
+    /// Maximum number of requests in flight, each on its own connection; further requests are sent late
     #[arg(long, value_name = "COUNT", default_value_t = CONNECTIONS, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub connections_max: u32,
-    /// Header of answers whose value tells which rank served [default: nobody tells]
+    /// Response header that identifies the serving rank [default: none]
     ///
-    /// Pointsman's gateway sends none, for clients are not to tell workers apart; engines and other routers may.
+    /// Pointsman's gateway does not send one, because clients must not see individual workers. Engines and other
+    /// routers may.
     #[arg(long, value_name = "NAME")]
     pub rank_header: Option<String>,
-    /// What figures are said to be of [default: the URL]
+    /// Name of the endpoint in the figures [default: the URL]
     #[arg(long, value_name = "NAME")]
     pub label: Option<String>,
-    /// Write what became of each request to this file, one JSON object a line, in the workload's order
+    /// File for the records of all requests, one JSON object per line, in the workload's order
     #[arg(long, value_name = "FILE")]
     pub records: Option<PathBuf>,
-    /// Threads [default: as many as there are cores, up to 4]
+    /// Number of threads [default: number of cores, up to 4]
     #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
     pub threads: Option<usize>,
-    /// How figures are said.
+    /// Output arguments.
     #[command(flatten)]
     pub reporting: Reporting,
 }
 
-/// Why there are no figures.
+/// Errors of a load run.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The trace is broken.
+    /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// Nothing is sent.
+    /// No request is due before the end of the steps.
     #[error("the steps end before the first request is due")]
     NothingDue,
-    /// All requests would only warm.
+    /// All requests would belong to the warm-up.
     #[error("warmup takes all of {requests} requests")]
     OnlyWarmup {
-        /// Requests that there are.
+        /// Number of requests.
         requests: usize,
     },
-    /// The key's file cannot be read.
+    /// The key file cannot be read.
     #[error("cannot read the key in {path}: {source}")]
     ApiKey {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// Nobody can be asked like this.
+    /// The client cannot be created.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// A request cannot be written.
+    /// A request body cannot be serialized.
     #[error(transparent)]
     Body(#[from] BodyError),
-    /// The system gave no threads.
+    /// The runtime could not be started.
     #[error("cannot start a runtime of {threads} threads: {source}")]
     Runtime {
-        /// How many were asked for.
+        /// Requested number of threads.
         threads: usize,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// The records cannot be kept.
+    /// The records cannot be written.
     #[error("cannot write the records to {path}: {source}")]
     Records {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// The figures could not be said, or were not to be.
+    /// The figures could not be written or were rejected by `--strict`.
     #[error(transparent)]
     Reporting(#[from] ReportingError),
 }
 
 impl Load {
-    /// Sends the workload, on a runtime of its own, and says the figures to `out` and what to doubt to `warnings_out`.
+    /// Sends the workload on its own runtime and writes figures to `out` and warnings to `warnings_out`.
     ///
     /// # Errors
-    /// The workload cannot be read or sent, or the figures are not to be said. Requests that fail are figures, not errors.
+    /// The workload cannot be read or sent, or the figures are rejected or cannot be written. Failed requests are part
+    /// of the figures and no errors.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), LoadError> {
         let (run, facts) = self.measure()?;
         Ok(self.reporting.finish(&run, &facts, out, warnings_out)?)
     }
 
-    /// Sends the workload, on a runtime of its own.
+    /// Sends the workload on its own runtime and returns the run.
     ///
     /// # Errors
     /// The workload cannot be read or sent.
@@ -183,7 +187,7 @@ impl Load {
         }
         let facts = Facts {
             policy: self.label.as_ref().unwrap_or(&self.url).clone(),
-            // An endpoint does not say what it predicted.
+            // An endpoint does not report its predictions.
             consults_index: false,
             workers: 0,
             dp_size: 0,
@@ -200,10 +204,10 @@ impl Load {
         Ok((run, facts))
     }
 
-    /// What is sent, and when.
+    /// The workload with its final arrival times and output lengths.
     ///
     /// # Errors
-    /// The trace cannot be read, or nothing is left of it to be measured.
+    /// The trace cannot be read, or no request remains for the measurement.
     pub fn workload(&self) -> Result<Workload, LoadError> {
         let mut workload = self.pace.apply(self.source.load(self.seed)?, self.seed);
         if let Some(output_tokens) = self.output_tokens {
@@ -216,10 +220,11 @@ impl Load {
         }
     }
 
-    /// Sends `workload` and waits for all answers. Wants a runtime with timers and sockets, better of several threads.
+    /// Sends `workload` and waits for all responses. Requires a runtime with timers and sockets, preferably with
+    /// several threads.
     ///
     /// # Errors
-    /// No client can be made of the arguments.
+    /// The arguments of the client are invalid.
     pub async fn send(&self, workload: Workload) -> Result<(Run, ClientHealth), LoadError> {
         let key = self.api_key_file.as_ref().map(|path| {
             let read = fs::read_to_string(path);

@@ -1,6 +1,4 @@
-//! When requests are due.
-//!
-//! Owns the arguments that replace a workload's own arrivals. Promises that a request keeps its place in the order.
+//! Arguments that replace the arrival times of a workload. The order of the requests never changes.
 
 use std::num::NonZeroU32;
 use std::str::FromStr;
@@ -8,50 +6,50 @@ use std::str::FromStr;
 use clap::Args;
 use pointsman_trial::workload::{Arrivals, Rng, Workload};
 
-/// What replaces a workload's arrivals; they stay where nothing is given.
+/// Arrival times of the requests. Without arguments, the workload's own times apply.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct Pace {
-    /// Requests a second, instead of the workload's own arrivals
+    /// Requests per second, instead of the workload's arrival times
     #[arg(long, value_name = "REQUESTS", value_parser = rate, conflicts_with_all = ["speedup", "steps", "concurrency"])]
     pub rate: Option<f64>,
-    /// Rates one after the other, each for a time, instead of the workload's own arrivals: 10:30s,20:2m
+    /// Sequence of rates with durations, instead of the workload's arrival times: 10:30s,20:2m
     ///
-    /// Requests that are not due before the end of the last step are not sent.
+    /// Requests that are due after the end of the last step are not sent.
     #[arg(long, value_name = "RATE:TIME,...", conflicts_with_all = ["speedup", "concurrency"])]
     pub steps: Option<Steps>,
-    /// Random gaps, as independent users leave, instead of even ones
+    /// Random gaps, as from independent users, instead of even gaps
     #[arg(long, conflicts_with = "concurrency")]
     pub poisson: bool,
-    /// A closed loop: so many requests in flight, the next one sent when one ends
+    /// Closed loop with this number of requests in flight
     ///
-    /// A slow endpoint is then asked less, so compare no times with those of an open loop.
+    /// A slow endpoint then receives fewer requests, so the times are not comparable with those of an open loop.
     #[arg(long, value_name = "REQUESTS", conflicts_with = "speedup")]
     pub concurrency: Option<NonZeroU32>,
 }
 
-/// A rate that is kept for a time.
+/// A rate with a duration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
-    /// Requests a second.
+    /// Requests per second.
     pub rate: f64,
-    /// For so long, in µs.
+    /// Duration in µs.
     pub lasts_us: f64,
 }
 
-/// Steps, one after the other. At least one.
+/// Non-empty sequence of steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Steps(Vec<Step>);
 
-/// A text that names no steps.
+/// Errors of parsing steps.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepsError {
-    /// A step has another form.
+    /// A step has no valid form.
     #[error("{0:?} is no rate and time such as 10:30s")]
     Form(String),
-    /// Its rate cannot be.
+    /// The rate is invalid.
     #[error("{0}")]
     Rate(String),
-    /// Its time cannot be.
+    /// The duration is invalid.
     #[error("{0:?} is no time such as 500ms, 30s or 2m")]
     Time(String),
 }
@@ -82,13 +80,13 @@ fn time_us(text: &str) -> Result<f64, StepsError> {
 }
 
 impl Pace {
-    /// `workload`, due at this pace; `seed` draws random gaps. Drops what is due after the last step.
+    /// Sets the arrival times of `workload`. `seed` determines random gaps. Requests after the last step are dropped.
     #[must_use]
     pub fn apply(&self, mut workload: Workload, seed: u64) -> Workload {
         let steps = match (self.rate, &self.steps) {
             (Some(rate), _) => vec![Step { rate, lasts_us: f64::INFINITY }],
             (None, Some(Steps(steps))) => steps.clone(),
-            // Random gaps alone: of the mean that the workload has.
+            // Random gaps without a rate: use the mean rate of the workload.
             (None, None) if self.poisson => {
                 let last_us = workload.requests.last().map_or(0, |last| last.arrival_us).max(1);
                 let rate = workload.requests.len() as f64 * 1e6 / last_us as f64;
@@ -113,15 +111,15 @@ impl Pace {
     }
 }
 
-/// The times that steps give, in µs after the start.
+/// Iterator of arrival times in µs after the start.
 struct Due {
-    /// The current step, then those to come.
+    /// The current step and the following ones.
     steps: Vec<Step>,
-    /// When the current step began.
+    /// Start of the current step.
     begins_us: f64,
-    /// Where the next gap begins.
+    /// Start of the next gap.
     at_us: f64,
-    /// Draws gaps; even without.
+    /// Source of random gaps; even gaps if none.
     rng: Option<Rng>,
 }
 
@@ -132,7 +130,7 @@ impl Iterator for Due {
         loop {
             let step = self.steps.first()?;
             let gap_us = 1e6 / step.rate;
-            // Even gaps begin with a request, random ones end with one.
+            // Even gaps begin with a request, random gaps end with one.
             let (due_us, next_us) = match &mut self.rng {
                 None => (self.at_us, self.at_us + gap_us),
                 Some(rng) => {
@@ -145,7 +143,7 @@ impl Iterator for Due {
                 self.at_us = next_us;
                 return Some(due_us.round() as u64);
             }
-            // Exponential gaps have no memory: the next step draws anew from where it begins.
+            // Exponential gaps are memoryless: the next step draws a new gap from its start.
             (self.begins_us, self.at_us) = (ends_us, ends_us);
             self.steps.remove(0);
         }

@@ -1,12 +1,11 @@
-//! One streamed answer, as its bytes come.
+//! Parser of a streamed answer.
 //!
-//! Owns what of an answer has come: when its first and last tokens came, the gaps between, and what the endpoint counted.
-//! Promises the same facts however the bytes were cut, and bounded memory. Leaves sockets to [`super::client`].
+//! Records the times of the first and last token, the gaps between tokens, and the usage reported by the endpoint. The
+//! result does not depend on how the bytes are split, and memory is bounded. [`super::client`] reads the socket.
 //!
-//! A stream is server-sent events whose data is a JSON chunk, and `[DONE]` at last. Chunks that carry text are taken for
-//! tokens: an engine that sends several tokens in a chunk shows fewer and longer gaps. Chunks that come in one read have
-//! gaps of 0. How many tokens there were is told by the `usage` of the last chunk; where there is none, chunks are
-//! counted.
+//! A stream consists of server-sent events with a JSON chunk each, and a final `[DONE]`. A chunk with text counts as
+//! one token: an engine that sends several tokens per chunk shows fewer and longer gaps. Chunks of one read have gaps
+//! of 0. The token count is the `usage` of the last chunk, or the number of chunks if there is none.
 
 use std::borrow::Cow;
 
@@ -16,21 +15,21 @@ use serde::de::IgnoredAny;
 
 use super::client::Failure;
 
-/// Most gaps of one answer: more than any model generates.
+/// Maximum number of gaps per answer, more than any model generates.
 const GAPS_MAX: usize = 1 << 20;
 
-/// Longest name of an error that is shown, in characters.
+/// Maximum length of a displayed error code, in characters.
 const CODE_CHARS_MAX: usize = 64;
 
-/// What has come of an answer. Times are in µs of the caller's clock.
+/// Received part of an answer. Times are in µs of the caller's clock.
 #[derive(Debug, Default)]
 pub struct Answer {
     events: SseReader,
-    /// When its first token came.
+    /// Time of the first token.
     pub first_token_us: Option<u64>,
-    /// When its last one came.
+    /// Time of the last token.
     pub last_token_us: Option<u64>,
-    /// From each token to the next, in µs.
+    /// Gaps between consecutive tokens in µs.
     pub gaps_us: Vec<u32>,
     chunks: u64,
     usage: Option<Usage>,
@@ -77,7 +76,7 @@ struct PromptDetails {
     cached_tokens: Option<u64>,
 }
 
-/// An error in OpenAI's form, as far as it is told: its code, else its type.
+/// Error body in OpenAI's format.
 #[derive(Deserialize)]
 struct ErrorBody<'a> {
     #[serde(borrow)]
@@ -90,7 +89,7 @@ struct ErrorFields {
     r#type: Option<String>,
 }
 
-/// The short name of an error's body, if it has one.
+/// Short name of an error body, if any: its code, otherwise its type.
 pub(super) fn error_code(body: &[u8]) -> Option<String> {
     let body: ErrorBody<'_> = serde_json::from_slice(body).ok()?;
     code_of(body.error?.get())
@@ -121,10 +120,10 @@ impl Choice<'_> {
 }
 
 impl Answer {
-    /// Takes the next bytes, which came at `now_us`.
+    /// Parses bytes received at `now_us`.
     ///
     /// # Errors
-    /// What came is no stream of chunks, or tells of an error.
+    /// The bytes are no stream of chunks, or contain an error.
     pub fn push(&mut self, bytes: &[u8], now_us: u64) -> Result<(), Failure> {
         let mut events = std::mem::take(&mut self.events);
         let taken = events.push(bytes, |data| self.event(data, now_us));
@@ -155,10 +154,10 @@ impl Answer {
         Ok(())
     }
 
-    /// The stream has ended.
+    /// Checks the state at the end of the stream.
     ///
     /// # Errors
-    /// It should not have yet.
+    /// The answer is incomplete.
     pub fn end(&self) -> Result<(), Failure> {
         match (self.done, self.chunks) {
             (false, _) => Err(Failure::Truncated),
@@ -167,19 +166,19 @@ impl Answer {
         }
     }
 
-    /// Tokens of the answer.
+    /// Number of output tokens.
     #[must_use]
     pub fn output_tokens(&self) -> u64 {
         self.usage.and_then(|usage| usage.completion_tokens).unwrap_or(self.chunks)
     }
 
-    /// Tokens of the prompt, where the endpoint says so.
+    /// Number of prompt tokens, if the endpoint reports it.
     #[must_use]
     pub fn prompt_tokens(&self) -> Option<u64> {
         self.usage?.prompt_tokens
     }
 
-    /// Those of them that were found cached, where the endpoint says so.
+    /// Number of cached prompt tokens, if the endpoint reports it.
     #[must_use]
     pub fn cached_tokens(&self) -> Option<u64> {
         self.usage?.prompt_tokens_details?.cached_tokens
@@ -198,7 +197,7 @@ mod tests {
         data: {\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":5,\
         \"prompt_tokens_details\":{\"cached_tokens\":4}}}\n\ndata: [DONE]\n\n";
 
-    /// Pieces that come a second apart, the first at 1 s.
+    /// Parses pieces that arrive one second apart, the first at 1 s.
     fn read<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Result<Answer, Failure> {
         let mut answer = Answer::default();
         for (piece, second) in pieces.into_iter().zip(1..) {

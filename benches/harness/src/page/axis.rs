@@ -1,12 +1,12 @@
-//! Axes: where values lie on them, and which values are named.
+//! Axes of plots: scales and tick labels.
 //!
-//! Owns the choice of ticks. Promises few of them, at round values, so that labels keep apart.
+//! An axis has few ticks at round values, so that labels do not overlap.
 
 use std::ops::Range;
 
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 
-/// Ticks that an axis aims at.
+/// Target number of ticks.
 const TICKS: f64 = 5.0;
 
 /// An axis of a plot.
@@ -15,7 +15,7 @@ pub(super) struct Axis {
     title: String,
     scale: Scale,
     range: Range<f64>,
-    /// Values that are named, with their names.
+    /// Labelled values with their labels.
     ticks: Vec<(f64, String)>,
 }
 
@@ -23,7 +23,7 @@ pub(super) struct Axis {
 enum Scale {
     Linear,
     Logarithm,
-    /// Each nine takes as much room: 90 %, 99 %, 99.9 %.
+    /// Equal space for each nine: 90 %, 99 %, 99.9 %.
     Nines,
 }
 
@@ -38,7 +38,7 @@ impl Scale {
 }
 
 impl Axis {
-    /// Shares from 0 to 99.9 %, most of the room for those near 1.
+    /// Shares from 0 to 99.9 %, with most of the space near 1.
     pub(super) fn shares() -> Self {
         let ticks = [(0.0, "0"), (0.5, "50"), (0.9, "90"), (0.99, "99"), (0.999, "99.9")];
         let ticks = ticks.map(|(share, name)| (share, name.to_owned())).to_vec();
@@ -51,7 +51,7 @@ impl Axis {
         Self { title: title.to_owned(), scale: Scale::Linear, range: 0.0..1.0, ticks }
     }
 
-    /// A run's time, in minutes when it is long.
+    /// Time of a run, in minutes for long runs.
     pub(super) fn clock(seconds: f64) -> Self {
         let (unit, title) = if seconds > 600.0 { (60.0, "time, minutes") } else { (1.0, "time, seconds") };
         let mut axis = Self::from_zero(title, seconds / unit);
@@ -61,7 +61,7 @@ impl Axis {
         axis
     }
 
-    /// From 0 to at least `max`, linearly.
+    /// Linear axis from 0 to at least `max`.
     pub(super) fn from_zero(title: &str, max: f64) -> Self {
         let max = if max > 0.0 { max } else { 1.0 };
         let step = round_step(max / TICKS);
@@ -76,14 +76,14 @@ impl Axis {
         }
     }
 
-    /// The numbers of so many ranks, each at the middle of its row.
+    /// Rank numbers, each in the middle of its row.
     pub(super) fn ranks(count: usize) -> Self {
         let step = (1..).find(|step| count.div_ceil(*step) <= 8).unwrap_or(count);
         let ticks = (0..count).step_by(step).map(|rank| (rank as f64 + 0.5, rank.to_string())).collect();
         Self { title: "rank".to_owned(), scale: Scale::Linear, range: 0.0..count as f64, ticks }
     }
 
-    /// Times from `least` to `most` seconds: by logarithm where they span half a decade or more.
+    /// Times from `least` to `most` seconds; logarithmic if they span half a decade or more.
     pub(super) fn times(title: &str, least: f64, most: f64) -> Self {
         let (least, most) = (least.max(1e-6), most.max(2e-6));
         if most / least < 3.0 {
@@ -113,17 +113,17 @@ impl Axis {
         &self.title
     }
 
-    /// The last value.
+    /// Upper end of the axis.
     pub(super) fn end(&self) -> f64 {
         self.range.end
     }
 
-    /// How many values are named.
+    /// Number of ticks.
     pub(super) fn tick_count(&self) -> usize {
         self.ticks.len()
     }
 
-    /// How far a value lies from the axis' beginning, the end being at 1.
+    /// Relative position of a value on the axis, from 0 to 1.
     fn place(&self, value: f64) -> f64 {
         let place = |value| self.scale.place(value);
         let (first, last) = (place(self.range.start), place(self.range.end));
@@ -166,13 +166,13 @@ impl ValueFormatter<f64> for Axis {
     }
 }
 
-/// 1, 2 or 5 times a power of ten, not less than `least`.
+/// Smallest of 1, 2 or 5 times a power of ten that is not below `least`.
 fn round_step(least: f64) -> f64 {
     let power = 10_f64.powf(least.log10().floor());
     [1.0, 2.0, 5.0, 10.0].map(|digit| digit * power).into_iter().find(|step| *step >= least * 0.999).unwrap_or(power)
 }
 
-/// A round time without needless digits.
+/// Formats a round time without trailing zeros.
 fn time(seconds: f64) -> String {
     let round = |value: f64| {
         let text = format!("{value:.3}");

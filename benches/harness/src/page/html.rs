@@ -1,7 +1,6 @@
-//! The page as HTML.
+//! HTML form of the page.
 //!
-//! Owns its layout. Promises that it needs nothing but itself, neither a network nor a script, and that whatever came
-//! from outside is [`Escaped`].
+//! The page is self-contained: it uses neither the network nor scripts. All external text is [`Escaped`].
 
 use std::fmt::{self, Display, Write};
 
@@ -13,7 +12,7 @@ use crate::compare::{Comparison, Contender, Figure};
 use crate::results::Summary;
 use crate::results::text::{percent, time};
 
-/// System colours follow the reader's choice of light or dark.
+/// System colours follow the browser's light or dark mode.
 const STYLE: &str = "
 :root { color-scheme: light dark; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; padding: 0 1rem; max-width: 1560px;
@@ -37,7 +36,7 @@ figcaption { font-size: .85rem; opacity: .8; margin-top: .3rem; }
 .facts dd { margin: 0 0 .2rem 9rem; }
 ";
 
-/// Text from outside: what HTML would take for its own is written otherwise.
+/// External text with HTML's special characters escaped.
 pub(super) struct Escaped<'a>(pub(super) &'a str);
 
 impl Display for Escaped<'_> {
@@ -53,18 +52,18 @@ impl Display for Escaped<'_> {
     }
 }
 
-/// Why a page was not written.
+/// Errors of creating a page.
 #[derive(Debug, thiserror::Error)]
 pub enum HtmlError {
     /// A plot could not be drawn.
     #[error(transparent)]
     Plot(#[from] PlotError),
-    /// Text could not be put together.
+    /// Text could not be formatted.
     #[error("cannot write the page: {0}")]
     Format(#[from] fmt::Error),
 }
 
-/// The whole page.
+/// Creates the whole page.
 pub(super) fn page(sections: &[Section]) -> Result<String, HtmlError> {
     let mut html = String::new();
     write!(
@@ -91,7 +90,7 @@ pub(super) fn page(sections: &[Section]) -> Result<String, HtmlError> {
     Ok(html)
 }
 
-/// All workloads at a glance: ratios of mean times to the first policy, and who wins.
+/// Overview of all workloads: ratios of mean times to the first policy, and verdicts.
 fn overview(html: &mut String, sections: &[Section]) -> fmt::Result {
     html.push_str("<div class=\"scroll\"><table>\n<tr><th>workload</th><th class=\"word\">policy</th>");
     for figure in Figure::ALL {

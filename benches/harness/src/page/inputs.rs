@@ -1,7 +1,7 @@
-//! Reads what runs have left behind.
+//! Reader of result files.
 //!
-//! Owns how a file's contents are told apart. Promises that runs of one workload come together, and that comparisons
-//! stay as they were made.
+//! Detects the kind of each JSON object. Single runs of one workload are grouped into a comparison; existing
+//! comparisons are unchanged.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,43 +14,43 @@ use crate::compare::Comparison;
 use crate::results::{SCHEMA_VERSION, Summary};
 use crate::suite::Suite;
 
-/// Largest file that is read: far beyond any suite, far below what could exhaust a machine.
+/// Maximum size of a file in bytes, far above any suite and far below the memory of a machine.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// Why there is no page.
+/// Errors of reading results.
 #[derive(Debug, thiserror::Error)]
 pub enum InputError {
     /// A file cannot be read.
     #[error("cannot read {path}: {source}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
     /// A file is too large.
     #[error("{path} is larger than {FILE_BYTES_MAX} bytes")]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A file holds something else.
+    /// A file contains no results.
     #[error("{path} holds no results of runs: {source}")]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Error from the JSON parser.
         source: serde_json::Error,
     },
-    /// A file is of another version of this program.
+    /// A file was written by another version of this program.
     #[error("{path}: schema_version is {found}, this program reads {SCHEMA_VERSION}")]
     Schema {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What it says; 0 where it says nothing.
+        /// Version in the file; 0 if it has none.
         found: u64,
     },
-    /// Nothing was in the files.
+    /// The files contain no results.
     #[error("no results in the files given")]
     Empty,
 }
@@ -58,15 +58,15 @@ pub enum InputError {
 /// One workload of a page.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Section {
-    /// What it is called.
+    /// Title of the section.
     pub(super) title: String,
-    /// What it is there for.
+    /// Purpose of the workload.
     pub(super) note: String,
-    /// What was run on it.
+    /// Results of the workload.
     pub(super) comparison: Comparison,
 }
 
-/// The sections of all files, in the order given. A file holds any number of JSON objects.
+/// Sections of all files, in the given order. A file contains any number of JSON objects.
 pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, InputError> {
     let mut sections = Vec::new();
     let mut single = Vec::new();
@@ -125,8 +125,8 @@ fn kind(path: &Path, value: Value) -> Result<Kind, InputError> {
     kind.map_err(|source| InputError::Json { path: path.to_owned(), source })
 }
 
-/// Runs of the same workload and fleet as comparisons; the policy that came first is what others are compared to. A
-/// generated workload is another one for each seed, and its name says so, so names are compared up to that.
+/// Groups runs of the same workload and fleet into comparisons; the first policy of a group is the reference. The name
+/// of a generated workload contains its seed, so names are compared without it.
 fn together(runs: Vec<Summary>) -> Vec<Comparison> {
     type Contenders = Vec<(String, Vec<Summary>)>;
     let mut groups: Vec<Contenders> = Vec::new();

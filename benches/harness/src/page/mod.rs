@@ -1,7 +1,6 @@
-//! One HTML page of results: tables, latency distributions, load and hit rates over time.
+//! HTML page of results: tables, latency distributions, load and hit rates over time.
 //!
-//! Owns what a reader sees of runs that others made. Promises a page that needs nothing but itself. Leaves running, and
-//! every figure, to those whose JSON it reads.
+//! The page is self-contained. It shows the results of other subcommands, read from their JSON.
 
 mod axis;
 mod html;
@@ -19,32 +18,32 @@ pub use html::HtmlError;
 pub use inputs::InputError;
 pub use plot::PlotError;
 
-/// One page of what runs gave.
+/// Creates one page from results.
 #[derive(Args, Clone, Debug)]
 pub struct Page {
-    /// Results of `simulate`, `load`, `compare` or `suite`, as --json writes them; with --series there are plots
+    /// Results of `simulate`, `load`, `compare` or `suite` in --json format; plots require --series
     #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
     pub input: Vec<PathBuf>,
-    /// The page to write
+    /// Output file of the page
     #[arg(long, value_name = "FILE")]
     pub output: PathBuf,
 }
 
-/// Why there is no page.
+/// Errors of creating a page.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
-    /// Results cannot be read.
+    /// The results cannot be read.
     #[error(transparent)]
     Input(#[from] InputError),
-    /// The page cannot be put together.
+    /// The page cannot be created.
     #[error(transparent)]
     Html(#[from] HtmlError),
-    /// It cannot be kept.
+    /// The page cannot be written.
     #[error("cannot write {path}: {source}")]
     Write {
-        /// The page.
+        /// Path of the page.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
 }
@@ -53,7 +52,7 @@ impl Page {
     /// Writes the page.
     ///
     /// # Errors
-    /// A file cannot be read or holds no results, or the page cannot be written.
+    /// A file cannot be read or contains no results, or the page cannot be written.
     pub fn write(&self) -> Result<(), PageError> {
         let page = html::page(&inputs::read(&self.input)?)?;
         fs::write(&self.output, page).map_err(|source| PageError::Write { path: self.output.clone(), source })

@@ -1,8 +1,7 @@
-//! Plots as SVG that a page can hold.
+//! Plots as inline SVG: lines, bands and grids of cells.
 //!
-//! Owns how lines, bands and grids of cells are drawn. Promises that text and axes have the colour of the page's text,
-//! so that they are seen on light and dark pages, and that no text in a plot comes from outside. Leaves legends to the
-//! page: beside a plot they cannot lie over it.
+//! Text and axes use the text colour of the page, so that they are visible on light and dark pages. Plots contain no
+//! external text. Legends are part of the page, so that they cannot cover a plot.
 
 use std::fmt::Write;
 
@@ -13,7 +12,7 @@ use plotters::prelude::{Color, IntoDrawingArea, IntoFont, PathElement, Polygon, 
 
 use super::axis::Axis;
 
-/// Colours that people tell apart whatever their sight, and that are seen on white and on black: those of Okabe and Ito
+/// Colours that are distinguishable with any colour vision and visible on white and black: those of Okabe and Ito
 /// ("Color Universal Design", 2008), without black and yellow.
 const PALETTE: [RGBColor; 6] = [
     RGBColor(0x00, 0x72, 0xB2),
@@ -24,21 +23,21 @@ const PALETTE: [RGBColor; 6] = [
     RGBColor(0x56, 0xB4, 0xE9),
 ];
 
-/// Dashes of lines, for those who see no colours, and for more lines than there are colours.
+/// Dash patterns of lines, for readers who cannot distinguish colours, and for more lines than colours.
 const DASHES: [&str; 7] = ["", "14 6", "4 5", "20 5 4 5", "9 4", "3 9", "24 8"];
 
-/// Stands for the colour of the page's text until the SVG is done.
+/// Placeholder for the text colour of the page until the SVG is complete.
 const INK: RGBColor = RGBColor(1, 2, 3);
 
-/// Opacities that a cell's value is rounded to.
+/// Number of opacity levels of cells.
 const LEVELS: usize = 10;
 
-/// Pixels of a plot's width; pages show it at half of that or less.
+/// Width of a plot in pixels; pages show it at half the size or less.
 const WIDTH: u32 = 960;
 
 type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
 
-/// Why a plot was not drawn: what the drawing library says.
+/// A plot was not drawn; contains the error of the drawing library.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot draw a plot: {0}")]
 pub struct PlotError(String);
@@ -47,15 +46,15 @@ fn failed(error: impl std::fmt::Display) -> PlotError {
     PlotError(error.to_string())
 }
 
-/// A line, in pieces where it has gaps.
+/// A line with gaps between its pieces.
 pub(super) struct Line {
-    /// Which of the page's contenders it is of.
+    /// Index of the contender.
     pub(super) which: usize,
-    /// Its pieces.
+    /// Pieces of the line.
     pub(super) pieces: Vec<Vec<(f64, f64)>>,
 }
 
-/// The colour of a contender, as CSS has it.
+/// CSS colour of a contender.
 pub(super) fn colour(which: usize) -> String {
     css(colour_of(which))
 }
@@ -64,7 +63,8 @@ fn colour_of(which: usize) -> RGBColor {
     PALETTE[which % PALETTE.len()]
 }
 
-/// Stands for a contender's colour and dash, which the drawing library does not know, until the SVG is done.
+/// Placeholder for a contender's colour and dash pattern until the SVG is complete. The drawing library has no dash
+/// patterns.
 fn stand_in(which: usize) -> RGBColor {
     RGBColor(2, 3, (which % 256) as u8)
 }
@@ -73,7 +73,7 @@ fn css(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
-/// A short piece of a contender's line, for a legend.
+/// Short piece of a contender's line, for a legend.
 pub(super) fn key(which: usize) -> String {
     format!(
         r#"<svg class="key" viewBox="0 0 60 10" aria-hidden="true"><line x1="0" y1="5" x2="60" y2="5" stroke="{}" stroke-width="5"{}/></svg>"#,
@@ -87,7 +87,7 @@ fn dash(which: usize) -> String {
     if dash.is_empty() { String::new() } else { format!(r#" stroke-dasharray="{dash}""#) }
 }
 
-/// Lines over each other. The part of the plot before `shaded_until` is shaded.
+/// Draws several lines. The part of the plot before `shaded_until` is shaded.
 pub(super) fn lines(x: &Axis, y: &Axis, shaded_until: Option<f64>, lines: &[Line]) -> Result<String, PlotError> {
     let mut svg = draw(520, x, y, |chart| {
         shade(chart, x, y, shaded_until)?;
@@ -107,21 +107,21 @@ pub(super) fn lines(x: &Axis, y: &Axis, shaded_until: Option<f64>, lines: &[Line
     Ok(svg)
 }
 
-/// What lies between two lines, and one line within.
+/// The area between two lines, with a third line for the mean.
 pub(super) struct Band<'a> {
-    /// Which of the page's contenders it is of.
+    /// Index of the contender.
     pub(super) which: usize,
     /// Times.
     pub(super) at: &'a [f64],
-    /// Below.
+    /// Lower line.
     pub(super) least: &'a [f64],
-    /// Within.
+    /// Mean.
     pub(super) mean: &'a [f64],
-    /// Above.
+    /// Upper line.
     pub(super) most: &'a [f64],
 }
 
-/// One band. The part of the plot before `shaded_until` is shaded.
+/// Draws one band. The part of the plot before `shaded_until` is shaded.
 pub(super) fn band(x: &Axis, y: &Axis, shaded_until: Option<f64>, band: &Band<'_>) -> Result<String, PlotError> {
     draw(520, x, y, |chart| {
         shade(chart, x, y, shaded_until)?;
@@ -145,8 +145,8 @@ fn shade(chart: &mut Chart<'_>, x: &Axis, y: &Axis, until: Option<f64>) -> Resul
     Ok(())
 }
 
-/// A grid of cells: one row a rank, one column a time, each value from 0 to 1 as opacity. Cells without a value stay
-/// empty; those of 0 are barely grey.
+/// Draws a grid of cells: one row per rank, one column per time, with each value from 0 to 1 as opacity. Cells without
+/// a value stay empty; cells of 0 are light grey.
 pub(super) fn cells(which: usize, x: &Axis, column: f64, rows: &[Vec<Option<f64>>]) -> Result<String, PlotError> {
     let y = Axis::ranks(rows.len());
     let height = u32::try_from(rows.len()).unwrap_or(u32::MAX).saturating_mul(18).clamp(300, 1_200) + 120;
@@ -160,7 +160,7 @@ pub(super) fn cells(which: usize, x: &Axis, column: f64, rows: &[Vec<Option<f64>
                 if let Some(level) = level(run[0]) {
                     let (left, top) = chart.backend_coord(&(from.min(x.end()), rank as f64 + 1.0));
                     let (right, bottom) = chart.backend_coord(&(until.min(x.end()), rank as f64));
-                    // What a write to a string says can be nothing but Ok.
+                    // Writing to a string always succeeds.
                     let _ = write!(paths[level], "M{left} {top}H{right}V{bottom}H{left}Z");
                 }
             }
@@ -178,7 +178,7 @@ fn level(value: Option<f64>) -> Option<usize> {
     value.map(|value| (value.clamp(0.0, 1.0) * LEVELS as f64).round() as usize)
 }
 
-/// Axes, then what `draw_in` draws, then the SVG that it returns.
+/// Draws axes and the content of `draw_in`, then appends the SVG that it returns.
 fn draw(
     height: u32,
     x: &Axis,

@@ -1,7 +1,6 @@
-//! The plots of one workload.
+//! Plots of one workload.
 //!
-//! Owns which plots there are and on which axes. Promises that plots of several policies share their axes, so that they
-//! can be compared by eye.
+//! Plots of several policies share their axes, so that they are visually comparable.
 
 use std::fmt::Write;
 
@@ -11,14 +10,14 @@ use super::plot::{self, Band, Line};
 use crate::compare::Comparison;
 use crate::results::Series;
 
-/// One contender's series.
+/// Series of one contender.
 struct Plotted<'a> {
     which: usize,
     name: &'a str,
     series: &'a Series,
 }
 
-/// All plots of `comparison`: of each contender the first run that has what plots need.
+/// All plots of `comparison`. Each contender is represented by its first run with series.
 pub(super) fn plots(html: &mut String, comparison: &Comparison) -> Result<(), HtmlError> {
     let plotted: Vec<Plotted<'_>> = (comparison.contenders.iter().enumerate())
         .filter_map(|(which, contender)| {
@@ -74,7 +73,7 @@ fn latencies(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
     Ok(())
 }
 
-/// The times that a run's bins stand for: their middles.
+/// Middle times of a run's bins.
 fn middles(series: &Series, bins: usize) -> Vec<f64> {
     (0..bins).map(|bin| (bin as f64 + 0.5) * series.bin_seconds).collect()
 }
@@ -105,7 +104,8 @@ fn over_time(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
     Ok(())
 }
 
-/// The hit rate where there is one. A bin that stands alone is drawn as wide as it is, for a point has no width.
+/// The known parts of the hit rate. A single bin between gaps is drawn as a line of the bin's width, because a point is
+/// invisible.
 fn pieces(series: &Series) -> Vec<Vec<(f64, f64)>> {
     let points: Vec<_> = middles(series, series.hit_rate.len()).into_iter().zip(&series.hit_rate).collect();
     let known = |piece: &[(f64, &Option<f64>)]| {
@@ -116,7 +116,7 @@ fn pieces(series: &Series) -> Vec<Vec<(f64, f64)>> {
     points.split(|(_, rate)| rate.is_none()).filter(|piece| !piece.is_empty()).map(known).collect()
 }
 
-/// For each policy how its ranks were loaded and what they found cached.
+/// Load and hit rate of the ranks, for each policy.
 fn by_rank(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> {
     let most = plotted.iter().flat_map(|of| &of.series.rank_requests_max).copied().fold(0.0, f64::max);
     let clock = clock(plotted);

@@ -6,7 +6,7 @@ use crate::record::RankSample;
 use crate::results::tests::{request, run};
 use crate::results::{Series, Summary};
 
-/// A run on three ranks, with all that plots show.
+/// A run on three ranks, with all data for plots.
 fn plotted(policy: &str, seed: u64, times: f64) -> Summary {
     let mut run = run((0..1_000).map(|number| request(10 * number)).collect());
     let sample = |number: u64| RankSample {

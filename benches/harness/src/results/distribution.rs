@@ -1,16 +1,13 @@
-//! A distribution of times as a few figures.
-//!
-//! Owns what a percentile is. Promises that a percentile of separate values is one of them. Leaves to others which
-//! values there are.
+//! Mean and percentiles of a distribution of times. A percentile of exact values is always one of them.
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
-/// Mean and percentiles of times, in seconds.
+/// Mean and percentiles of times in seconds.
 ///
-/// Percentiles are by nearest rank: of `count` values in ascending order, `p99` is the one at place
-/// `ceil(0.99 × count)`, counted from 1. So it is a value that occurred, at least 99 % of them are not above it, and
-/// nothing is interpolated.
+/// Percentiles use the nearest rank: of `count` values in ascending order, `p99` is the one at position `ceil(0.99 ×
+/// count)`, counted from 1. It is a value that occurred, at least 99 % of the values are at most equal to it, and there
+/// is no interpolation.
 ///
 /// ```
 /// use pointsman_bench::results::Distribution;
@@ -20,20 +17,20 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Distribution {
-    /// Arithmetic mean, in seconds.
+    /// Arithmetic mean in seconds.
     pub mean: f64,
-    /// Half of the values are not above it, in seconds.
+    /// Median in seconds.
     pub p50: f64,
-    /// Nine of ten are not above it, in seconds.
+    /// 90th percentile in seconds.
     pub p90: f64,
-    /// 99 of 100 are not above it, in seconds.
+    /// 99th percentile in seconds.
     pub p99: f64,
-    /// How many values there are.
+    /// Number of values.
     pub count: u64,
 }
 
 impl Distribution {
-    /// Of separate values in µs, exactly; absent where there are none.
+    /// Computes the exact distribution of values in µs; none without values.
     #[must_use]
     pub fn of_us(values: impl IntoIterator<Item = u64>) -> Option<Self> {
         let mut sorted: Vec<u64> = values.into_iter().collect();
@@ -44,9 +41,9 @@ impl Distribution {
         Some(Self { mean: sum as f64 / count as f64 / 1e6, p50: at(50)?, p90: at(90)?, p99: at(99)?, count })
     }
 
-    /// Of a histogram in µs, at its precision; absent where it is empty.
+    /// Computes the distribution of a histogram in µs, at its precision; none if it is empty.
     ///
-    /// Its percentiles are the highest value of the bucket that holds the nearest rank, its mean weighs each bucket by
+    /// A percentile is the highest value of the bucket that contains the nearest rank. The mean weights each bucket by
     /// its middle.
     #[must_use]
     pub fn of_histogram(values: &Histogram<u64>) -> Option<Self> {
@@ -56,7 +53,7 @@ impl Distribution {
     }
 }
 
-/// Of values in ascending order the one at place `ceil(percent / 100 × count)`, counted from 1.
+/// Value at position `ceil(percent / 100 × count)` of ascending values, counted from 1.
 pub(crate) fn nearest_rank(sorted: &[u64], percent: usize) -> Option<u64> {
     let place = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(place - 1).copied()
@@ -72,7 +69,7 @@ mod tests {
 
     use super::*;
 
-    /// The least value that at least `percent` of all do not exceed, found by counting.
+    /// Smallest value that at least `percent` of all values do not exceed, found by counting.
     fn slow_percentile(values: &[u64], percent: usize) -> Option<u64> {
         let not_above = |limit: u64| values.iter().filter(|value| **value <= limit).count();
         values.iter().copied().filter(|value| 100 * not_above(*value) >= percent * values.len()).min()

@@ -1,7 +1,7 @@
-//! What a run was of: the settings and the machine without which figures mean nothing.
+//! Settings and machine of a run.
 //!
-//! Owns how machine and commit are found. Promises that nothing here depends on the time, on the process or on what
-//! else the machine does, so that equal runs give equal bytes. Leaves to others what was run.
+//! Finds out machine and commit. The facts do not depend on the time, the process or the load of the machine, so that
+//! equal runs give equal bytes.
 
 use std::fs::File;
 use std::io::Read;
@@ -14,56 +14,56 @@ use serde::{Deserialize, Serialize};
 use super::goodput::Limits;
 use super::validity::ClientHealth;
 
-/// Most bytes read of a file under `/proc`.
+/// Maximum number of bytes read from a file under `/proc`.
 const PROC_BYTES_MAX: u64 = 64 * 1024;
 
-/// What stands where nobody can say.
+/// Placeholder for unavailable facts.
 const UNKNOWN: &str = "unknown";
 
-/// What a run was of.
+/// Settings and environment of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Facts {
-    /// The selection policy, or the endpoint, that the figures speak for.
+    /// Selection policy or endpoint of the figures.
     pub policy: String,
-    /// Whether that looks at what ranks hold, so that predictions of it must be there.
+    /// Whether the policy uses cache contents, so that predictions are expected.
     pub consults_index: bool,
-    /// Workers of the fleet; 0 where unknown.
+    /// Number of workers; 0 if unknown.
     pub workers: u32,
-    /// Ranks of each worker; 0 where unknown.
+    /// Number of ranks per worker; 0 if unknown.
     pub dp_size: u32,
-    /// Seed of the router's draws and of a generated workload.
+    /// Seed of the router's random choices and of a generated workload.
     pub seed: u64,
-    /// The workload's name.
+    /// Name of the workload.
     pub workload: String,
-    /// XXH3-64 of the trace file, in hex; absent for what was generated.
+    /// XXH3-64 of the trace file in hex; none for generated workloads.
     pub trace_checksum: Option<String>,
-    /// The command line.
+    /// Command line of the run.
     pub command: String,
-    /// The machine.
+    /// Machine of the run.
     pub machine: Machine,
-    /// The commit, from [`commit`].
+    /// Commit, from [`commit`].
     pub commit: String,
-    /// What goodput is counted under.
+    /// Limits of goodput.
     pub limits: Limits,
-    /// How the client that sent the requests fared; absent where nobody real sent any.
+    /// Health of the client; none in a simulation.
     pub client: Option<ClientHealth>,
-    /// Whether the summary is to carry what plots need.
+    /// Whether the summary includes the data for plots.
     pub series: bool,
 }
 
-/// The machine of a run.
+/// Machine of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Cores that this process may use; 0 where unknown.
+    /// Number of cores available to the process; 0 if unknown.
     pub cores: usize,
-    /// The processor's name as the system gives it, or `unknown`.
+    /// Name of the processor from the system, or `unknown`.
     pub cpu: String,
-    /// The kernel's release, or `unknown`.
+    /// Release of the kernel, or `unknown`.
     pub kernel: String,
 }
 
 impl Machine {
-    /// This one.
+    /// Reads the facts of this machine.
     #[must_use]
     pub fn read() -> Self {
         let cpu = read_start("/proc/cpuinfo").and_then(|text| cpu_model(&text));
@@ -76,11 +76,11 @@ impl Machine {
     }
 }
 
-/// The commit of this build, as far as it can be known.
+/// Commit of this build, as far as it is known.
 ///
-/// A build with `POINTSMAN_COMMIT` set in its environment says that. Others say what `git describe --always --dirty` says
-/// now of the checkout that they were built in, `-dirty` where it has uncommitted changes. That is right for whatever
-/// `cargo run` starts. A program that is kept while its checkout moves on has no way to know. Without git or checkout:
+/// A build with `POINTSMAN_COMMIT` in its environment returns that value. Other builds return the current output of
+/// `git describe --always --dirty` in their source checkout, with `-dirty` for uncommitted changes. This is correct for
+/// `cargo run`. It is wrong for a binary whose checkout has changed since the build. Without git or a checkout:
 /// `unknown`.
 #[must_use]
 pub fn commit() -> String {
@@ -96,7 +96,7 @@ fn checkout() -> Option<String> {
     (said.status.success() && !name.is_empty() && name.len() <= 80).then(|| name.to_owned())
 }
 
-/// This process' command line: the program's name without its directories, then its arguments.
+/// Command line of this process: the name of the program without directories, then its arguments.
 #[must_use]
 pub fn command_line() -> String {
     let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
@@ -105,7 +105,7 @@ pub fn command_line() -> String {
     std::iter::once(name).chain(words).map(|word| quoted(&word)).collect::<Vec<_>>().join(" ")
 }
 
-/// `word` as a shell reads it back.
+/// Quotes `word` for a shell.
 fn quoted(word: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./=,:+@%".contains(&byte);
     if !word.is_empty() && word.bytes().all(plain) {
@@ -121,7 +121,8 @@ fn read_start(path: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The first processor's name: x86 says `model name`, some others `cpu` or `Processor`, many Arm kernels nothing.
+/// Name of the first processor. The key is `model name` on x86, `cpu` or `Processor` on some others, and missing on
+/// many Arm kernels.
 fn cpu_model(cpuinfo: &str) -> Option<String> {
     let named = |key: &str| {
         let fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));

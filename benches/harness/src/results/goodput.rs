@@ -1,40 +1,38 @@
-//! Goodput: what was answered within stated limits.
-//!
-//! Owns when an answer is good. Promises that a failed request is never good and always counted.
+//! Goodput: requests answered within given limits. A failed request counts, and is never good.
 
 use serde::{Deserialize, Serialize};
 
 use crate::record::RequestRecord;
 
-/// The slowest that an answer may be and still be good.
+/// Latency limits of a good answer.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Limits {
-    /// From due to the first token, in ms.
+    /// Time from the arrival time to the first token, in ms.
     pub ttft_ms: f64,
-    /// The mean gap between the answer's tokens, in ms. A single long gap does not spoil an answer.
+    /// Mean gap between the answer's tokens, in ms. A single long gap is tolerated.
     pub itl_ms: f64,
 }
 
 impl Default for Limits {
-    /// 2 s to the first token, 100 ms a token: a reader of a chat waits so long, and reads no faster.
+    /// 2 s to the first token and 100 ms per token: the patience and the reading speed of a chat user.
     fn default() -> Self {
         Self { ttft_ms: 2_000.0, itl_ms: 100.0 }
     }
 }
 
-/// How much was answered within limits.
+/// Goodput of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Goodput {
     /// The limits.
     pub limits: Limits,
-    /// Requests a second that met both, over the run's duration.
+    /// Requests per second within both limits, over the run's duration.
     pub requests_per_second: f64,
-    /// Their share of all measured requests, failed ones included.
+    /// Share of all measured requests, including failed ones.
     pub share: f64,
 }
 
 impl Goodput {
-    /// Of `requests` within `duration_seconds`; absent where there are none, or no time passed.
+    /// Computes the goodput of `requests` over `duration_seconds`; none without requests or duration.
     #[must_use]
     pub fn of(requests: &[RequestRecord], limits: Limits, duration_seconds: f64) -> Option<Self> {
         let good = requests.iter().filter(|request| is_good(request, limits)).count() as f64;
@@ -59,7 +57,7 @@ mod tests {
 
     #[test]
     fn an_answer_is_good_at_its_limits_and_not_beyond() {
-        // 100 ms to the first token, 50 ms a token.
+        // 100 ms to the first token, 50 ms per token.
         let share = |ttft_ms, itl_ms| {
             Goodput::of(&[request(0)], Limits { ttft_ms, itl_ms }, 2.0).expect("there is a request").share
         };

@@ -1,17 +1,16 @@
-//! How evenly ranks were loaded over a run.
+//! Load balance over ranks during a run.
 //!
-//! Owns the step functions that samples of ranks draw. Promises that a rank counts with what its last sample said until
-//! the next one, and as empty before its first. Leaves to others when samples are taken.
+//! The load of a rank is a step function: the value of its last sample, and empty before the first one.
 
 use crate::record::RankSample;
 
-/// What all ranks hold at one time, as their last samples said.
+/// State of all ranks at one time, from their latest samples.
 pub(crate) struct Fleet {
     ranks: Vec<RankSample>,
 }
 
 impl Fleet {
-    /// `ranks` empty ranks, and as many more as samples name.
+    /// Creates `ranks` empty ranks, or more if samples contain higher numbers.
     pub(crate) fn new(ranks: u32, samples: &[RankSample]) -> Self {
         let empty = |rank| RankSample {
             at_us: 0,
@@ -25,20 +24,20 @@ impl Fleet {
         Self { ranks: (0..).map(empty).take(ranks_of(ranks, samples)).collect() }
     }
 
-    /// Takes a sample in.
+    /// Applies a sample.
     pub(crate) fn apply(&mut self, sample: RankSample) {
         if let Some(rank) = self.ranks.get_mut(sample.rank as usize) {
             *rank = sample;
         }
     }
 
-    /// The last sample of each rank.
+    /// Latest sample of each rank.
     pub(crate) fn ranks(&self) -> &[RankSample] {
         &self.ranks
     }
 
-    /// Calls `held` with what ranks hold and for how long in µs, for each piece of the time from `from_us` to `until_us`
-    /// in which no sample falls. `samples` are in order of time.
+    /// Calls `held` with the state of the ranks, start and duration in µs, for each interval without samples between
+    /// `from_us` and `until_us`. `samples` are in order of time.
     pub(crate) fn walk(
         mut self,
         samples: &[RankSample],
@@ -63,18 +62,18 @@ impl Fleet {
     }
 }
 
-/// How many ranks there are: `ranks`, and more where samples name more.
+/// Number of ranks: `ranks`, or more if samples contain higher numbers.
 pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
     let named = samples.iter().map(|sample| sample.rank as usize + 1).max().unwrap_or_default();
     named.max(ranks as usize)
 }
 
-/// Requests of the fullest rank over the mean of all, both averaged over the time from `from_us` to `until_us` before
-/// they are divided.
+/// Requests of the most loaded rank divided by the mean of all ranks. Both are averaged over the time from `from_us` to
+/// `until_us` before the division.
 ///
-/// Dividing averages, rather than averaging quotients, keeps the times when hardly anything runs (where one request on
-/// one of eight ranks is a quotient of eight) from speaking loudest. Where as many requests run at all times, both are
-/// the same. Absent where no rank was seen, or none ever had a request.
+/// The quotient of averages avoids a strong influence of nearly idle times, when one request on one of eight ranks
+/// gives a quotient of eight. With a constant number of requests it equals the average of quotients. None if there are
+/// no ranks or no rank ever had a request.
 ///
 /// ```
 /// use pointsman_bench::record::RankSample;
@@ -118,7 +117,7 @@ mod tests {
         }
     }
 
-    /// The same, µs by µs.
+    /// Reference implementation, µs by µs.
     fn slow(samples: &[RankSample], ranks: u32, from_us: u64, until_us: u64) -> Option<f64> {
         let (mut fullest, mut all) = (0, 0);
         for now in from_us..until_us {

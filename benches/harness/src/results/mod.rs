@@ -1,11 +1,11 @@
-//! From a [`Run`] to figures that can be compared, and to the doubts that a reader should have about them.
+//! Computation of comparable figures and validity warnings from a [`Run`].
 //!
-//! Owns the [`Summary`] of a run, its JSON and its text. Promises that the same run and the same [`Facts`] give the same
-//! bytes, that a figure that nothing was measured for is absent rather than zero, and that doubts about a run travel
-//! with its figures. Leaves running to others, and comparing several runs too.
+//! Contains the [`Summary`] of a run, its JSON and its text. Equal runs and equal [`Facts`] give equal bytes. A figure
+//! without measurements is absent instead of zero. Warnings are part of the summary. Other modules execute runs and
+//! compare them.
 //!
-//! Times of requests count from when they were due, not from when they were sent: a client that falls behind would
-//! otherwise hide the waiting that it causes.
+//! Latencies count from the arrival time of a request, not from its sending: otherwise a late client would hide the
+//! delay that it causes.
 
 pub mod distribution;
 pub mod facts;
@@ -29,7 +29,7 @@ pub use validity::{ClientHealth, Gate, Warning};
 use crate::record::{RequestRecord, Run};
 
 impl Run {
-    /// The requests that count.
+    /// The measured requests, without the warm-up.
     #[must_use]
     pub fn measured(&self) -> &[RequestRecord] {
         self.requests.get(self.warmup_requests..).unwrap_or_default()
@@ -37,31 +37,31 @@ impl Run {
 }
 
 impl RequestRecord {
-    /// Whether it was answered whole.
+    /// Returns whether the answer is complete.
     #[must_use]
     pub fn answered(&self) -> bool {
         self.failure.is_none() && self.first_token_us.is_some() && self.ended_us.is_some()
     }
 
-    /// From due to the first token, in µs.
+    /// Time from the arrival time to the first token, in µs.
     #[must_use]
     pub fn ttft_us(&self) -> Option<u64> {
         Some(self.first_token_us?.saturating_sub(self.due_us))
     }
 
-    /// From due to the last token, in µs.
+    /// Time from the arrival time to the last token, in µs.
     #[must_use]
     pub fn e2e_us(&self) -> Option<u64> {
         Some(self.ended_us?.saturating_sub(self.due_us))
     }
 
-    /// From sent to placed, in µs: what it waited in the router.
+    /// Time from sending to the routing decision, in µs: the queueing time in the router.
     #[must_use]
     pub fn queue_us(&self) -> Option<u64> {
         Some(self.placed_us?.saturating_sub(self.sent_us))
     }
 
-    /// The mean gap between its tokens, in µs; absent for answers of less than two.
+    /// Mean gap between tokens in µs; none for answers of fewer than two tokens.
     #[must_use]
     pub fn gap_us(&self) -> Option<f64> {
         let gaps = self.output_tokens.checked_sub(1).filter(|gaps| *gaps > 0)?;
@@ -69,7 +69,7 @@ impl RequestRecord {
     }
 }
 
-/// `part` of `whole`; absent where there is no whole.
+/// `part` divided by `whole`; none if `whole` is 0.
 fn share(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }
@@ -80,8 +80,8 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A request due at `at_ms` that is placed 1 ms later, has its first token 100 ms and its last 600 ms after it was
-    /// due, and found half of its 1,000 prompt tokens cached.
+    /// A request with arrival time `at_ms`: placed 1 ms later, first token after 100 ms, last token after 600 ms, and
+    /// half of its 1,000 prompt tokens cached.
     pub(crate) fn request(at_ms: u64) -> RequestRecord {
         let at = at_ms * 1_000;
         RequestRecord {
@@ -102,7 +102,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// A run of `requests` without warm-up, whose tokens come every 50 ms.
+    /// A run of `requests` without warm-up and with a token every 50 ms.
     pub(crate) fn run(requests: Vec<RequestRecord>) -> Run {
         let mut itl_us = Histogram::new_with_bounds(1, 60_000_000, 3).expect("bounds");
         itl_us.record_n(50_000, 10 * requests.len() as u64).expect("within bounds");

@@ -1,33 +1,32 @@
-//! How well the router foresaw times to the first token.
-//!
-//! Owns the error of a prediction. Promises that only requests with both a prediction and an outcome count.
+//! Accuracy of the router's predicted times to the first token. Only requests with both a prediction and a measurement
+//! count.
 
 use serde::{Deserialize, Serialize};
 
 use crate::record::RequestRecord;
 
-/// Predicted against measured times to the first token.
+/// Predicted versus measured times to the first token.
 ///
-/// A prediction is made at the decision, so it is held against the time from there: from placed to the first token, or
-/// from sent where placing cannot be seen.
+/// A prediction is made at the routing decision, so the measured time starts there: at the placement, or at the time of
+/// sending if the placement is not observable.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PredictionError {
-    /// Mean of what was predicted, in seconds.
+    /// Mean of predicted times in seconds.
     pub predicted_mean_seconds: f64,
-    /// Mean of what it is held against, in seconds.
+    /// Mean of measured times in seconds.
     pub measured_mean_seconds: f64,
-    /// Bias: mean of predicted less measured, in seconds. Above 0, predictions are too long.
+    /// Bias: mean of predicted minus measured times in seconds. A positive bias means that predictions are too long.
     pub bias_seconds: f64,
-    /// Mean of what predictions are off, either way, in seconds.
+    /// Mean absolute error in seconds.
     pub mean_absolute_seconds: f64,
-    /// That over the measured mean; absent where the latter is 0.
+    /// Mean absolute error divided by the measured mean; none if the latter is 0.
     pub mean_absolute_relative: Option<f64>,
-    /// Requests with both.
+    /// Number of requests with both times.
     pub count: u64,
 }
 
 impl PredictionError {
-    /// Of those of `requests` that were answered and predicted; absent where none was.
+    /// Computes the error over all answered `requests` with a prediction; none without such requests.
     #[must_use]
     pub fn of(requests: &[RequestRecord]) -> Option<Self> {
         let pairs: Vec<(u64, u64)> = requests.iter().filter_map(predicted_and_measured).collect();

@@ -1,7 +1,7 @@
-//! How a run's results reach whoever asked for them.
+//! Output of a run's results.
 //!
-//! Owns the flags that all runs over time share for that. Promises that doubts are said before figures, and that with
-//! `--strict` doubtful figures are not said at all.
+//! Defines the output flags common to all runs over time. Warnings are written before figures. With `--strict`, figures
+//! with warnings are not written.
 
 use std::io::{self, Write};
 
@@ -11,41 +11,41 @@ use super::goodput::Limits;
 use super::{Facts, Summary};
 use crate::record::Run;
 
-/// What to say of a run, and how.
+/// Output options of a run.
 #[derive(Args, Clone, Debug, PartialEq)]
 pub struct Reporting {
     /// Print the figures as one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Print no figures that there are warnings about, and fail instead
+    /// Fail instead of printing figures with warnings
     #[arg(long)]
     pub strict: bool,
-    /// The latest first token of a good answer, in ms
+    /// Maximum time to first token of a good answer, in ms
     #[arg(long, value_name = "MS", default_value_t = Limits::default().ttft_ms, value_parser = positive_ms)]
     pub ttft_limit_ms: f64,
-    /// The longest mean gap between tokens of a good answer, in ms
+    /// Maximum mean gap between tokens of a good answer, in ms
     #[arg(long, value_name = "MS", default_value_t = Limits::default().itl_ms, value_parser = positive_ms)]
     pub itl_limit_ms: f64,
-    /// Add what plots need to the JSON: latency curves, and load and hit rates over time
+    /// Add the data for plots to the JSON: latency curves, and load and hit rates over time
     #[arg(long)]
     pub series: bool,
 }
 
 impl Default for Reporting {
-    /// What no flags say.
+    /// Options without any flags.
     fn default() -> Self {
         let Limits { ttft_ms, itl_ms } = Limits::default();
         Self { json: false, strict: false, ttft_limit_ms: ttft_ms, itl_limit_ms: itl_ms, series: false }
     }
 }
 
-/// Why nothing was said.
+/// Errors of the output.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportingError {
-    /// There are warnings, and none were to be tolerated.
+    /// There are warnings under `--strict`.
     #[error("no figures, for --strict wants none with warnings: {}", .0.join("; "))]
     Doubtful(Vec<String>),
-    /// Nobody could be told.
+    /// Writing failed.
     #[error("cannot write the figures: {0}")]
     Io(#[from] io::Error),
 }
@@ -58,13 +58,13 @@ fn positive_ms(text: &str) -> Result<f64, String> {
 }
 
 impl Reporting {
-    /// The limits for [`Facts::limits`].
+    /// Limits for [`Facts::limits`].
     #[must_use]
     pub fn limits(&self) -> Limits {
         Limits { ttft_ms: self.ttft_limit_ms, itl_ms: self.itl_limit_ms }
     }
 
-    /// Sums `run` up, says its warnings to `warnings_out` and its figures to `out`.
+    /// Summarizes `run`, writes its warnings to `warnings_out` and its figures to `out`.
     ///
     /// # Errors
     /// There are warnings under `--strict`, or a writer fails.
@@ -81,10 +81,10 @@ impl Reporting {
         Ok(summary.write(out, self.json)?)
     }
 
-    /// Says `warnings` to `out`, each on a line.
+    /// Writes `warnings` to `out`, one per line.
     ///
     /// # Errors
-    /// There are any under `--strict`, which are then not said here, or the writer fails.
+    /// There are warnings under `--strict`, which are then returned instead of written, or the writer fails.
     pub fn admit(&self, warnings: &[String], mut out: impl Write) -> Result<(), ReportingError> {
         if self.strict && !warnings.is_empty() {
             return Err(ReportingError::Doubtful(warnings.to_vec()));

@@ -1,7 +1,7 @@
-//! What a run looked like, for plots: curves over percentiles, and the fleet over time.
+//! Data for plots: curves over percentiles, and the fleet over time.
 //!
-//! Owns how a run is thinned out. Promises a bounded size whatever the run's: curves of at most [`CURVE_POINTS`] points,
-//! [`BINS`] bins of time, and ranks one by one only up to [`RANKS_MAX`]. Leaves drawing to others.
+//! The size is bounded for any run: curves of at most [`CURVE_POINTS`] points, [`BINS`] bins of time, and individual
+//! ranks only up to [`RANKS_MAX`].
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -9,58 +9,58 @@ use serde::{Deserialize, Serialize};
 use super::load::ranks_of;
 use crate::record::{RankSample, RequestRecord, Run};
 
-/// Points of a curve at most.
+/// Maximum number of points of a curve.
 pub const CURVE_POINTS: usize = 200;
 
-/// Bins that a run's time is divided into at most; where ranks were looked at less often, as many as they were.
+/// Maximum number of time bins; fewer if there are fewer samples of the ranks.
 pub const BINS: usize = 120;
 
-/// Ranks that are shown one by one; of more only the least, the mean and the most are kept.
+/// Maximum number of individually shown ranks; above, only minimum, mean and maximum are kept.
 pub const RANKS_MAX: usize = 64;
 
-/// Curves end at this many nines: 99.9 %.
+/// Number of nines at the end of curves: 99.9 %.
 const NINES: f64 = 3.0;
 
-/// A run thinned out for plots.
+/// Data of a run for plots.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Series {
-    /// Time to the first token: pairs of a share from 0 to 1 and the seconds that this share does not exceed.
+    /// Curve of the time to the first token: pairs of a share from 0 to 1 and its quantile in seconds.
     pub ttft: Vec<(f64, f64)>,
-    /// Mean gap between the tokens of one answer, alike.
+    /// Curve of the mean gap between the tokens of an answer.
     pub itl: Vec<(f64, f64)>,
-    /// Gaps between tokens, each counting once, alike.
+    /// Curve of the gaps between tokens, each with equal weight.
     pub token_gap: Vec<(f64, f64)>,
-    /// Time to the last token, alike.
+    /// Curve of the time to the last token.
     pub e2e: Vec<(f64, f64)>,
-    /// Length of a bin. Bins start with the run, so the warm-up is in them.
+    /// Length of a bin. The first bin begins with the run, so the bins include the warm-up.
     pub bin_seconds: f64,
-    /// When the first request that counts was due.
+    /// Arrival time of the first measured request.
     pub measured_from_seconds: f64,
-    /// Requests sent and not ended, the mean of each bin.
+    /// Mean number of requests in flight per bin.
     pub in_flight: Vec<f64>,
-    /// Hit rate of the prompts that were admitted in each bin; absent where none was, or nobody could see.
+    /// Hit rate of the prompts admitted in each bin; none without such prompts or if not observable.
     pub hit_rate: Vec<Option<f64>>,
-    /// Requests of the emptiest rank in each bin, of each rank the mean over the bin; empty where ranks cannot be seen.
+    /// Minimum over ranks of the mean number of requests per bin; empty if ranks are not observable.
     pub rank_requests_min: Vec<f64>,
-    /// Of all ranks on average.
+    /// Mean over ranks.
     pub rank_requests_mean: Vec<f64>,
-    /// Of the fullest rank.
+    /// Maximum over ranks.
     pub rank_requests_max: Vec<f64>,
-    /// The ranks one by one, in order of their numbers; empty where there are more than [`RANKS_MAX`], or unseen ones.
+    /// Individual ranks in order of their numbers; empty for more than [`RANKS_MAX`] or unobservable ranks.
     pub ranks: Vec<RankSeries>,
 }
 
 /// One rank over time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankSeries {
-    /// Requests that ran or waited on it, the mean of each bin.
+    /// Mean number of running and waiting requests per bin.
     pub requests: Vec<f64>,
-    /// Hit rate of the prompts that it admitted in each bin; absent where it admitted none.
+    /// Hit rate of the prompts admitted in each bin; none without such prompts.
     pub hit_rate: Vec<Option<f64>>,
 }
 
 impl Series {
-    /// Of `run`.
+    /// Computes the series of `run`.
     #[must_use]
     pub fn of(run: &Run) -> Self {
         let measured = run.measured();
@@ -92,15 +92,15 @@ impl Series {
     }
 }
 
-/// The shares of a curve over so many values, dense towards 1: as many points between 90 and 99 % as between 0 and 90 %.
-/// None lies so close to 1 that not one value is beyond it.
+/// Shares of a curve over `count` values, with equal numbers of points between 0 and 90 % and between 90 and 99 %. Each
+/// share has at least one value beyond it.
 fn shares(count: u64) -> impl Iterator<Item = f64> {
     let last = (CURVE_POINTS - 1) as f64;
     let share = move |point: usize| 1.0 - 10_f64.powf(-NINES * point as f64 / last);
     (0..CURVE_POINTS).map(share).take_while(move |share| count > 0 && (1.0 - share) * count as f64 >= 0.999)
 }
 
-/// Nearest ranks, as in [`super::Distribution`].
+/// Curve by nearest rank, as in [`super::Distribution`].
 fn curve(mut us: Vec<u64>) -> Vec<(f64, f64)> {
     us.sort_unstable();
     let at = |share: f64| us[((share * us.len() as f64).ceil() as usize).clamp(1, us.len()) - 1];
@@ -111,7 +111,7 @@ fn curve_of_histogram(us: &Histogram<u64>) -> Vec<(f64, f64)> {
     shares(us.len()).map(|share| (share, us.value_at_quantile(share) as f64 / 1e6)).collect()
 }
 
-/// A run's time in equal parts.
+/// Equal parts of a run's time.
 #[derive(Clone, Copy)]
 struct Bins {
     width_us: u64,
@@ -119,7 +119,7 @@ struct Bins {
 }
 
 impl Bins {
-    /// None so narrow that no sample of a rank falls into it.
+    /// Each bin is wide enough to contain a sample of the ranks.
     fn of(run: &Run) -> Self {
         let looks = run.rank_samples.chunk_by(|one, next| one.at_us == next.at_us).take(BINS).count();
         let count = if looks == 0 { BINS } else { looks };
@@ -130,7 +130,7 @@ impl Bins {
         usize::try_from(time_us / self.width_us).unwrap_or(usize::MAX).min(self.count - 1)
     }
 
-    /// Adds `value` for the time from `from_us` to `until_us`, to each bin by what it has of that.
+    /// Adds `value` for the time from `from_us` to `until_us`, to each bin in proportion to the overlap.
     fn add(self, sums: &mut [f64], from_us: u64, until_us: u64, value: f64) {
         if until_us <= from_us {
             return;
@@ -142,13 +142,13 @@ impl Bins {
         }
     }
 
-    /// Sums over time as means of each bin.
+    /// Converts sums over time to means per bin.
     fn means(self, sums: &[f64]) -> Vec<f64> {
         sums.iter().map(|sum| rounded(sum / self.width_us as f64)).collect()
     }
 }
 
-/// Plots show no more than a thousandth.
+/// Rounds to a thousandth, the resolution of plots.
 fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
@@ -167,7 +167,7 @@ fn in_flight(run: &Run, bins: Bins) -> Vec<f64> {
     bins.means(&sums)
 }
 
-/// By when ranks admitted prompts; where ranks cannot be seen, by when first tokens came.
+/// Hit rate by the admission time of prompts; by the time of the first token if ranks are not observable.
 fn hit_rate(run: &Run, bins: Bins) -> Vec<Option<f64>> {
     let (mut cached, mut prompt) = (vec![0; bins.count], vec![0; bins.count]);
     if run.rank_samples.is_empty() {
@@ -186,7 +186,7 @@ fn hit_rate(run: &Run, bins: Bins) -> Vec<Option<f64>> {
     rates(&cached, &prompt)
 }
 
-/// Adds what a rank has admitted since its sample before to a bin.
+/// Adds the admissions of a rank since its previous sample to a bin.
 fn admitted(sample: &RankSample, before: &mut (u64, u64), bin: usize, cached: &mut [u64], prompt: &mut [u64]) {
     cached[bin] += sample.cached_tokens_total.saturating_sub(before.0);
     prompt[bin] += sample.prompt_tokens_total.saturating_sub(before.1);
@@ -259,7 +259,7 @@ mod tests {
     fn ranks_are_shown_one_by_one_only_while_they_are_few() {
         let mut run = run(vec![request(0)]);
         run.ended_us = 120;
-        // Looked at 120 times: rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
+        // 120 samples: rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
         run.rank_samples = (1..120).map(|at| sample((at, 0, 4, 100 * at))).collect();
         run.rank_samples.insert(60, sample((60, 1, 2, 0)));
         run.rank_samples.insert(0, sample((0, 0, 0, 0)));

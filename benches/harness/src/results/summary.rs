@@ -1,7 +1,6 @@
-//! The figures of one run.
+//! Figures of one run and their JSON form.
 //!
-//! Owns which figures there are, and their form as JSON. Promises that equal runs under equal facts give equal bytes:
-//! nothing in it is of wall time or of the process. Leaves the drawing of curves to others.
+//! Equal runs with equal facts give equal bytes: no figure depends on wall time or on the process.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -15,105 +14,106 @@ use super::prediction::PredictionError;
 use super::{Distribution, Facts, Machine, Series, Warning, share, validity};
 use crate::record::{RequestRecord, Run};
 
-/// Raised when a figure changes its name or its meaning; figures that are only added leave it.
+/// Version of the JSON form. Incremented when a figure changes its name or meaning, but not for additional figures.
 pub const SCHEMA_VERSION: u32 = 1;
 
-/// Different reasons for failures that are told apart; the rest is summed up.
+/// Maximum number of distinct failure reasons; further ones are combined.
 const REASONS_MAX: usize = 16;
 
-/// What all reasons beyond [`REASONS_MAX`] are summed up as.
+/// Key of the combined reasons beyond [`REASONS_MAX`].
 const OTHER_REASONS: &str = "other reasons";
 
-/// Figures of one run, with what it was of.
+/// Figures of one run with its settings and environment.
 ///
-/// All figures are of the measured requests: those after the warm-up. All times are in seconds. What nothing was
-/// measured for is absent (`null` in JSON).
+/// All figures cover the measured requests: those after the warm-up. All times are in seconds. A figure without
+/// measurements is absent (`null` in JSON).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// [`SCHEMA_VERSION`] of the program that wrote it.
     pub schema_version: u32,
-    /// The selection policy, or the endpoint.
+    /// Selection policy or endpoint.
     pub policy: String,
-    /// Workers of the fleet; 0 where unknown.
+    /// Number of workers; 0 if unknown.
     pub workers: u32,
-    /// Ranks of each worker; 0 where unknown.
+    /// Number of ranks per worker; 0 if unknown.
     pub dp_size: u32,
-    /// Seed of the router's draws and of a generated workload.
+    /// Seed of the router's random choices and of a generated workload.
     pub seed: u64,
-    /// The workload's name.
+    /// Name of the workload.
     pub workload: String,
-    /// XXH3-64 of the trace file, in hex; absent for a generated workload.
+    /// XXH3-64 of the trace file in hex; none for a generated workload.
     pub trace_checksum: Option<String>,
-    /// XXH3-64, in hex, of the rank numbers of all requests (those of the warm-up too) in the workload's order, each
-    /// as four bytes, the least first, `ff ff ff ff` where there was none. Absent where ranks cannot be seen.
+    /// XXH3-64 in hex of the rank numbers of all requests (including the warm-up) in the workload's order, each as four
+    /// little-endian bytes, `ff ff ff ff` for none. None if ranks are not observable.
     pub decisions_checksum: Option<String>,
-    /// Requests measured, whatever became of them.
+    /// Number of measured requests, including failed ones.
     pub requests: u64,
-    /// Requests before them that count in no figure.
+    /// Number of warm-up requests, which are excluded from all figures.
     pub warmup_requests: u64,
-    /// Requests answered whole. Latencies are of these alone.
+    /// Number of completely answered requests. Latencies only cover these.
     pub answered: u64,
-    /// How many failed, by reason.
+    /// Number of failed requests by reason.
     pub failures: BTreeMap<String, u64>,
-    /// From when the first measured request was due until the last answer had ended.
+    /// Time from the arrival of the first measured request to the end of the last answer.
     pub duration_seconds: f64,
-    /// Requests answered whole, over the duration.
+    /// Completely answered requests divided by the duration.
     pub requests_per_second: f64,
-    /// Tokens of answers, of those cut short too, over the duration.
+    /// Output tokens divided by the duration, including those of incomplete answers.
     pub output_tokens_per_second: f64,
-    /// Time to the first token, from when the request was due.
+    /// Time from the arrival time to the first token.
     pub ttft_seconds: Option<Distribution>,
-    /// Mean gap between the tokens of one answer, each answer of at least two tokens counting once: what AIPerf calls
-    /// inter-token latency and vLLM's bench time per output token.
+    /// Mean gap between the tokens of an answer, with equal weight for each answer of at least two tokens. AIPerf's
+    /// name is inter-token latency, vLLM's bench calls it time per output token.
     pub itl_seconds: Option<Distribution>,
-    /// Gaps between tokens, each gap counting once: what vLLM's bench calls inter-token latency.
+    /// Gaps between tokens, with equal weight for each gap. vLLM's bench calls them inter-token latency.
     pub token_gap_seconds: Option<Distribution>,
-    /// Time to the last token, from when the request was due.
+    /// Time from the arrival time to the last token.
     pub e2e_seconds: Option<Distribution>,
-    /// Time in the router: from when a request was sent until its rank was chosen.
+    /// Time in the router: from sending to the routing decision.
     pub queue_seconds: Option<Distribution>,
-    /// What was answered within limits.
+    /// Requests answered within the limits.
     pub goodput: Option<Goodput>,
-    /// Prompt tokens that engines found cached over all prompt tokens, of requests whose engines say so.
+    /// Prompt tokens that engines found cached divided by all prompt tokens, over requests whose engines report it.
     pub hit_rate: Option<f64>,
-    /// Prompt tokens that the best eligible rank held at the decision, over all prompt tokens: the hit rate of a router
-    /// that always follows the cache, at each decision, given the caches that its earlier ones had made.
+    /// Prompt tokens cached on the best eligible rank at the decision divided by all prompt tokens. This is the hit
+    /// rate of a router that always follows the cache, at each decision, given the caches from its own earlier
+    /// decisions.
     pub reachable_hit_rate: Option<f64>,
-    /// How much later first tokens came than on the rank that the oracle would have chosen, as the oracle reckons.
+    /// Estimated delay of first tokens relative to the oracle's choice of rank, by the oracle's model.
     pub regret_seconds: Option<Distribution>,
-    /// What predicted times to the first token were off.
+    /// Error of predicted times to the first token.
     pub predicted_ttft_error: Option<PredictionError>,
-    /// Requests of the fullest rank over the mean of all ranks, both averaged over the duration. 1 is even.
+    /// Requests of the most loaded rank divided by the mean of all ranks, both averaged over the duration. 1 is even.
     pub load_max_over_mean: Option<f64>,
-    /// Why not to trust these figures.
+    /// Validity warnings for these figures.
     pub warnings: Vec<Warning>,
-    /// The command line that gave them.
+    /// Command line of the run.
     pub command: String,
-    /// The machine.
+    /// Machine of the run.
     pub machine: Machine,
-    /// The commit of the build, or `unknown`; [`super::facts::commit`] says how it is known.
+    /// Commit of the build, or `unknown`; see [`super::facts::commit`].
     pub commit: String,
-    /// What the run looked like over time, where that was asked for.
+    /// Data for plots, if requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub series: Option<Series>,
 }
 
-/// Why a text is no summary.
+/// Errors of reading a summary.
 #[derive(Debug, thiserror::Error)]
 pub enum SummaryError {
-    /// It is not JSON, or lacks a figure.
+    /// Invalid JSON or a missing figure.
     #[error("no summary of a run: {0}")]
     Json(#[from] serde_json::Error),
-    /// Its figures have other names or meanings.
+    /// Another version of the JSON form.
     #[error("schema_version is {found}, this program reads {SCHEMA_VERSION}")]
     Schema {
-        /// What it says.
+        /// Version in the text.
         found: u32,
     },
 }
 
 impl Summary {
-    /// The figures of `run`, which was of `facts`, with its doubts.
+    /// Computes the figures and warnings of `run` with `facts`.
     #[must_use]
     pub fn new(run: &Run, facts: &Facts) -> Self {
         let measured = run.measured();
@@ -158,10 +158,10 @@ impl Summary {
         }
     }
 
-    /// Reads a summary back.
+    /// Parses a summary.
     ///
     /// # Errors
-    /// `json` is not one, or is of another schema.
+    /// `json` is no summary, or has another schema version.
     pub fn read(json: &str) -> Result<Self, SummaryError> {
         #[derive(Deserialize)]
         struct Schema {
@@ -171,7 +171,7 @@ impl Summary {
         if found == SCHEMA_VERSION { Ok(serde_json::from_str(json)?) } else { Err(SummaryError::Schema { found }) }
     }
 
-    /// Writes the summary as one line of JSON, or for a reader.
+    /// Writes the summary as one line of JSON or as text.
     ///
     /// # Errors
     /// `out` fails.
@@ -189,19 +189,20 @@ impl Summary {
     }
 }
 
-/// Of the requests of which it is known what was found, too, where engines say that at all: both rates are of the same.
+/// Reachable tokens of a request, unless its hit is unknown because it failed, so that both rates cover the same
+/// requests.
 fn reachable_tokens(request: &RequestRecord) -> Option<u64> {
     request.reachable_tokens.filter(|_| request.cached_tokens.is_some() || request.failure.is_none())
 }
 
-/// Of the requests that `tokens` says something of, the share of their prompt tokens that it says.
+/// Share of `tokens` in the prompt tokens of the requests for which `tokens` is known.
 fn token_share(requests: &[RequestRecord], tokens: impl Fn(&RequestRecord) -> Option<u64>) -> Option<f64> {
     let said = requests.iter().filter_map(|request| Some((tokens(request)?, request.prompt_tokens)));
     let (part, whole) = said.fold((0, 0), |(part, whole), (tokens, prompt)| (part + tokens, whole + prompt));
     share(part, whole)
 }
 
-/// How many requests failed for each reason, the rarest reasons summed up.
+/// Number of failed requests by reason; the rarest reasons are combined.
 fn failures(requests: &[RequestRecord]) -> BTreeMap<String, u64> {
     let mut reasons = BTreeMap::<&str, u64>::new();
     for request in requests.iter().filter(|request| !request.answered()) {

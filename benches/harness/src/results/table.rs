@@ -1,10 +1,8 @@
-//! Tables of text.
-//!
-//! Owns the widths of columns. Promises that columns line up: words to the left, figures to the right.
+//! Tables of text with aligned columns: words to the left, figures to the right.
 
 use std::io::{self, Write};
 
-/// Rows of cells, the first row being the head.
+/// Rows of cells; the first row is the header.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
@@ -12,7 +10,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// A table with this head, whose columns of these numbers hold words.
+    /// Creates a table with this header. `words` are the numbers of the columns with words.
     pub(crate) fn new(words: &[usize], head: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let mut table = Self { rows: Vec::new(), words: words.to_vec() };
         table.push(head);
@@ -24,7 +22,7 @@ impl Table {
         self.rows.push(cells.into_iter().map(Into::into).collect());
     }
 
-    /// Writes it, two spaces between columns.
+    /// Writes the table with two spaces between columns.
     pub(crate) fn write(&self, mut out: impl Write) -> io::Result<()> {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or_default();
         let width = |column: usize| {

@@ -1,14 +1,11 @@
-//! A summary for a reader.
-//!
-//! Owns the lines. Promises that what was not measured says so.
+//! Text form of a summary. Figures without measurements are marked as unknown.
 
 use std::io::{self, Write};
 
 use super::{Distribution, Summary};
 
 impl Summary {
-    /// Writes the summary for a reader. Its warnings are not among the lines: [`super::Reporting`] has them said
-    /// elsewhere.
+    /// Writes the summary as text, without its warnings: [`super::Reporting`] writes them separately.
     ///
     /// # Errors
     /// `out` fails.
@@ -77,13 +74,13 @@ fn latencies(times: Distribution) -> String {
     format!("{:>10} mean, {} p50, {} p90, {} p99", time(mean), time(p50), time(p90), time(p99))
 }
 
-/// Seconds with a unit that suits them.
+/// Formats seconds with a suitable unit.
 pub(crate) fn time(seconds: f64) -> String {
     let ms = seconds * 1e3;
     if ms.abs() >= 1_000.0 { format!("{seconds:.2} s") } else { format!("{ms:.1} ms") }
 }
 
-/// A share as a percentage.
+/// Formats a share as a percentage.
 pub(crate) fn percent(share: Option<f64>) -> String {
     share.map_or_else(|| "not known".to_owned(), |share| format!("{:.1} %", share * 100.0))
 }

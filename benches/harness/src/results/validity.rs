@@ -1,8 +1,8 @@
-//! Reasons not to trust a run.
+//! Validity checks of a run.
 //!
-//! Owns the gates: what is checked, against which threshold, and why there. Promises that a gate fires on facts of the
-//! run alone, and is silent about what nobody could see. Leaves to [`super::Reporting`] whether a warning is said or
-//! stops the figures.
+//! Defines the gates: the checked property, the threshold and its reason. A gate only uses facts of the run and does
+//! not fire for properties that were not observable. [`super::Reporting`] decides whether a warning is printed or
+//! suppresses the figures.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,67 +11,68 @@ use super::text::{percent, time};
 use super::{Facts, share};
 use crate::record::{RequestRecord, Run};
 
-/// Times beyond which the client is part of what it measures, in µs: a step of an engine takes several ms, so 10 ms
-/// show in a time to the first token, and a healthy client's timers are late by less than 2.
+/// Maximum lateness of a client in µs. Beyond it the client affects its own measurements: a step of an engine takes
+/// several ms, so 10 ms are visible in a time to the first token. Timers of a healthy client are late by less than 2
+/// ms.
 pub const LATE_US_MAX: u64 = 10_000;
 
-/// Share of its CPU that a client may use: beyond it, bursts of tokens wait for each other in the client.
+/// Maximum CPU share of a client. Beyond it, bursts of tokens wait for each other in the client.
 pub const CLIENT_CPU_SHARE_MAX: f64 = 0.8;
 
-/// Share of requests that may fail: those that are left are no longer the workload that was offered, and what fails is
-/// seldom what was quick. At 1 % a p99 can hide all of it.
+/// Maximum share of failed requests. With more failures the remaining requests no longer represent the workload, and
+/// slow requests fail more often than fast ones. At 1 % a p99 can hide all of them.
 pub const FAILURE_SHARE_MAX: f64 = 0.01;
 
-/// Answered requests that a percentile needs, so that ten lie beyond it. One slow request in twenty does not make a p99.
+/// Minimum number of answered requests for a percentile, so that ten are beyond it. One slow request in twenty does not
+/// determine a p99.
 pub const ANSWERED_MIN: [(&str, u64); 3] = [("p99", 1_000), ("p90", 100), ("p50", 20)];
 
-/// Share of the arriving requests that stay waiting while a queue grows. Queues in balance come and go: a few in a hundred
-/// is noise, more over a third of a run is a fleet that falls behind.
+/// Minimum share of arriving requests that remain waiting in a growing queue. Stable queues fluctuate: a few per cent
+/// are noise, more over a third of a run means that the fleet is overloaded.
 pub const GROWTH_SHARE_MAX: f64 = 0.05;
 
-/// And how many requests that must be at least, however few arrived.
+/// Minimum absolute growth of a queue in requests.
 pub const GROWTH_MIN: f64 = 10.0;
 
-/// How a client that sent real requests fared.
+/// Health of a client that sent real requests.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClientHealth {
-    /// CPU time of its process over the run's wall time and the cores that it may use: 1 is all of them.
+    /// CPU time of the process divided by the run's wall time and the number of available cores; 1 is all of them.
     pub cpu_share: f64,
-    /// 99 of 100 wake-ups of its timers were no later than this, in µs: how long a token that came could wait until it
-    /// was seen.
+    /// 99th percentile of timer delays in µs: the delay until a received token is observed.
     pub lag_p99_us: u64,
 }
 
-/// What was checked.
+/// Kind of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gate {
-    /// The policy looks at caches, yet its decisions knew nothing of them.
+    /// The policy uses cache contents, but its decisions had no information about them.
     IndexNotConsulted,
-    /// No engine ever found a token cached.
+    /// No engine found a cached token.
     CacheNeverWarmed,
-    /// Requests were sent later than they were due.
+    /// Requests were sent late.
     ArrivalsLate,
-    /// The client was short of CPU, or its timers were late.
+    /// The client lacked CPU time, or its timers were late.
     ClientSaturated,
-    /// Percentiles rest on too few requests.
+    /// There are too few requests for the percentiles.
     TooFewRequests,
     /// Too many requests failed.
     Failures,
-    /// For a third of the run or longer more arrived than was served.
+    /// For a third of the run or longer, more requests arrived than were served.
     QueueGrowing,
 }
 
 /// A gate that fired.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Warning {
-    /// Which.
+    /// Kind of the check.
     pub gate: Gate,
-    /// What it saw, for a reader.
+    /// Observation as text.
     pub message: String,
 }
 
-/// All gates that fire for `run`, which was of `facts`.
+/// Returns all gates that fire for `run` with `facts`.
 #[must_use]
 pub fn warnings(run: &Run, facts: &Facts) -> Vec<Warning> {
     let measured = run.measured();
@@ -90,7 +91,7 @@ pub fn warnings(run: &Run, facts: &Facts) -> Vec<Warning> {
 fn index_not_consulted(requests: &[RequestRecord]) -> Option<String> {
     let placed = || requests.iter().filter(|request| request.rank.is_some() || request.placed_us.is_some());
     let predicted: Vec<u64> = placed().filter_map(|request| request.predicted_cached_tokens).collect();
-    // Requests that come together find each other's blocks in engines, though no rank held them at any decision.
+    // Simultaneous requests share blocks in the engines although no rank held the blocks at any decision.
     let there = placed().filter_map(|request| request.reachable_tokens.or(request.cached_tokens)).sum::<u64>();
     if placed().next().is_none() || predicted.iter().any(|tokens| *tokens > 0) {
         None
@@ -161,9 +162,9 @@ fn failures(requests: &[RequestRecord]) -> Option<String> {
     ))
 }
 
-/// Compares how many requests waited for their first token, on average, in three neighbouring sixths of the time of
-/// arrivals, so from the middle of one to the middle of the next but one: a third. A run whose requests all come at once
-/// has no such time, and is not judged.
+/// Compares the mean number of requests that wait for their first token in three consecutive sixths of the arrival
+/// times. The distance between the middles of the first and the third is a third of the run. Runs with simultaneous
+/// arrivals have no such time and are not checked.
 fn queue_growing(requests: &[RequestRecord], ended_us: u64) -> Option<String> {
     const PARTS: u64 = 6;
     let (first, last) = (requests.first()?.due_us, requests.last()?.due_us);
@@ -202,7 +203,7 @@ mod tests {
     use super::super::tests::{request, run};
     use super::*;
 
-    /// A thousand requests, one every 10 ms, each made by `change` of its number.
+    /// A thousand requests, one every 10 ms, each modified by `change`, which receives its number.
     fn thousand(change: impl Fn(u64, RequestRecord) -> RequestRecord) -> Run {
         run((0..1_000).map(|number| change(number, request(10 * number))).collect())
     }
@@ -303,15 +304,15 @@ mod tests {
                 RequestRecord { first_token_us: Some(served), ended_us: Some(served + 500_000), ..sound }
             }
         };
-        // Served at four fifths of the rate of arrivals.
+        // Served at four fifths of the arrival rate.
         assert_eq!(fired_by(waits(|number| 100 + 10 * number / 4)), [Gate::QueueGrowing]);
-        // The same until the middle, when arrivals grow rare and the queue is worked off.
+        // The same until the middle of the run, when arrivals become rare and the queue drains.
         assert_eq!(fired_by(waits(|number| 100 + 10 * number.min(1_000 - number) / 2)), [Gate::QueueGrowing]);
-        // A queue as long from beginning to end, and one of a short burst in the middle.
+        // A queue of constant length, and one of a short burst in the middle.
         assert_eq!(fired_by(waits(|_| 3_000)), [Gate::QueueGrowing], "three seconds of a run of ten");
         assert_eq!(fired_by(waits(|_| 1_000)), []);
         assert_eq!(fired_by(waits(|number| if (400..460).contains(&number) { 1_000 } else { 100 })), []);
-        // All at once, as a burst on a cold fleet.
+        // Simultaneous arrivals, as in a burst on a cold fleet.
         let burst = (0..1_000).map(|number| RequestRecord { first_token_us: Some(5_000 * number), ..request(0) });
         assert_eq!(fired(&run(burst.collect()), &facts()), []);
     }

@@ -1,4 +1,4 @@
-//! Arguments of a simulation, and the steps from arguments to a result.
+//! Arguments of a simulation and its execution.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -22,55 +22,57 @@ use crate::record::RequestRecord;
 use crate::results::{Reporting, ReportingError};
 use crate::source::Source;
 
-/// One simulation.
+/// Arguments of one simulation.
 #[derive(Args, Clone, Debug)]
 pub struct Simulate {
-    /// The workload.
+    /// Workload arguments.
     #[command(flatten)]
     pub source: Source,
-    /// Requests that only warm caches and count in no figure: a number, or a share of all
+    /// Number or share of initial requests that only warm caches and are excluded from all figures
     #[arg(long, default_value = "10%")]
     pub warmup: Warmup,
-    /// The fleet.
+    /// Fleet arguments.
     #[command(flatten)]
     pub fleet: FleetArguments,
-    /// The router.
+    /// Router arguments.
     #[command(flatten)]
     pub router: RouterArguments,
-    /// What to say of it.
+    /// Output arguments.
     #[command(flatten)]
     pub reporting: Reporting,
-    /// Write what became of each request to this file, one JSON object a line, in the workload's order
+    /// File for the records of all requests, one JSON object per line, in the workload's order
     #[arg(long, value_name = "FILE")]
     pub records: Option<PathBuf>,
 }
 
-/// Arguments that shape the fleet.
+/// Arguments of the fleet.
 #[derive(Args, Clone, Debug)]
 pub struct FleetArguments {
-    /// Simulated workers
+    /// Number of simulated workers
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub workers: u32,
-    /// Data-parallel ranks of each worker, each an engine of its own
+    /// Data-parallel ranks per worker, each with its own engine
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub dp_size: u32,
-    /// What engines are like where nothing else is said
+    /// Kind of the engines, the base of all other engine flags
     #[arg(long, value_enum, default_value_t)]
     pub preset: Preset,
-    /// Makes some workers otherwise: WORKERS:FIGURE=VALUE,... such as 1-4:prefill-tokens-per-second=12500,kv-blocks=3584
+    /// Different figures for some workers: WORKERS:FIGURE=VALUE,... such as
+    /// 1-4:prefill-tokens-per-second=12500,kv-blocks=3584
     ///
-    /// Workers count from 1. Figures are named like the flags below. May be given again; what comes later holds.
+    /// Workers count from 1. Names of figures are those of the flags below. Repeatable; later values override earlier
+    /// ones.
     #[arg(long = "engine", value_name = "SPEC")]
     pub engines: Vec<EngineSpec>,
-    /// What all engines have otherwise than the preset.
+    /// Figures of all engines that differ from the preset.
     #[command(flatten)]
     pub figures: EngineFigures,
-    /// How long what an engine announces is on its way to the router, in ms
+    /// Delay of KV events between engine and router in ms
     #[arg(long, default_value_t = 1.0)]
     pub event_delay_ms: f64,
 }
 
-/// A kind of engine.
+/// Kind of an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Preset {
     /// An 8-billion-parameter model on an H100 with 80 GB
@@ -80,7 +82,7 @@ pub enum Preset {
 }
 
 impl Preset {
-    /// Its engine.
+    /// Engine configuration of the preset.
     #[must_use]
     pub fn config(self) -> EngineConfig {
         match self {
@@ -89,49 +91,49 @@ impl Preset {
     }
 }
 
-/// Figures of engines, those given.
+/// Optional figures of engines.
 #[derive(Args, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineFigures {
-    /// Tokens of a KV block [8b-h100: 64]
+    /// Tokens per KV block [8b-h100: 64]
     #[arg(long, value_name = "TOKENS")]
     pub block_size: Option<u32>,
-    /// KV blocks that a rank's device holds [8b-h100: 7168]
+    /// KV blocks in the device memory of a rank [8b-h100: 7168]
     #[arg(long, value_name = "BLOCKS")]
     pub kv_blocks: Option<u32>,
-    /// KV blocks that a rank's host memory holds [8b-h100: 0]
+    /// KV blocks in the host memory of a rank [8b-h100: 0]
     #[arg(long, value_name = "BLOCKS")]
     pub host_kv_blocks: Option<u32>,
-    /// Tokens a step computes at most [8b-h100: 8192]
+    /// Maximum number of tokens per step [8b-h100: 8192]
     #[arg(long, value_name = "TOKENS")]
     pub step_tokens_max: Option<u32>,
-    /// Sequences that run at once [8b-h100: 256]
+    /// Maximum number of running sequences [8b-h100: 256]
     #[arg(long, value_name = "SEQUENCES")]
     pub sequences_max: Option<u32>,
-    /// Longest prompt and output together [8b-h100: 131072, or what fits the device]
+    /// Maximum length of prompt and output together [8b-h100: 131072, or the capacity of the device memory if less]
     #[arg(long, value_name = "TOKENS")]
     pub max_model_len: Option<u32>,
-    /// What every step takes, in µs [8b-h100: 4000]
+    /// Fixed time per step in µs [8b-h100: 4000]
     #[arg(long, value_name = "US")]
     pub step_us: Option<u32>,
-    /// Prompt tokens computed in a second, attention apart [8b-h100: 25000]
+    /// Prompt tokens computed per second, without attention [8b-h100: 25000]
     #[arg(long, value_name = "TOKENS")]
     pub prefill_tokens_per_second: Option<u32>,
-    /// Attention of one prompt token to one token before it, in ps [8b-h100: 1200]
+    /// Attention of one prompt token to one earlier token, in ps [8b-h100: 1200]
     #[arg(long, value_name = "PS")]
     pub attention_ps: Option<u32>,
-    /// Each decoding sequence of a step, in µs [8b-h100: 20]
+    /// Time per decoding sequence of a step in µs [8b-h100: 20]
     #[arg(long, value_name = "US")]
     pub decode_sequence_us: Option<u32>,
-    /// Each token of context that a decoding sequence reads, in ns [8b-h100: 65]
+    /// Time per context token that a decoding sequence reads, in ns [8b-h100: 65]
     #[arg(long, value_name = "NS")]
     pub kv_token_ns: Option<u32>,
-    /// Each token loaded back from host memory, in ns [8b-h100: 2600]
+    /// Time per token loaded from host memory, in ns [8b-h100: 2600]
     #[arg(long, value_name = "NS")]
     pub host_token_ns: Option<u32>,
 }
 
 impl EngineFigures {
-    /// The figure of this name. The block size is all workers' or none's.
+    /// Figure with this name. The block size is excluded, because it must be equal for all workers.
     fn named(&mut self, name: &str) -> Option<&mut Option<u32>> {
         Some(match name {
             "kv-blocks" => &mut self.kv_blocks,
@@ -166,12 +168,12 @@ impl EngineFigures {
     }
 }
 
-/// Some workers, and what they have otherwise.
+/// A range of workers with their different figures.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineSpec {
-    /// From 1.
+    /// Workers, numbered from 1.
     pub workers: RangeInclusive<u32>,
-    /// What they have.
+    /// Figures of these workers.
     pub figures: EngineFigures,
 }
 
@@ -199,13 +201,13 @@ impl FromStr for EngineSpec {
 }
 
 impl FleetArguments {
-    /// The fleet's shape.
+    /// Shape of the fleet.
     #[must_use]
     pub fn fleet(&self) -> Fleet {
         Fleet { workers: self.workers, dp_size: self.dp_size }
     }
 
-    /// Each worker's engine.
+    /// Engine configuration of each worker.
     ///
     /// # Errors
     /// A spec names workers that the fleet does not have.
@@ -217,10 +219,10 @@ impl FleetArguments {
         Ok((1..=self.workers).map(|worker| self.engine(worker)).collect())
     }
 
-    /// The fleet behind such a router.
+    /// Setup of the fleet with this router.
     ///
     /// # Errors
-    /// Workers are named that are not there, or events take no possible time.
+    /// A spec names unknown workers, or the event delay is invalid.
     pub fn setup(&self, router: RouterSetup, warmup_requests: usize) -> Result<Setup, SimulateError> {
         let event_delay_us = self.event_delay_ms * 1e3;
         if !(0.0..=1e12).contains(&event_delay_us) {
@@ -251,25 +253,25 @@ impl FleetArguments {
     }
 }
 
-/// Arguments that shape the router.
+/// Arguments of the router.
 #[derive(Args, Clone, Debug)]
 pub struct RouterArguments {
     /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
-    /// Where the router's knowledge of caches comes from
+    /// Source of the router's knowledge of caches
     #[arg(long, value_enum, default_value_t)]
     pub knowledge: Knowledge,
     /// Index shards [default: the router's]
     #[arg(long)]
     pub shards: Option<u32>,
-    /// Which ranks are asked for their exact load [default: the router's]
+    /// Ranks that are queried for their exact load [default: the router's]
     #[arg(long, value_enum)]
     pub fanout: Option<FanoutArgument>,
-    /// Seed of the router's draws and of a generated workload
+    /// Seed of the router's random choices and of a generated workload
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Any other setting of the router, as its configuration spells it: NAME=VALUE, the value in JSON
+    /// Another setting of the router's configuration: NAME=VALUE, with the value in JSON
     #[arg(long = "set", value_name = "NAME=VALUE", value_parser = unflagged_setting)]
     pub settings: Vec<(String, Value)>,
 }
@@ -277,9 +279,9 @@ pub struct RouterArguments {
 /// [`Fanout`] as an argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum FanoutArgument {
-    /// Only those that can win
+    /// Only ranks that can win
     Shortlist,
-    /// All
+    /// All ranks
     All,
 }
 
@@ -292,14 +294,14 @@ impl From<FanoutArgument> for Fanout {
     }
 }
 
-/// A bare word needs no quotes.
+/// Parses NAME=VALUE. Strings may be given without quotes.
 fn setting(text: &str) -> Result<(String, Value), String> {
     let (name, value) = text.split_once('=').ok_or_else(|| format!("no '=' in {text:?}"))?;
     let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
     Ok((name.to_owned(), value))
 }
 
-/// Settings with a flag of their own, by which reports name a run.
+/// Settings that have their own flag, because reports identify a run by them.
 const FLAGGED: [(&str, &str); 5] = [
     ("policy", "--policy"),
     ("seed", "--seed"),
@@ -317,7 +319,7 @@ fn unflagged_setting(text: &str) -> Result<(String, Value), String> {
 }
 
 impl RouterArguments {
-    /// The settings.
+    /// Settings of the router.
     #[must_use]
     pub fn setup(&self) -> RouterSetup {
         RouterSetup {
@@ -331,30 +333,30 @@ impl RouterArguments {
     }
 }
 
-/// Why a simulation has nothing to print.
+/// Errors of the simulate subcommand.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateCommandError {
-    /// The trace is broken.
+    /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
     /// The simulation failed.
     #[error(transparent)]
     Simulate(#[from] SimulateError),
-    /// The figures are doubtful, or nobody reads them.
+    /// The figures have warnings under `--strict` or could not be written.
     #[error(transparent)]
     Reporting(#[from] ReportingError),
-    /// The records cannot be kept.
+    /// The records cannot be written.
     #[error("cannot write {path}: {source}")]
     Records {
-        /// Where they should be.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
 }
 
 impl Simulate {
-    /// The workload.
+    /// Loads the workload.
     ///
     /// # Errors
     /// The trace cannot be read.
@@ -362,18 +364,18 @@ impl Simulate {
         self.source.load(self.router.seed)
     }
 
-    /// What is simulated, for a workload of so many requests.
+    /// Setup of the simulation for a workload of this many requests.
     ///
     /// # Errors
-    /// Workers are named that are not there.
+    /// A spec names unknown workers.
     pub fn setup(&self, requests: usize) -> Result<Setup, SimulateError> {
         self.fleet.setup(self.router.setup(), self.warmup.of(requests))
     }
 
-    /// Simulates, with Pointsman's own router, and says what came of it.
+    /// Simulates with Pointsman's own router and writes figures to `out` and warnings to `warnings_out`.
     ///
     /// # Errors
-    /// The trace cannot be read, the simulation fails, or its figures cannot be said.
+    /// The trace cannot be read, the simulation fails, or the figures are rejected or cannot be written.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), SimulateCommandError> {
         let workload = self.workload()?;
         let setup = self.setup(workload.requests.len())?;
@@ -387,7 +389,7 @@ impl Simulate {
     }
 }
 
-/// Writes one JSON object a line.
+/// Writes one JSON object per line.
 pub(crate) fn write_records(records: &[RequestRecord], path: &Path) -> io::Result<()> {
     let mut out = BufWriter::new(File::create(path)?);
     for record in records {

@@ -1,11 +1,12 @@
-//! The driver: takes what happens next off the heap, moves the clock there, and tells whoever must hear.
+//! Event loop of the simulation: takes the next event from the heap, advances the clock and informs the router and the
+//! engines.
 //!
-//! Owns the order of things. Promises that the router has settled before it is told anything, that a request's parts
-//! come in order (placed, first token, blocks of output, end), and that a run which cannot end says so. Leaves to the
-//! ranks what a step does, to the target where a request goes.
+//! The router has settled before it receives any input. The stages of a request occur in order (placed, first token,
+//! output blocks, end). A run that cannot end returns an error. The ranks execute the steps, and the target routes the
+//! requests.
 //!
-//! Steps that have nothing to tell (tokens between two blocks of output, no event) do not touch the router, nor the
-//! clock.
+//! Steps without relevant output (no event, and only tokens between two block boundaries) touch neither the router nor
+//! the clock.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::mem;
@@ -23,19 +24,19 @@ use super::{Setup, SimulateError};
 use crate::record::{RankSample, RequestRecord, Run};
 use crate::target::{Call, Refusal, Routed, Target};
 
-/// How often ranks are looked at.
+/// Interval of rank samples.
 const SAMPLE_US: u64 = 1_000_000;
 
-/// How long all ranks may be idle with requests unplaced and none to come: an hour.
+/// Maximum time with only idle ranks, unplaced requests and no further arrivals: an hour.
 const IDLE_SAMPLES_MAX: u32 = 3_600;
 
-/// Longest gap between two tokens that the histogram tells from longer ones: an hour.
+/// Maximum gap between two tokens in the histogram: an hour.
 const ITL_MAX_US: u64 = 3_600_000_000;
 
-/// Answers of `route`, in the order in which they came.
+/// Results of `route`, in order of completion.
 type Answers<H> = Arc<Mutex<Vec<(usize, Result<Routed<H>, Refusal>)>>>;
 
-/// A simulation under way.
+/// State of a running simulation.
 pub(super) struct Driver<'a, T: Target> {
     setup: &'a Setup,
     workload: &'a Workload,
@@ -44,18 +45,18 @@ pub(super) struct Driver<'a, T: Target> {
     now_us: u64,
     heap: Heap,
     ranks: Vec<FleetRank>,
-    /// Ranks that may begin a step once this moment is over.
+    /// Ranks that may start a step at the end of the current instant.
     ready: BTreeSet<usize>,
-    /// By rank: what it has announced and the router has not heard.
+    /// By rank: published events that the router has not received yet.
     announced: Vec<VecDeque<Vec<T::Event>>>,
     answers: Answers<T::Handle>,
-    /// Prompts sent to the router and not placed.
+    /// Prompts that were sent to the router and are not placed yet.
     unplaced: BTreeMap<usize, Arc<[u32]>>,
-    /// By request: where it runs.
+    /// By request: its state on a rank.
     running: Vec<Option<Running<T::Handle>>>,
     unfinished: usize,
     unsent: usize,
-    /// Requests of a closed loop that wait for an earlier one's end.
+    /// Requests of a closed loop that wait for the end of an earlier one.
     waiting: Range<usize>,
     idle_samples: u32,
     records: Vec<RequestRecord>,
@@ -115,7 +116,7 @@ impl<'a, T: Target> Driver<'a, T> {
         })
     }
 
-    /// Runs until every request has ended, and ends the target.
+    /// Runs until every request has ended, then shuts the target down.
     pub(super) async fn run(mut self) -> Result<Run, SimulateError> {
         while self.unfinished > 0 {
             match self.heap.next_us() {
@@ -130,7 +131,7 @@ impl<'a, T: Target> Driver<'a, T> {
         if let Some(bookings @ 1..) = self.target.bookings() {
             return Err(SimulateError::NotAtRest { target: T::NAME, bookings });
         }
-        drop(self.time); // its waits may now pass as fast as they can
+        drop(self.time); // its timers may now pass without delay
         if let Some(target) = Arc::into_inner(self.target) {
             target.shutdown().await;
         }
@@ -154,7 +155,7 @@ impl<'a, T: Target> Driver<'a, T> {
         }
     }
 
-    /// All that happens in one moment is in before a step begins, so that an engine batches what came together.
+    /// All events of an instant are processed before a step starts, so that an engine batches simultaneous requests.
     fn begin_steps(&mut self) {
         for rank in mem::take(&mut self.ready) {
             if let Some(ends_us) = self.ranks[rank].begin(self.now_us) {
@@ -172,7 +173,7 @@ impl<'a, T: Target> Driver<'a, T> {
         self.unplaced.insert(number, tokens.as_slice().into());
         let call = Call { id: format!("request-{number}"), tokens };
         let (target, answers) = (Arc::clone(&self.target), Arc::clone(&self.answers));
-        // A task of its own, for the router may have it wait.
+        // A separate task, because the router may suspend the request.
         drop(tokio::spawn(async move {
             let routed = target.route(call).await;
             answers.lock().unwrap_or_else(PoisonError::into_inner).push((number, routed));
@@ -250,7 +251,7 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     async fn on_sample(&mut self) -> Result<(), SimulateError> {
-        self.meet_target().await?; // a request may wait for nothing but time
+        self.meet_target().await?; // a queued request may only wait for time to pass
         for (number, rank) in (0..).zip(&self.ranks) {
             self.samples.push(rank.sample(self.now_us, number));
         }
@@ -260,7 +261,7 @@ impl<'a, T: Target> Driver<'a, T> {
         if self.idle_samples > IDLE_SAMPLES_MAX { Err(self.stuck()) } else { Ok(()) }
     }
 
-    /// Hands over what was announced last, so that the router has heard all when it is asked whether it is at rest.
+    /// Delivers the last published events, so that the router has all events before the check for remaining bookings.
     async fn deliver_the_rest(&mut self) -> Result<(), SimulateError> {
         while let Some(at_us) = self.heap.next_us() {
             match self.heap.pop() {
@@ -274,13 +275,13 @@ impl<'a, T: Target> Driver<'a, T> {
         Ok(())
     }
 
-    /// Has the target where the simulation is, with all that time alone brought about.
+    /// Advances the target to the current time and processes the effects of its timers.
     async fn meet_target(&mut self) -> Result<(), SimulateError> {
         self.time.reach(self.now_us).await;
         self.place().await
     }
 
-    /// Lets the target do all that it can, and sends on what it has placed.
+    /// Lets the target finish all possible work, and submits the requests that it has placed.
     async fn settle(&mut self) -> Result<(), SimulateError> {
         self.target.settle().await.map_err(|reason| SimulateError::Events { target: T::NAME, reason })?;
         self.time.settle().await;

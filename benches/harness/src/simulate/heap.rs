@@ -1,22 +1,22 @@
-//! What will happen, soonest first; of one moment, in the order in which it was found out.
+//! Priority queue of future events by time; simultaneous events keep the order of insertion.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Something that happens at its time.
+/// An event of the simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
     /// This request of the workload is sent.
     Arrival(usize),
-    /// This rank's step ends.
+    /// The step of this rank ends.
     StepEnd(usize),
-    /// The router hears what this rank announced next.
+    /// The next KV events of this rank arrive at the router.
     Announcement(usize),
-    /// The ranks are looked at.
+    /// The ranks are sampled.
     Sample,
 }
 
-/// The events to come.
+/// The queue of events.
 #[derive(Debug, Default)]
 pub(super) struct Heap {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,

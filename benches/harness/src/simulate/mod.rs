@@ -1,29 +1,30 @@
-//! The simulation: the real router over a fleet of modelled engines, in virtual time.
+//! Simulation of the real router over a fleet of modelled engines, in virtual time.
 //!
-//! Owns the world around the router: arrivals, engines, the way of their events. Promises that the same setup, workload
-//! and seed give the same [`Run`] to the bit, however fast the machine is and however many shards the router has. Leaves
-//! figures to those who read the run.
+//! Models the environment of the router: arrivals, engines, and the delay of their events. Equal setups, workloads and
+//! seeds give a bit-identical [`Run`], for any speed of the machine and any number of index shards. The readers of a
+//! run compute the figures.
 //!
-//! Each rank is an [`pointsman_trial::engine::Rank`]; its steps' durations move a heap of events in µs. A request arrives when its
-//! workload says, whatever became of those before it, unless the workload is a closed loop. The router is asked at once;
-//! when it has placed the request, the rank has it, without a network between. What a rank announces reaches the router
-//! [`Setup::event_delay_us`] after the step that made it has ended.
+//! Each rank is a [`pointsman_trial::engine::Rank`]; the durations of its steps drive an event queue in µs. A request
+//! arrives at its time in the workload, independently of earlier requests, unless the workload is a closed loop. It is
+//! routed immediately, and submitted to the chosen rank without a network delay. KV events of a rank reach the router
+//! [`Setup::event_delay_us`] after the end of their step.
 //!
-//! **What is not in it.** The router's own time: it decides in no time here, and `replay` measures what it costs. Nor a
-//! gateway, tokenizers, the network, clients that go away, or engines that fail.
+//! **Not modelled:** the router's own time (its decisions take no virtual time; `replay` measures their cost),
+//! gateways, tokenizers, the network, clients that disconnect, and engine failures.
 //!
-//! **The oracle.** When a request is placed, the time to its first token is reckoned for every rank, with the engines'
-//! true state, which no router has:
+//! **Oracle.** At the placement of a request, the oracle estimates the time to its first token for every rank, from the
+//! true state of the engines, which no router has. The estimate is the sum of:
 //!
-//! - the rest of the step under way,
-//! - then the prompt tokens still to compute of all requests placed there before, and its own that are neither cached
-//!   there nor will be once those have been computed: tokens over the rank's prefill rate, and their attention,
-//! - and in each of the steps that this takes (tokens over the step's room beside its decodes, rounded up) the step's
-//!   constant and its share of the sequences that decode now, at their context of now,
+//! - the rest of the current step,
+//! - the prompt tokens of all requests placed there before that are still to compute, and the request's own tokens that
+//!   are neither cached nor will be after that computation: tokens divided by the rank's prefill rate, and their
+//!   attention,
+//! - for each of the steps required (tokens divided by the step's capacity beside its decodes, rounded up) the fixed
+//!   time of a step and the time of the currently decoding sequences, at their current context,
 //!
-//! each by the rank's own [`pointsman_trial::engine::StepCost`]. Regret is the estimate for the rank chosen less the least of all:
-//! 0 where the router did the best for this request alone. The estimate knows nothing of requests to come, of what this
-//! one costs others, of preemption, of blocks in use (a rank whose memory is full admits later), nor of the cost of
+//! each by the rank's own [`pointsman_trial::engine::StepCost`]. Regret is the estimate for the chosen rank minus the
+//! minimum over all ranks: 0 if the decision was optimal for this request alone. The estimate ignores future requests,
+//! the cost for other requests, preemption, blocks in use (a rank with full memory admits later), and the cost of
 //! loading from host memory.
 
 mod cli;
@@ -48,88 +49,88 @@ use crate::target::{Refusal, Target};
 use driver::Driver;
 use time::VirtualTime;
 
-/// Why a simulation has no result.
+/// Errors of a simulation.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
-    /// The system gave no runtime.
+    /// The runtime could not be started.
     #[error("cannot start a runtime: {0}")]
     Runtime(#[source] io::Error),
-    /// An engine that cannot be.
+    /// An engine configuration is invalid.
     #[error("worker {worker}: {reason}")]
     Engine {
-        /// Whose.
+        /// Worker with that engine.
         worker: WorkerId,
-        /// What is wrong with it.
+        /// Reason for the rejection.
         reason: ConfigError,
     },
-    /// Engines and fleet do not fit each other.
+    /// Engines and fleet are inconsistent.
     #[error("{0}")]
     Setup(String),
-    /// There is nothing to serve.
+    /// The workload has no requests.
     #[error("the workload has no requests")]
     Empty,
-    /// The router would not start.
+    /// The router could not be started.
     #[error("cannot start {target}: {reason}")]
     Start {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
-        /// What it said.
+        /// Reason from the router.
         reason: Refusal,
     },
-    /// The router refused what it must not refuse.
+    /// The router rejected a required operation.
     #[error("{target} could not {step} request {request}: {reason}")]
     Refused {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
-        /// What was asked of it.
+        /// The rejected operation.
         step: &'static str,
         /// Position in the workload.
         request: usize,
-        /// What it said.
+        /// Reason from the router.
         reason: Refusal,
     },
-    /// The router did not take events.
+    /// The router rejected events.
     #[error("{target} could not apply events: {reason}")]
     Events {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
-        /// What it said.
+        /// Reason from the router.
         reason: Refusal,
     },
     /// The router chose a rank that does not exist.
     #[error("{target} sent request {request} to {rank}, which is no rank of the fleet")]
     UnknownRank {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
         /// Position in the workload.
         request: usize,
-        /// What it chose.
+        /// The chosen rank.
         rank: WorkerRank,
     },
-    /// Requests wait that nothing will place.
+    /// Requests remain unplaced over idle engines.
     #[error("{target} leaves {requests} requests unplaced over idle engines, {at_us} µs after the start")]
     Stuck {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
-        /// How many.
+        /// Number of these requests.
         requests: usize,
-        /// When it was given up.
+        /// Time of the abort.
         at_us: u64,
     },
-    /// Bookings are left when every request has ended.
+    /// Bookings remain after the end of every request.
     #[error("{target} holds {bookings} bookings after the last request has ended")]
     NotAtRest {
-        /// The router.
+        /// Name of the router.
         target: &'static str,
-        /// How many.
+        /// Number of these bookings.
         bookings: usize,
     },
 }
 
-/// Serves `workload` on the fleet of `setup`, through the router that `start` makes. Blocks until every request has
-/// ended; must not be called from inside a runtime.
+/// Serves `workload` on the fleet of `setup`, through the router that `start` creates. Blocks until every request has
+/// ended; must not be called inside a runtime.
 ///
-/// `start` runs on the simulation's runtime, whose clock stands still but for jumps to the next timer.
+/// `start` runs on the simulation's runtime, whose paused clock only jumps to the next timer.
 ///
 /// ```
 /// use pointsman_bench::embedded::Embedded;
@@ -143,7 +144,7 @@ pub enum SimulateError {
 /// ```
 ///
 /// # Errors
-/// The setup is impossible, or the router fails. A request that is refused is no error: its record says why.
+/// The setup is invalid, or the router fails. A rejected request is no error: its record contains the reason.
 pub fn run<T: Target>(
     setup: &Setup,
     workload: &Workload,

@@ -1,10 +1,10 @@
-//! One rank of the simulated fleet: the engine, its step under way, and what it owes.
+//! One rank of the simulated fleet: the engine, its current step, and its backlog.
 //!
-//! Owns when a rank's steps end and what a prompt would find there. Promises that what it says of its backlog and its
-//! cache is the engine's truth, not a router's belief. Leaves to the driver who is told.
+//! Computes the end of the rank's steps and the cache hit of a prompt. Backlog and cache are the true state of the
+//! engine, not the router's view. The driver informs the router.
 //!
-//! **When events leave.** A rank announces its blocks when the step that computes them ends. Before that nobody could
-//! use them, and engines in the field publish once the step's output is there.
+//! **Publication of events.** A rank publishes its blocks at the end of the step that computes them. No request can use
+//! them earlier, and real engines publish when the output of the step is available.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -21,19 +21,19 @@ use crate::record::RankSample;
 pub(super) struct FleetRank {
     pub(super) name: WorkerRank,
     engine: Rank,
-    /// When it ends, and what it did.
+    /// End and result of the current step.
     step: Option<(u64, Step)>,
-    /// Prompts given to it that no step has taken to their end.
+    /// Submitted prompts whose computation no step has completed.
     backlog: BTreeMap<u64, Owed>,
-    /// Their work, all of it.
+    /// Total work of the backlog.
     owed: Work,
-    /// How many prompts of the backlog will leave this block behind.
+    /// Number of prompts in the backlog that will store this block.
     promised: AHashMap<EngineHash, u32>,
     prompt_tokens_total: u64,
     cached_tokens_total: u64,
 }
 
-/// What one prompt of the backlog has to have computed.
+/// Remaining work of one prompt in the backlog.
 struct Owed {
     work: Work,
     names: Vec<EngineHash>,
@@ -53,18 +53,18 @@ impl FleetRank {
         })
     }
 
-    /// Names of the blocks that a prompt can find cached, here and on every rank of one seed.
+    /// Hashes of the reusable blocks of a prompt, equal on every rank with the same seed.
     pub(super) fn names(&self, tokens: &[u32]) -> Vec<EngineHash> {
         self.engine.reusable_names(tokens)
     }
 
-    /// Tokens of a prompt that are cached now.
+    /// Number of tokens of a prompt that are cached now.
     pub(super) fn cached_tokens(&self, names: &[EngineHash]) -> u64 {
         let cached = names.iter().take_while(|name| self.engine.holds(name)).count();
         cached as u64 * u64::from(self.engine.config().block_size)
     }
 
-    /// Takes a request, for a later step.
+    /// Submits a request to the engine.
     pub(super) fn submit(&mut self, spec: RequestSpec, names: Vec<EngineHash>) -> Result<(), Refused> {
         let (id, work) = (spec.id, self.work_of(spec.tokens.len() as u64, &names));
         self.engine.submit(spec)?;
@@ -76,17 +76,17 @@ impl FleetRank {
         Ok(())
     }
 
-    /// Whether it could begin a step.
+    /// Returns whether a step can start.
     pub(super) fn can_begin(&self) -> bool {
         self.step.is_none() && !self.engine.is_idle()
     }
 
-    /// Whether it does nothing and has nothing to do.
+    /// Returns whether no step is running and no request is waiting.
     pub(super) fn is_idle(&self) -> bool {
         self.step.is_none() && self.engine.is_idle()
     }
 
-    /// Begins a step, if it can; when it ends.
+    /// Starts a step, if possible, and returns its end time.
     pub(super) fn begin(&mut self, now_us: u64) -> Option<u64> {
         if !self.can_begin() {
             return None;
@@ -100,19 +100,19 @@ impl FleetRank {
         Some(ends_us)
     }
 
-    /// Ends the step under way.
+    /// Ends the current step.
     pub(super) fn end(&mut self) -> Option<Step> {
         self.step.take().map(|(_, step)| step)
     }
 
-    /// Counts a prompt that was admitted.
+    /// Counts an admitted prompt.
     pub(super) fn count(&mut self, prompt_tokens: u64, cached_tokens: u64) {
         self.prompt_tokens_total += prompt_tokens;
         self.cached_tokens_total += cached_tokens;
     }
 
-    /// The oracle's estimate: in how many µs a prompt's first token would come if it were given to this rank now. What
-    /// it goes by is told in [`crate::simulate`].
+    /// The oracle's estimate: time in µs to the first token of a prompt that is submitted now. [`crate::simulate`]
+    /// documents the model.
     pub(super) fn first_token_us(&self, now_us: u64, prompt_tokens: u64, names: &[EngineHash]) -> u64 {
         let (config, outlook) = (self.engine.config(), self.engine.outlook());
         let mut work = self.left();
@@ -126,7 +126,7 @@ impl FleetRank {
         under_way_us + config.cost.duration_us(&work) + (steps - 1) * u64::from(config.cost.step_us)
     }
 
-    /// Whether nothing is left of what it was given.
+    /// Returns whether all submitted work is complete.
     pub(super) fn owes_nothing(&self) -> bool {
         self.is_idle() && self.owed == Work::default() && self.backlog.is_empty() && self.promised.is_empty()
     }
@@ -144,7 +144,7 @@ impl FleetRank {
         }
     }
 
-    /// What is left of the backlog behind the step under way.
+    /// Work of the backlog after the current step.
     fn left(&self) -> Work {
         let mut left = self.owed;
         if let Some(partial) = self.engine.outlook().partial
@@ -156,14 +156,14 @@ impl FleetRank {
         left
     }
 
-    /// What a prompt would have computed here: not what is cached, nor what the backlog will leave in the cache.
+    /// Work of a prompt on this rank, without the tokens that are cached now or will be after the backlog.
     fn work_of(&self, prompt_tokens: u64, names: &[EngineHash]) -> Work {
         let is_there = |name: &&EngineHash| self.engine.holds(name) || self.promised.contains_key(*name);
         let cached = names.iter().take_while(is_there).count() as u64 * u64::from(self.engine.config().block_size);
         prefill(prompt_tokens.saturating_sub(cached), cached)
     }
 
-    /// A prompt's computation has been scheduled to its end.
+    /// Removes a prompt whose computation is completely scheduled from the backlog.
     fn settle_debt(&mut self, id: u64) {
         let Some(owed) = self.backlog.remove(&id) else { return };
         subtract(&mut self.owed, &owed.work);
@@ -178,7 +178,7 @@ impl FleetRank {
     }
 }
 
-/// Computing `tokens` of a prompt behind `context` earlier ones.
+/// Work to compute `tokens` of a prompt after `context` earlier ones.
 fn prefill(tokens: u64, context: u64) -> Work {
     let attention_pairs = tokens * context + tokens * (tokens + 1) / 2;
     Work { prefill_tokens: tokens, attention_pairs, ..Work::default() }
@@ -194,7 +194,7 @@ fn subtract(sum: &mut Work, work: &Work) {
     sum.attention_pairs -= work.attention_pairs;
 }
 
-/// What a step announces, with the blocks' content hashed as the router hashes it. Removals in a row become one.
+/// KV events of a step, with block hashes computed by the router's `hash`. Consecutive removals are merged.
 pub(super) fn announcements(
     events: &[CacheEvent],
     block_size: NonZeroU32,
@@ -239,7 +239,7 @@ mod tests {
 
     use super::*;
 
-    /// A few texts that prompts begin with, and one of its own.
+    /// A prompt of a few shared texts and a unique suffix.
     fn prompt(shared: &[u64], own: (u64, u32)) -> Vec<u32> {
         let begin = shared.iter().map(|&id| Segment { id, tokens: 700 });
         let prompt = begin.chain([Segment { id: 1_000 + own.0, tokens: own.1 }]).collect();
@@ -249,7 +249,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(40))]
 
-        /// Where nobody decodes the oracle is right, but for each step's rounding to µs.
+        /// Without decoding sequences the oracle is exact, except for the rounding of each step to µs.
         #[test]
         fn the_oracle_reckons_as_the_engine_does(
             prompts in prop::collection::vec((prop::collection::vec(0_u64..2, 0..4), 1_u32..3_000), 1..10),

@@ -1,4 +1,4 @@
-//! What is simulated: the fleet's engines, the way of their events, the router's settings.
+//! Setup of a simulation: engines, event delay, and router settings.
 
 use std::num::NonZeroU32;
 use std::str::FromStr;
@@ -19,40 +19,40 @@ use crate::fleet::Fleet;
 use crate::results::{Facts, Machine, Reporting, facts};
 use crate::target::Refusal;
 
-/// A simulated fleet and the router in front of it.
+/// A simulated fleet with its router.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setup {
-    /// The fleet's shape.
+    /// Shape of the fleet.
     pub fleet: Fleet,
-    /// What each worker's ranks are like, by worker. All of one block size.
+    /// Engine configuration of each worker's ranks. All have the same block size.
     pub engines: Vec<EngineConfig>,
-    /// How long what a rank announces is on its way to the router, in µs.
+    /// Delay of KV events between rank and router in µs.
     pub event_delay_us: u64,
-    /// The first so many requests only warm caches.
+    /// Number of initial requests that only warm caches.
     pub warmup_requests: usize,
-    /// The router's settings.
+    /// Settings of the router.
     pub router: RouterSetup,
 }
 
-/// Settings of the router, as far as a run names them.
+/// Settings of the router that a run specifies.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RouterSetup {
-    /// How ranks are chosen.
+    /// Selection policy.
     pub policy: Policy,
-    /// Where knowledge of caches comes from.
+    /// Source of the router's knowledge of caches.
     pub knowledge: Knowledge,
-    /// Index shards; the router's default when absent.
+    /// Number of index shards; the router's default if none.
     pub shards: Option<u32>,
-    /// Which ranks are asked for their load; the router's default when absent.
+    /// Ranks that are queried for their load; the router's default if none.
     pub fanout: Option<Fanout>,
-    /// Seed of its draws.
+    /// Seed of the router's random choices.
     pub seed: u64,
-    /// Any other field of its configuration, by name. These go last.
+    /// Other fields of the router's configuration by name. They override all others.
     pub settings: Map<String, Value>,
 }
 
 impl Setup {
-    /// `workers` default engines of `dp_size` ranks each behind a router at its defaults; events take 1 ms.
+    /// `workers` default engines with `dp_size` ranks each, a router with default settings, and an event delay of 1 ms.
     #[must_use]
     pub fn new(workers: u32, dp_size: u32) -> Self {
         Self {
@@ -64,16 +64,16 @@ impl Setup {
         }
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     #[must_use]
     pub fn block_size(&self) -> NonZeroU32 {
         self.engines.first().and_then(|engine| NonZeroU32::new(engine.block_size)).unwrap_or(NonZeroU32::MIN)
     }
 
-    /// The router's configuration.
+    /// Configuration of the router.
     ///
     /// # Errors
-    /// A setting is unknown or of the wrong kind.
+    /// A setting is unknown or has the wrong type.
     pub fn router_config(&self) -> Result<RouterConfig, Refusal> {
         let RouterSetup { policy, knowledge, shards, fanout, seed, settings } = &self.router;
         let defaults = RouterConfig::default();
@@ -92,7 +92,7 @@ impl Setup {
         Ok(serde_json::from_value(value)?)
     }
 
-    /// What a report on serving `workload` is of.
+    /// Facts for a report on serving `workload`.
     #[must_use]
     pub fn facts(&self, workload: &Workload, reporting: &Reporting) -> Facts {
         Facts {
@@ -125,7 +125,7 @@ impl Setup {
         Ok(())
     }
 
-    /// The ranks, idle and empty, in order of their dense numbers.
+    /// Idle ranks with empty caches, in order of their dense numbers.
     pub(super) fn ranks(&self) -> Result<Vec<FleetRank>, SimulateError> {
         let by_worker = self.fleet.worker_ids().zip(&self.engines);
         let names = by_worker.flat_map(|(worker, engine)| {
@@ -138,17 +138,17 @@ impl Setup {
     }
 }
 
-/// How much of a workload only warms caches.
+/// Extent of the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Warmup {
-    /// So much of its requests, from 0 to 1.
+    /// Share of the requests, from 0 to 1.
     Share(f64),
-    /// So many.
+    /// Number of requests.
     Requests(usize),
 }
 
 impl Warmup {
-    /// How many of so many requests.
+    /// Number of warm-up requests out of `requests`.
     #[must_use]
     pub fn of(self, requests: usize) -> usize {
         match self {
@@ -161,7 +161,7 @@ impl Warmup {
 impl FromStr for Warmup {
     type Err = String;
 
-    /// `10%`, or a count.
+    /// Parses `10%` or a count.
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || format!("{text:?} is neither a count of requests nor a share such as 10%");
         match text.strip_suffix('%') {

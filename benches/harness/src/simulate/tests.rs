@@ -20,7 +20,7 @@ struct Arguments {
     simulate: Simulate,
 }
 
-/// Conversations of a few turns behind few system prompts, an arrival every `gap_us` on average.
+/// Multi-turn conversations over a few system prompts, with a mean gap of `gap_us` between arrivals.
 fn chat(requests: usize, gap_us: u32) -> Workload {
     let mut rng = Rng::new(11);
     let mut conversations: Vec<Vec<Segment>> = Vec::new();
@@ -45,7 +45,7 @@ fn chat(requests: usize, gap_us: u32) -> Workload {
     }
 }
 
-/// Slow engines of small blocks, so that short prompts load them.
+/// Slow engines with small blocks, so that short prompts create load.
 fn setup(policy: Policy) -> Setup {
     let cost = StepCost { prefill_tokens_per_second: 8_000, ..StepCost::default() };
     let engine = EngineConfig { block_size: 16, max_model_len: 65_536, cost, ..EngineConfig::default() };
@@ -67,7 +67,7 @@ fn serve_summed(setup: &Setup, workload: &Workload) -> Summary {
     summary(setup, &serve(setup, workload))
 }
 
-/// A lone request's time to the first token, by the engine itself.
+/// Time to the first token of a single request, from the engine itself.
 fn lone_first_token_us(config: EngineConfig, request: &Request) -> u64 {
     let mut rank = Rank::new(config).expect("a good engine");
     rank.submit(RequestSpec::new(0, request.tokens(), request.output_tokens)).expect("taken");
@@ -162,7 +162,7 @@ fn policies_that_know_caches_hit_more_and_regret_less() {
 
 #[test]
 fn a_lone_request_takes_its_engines_steps() {
-    // One step, several, and one behind a cached prefix.
+    // A prompt of one step, one of several steps, and one with a cached prefix.
     let first = lone(0, 1, 500);
     let mut second = lone(10_000_000, 2, 20_001);
     second.output_tokens = 70;
@@ -283,7 +283,7 @@ fn a_router_without_an_index_predicts_nothing() {
     assert!(run.requests.iter().all(|record| record.predicted_cached_tokens.is_none()));
 }
 
-/// Places nothing, or everything on a rank that is not there, or forgets to end bookings.
+/// Target that never places a request, places every request on an unknown rank, or leaks bookings.
 enum Broken {
     Silent,
     Lost,

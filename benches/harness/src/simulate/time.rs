@@ -1,17 +1,17 @@
-//! Virtual time: a paused clock that only the simulation moves, and an exact notion of rest.
+//! Virtual time: a paused clock that only the simulation advances, and exact detection of idleness.
 //!
-//! Owns the runtime's shape and the way its clock is moved. Promises that nothing moves time but
-//! [`VirtualTime::reach`], and that [`VirtualTime::settle`] returns when no task could run, no sooner. Leaves to the
-//! driver what happens when: tokio's timers tell milliseconds apart, a step of an engine takes microseconds.
+//! Configures the runtime and controls its clock. Only [`VirtualTime::reach`] advances time. [`VirtualTime::settle`]
+//! returns exactly when no task can run. Events are ordered by the driver, because tokio's timers have a resolution of
+//! milliseconds while a step of an engine takes microseconds.
 //!
-//! **Rest.** An idle current-thread runtime calls its `on_thread_park` hook when its queue of tasks is empty, before it
-//! would sleep. The hook wakes whoever settles, so that the runtime looks at its timers without sleeping and goes on
-//! with the driver alone. A hook that wakes nobody changes nothing.
+//! **Idleness.** A current-thread runtime calls its `on_thread_park` hook when its task queue is empty, before it
+//! sleeps. The hook wakes the task in `settle`. The runtime then checks its timers without sleeping and continues with
+//! the driver alone. A hook call without a waiting task has no effect.
 //!
-//! **Time.** A paused clock jumps to the next timer when its runtime sleeps. It cannot while somebody settles, for the
-//! hook has then made work. But a target that has threads of its own may have the driver wait for one of them, and the
-//! runtime would sleep. So one blocking task is held for as long as time is the driver's: tokio lets no clock jump while
-//! one is under way.
+//! **Time.** A paused clock jumps to the next timer when its runtime sleeps. During `settle` the runtime does not
+//! sleep, because the hook has created work. But a target with its own threads may make the driver wait for one of
+//! them, and the runtime would sleep. Therefore one blocking task is held while the driver controls time: tokio's clock
+//! does not jump while a blocking task is running.
 
 use std::io;
 use std::sync::{Arc, mpsc};
@@ -21,11 +21,11 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Tells when the runtime would sleep.
+/// Signals that the runtime is about to sleep.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Rest(Arc<Notify>);
 
-/// A runtime of one thread whose clock stands still, without drivers of sockets and files.
+/// Creates a single-threaded runtime with a paused clock and without I/O drivers.
 pub(super) fn runtime() -> io::Result<(Runtime, Rest)> {
     let rest = Rest::default();
     let hook = rest.clone();
@@ -37,24 +37,24 @@ pub(super) fn runtime() -> io::Result<(Runtime, Rest)> {
     Ok((runtime, rest))
 }
 
-/// The clock of one simulation: µs since its start.
+/// Clock of one simulation in µs since its start.
 #[derive(Debug)]
 pub(super) struct VirtualTime {
     rest: Rest,
     epoch: Instant,
-    /// Its end lets the blocking task go that keeps the clock from jumping.
+    /// Its drop ends the blocking task that keeps the clock from jumping.
     _hold: mpsc::Sender<()>,
 }
 
 impl VirtualTime {
-    /// Takes over the clock of the current runtime, which [`runtime`] has made.
+    /// Takes control of the clock of the current runtime, which must be created by [`runtime`].
     pub(super) fn start(rest: Rest) -> Self {
         let (hold, end) = mpsc::channel();
         drop(tokio::task::spawn_blocking(move || end.recv()));
         Self { rest, epoch: Instant::now(), _hold: hold }
     }
 
-    /// Moves the clock on to `at_us`, if it is not there yet, and lets those run whose timers that sets off.
+    /// Advances the clock to `at_us`, if that is in the future, and runs the tasks whose timers fire.
     pub(super) async fn reach(&self, at_us: u64) {
         let ahead = Duration::from_micros(at_us).saturating_sub(self.epoch.elapsed());
         if !ahead.is_zero() {
@@ -120,7 +120,7 @@ mod tests {
             for _ in 0..100 {
                 time.settle().await;
             }
-            // Waiting for another thread is no reason either.
+            // Waiting for another thread does not advance time either.
             let (told, tell) = oneshot::channel();
             let other = std::thread::spawn(move || told.send(()));
             tell.await.expect("told");

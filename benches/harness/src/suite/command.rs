@@ -1,6 +1,6 @@
-//! The subcommand: all workloads, or some.
+//! Subcommand that runs all or some workloads of the suite.
 //!
-//! Owns which of them run and with how much. Promises to say what it is at, for a suite takes minutes.
+//! Selects the workloads and their number of requests. A suite takes minutes, so progress is printed.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -14,73 +14,73 @@ use crate::compare::command::{jobs, seeds};
 use crate::compare::{CompareError, Policied, simulated};
 use crate::results::{Reporting, ReportingError, SCHEMA_VERSION};
 
-/// Requests of each workload under `--quick`.
+/// Number of requests per workload under `--quick`.
 const QUICK_REQUESTS: u32 = 600;
 
-/// All workloads of the suite, each under several policies.
+/// Runs the workloads of the suite, each under several policies.
 #[derive(Args, Clone, Debug)]
 pub struct RunSuite {
-    /// Policies, or policies with settings as in kv+overlap_score_credit=0.5; the others are compared to the first
+    /// Policies, optionally with settings as in kv+overlap_score_credit=0.5; the others are compared with the first
     #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...")]
     pub policies: Vec<Policied>,
-    /// Run this workload alone; may be given again
+    /// Run only this workload; repeatable
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
-    /// Trace in Mooncake's format, for the workloads that take one; without it they are left out
+    /// Trace in Mooncake's format for workloads that need one; without it they are skipped
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Run only the first 600 requests of each workload, to see that all is well
+    /// Run only the first 600 requests of each workload, as a smoke test
     #[arg(long)]
     pub quick: bool,
-    /// The first seed
+    /// First seed
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Seeds to run each policy with
+    /// Number of seeds per policy
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000))]
     pub seeds: u32,
-    /// Simulations at a time [default: as many as there are cores]
+    /// Number of parallel simulations [default: number of cores]
     #[arg(long)]
     pub jobs: Option<NonZeroUsize>,
-    /// Write every figure of every run to this file, as one JSON object
+    /// File for all figures of all runs, as one JSON object
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Add what plots need to that
+    /// Add the data for plots to that file
     #[arg(long)]
     pub series: bool,
-    /// Print no table if there are warnings, and fail instead
+    /// Fail instead of printing a table if there are warnings
     #[arg(long)]
     pub strict: bool,
 }
 
-/// Why there is no table.
+/// Errors of a suite.
 #[derive(Debug, thiserror::Error)]
 pub enum SuiteError {
-    /// The list, or a name that is to be on it, is wrong.
+    /// The list is invalid, or a workload is unknown.
     #[error(transparent)]
     List(#[from] ListError),
     /// A workload failed.
     #[error("workload {name}: {source}")]
     Compare {
-        /// Which.
+        /// Name of the workload.
         name: String,
-        /// What went wrong.
+        /// Error of the comparison.
         source: CompareError,
     },
-    /// There are doubts under `--strict`, or nobody could be told.
+    /// Warnings under `--strict`, or a write error.
     #[error(transparent)]
     Reporting(#[from] ReportingError),
     /// The file for the figures cannot be written.
     #[error("cannot write {path}: {source}")]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
 }
 
 impl RunSuite {
-    /// Runs and says what came of it: the table to `out`, what it is at and warnings to `progress_out`.
+    /// Runs the suite; writes the table to `out`, and progress and warnings to `progress_out`.
     ///
     /// # Errors
     /// A workload is unknown or fails, or figures cannot be written.

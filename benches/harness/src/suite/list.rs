@@ -1,6 +1,4 @@
-//! The list of a suite's workloads.
-//!
-//! Owns its form. Promises that every entry is a command line that `simulate` takes.
+//! List of the suite's workloads. Each entry is a valid command line of `simulate`.
 
 use std::path::Path;
 
@@ -9,44 +7,44 @@ use serde::Deserialize;
 
 use crate::simulate::Simulate;
 
-/// The list, as it is checked in.
+/// Content of the list file.
 const LIST: &str = include_str!("suite.toml");
 
 /// One workload of the list.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// What it is called.
+    /// Name of the workload.
     pub name: String,
-    /// What it is there for.
+    /// Purpose of the workload.
     pub why: String,
-    /// The arguments of `simulate` that make it, with blanks between them.
+    /// Arguments of `simulate`, separated by spaces.
     pub arguments: String,
-    /// Whether it takes a trace, which the list cannot carry.
+    /// Whether the workload needs a trace, which is not part of the list.
     #[serde(default)]
     pub trace: bool,
 }
 
-/// Why a list cannot be used.
+/// Errors of the list.
 #[derive(Debug, thiserror::Error)]
 pub enum ListError {
-    /// It is no list.
+    /// The list is invalid.
     #[error("no list of workloads: {0}")]
     Form(#[from] toml::de::Error),
-    /// An entry's arguments are wrong.
+    /// The arguments of an entry are invalid.
     #[error("workload {name}: {source}")]
     Arguments {
-        /// The entry.
+        /// Name of the entry.
         name: String,
-        /// What is wrong with them.
+        /// Reason for the rejection.
         source: clap::Error,
     },
-    /// Nothing is called so.
+    /// No workload has this name.
     #[error("no workload is called {name:?}; there are {known}")]
     Unknown {
-        /// The name.
+        /// The unknown name.
         name: String,
-        /// The names that there are.
+        /// Known names.
         known: String,
     },
 }
@@ -64,18 +62,18 @@ struct Line {
     simulate: Simulate,
 }
 
-/// The workloads of the suite, in order.
+/// Workloads of the suite, in order.
 ///
 /// # Errors
-/// The list is broken; a test holds it whole.
+/// The list is invalid; a test checks it.
 pub fn entries() -> Result<Vec<Entry>, ListError> {
     Ok(toml::from_str::<List>(LIST)?.workload)
 }
 
-/// What `arguments`, of the workload `name`, have `simulate` do.
+/// Parses `arguments` of the workload `name` as arguments of `simulate`.
 ///
 /// # Errors
-/// `simulate` does not take them.
+/// `simulate` rejects them.
 pub(crate) fn parsed(name: &str, arguments: &str, more: &[&str]) -> Result<Simulate, ListError> {
     let words = arguments.split_whitespace().chain(more.iter().copied());
     let line = Line::try_parse_from(words);
@@ -83,10 +81,10 @@ pub(crate) fn parsed(name: &str, arguments: &str, more: &[&str]) -> Result<Simul
 }
 
 impl Entry {
-    /// What it has `simulate` do, on `trace` if it takes one; absent if it lacks one.
+    /// Simulation of this entry, on `trace` if it needs one; none if the trace is missing.
     ///
     /// # Errors
-    /// `simulate` does not take its arguments.
+    /// `simulate` rejects the arguments.
     pub fn simulate(&self, trace: Option<&Path>) -> Result<Option<Simulate>, ListError> {
         let simulate = parsed(&self.name, &self.arguments, &[])?;
         Ok(match (self.trace, trace) {

@@ -1,17 +1,17 @@
-//! Many workloads, each with a comparison of its own: where does a policy win, and where does it lose?
+//! Comparison of policies on many workloads, which shows the wins and losses of each policy.
 //!
-//! Owns the list of workloads (`suite.toml`, beside this file) and the table of what came of them. Promises that each
-//! workload can be run alone, by `simulate` and the arguments of its entry. Leaves comparing to [`crate::compare`], and
-//! generating to [`pointsman_trial::workload::generate`].
+//! Contains the list of workloads (`suite.toml`, beside this file) and the table of results. Each workload can be run
+//! separately, by `simulate` with the arguments of its entry. [`crate::compare`] compares and
+//! [`pointsman_trial::workload::generate`] generates the workloads.
 //!
-//! A policy *wins* a workload if it is better than the first one by more than 2 % in mean time to the first token or mean
-//! end-to-end time and worse by more than that in neither; it *loses* if it is worse by more than 2 % in one of them;
-//! otherwise it *ties*. What else got worse by more than 2 % is named beside that.
+//! A policy *wins* a workload if it is better than the first one by more than 2 % in mean time to the first token or
+//! mean end-to-end time, and worse by more than 2 % in neither. It *loses* if it is worse by more than 2 % in one of
+//! them. Otherwise it *ties*. Other figures that are worse by more than 2 % are listed beside the verdict.
 //!
-//! The regret in its runs is against the oracle that [`crate::simulate`] defines: for each request, the least time to
-//! the first token over all ranks as the engines' true state gives it, for this request alone. It bounds what a policy
-//! that looks at one request at a time can still gain; what a request costs others is not in it, so a policy that has
-//! no regret may well lose to one that has some.
+//! The regret of a run refers to the oracle of [`crate::simulate`]: for each request, the minimum time to the first
+//! token over all ranks, from the engines' true state, for this request alone. It limits the possible gain of a policy
+//! that considers single requests. It ignores the cost for other requests, so a policy without regret may lose to a
+//! policy with regret.
 
 mod command;
 mod list;
@@ -28,28 +28,28 @@ use crate::compare::text::judgement;
 use crate::compare::{Comparison, Figure};
 use crate::results::table::Table;
 
-/// What a suite gave.
+/// Result of a suite.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Suite {
     /// [`crate::results::SCHEMA_VERSION`] of the program that wrote it.
     pub schema_version: u32,
-    /// Its workloads, in order.
+    /// Workloads in order.
     pub rows: Vec<Row>,
 }
 
 /// One workload of a suite.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// What it is called.
+    /// Name of the workload.
     pub name: String,
-    /// What it is there for.
+    /// Purpose of the workload.
     pub why: String,
-    /// What was run on it.
+    /// Results of the workload.
     pub comparison: Comparison,
 }
 
 impl Suite {
-    /// Writes one table for a reader: a row for each workload and policy, ratios to the first policy.
+    /// Writes one table as text: a row per workload and policy, with ratios to the first policy.
     ///
     /// # Errors
     /// `out` fails.
