@@ -21,7 +21,7 @@ use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::engine_load::{EngineLoad, EngineReading};
-use crate::ingest::Trust;
+use crate::ingest::StreamState;
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// How old a gauge may be.
@@ -58,7 +58,7 @@ struct Gauges {
     pool: Pool,
     by_rank: BTreeMap<WorkerRank, RankGauges>,
     /// By trust.
-    sources: [(Trust, ZeroedGauge); 5],
+    sources: [(StreamState, ZeroedGauge); 5],
     ranks: ZeroedGauge,
     cold_ranks: ZeroedGauge,
     ejected_ranks: ZeroedGauge,
@@ -117,7 +117,7 @@ impl Gauges {
         let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
         Self {
             by_rank: BTreeMap::new(),
-            sources: Trust::ALL
+            sources: StreamState::ALL
                 .map(|trust| (trust, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("trust", trust.name())])))),
             ranks: gauge("pointsman_ranks"),
             cold_ranks: gauge("pointsman_cold_ranks"),
@@ -157,7 +157,7 @@ impl Gauges {
             let sum = sums.entry(entry.rank).or_default();
             if let Some(trust) = entry.source.trust() {
                 by_trust[trust as usize] += 1;
-                sum.is_doubted = trust != Trust::Live;
+                sum.is_doubted = trust != StreamState::Live;
             }
             let Some(load) = entry.board.read() else {
                 sum.is_torn = true; // just being written: what was shown before stands for another period

@@ -12,7 +12,7 @@ use crate::actors::sequence::table::SequenceTable;
 use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
 use crate::load::OutputLengths;
-use crate::predict::Kind;
+use crate::predict::SpeculationModel;
 use crate::protocol::WorkerRank;
 
 /// Ends leases.
@@ -37,7 +37,7 @@ impl LeaseEnder {
         shards: &Arc<Shards>,
         output_lengths: &Arc<OutputLengths>,
     ) -> Self {
-        let holds_bookings = matches!(Kind::of(config), Some(Kind::Lru { .. }));
+        let holds_bookings = matches!(SpeculationModel::of(config), Some(SpeculationModel::Lru { .. }));
         Self {
             directory: Arc::clone(directory),
             sequences: Arc::clone(sequences),

@@ -31,7 +31,7 @@ use crate::config::RouterConfig;
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
 use crate::load::PromptBlocks;
-use crate::predict::Guess;
+use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
 use crate::schedule::{
@@ -84,7 +84,7 @@ pub(crate) struct RequestContext {
     /// Its place in the waiting room, given back when it is answered or lost.
     pub(crate) permit: OwnedSemaphorePermit,
     /// What its booking will leave in a cache, where that is guessed.
-    pub(crate) guess: Option<Box<Guess>>,
+    pub(crate) guess: Option<Box<SpeculativePrompt>>,
     /// Present when its time is measured.
     pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
 }

@@ -1,60 +1,60 @@
-//! What an engine's answer says of itself while it passes: how much output there is, and the usage it ends with.
+//! Reader of engine responses in transit: output tokens, usage, progress and completeness.
 //!
-//! Owns the reading of answers in OpenAI's shapes, streamed or whole. Promises that how an answer is cut into pieces
-//! changes nothing, that memory and work are bounded whatever is fed in, and that nothing panics. Leaves the bytes as
-//! they are, and what follows from the numbers to whoever holds the placement.
+//! Parses responses in OpenAI's formats, streamed or not. The result is independent of the split of the bytes, memory
+//! and work are bounded for any input, and no input causes a panic. The bytes are forwarded unchanged by the caller,
+//! which also uses the numbers.
 //!
-//! # What is counted
+//! # Counting
 //!
-//! - In a stream of events, each line `data: {...}` with output in it (text, reasoning, a tool call) is one token, for
-//!   that is how engines send them. Where an engine sends several tokens in one event (speculative decoding, vLLM's
-//!   `stream_interval`) that is too low, until an event carries a `usage`: then its count holds. vLLM and SGLang put a
-//!   usage into every event with `continuous_usage_stats`.
-//! - A JSON answer is read from its end: the last `"usage"` object within the last 16 KiB.
-//! - An event is one line, as all engines write it. Of a line longer than 64 KiB only a usage near its end is read.
-//! - A compressed body says nothing.
+//! - In an event stream, each line `data: {...}` with output (text, reasoning, a tool call) counts as one token,
+//!   because engines send one event per token. With several tokens per event (speculative decoding, vLLM's
+//!   `stream_interval`) this is too low until an event contains a `usage`, whose count then applies. vLLM and SGLang
+//!   add a usage to every event with `continuous_usage_stats`.
+//! - A JSON response is read from its end: the last `"usage"` object within the last 16 KiB.
+//! - An event is one line, as in all known engines. In a line longer than 64 KiB, only a usage near its end is read.
+//! - A compressed body gives no values.
 //!
-//! # What is an answer
+//! # Validity
 //!
-//! - A stream is valid from its first event whose data is a JSON object. Other data before that, `[DONE]` included, makes
+//! - A stream is valid from its first event with a JSON object as data. Other data before it, including `[DONE]`, makes
 //!   the stream invalid; comments, empty data and unknown fields do not.
-//! - A stream is complete with `[DONE]`, a finish reason, the last event of the Responses API, or an error event.
-//! - A JSON answer is valid if it is one object. Up to 32 KiB its brackets and strings are checked; of a longer one the
-//!   first and the last byte.
+//! - A stream is complete after `[DONE]`, a finish reason, the last event of the Responses API, or an error event.
+//! - A JSON response is valid if it is one object. Up to 32 KiB its brackets and strings are checked; for a longer one
+//!   only the first and the last byte.
 
 mod event;
 
-use event::{Event, Step, is_last_response_event, is_object, last_usage};
+use event::{EventStep, StreamEvent, is_last_response_event, is_object, last_usage};
 
-/// The longest line that is read as a whole.
+/// Maximum length of a line that is parsed completely.
 const LINE_BYTES_MAX: usize = 64 * 1024;
 
-/// How far from the end of what is not read as a whole a usage may begin.
+/// Distance from the end of other input within which a usage must start.
 const TAIL_BYTES: usize = 16 * 1024;
 
-/// What is kept allocated between two long lines.
+/// Buffer capacity kept after a long line.
 const HELD_BYTES_KEPT: usize = 4 * 1024;
 
-/// How a line begins that carries data.
+/// Prefix of a data line.
 const DATA: &[u8] = b"data:";
 
-/// How a line begins that names the event whose data follows.
+/// Prefix of a line with the name of the following event.
 const EVENT: &[u8] = b"event:";
 
-/// The data of the last event of a stream.
+/// Data of the last event of a stream.
 const DONE: &[u8] = b"[DONE]";
 
-/// What an answer is made of.
+/// Format of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerKind {
-    /// Server-sent events: a line for each step of the engine.
+    /// Server-sent events: one line per engine step.
     Events,
-    /// One JSON value; anything else may be read as one, and says nothing.
+    /// One JSON value. Other content may be read as JSON and gives no values.
     Json,
 }
 
 impl AnswerKind {
-    /// By the value of the header `content-type`.
+    /// The format for a `content-type` header.
     ///
     /// ```
     /// use pointsman::answer::AnswerKind;
@@ -68,7 +68,7 @@ impl AnswerKind {
         if media.trim_ascii().eq_ignore_ascii_case(b"text/event-stream") { Self::Events } else { Self::Json }
     }
 
-    /// Whether a body with this `content-type` is of this kind.
+    /// Whether a body with this `content-type` has this format.
     ///
     /// ```
     /// use pointsman::answer::AnswerKind;
@@ -91,32 +91,31 @@ impl AnswerKind {
     }
 }
 
-/// What an engine says that a request has cost, in tokens.
+/// Token counts of a request as reported by the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Length of the prompt: `prompt_tokens`, or `input_tokens`.
+    /// Prompt length: `prompt_tokens` or `input_tokens`.
     pub prompt_tokens: Option<u32>,
-    /// Length of the output: `completion_tokens`, or `output_tokens`.
+    /// Output length: `completion_tokens` or `output_tokens`.
     pub output_tokens: Option<u32>,
-    /// How much of the prompt was found in the engine's cache, where engines are told to say so: `cached_tokens` in the
-    /// details.
+    /// Cached prompt tokens, if the engine is configured to report them: `cached_tokens` in the details.
     pub cached_tokens: Option<u32>,
 }
 
-/// How far an answer has come, and whether it is one.
+/// Progress and validity of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AnswerStage {
     /// No content yet.
     Empty,
-    /// Valid so far, without output: a role, or the opening events of the Responses API; of JSON, the first byte.
+    /// Valid so far, without output: a role, or the opening events of the Responses API; for JSON, the first byte.
     Opened,
-    /// Output, or anything else that an engine sends after the prefill; JSON that has ended.
+    /// Output, or other content that engines send after the prefill; for JSON, the complete response.
     Begun,
-    /// No answer of its kind.
+    /// Not a valid response of its format.
     Invalid,
 }
 
-/// Reads one answer as it passes.
+/// Reads one response in transit.
 ///
 /// ```
 /// use pointsman::answer::{AnswerKind, AnswerReader};
@@ -139,17 +138,17 @@ pub struct AnswerReader {
     is_generating: bool,
     is_complete: bool,
     error_status: Option<u16>,
-    /// The event's name says that it is the last of a stream of the Responses API.
+    /// Whether the event name marks the last event of a Responses API stream.
     is_last_event: bool,
     has_ended: bool,
-    /// The line that is not complete yet, or the end of the value.
+    /// The incomplete line, or the end of the JSON value.
     held: Vec<u8>,
-    /// Set while the line is too long, of which only its end is held: whether it carries data.
+    /// `Some` while the line is too long and only its end is kept: whether it is a data line.
     too_long: Option<bool>,
 }
 
 impl AnswerReader {
-    /// Before the first byte.
+    /// A reader at the start of a response.
     #[must_use]
     pub fn new(kind: AnswerKind) -> Self {
         Self {
@@ -168,7 +167,7 @@ impl AnswerReader {
         }
     }
 
-    /// Reads on. Costs a pass over the bytes; what an event does not carry in one piece is copied once.
+    /// Processes the next bytes in one pass. Events split between calls are copied once.
     pub fn read(&mut self, bytes: &[u8]) {
         self.bytes_read += bytes.len() as u64;
         match self.kind {
@@ -184,7 +183,7 @@ impl AnswerReader {
         }
     }
 
-    /// There is no more. Again is harmless.
+    /// Marks the end of the response. Repeated calls have no effect.
     pub fn end(&mut self) {
         if std::mem::replace(&mut self.has_ended, true) {
             return;
@@ -206,39 +205,39 @@ impl AnswerReader {
         }
     }
 
-    /// Tokens of output so far; of JSON, once it has ended. Never more than there are bytes, so that whoever does
-    /// something for each token does not have to trust the number.
+    /// Output tokens so far; for JSON, after the end. Never exceeds the number of bytes, so that callers with work per
+    /// token need not trust the engine's count.
     #[must_use]
     pub fn output_tokens(&self) -> u64 {
         self.counted.min(self.bytes_read)
     }
 
-    /// What the engine has said of the whole request, as it last said it.
+    /// The last usage reported by the engine.
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
         self.usage
     }
 
-    /// How far the answer has come.
+    /// Progress of the response.
     #[must_use]
     pub fn stage(&self) -> AnswerStage {
         self.stage
     }
 
-    /// Whether the prefill of a streamed answer is over: the first content, reasoning, tool call, refusal or log
-    /// probabilities have come, or a finish reason. A chunk with only a role does not count.
+    /// Whether the prefill of a streamed response is complete: content, reasoning, a tool call, a refusal, log
+    /// probabilities or a finish reason was received. A chunk with only a role does not count.
     #[must_use]
     pub fn is_generating(&self) -> bool {
         self.is_generating
     }
 
-    /// Whether the answer has come to its end mark; of JSON, whether it has ended as one object.
+    /// Whether the end mark was received; for JSON, whether the response ended as one object.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.is_complete
     }
 
-    /// The HTTP status of the last error event in a stream, where the engine states one.
+    /// The HTTP status of the last error event of a stream, if the engine included one.
     #[must_use]
     pub fn error_status(&self) -> Option<u16> {
         self.error_status
@@ -258,7 +257,7 @@ impl AnswerReader {
         self.hold(bytes);
     }
 
-    /// Keeps the beginning of a line.
+    /// Keeps the start of a line.
     fn hold(&mut self, bytes: &[u8]) {
         if self.too_long.is_none() {
             if self.held.len() + bytes.len() <= LINE_BYTES_MAX {
@@ -273,16 +272,16 @@ impl AnswerReader {
         self.hold_end(bytes);
     }
 
-    /// Reads the beginning of a line that is too long to be read as a whole.
+    /// Parses the start of a line that is too long.
     fn read_long_head(&mut self) {
         self.too_long = Some(self.held.starts_with(DATA));
         let Some(data) = self.held.strip_prefix(DATA) else { return };
-        let (event, is_object) = (Event::read(data), data.trim_ascii_start().starts_with(b"{"));
+        let (event, is_object) = (StreamEvent::read(data), data.trim_ascii_start().starts_with(b"{"));
         self.is_complete |= event.is_end() || self.is_last_event;
-        self.progress(if is_object { Step::Unknown } else { Step::Invalid });
+        self.progress(if is_object { EventStep::Unknown } else { EventStep::Invalid });
     }
 
-    /// Keeps at least the last [`TAIL_BYTES`] of what is held and these bytes.
+    /// Keeps at least the last [`TAIL_BYTES`] of the held and the new bytes.
     fn hold_end(&mut self, bytes: &[u8]) {
         let bytes = tail(bytes);
         if self.held.len() + bytes.len() > 2 * TAIL_BYTES {
@@ -320,38 +319,40 @@ impl AnswerReader {
             self.stage = self.stage.max(AnswerStage::Begun);
             return;
         }
-        let event = Event::read(data);
+        let event = StreamEvent::read(data);
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
         self.progress(event.step());
     }
 
-    /// Follows one event. Invalid data after a valid event changes nothing: clients skip it or report it themselves, and
-    /// the missing end mark shows a stream that does not recover.
-    fn progress(&mut self, step: Step) {
+    /// Updates the progress for one event. Invalid data after a valid event is ignored: clients skip it or report it
+    /// themselves, and the missing end mark reveals a stream that does not recover.
+    fn progress(&mut self, step: EventStep) {
         let reached = match step {
-            Step::Invalid if self.stage == AnswerStage::Empty => AnswerStage::Invalid,
-            Step::Invalid => return,
-            Step::Opening => AnswerStage::Opened,
-            Step::Empty | Step::Token | Step::End | Step::Error(_) | Step::Unknown => AnswerStage::Begun,
+            EventStep::Invalid if self.stage == AnswerStage::Empty => AnswerStage::Invalid,
+            EventStep::Invalid => return,
+            EventStep::Opening => AnswerStage::Opened,
+            EventStep::Empty | EventStep::Token | EventStep::End | EventStep::Error(_) | EventStep::Unknown => {
+                AnswerStage::Begun
+            }
         };
         self.stage = self.stage.max(reached);
-        self.is_generating |= matches!(step, Step::Token | Step::End | Step::Unknown);
-        self.is_complete |= matches!(step, Step::End | Step::Error(_));
-        if let Step::Error(status) = step {
+        self.is_generating |= matches!(step, EventStep::Token | EventStep::End | EventStep::Unknown);
+        self.is_complete |= matches!(step, EventStep::End | EventStep::Error(_));
+        if let EventStep::Error(status) = step {
             self.error_status = status;
         }
     }
 
-    /// What is said later holds; what is not said again stays.
-    fn learn(&mut self, said: Option<Usage>) {
-        let Some(said) = said else { return };
+    /// Later values replace earlier ones; missing values keep the earlier ones.
+    fn learn(&mut self, reported: Option<Usage>) {
+        let Some(reported) = reported else { return };
         let known = self.usage.unwrap_or_default();
-        self.counted = said.output_tokens.map_or(self.counted, u64::from);
+        self.counted = reported.output_tokens.map_or(self.counted, u64::from);
         self.usage = Some(Usage {
-            prompt_tokens: said.prompt_tokens.or(known.prompt_tokens),
-            output_tokens: said.output_tokens.or(known.output_tokens),
-            cached_tokens: said.cached_tokens.or(known.cached_tokens),
+            prompt_tokens: reported.prompt_tokens.or(known.prompt_tokens),
+            output_tokens: reported.output_tokens.or(known.output_tokens),
+            cached_tokens: reported.cached_tokens.or(known.cached_tokens),
         });
     }
 }

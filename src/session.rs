@@ -1,9 +1,8 @@
-//! Sessions: which rank served a conversation last, so that its next request can find what it left there.
+//! Sessions: the rank that served the last request of each conversation.
 //!
-//! Owns the table from session id to rank. Promises that a binding is found under its own id only, that it lasts
-//! for a time to live since its last use, that there are never more than so many and the longest idle goes first, and
-//! that time which seems to run backwards stands still. Leaves to others what a binding is worth, and whether the rank
-//! it names is still there: who removes a rank says so.
+//! Maps session ids to ranks. A binding is found only under its own id and expires a time to live after its last use.
+//! The table is bounded and evicts the longest idle session first. Time that decreases counts as constant. The caller
+//! determines the value of a binding, and reports removed ranks.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -13,15 +12,15 @@ use hashbrown::HashTable;
 
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// A session id that is no session id.
+/// Invalid length of a session id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("session id has {length} bytes, must have 1 to {}", SessionId::BYTES_MAX)]
 pub struct SessionIdError {
-    /// Its length in bytes.
+    /// Length in bytes.
     pub length: usize,
 }
 
-/// Names a session: 1 to 256 bytes of text. Cheap to clone.
+/// Session id of 1 to 256 bytes of text. Cheap to clone.
 ///
 /// ```
 /// use pointsman::session::SessionId;
@@ -35,13 +34,13 @@ pub struct SessionIdError {
 pub struct SessionId(Arc<str>);
 
 impl SessionId {
-    /// Longest id.
+    /// Maximum length in bytes.
     pub const BYTES_MAX: usize = 256;
 
-    /// Takes an id from a caller. An empty one is refused: all who send one would share a session.
+    /// Validates an id from a caller. An empty id is rejected, because all callers that send one would share a session.
     ///
     /// # Errors
-    /// When it has no bytes, or more than [`Self::BYTES_MAX`].
+    /// If the id is empty or longer than [`Self::BYTES_MAX`].
     pub fn new(id: &str) -> Result<Self, SessionIdError> {
         match id.len() {
             1..=Self::BYTES_MAX => Ok(Self(id.into())),
@@ -58,11 +57,11 @@ impl Deref for SessionId {
     }
 }
 
-/// The rank of each session that was used lately.
+/// The ranks of recently used sessions.
 ///
-/// Ids are kept whole, so a collision of hashes costs a comparison and binds nothing. Lookups and bindings cost O(1):
-/// sessions stand in one array, threaded by a list in the order of their use. A tree of turns would be less code, but
-/// took one to two microseconds a lookup among 65,536 sessions.
+/// Ids are stored completely, so a hash collision costs a comparison and never gives a wrong binding. Lookups and
+/// bindings cost O(1): sessions are stored in one array with a linked list in order of use. A tree ordered by use would
+/// be simpler, but took one to two microseconds per lookup among 65,536 sessions.
 ///
 /// ```
 /// use std::time::Duration;
@@ -82,17 +81,17 @@ impl Deref for SessionId {
 pub struct Sessions {
     ttl: Duration,
     max: usize,
-    /// Places of sessions, by id.
+    /// Array positions of sessions, by id.
     by_id: HashTable<u32>,
     hasher: ahash::RandomState,
-    /// In no order: whoever stands last fills a gap.
+    /// Unordered: the last session fills the gap of a removed one.
     sessions: Vec<Session>,
-    /// The place of the one that was idle longest; [`NONE`] where there is none.
+    /// Position of the longest idle session; [`NONE`] if empty.
     oldest: u32,
     newest: u32,
-    /// Bytes of all ids.
+    /// Total bytes of all ids.
     id_bytes: usize,
-    /// The latest time heard of.
+    /// The latest time received.
     latest: Timestamp,
 }
 
@@ -101,20 +100,20 @@ struct Session {
     id: SessionId,
     rank: WorkerRank,
     used: Timestamp,
-    /// The place of the one used before it; [`NONE`] for the oldest.
+    /// Position of the session used before this one; [`NONE`] for the oldest.
     older: u32,
-    /// The place of the one used after it; [`NONE`] for the newest.
+    /// Position of the session used after this one; [`NONE`] for the newest.
     newer: u32,
 }
 
-/// No place.
+/// Null position.
 const NONE: u32 = u32::MAX;
 
-/// What the reference count before an id takes.
+/// Size of the reference counts of an `Arc`.
 const ARC_HEAD_BYTES: usize = 2 * size_of::<usize>();
 
 impl Sessions {
-    /// A table that forgets what was not used for `ttl`, and keeps at most `max` sessions; 0 counts as 1.
+    /// Creates a table that forgets sessions unused for `ttl` and keeps at most `max` sessions; 0 counts as 1.
     #[must_use]
     pub fn new(ttl: Duration, max: u32) -> Self {
         Self {
@@ -130,7 +129,7 @@ impl Sessions {
         }
     }
 
-    /// The rank that the session is bound to. Counts as a use.
+    /// The rank of the session. Counts as a use.
     pub fn rank_of(&mut self, id: &str, now: Timestamp) -> Option<WorkerRank> {
         self.expire(now);
         let place = self.place_of(id)?;
@@ -139,15 +138,15 @@ impl Sessions {
         Some(self.at(place).rank)
     }
 
-    /// The rank that the session is bound to. Does not count as a use.
+    /// The rank of the session. Does not count as a use.
     #[must_use]
     pub fn peek(&self, id: &str, now: Timestamp) -> Option<WorkerRank> {
         let session = self.at(self.place_of(id)?);
         (now.max(self.latest).since(session.used) < self.ttl).then_some(session.rank)
     }
 
-    /// Binds the session to a rank, whatever it was bound to. Counts as a use. Where the table is full, the session
-    /// that was idle longest is forgotten.
+    /// Binds the session to a rank and replaces an earlier binding. Counts as a use. A full table evicts the longest
+    /// idle session.
     pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, now: Timestamp) {
         if self.rank_of(id, now).is_some() {
             self.at_mut(self.newest).rank = rank;
@@ -164,21 +163,21 @@ impl Sessions {
         self.link_newest(place);
     }
 
-    /// Forgets one session; the rank it was bound to.
+    /// Forgets one session and returns its rank.
     pub fn forget(&mut self, id: &str) -> Option<WorkerRank> {
         let place = self.place_of(id)?;
         Some(self.remove(place).rank)
     }
 
-    /// Forgets every session of a rank that is removed; how many there were.
+    /// Forgets every session of a removed rank and returns their number.
     ///
-    /// Visits every session: removals are rare, and an index from rank to sessions would be paid for by every request.
+    /// Visits every session: removals are rare, and an index by rank would add a cost to every request.
     pub fn forget_rank(&mut self, rank: WorkerRank) -> usize {
         let before = self.sessions.len();
         let mut place = 0;
         while let Some(session) = self.sessions.get(place as usize) {
             if session.rank == rank {
-                self.remove(place); // another one stands here now, if any is left
+                self.remove(place); // the last session is now at this position
             } else {
                 place += 1;
             }
@@ -186,26 +185,26 @@ impl Sessions {
         before - self.sessions.len()
     }
 
-    /// Sessions remembered, those included that have expired since the last call that was told the time.
+    /// Number of sessions, including those that expired since the last call with a time.
     #[must_use]
     pub fn len(&self) -> usize {
         self.sessions.len()
     }
 
-    /// Whether no session is remembered.
+    /// Whether there is no session.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sessions.is_empty()
     }
 
-    /// Bytes taken. Below 512 a session where all ids are as long as they may be, and the table is full.
+    /// Bytes used. Below 512 per session in a full table with ids of maximum length.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let ids = self.len() * ARC_HEAD_BYTES + self.id_bytes;
         self.by_id.allocation_size() + self.sessions.capacity() * size_of::<Session>() + ids
     }
 
-    /// Forgets what has not been used for the time to live.
+    /// Forgets expired sessions.
     fn expire(&mut self, now: Timestamp) {
         self.latest = self.latest.max(now);
         while self.oldest != NONE && self.latest.since(self.at(self.oldest).used) >= self.ttl {
@@ -225,13 +224,13 @@ impl Sessions {
         &mut self.sessions[place as usize]
     }
 
-    /// Takes a session out of the order of use.
+    /// Removes a session from the order of use.
     fn unlink(&mut self, place: u32) {
         let Session { older, newer, .. } = *self.at(place);
         self.point_to(older, newer, newer, older);
     }
 
-    /// Puts a session at the end of the order of use, as used now.
+    /// Appends a session to the order of use, as used now.
     fn link_newest(&mut self, place: u32) {
         let (older, used) = (self.newest, self.latest);
         let session = self.at_mut(place);
@@ -239,8 +238,7 @@ impl Sessions {
         self.point_to(older, place, NONE, place);
     }
 
-    /// Makes `after_older` follow `older`, and `before_newer` precede `newer`; where one of them is none, the end of the
-    /// list is meant.
+    /// Makes `after_older` follow `older`, and `before_newer` precede `newer`; [`NONE`] represents the end of the list.
     fn point_to(&mut self, older: u32, after_older: u32, newer: u32, before_newer: u32) {
         match older {
             NONE => self.oldest = after_older,
@@ -269,10 +267,10 @@ impl Sessions {
         removed
     }
 
-    /// Walks the order of use and looks every session up. For tests.
+    /// Checks the order of use and every lookup, for tests.
     ///
     /// # Panics
-    /// If a session is not found, out of order, or one too many.
+    /// If an invariant is violated.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.max, "{} sessions, at most {}", self.sessions.len(), self.max);
         assert_eq!(self.by_id.len(), self.sessions.len(), "a session without an id, or the reverse");
@@ -319,24 +317,24 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_idle_goes_first() {
+    fn longest_idle_session_is_evicted_first() {
         let mut sessions = sessions(2);
         sessions.bind(&id(1), rank(1), Timestamp(0));
         sessions.bind(&id(2), rank(2), Timestamp(1));
         assert_eq!(sessions.rank_of(&id(1), Timestamp(2)), Some(rank(1)));
-        assert_eq!(sessions.peek(&id(2), Timestamp(2)), Some(rank(2)), "a peek is no use");
+        assert_eq!(sessions.peek(&id(2), Timestamp(2)), Some(rank(2)), "a peek does not count as a use");
         sessions.bind(&id(3), rank(3), Timestamp(3));
         assert_eq!(sessions.peek(&id(2), Timestamp(3)), None);
         sessions.bind(&id(1), rank(9), Timestamp(4));
         assert_eq!(
             (sessions.len(), sessions.peek(&id(3), Timestamp(4))),
             (2, Some(rank(3))),
-            "binding again adds none"
+            "a repeated binding adds no session"
         );
     }
 
     #[test]
-    fn a_session_ends_with_its_rank() {
+    fn sessions_end_with_their_rank() {
         let mut sessions = sessions(8);
         for n in 0..6 {
             sessions.bind(&id(n), rank(n % 2), Timestamp(n));
@@ -349,11 +347,11 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_of_the_longest_ids_stays_below_512_bytes_a_session() {
+    fn full_table_stays_below_512_bytes_per_session() {
         for max in [1_000, 4_096, 7_169] {
             let mut sessions = sessions(max);
             for n in 0..2 * max {
-                let id = SessionId::new(&format!("{n:0>256}")).expect("as long as may be");
+                let id = SessionId::new(&format!("{n:0>256}")).expect("maximum length");
                 sessions.bind(&id, rank(1), Timestamp(0));
             }
             assert!(sessions.bytes() <= 512 * max as usize, "{} bytes for {max} sessions", sessions.bytes());
@@ -361,7 +359,7 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum SessionOp {
         RankOf(u64),
         Peek(u64),
         Bind(u64, u64),
@@ -370,23 +368,23 @@ mod tests {
         Time(i64),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = SessionOp> {
         let (name, worker) = (0..8u64, 0..3u64);
         prop_oneof![
-            3 => name.clone().prop_map(Step::RankOf),
-            2 => name.clone().prop_map(Step::Peek),
-            4 => (name.clone(), worker.clone()).prop_map(|(name, worker)| Step::Bind(name, worker)),
-            1 => name.prop_map(Step::Forget),
-            1 => worker.prop_map(Step::ForgetRank),
-            3 => (-30..80i64).prop_map(Step::Time),
+            3 => name.clone().prop_map(SessionOp::RankOf),
+            2 => name.clone().prop_map(SessionOp::Peek),
+            4 => (name.clone(), worker.clone()).prop_map(|(name, worker)| SessionOp::Bind(name, worker)),
+            1 => name.prop_map(SessionOp::Forget),
+            1 => worker.prop_map(SessionOp::ForgetRank),
+            3 => (-30..80i64).prop_map(SessionOp::Time),
         ]
     }
 
-    /// Every binding ever made that nothing has ended, in the order of last use.
+    /// Every current binding, in order of last use.
     #[derive(Default)]
-    struct Model(Vec<(u64, WorkerRank, u64)>);
+    struct SessionModel(Vec<(u64, WorkerRank, u64)>);
 
-    impl Model {
+    impl SessionModel {
         fn find(&self, name: u64, now: u64) -> Option<WorkerRank> {
             self.0.iter().find(|known| known.0 == name && now - known.2 < TTL).map(|known| known.1)
         }
@@ -401,13 +399,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_table_agrees_with_a_list(max in 1..6u32, steps in proptest::collection::vec(step(), 1..80)) {
-            let (mut sessions, mut model) = (sessions(max), Model::default());
-            let (mut clock, mut latest) = (1_000u64, 0); // the latest time that the table has heard of
+        fn table_matches_a_list(max in 1..6u32, steps in proptest::collection::vec(step(), 1..80)) {
+            let (mut sessions, mut model) = (sessions(max), SessionModel::default());
+            let (mut clock, mut latest) = (1_000u64, 0); // the latest time that the table received
             for step in steps {
                 let now = Timestamp(clock);
                 match step {
-                    Step::RankOf(name) => {
+                    SessionOp::RankOf(name) => {
                         latest = latest.max(clock);
                         let found = model.find(name, latest);
                         prop_assert_eq!(sessions.rank_of(&id(name), now), found);
@@ -415,23 +413,23 @@ mod tests {
                             model.bind(name, rank, latest, max as usize);
                         }
                     }
-                    Step::Peek(name) => {
+                    SessionOp::Peek(name) => {
                         prop_assert_eq!(sessions.peek(&id(name), now), model.find(name, latest.max(clock)));
                     }
-                    Step::Bind(name, worker) => {
+                    SessionOp::Bind(name, worker) => {
                         latest = latest.max(clock);
                         sessions.bind(&id(name), rank(worker), now);
                         model.bind(name, rank(worker), latest, max as usize);
                     }
-                    Step::Forget(name) => {
+                    SessionOp::Forget(name) => {
                         sessions.forget(&id(name));
                         model.0.retain(|known| known.0 != name);
                     }
-                    Step::ForgetRank(worker) => {
+                    SessionOp::ForgetRank(worker) => {
                         sessions.forget_rank(rank(worker));
                         model.0.retain(|known| known.1 != rank(worker));
                     }
-                    Step::Time(by) => clock = clock.saturating_add_signed(by),
+                    SessionOp::Time(by) => clock = clock.saturating_add_signed(by),
                 }
                 sessions.check_invariants();
             }

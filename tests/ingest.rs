@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use pointsman::ingest::{Applied, Doubt, Effect, Input, Note, Source, SourceConfig, Trust};
+use pointsman::ingest::{
+    AppliedBatch, DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState,
+};
 use pointsman::protocol::Timestamp;
 
 type Payload = Vec<u8>;
@@ -28,43 +30,43 @@ impl Bench {
     /// Connected, replayed `0..count` of life 1, and live.
     fn live(config: SourceConfig, count: u64) -> Self {
         let mut bench = Self::new(config);
-        bench.step(Input::Connected);
+        bench.step(IngestInput::Connected);
         for sequence in 0..count {
             let _ = if config.has_replay { bench.replayed(1, sequence) } else { bench.live_from(1, sequence) };
         }
-        bench.step(Input::ReplayEnded);
-        assert_eq!(bench.source.trust(), Trust::Live);
+        bench.step(IngestInput::ReplayEnded);
+        assert_eq!(bench.source.state(), StreamState::Live);
         bench
     }
 
-    fn step(&mut self, input: Input<Payload>) -> Vec<Effect<Payload>> {
+    fn step(&mut self, input: IngestInput<Payload>) -> Vec<IngestEffect<Payload>> {
         let mut effects = Vec::new();
         self.source.step(input, self.now, &mut effects);
         self.source.check_invariants();
         effects
     }
 
-    fn live_from(&mut self, life: u8, sequence: u64) -> Vec<Effect<Payload>> {
-        self.step(Input::Live { sequence, payload: payload(life, sequence) })
+    fn live_from(&mut self, life: u8, sequence: u64) -> Vec<IngestEffect<Payload>> {
+        self.step(IngestInput::Live { sequence, payload: payload(life, sequence) })
     }
 
-    fn replayed(&mut self, life: u8, sequence: u64) -> Vec<Effect<Payload>> {
-        self.step(Input::Replayed { sequence, payload: payload(life, sequence) })
+    fn replayed(&mut self, life: u8, sequence: u64) -> Vec<IngestEffect<Payload>> {
+        self.step(IngestInput::Replayed { sequence, payload: payload(life, sequence) })
     }
 
-    fn applied(&mut self, applied: Applied) -> Vec<Effect<Payload>> {
-        self.step(Input::Applied(applied))
+    fn applied(&mut self, applied: AppliedBatch) -> Vec<IngestEffect<Payload>> {
+        self.step(IngestInput::Applied(applied))
     }
 
     /// Lets time pass to each tick that is due within `by`, and on to its end.
-    fn pass(&mut self, by: Duration) -> Vec<Effect<Payload>> {
+    fn pass(&mut self, by: Duration) -> Vec<IngestEffect<Payload>> {
         let (end, mut effects) = (self.now + by, Vec::new());
         while let Some(at) = self.source.next_tick().filter(|at| *at <= end) {
             self.now = self.now.max(at);
-            effects.extend(self.step(Input::Tick));
+            effects.extend(self.step(IngestInput::Tick));
         }
         self.now = end;
-        effects.extend(self.step(Input::Tick));
+        effects.extend(self.step(IngestInput::Tick));
         effects
     }
 }
@@ -78,22 +80,26 @@ fn secs(secs: u64) -> Duration {
 }
 
 /// Effects without what is only counted, in short: `a3` applies message 3, `clear`, `replay 2`, `live`.
-fn short(effects: &[Effect<Payload>]) -> Vec<String> {
+fn short(effects: &[IngestEffect<Payload>]) -> Vec<String> {
     let told = effects.iter().filter_map(|effect| match effect {
-        Effect::Apply { sequence, .. } => Some(format!("a{sequence}")),
-        Effect::Clear => Some("clear".to_owned()),
-        Effect::Replay { from } => Some(format!("replay {from}")),
-        Effect::Reconnect => Some("reconnect".to_owned()),
-        Effect::Trust(trust) => Some(trust.name().to_owned()),
-        Effect::Noted(_) => None,
+        IngestEffect::Apply { sequence, .. } => Some(format!("a{sequence}")),
+        IngestEffect::Clear => Some("clear".to_owned()),
+        IngestEffect::Replay { from } => Some(format!("replay {from}")),
+        IngestEffect::Reconnect => Some("reconnect".to_owned()),
+        IngestEffect::State(trust) => Some(trust.name().to_owned()),
+        IngestEffect::Noted(_) => None,
     });
     told.collect()
 }
 
-fn notes(effects: &[Effect<Payload>]) -> Vec<(&'static str, u64)> {
+fn notes(effects: &[IngestEffect<Payload>]) -> Vec<(&'static str, u64)> {
     let noted = effects.iter().filter_map(|effect| match effect {
-        Effect::Noted(note) => Some((note.name(), note.count())),
-        Effect::Apply { .. } | Effect::Clear | Effect::Replay { .. } | Effect::Reconnect | Effect::Trust(_) => None,
+        IngestEffect::Noted(note) => Some((note.name(), note.count())),
+        IngestEffect::Apply { .. }
+        | IngestEffect::Clear
+        | IngestEffect::Replay { .. }
+        | IngestEffect::Reconnect
+        | IngestEffect::State(_) => None,
     });
     noted.collect()
 }
@@ -101,67 +107,67 @@ fn notes(effects: &[Effect<Payload>]) -> Vec<(&'static str, u64)> {
 #[test]
 fn without_a_replay_endpoint_a_new_connection_drops_what_was_known() {
     let mut bench = Bench::live(no_replay(), 3);
-    bench.step(Input::Disconnected);
+    bench.step(IngestInput::Disconnected);
     // The engine restarted meanwhile, and its third message is the first that is read.
-    assert_eq!(short(&bench.step(Input::Connected)), ["clear", "cold"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::NoReplay { from: 3 }));
+    assert_eq!(short(&bench.step(IngestInput::Connected)), ["clear", "cold"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::NoReplay { from: 3 }));
     assert_eq!(short(&bench.live_from(2, 3)), ["a3"]);
-    assert_eq!(bench.source.trust(), Trust::Cold);
+    assert_eq!(bench.source.state(), StreamState::Cold);
     // One that is read from its first message on is known in full.
-    bench.step(Input::Disconnected);
-    assert_eq!(short(&bench.step(Input::Connected)), ["clear"]);
+    bench.step(IngestInput::Disconnected);
+    assert_eq!(short(&bench.step(IngestInput::Connected)), ["clear"]);
     assert_eq!(short(&bench.live_from(3, 0)), ["a0", "live"]);
     // Nothing is lost where nothing was known.
     let mut bench = Bench::new(no_replay());
     for _ in 0..2 {
-        assert_eq!(short(&bench.step(Input::Connected)), Vec::<String>::new());
-        bench.step(Input::Disconnected);
+        assert_eq!(short(&bench.step(IngestInput::Connected)), Vec::<String>::new());
+        bench.step(IngestInput::Disconnected);
     }
 }
 
 #[test]
 fn a_first_connection_asks_for_everything_and_holds_live_messages() {
     let mut bench = Bench::new(SourceConfig::default());
-    assert_eq!(short(&bench.step(Input::Connected)), ["replay 0"]);
+    assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 0"]);
     assert_eq!(short(&bench.live_from(1, 3)), [""; 0]);
     assert_eq!(short(&bench.live_from(1, 2)), [""; 0]);
     assert_eq!(bench.source.held_messages(), 2);
     assert_eq!(short(&bench.replayed(1, 0)), ["a0"]);
     assert_eq!(short(&bench.replayed(1, 1)), ["a1", "a2", "a3"]);
     assert_eq!(notes(&bench.replayed(1, 2)), [("duplicate", 1)]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
     assert_eq!(short(&bench.live_from(1, 4)), ["a4"]);
 }
 
 #[test]
 fn a_publisher_that_has_said_nothing_is_known_whole() {
     let mut bench = Bench::new(SourceConfig::default());
-    bench.step(Input::Connected);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    bench.step(IngestInput::Connected);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
     assert_eq!(short(&bench.live_from(1, 0)), ["a0"]);
 
     let mut bench = Bench::new(no_replay());
-    assert_eq!(short(&bench.step(Input::Connected)), [""; 0]);
+    assert_eq!(short(&bench.step(IngestInput::Connected)), [""; 0]);
     assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
 }
 
 #[test]
 fn a_first_message_that_is_not_the_first_makes_the_rank_cold() {
     let mut bench = Bench::new(no_replay());
-    bench.step(Input::Connected);
+    bench.step(IngestInput::Connected);
     assert_eq!(short(&bench.live_from(1, 7)), ["a7", "cold"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::NoReplay { from: 0 }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::NoReplay { from: 0 }));
     assert_eq!(short(&bench.live_from(1, 8)), ["a8"]);
 }
 
 #[test]
 fn a_replay_that_begins_late_makes_the_rank_cold() {
     let mut bench = Bench::new(SourceConfig::default());
-    bench.step(Input::Connected);
+    bench.step(IngestInput::Connected);
     bench.live_from(1, 2);
     assert_eq!(short(&bench.replayed(1, 5)), ["a5"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["cold"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayGap { from: 0, first: 5 }));
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayGap { from: 0, first: 5 }));
 }
 
 #[test]
@@ -181,14 +187,14 @@ fn other_bytes_under_a_known_number_are_a_new_publisher() {
     assert_eq!(notes(&effects), [("incarnation", 1)]);
     assert_eq!(bench.source.held_messages(), 1);
     assert_eq!(short(&bench.replayed(2, 0)), ["a0", "a1"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
 fn without_replay_a_new_publisher_begins_where_it_is_first_heard() {
     let mut bench = Bench::live(no_replay(), 5);
     assert_eq!(short(&bench.live_from(2, 0)), ["clear", "a0"]);
-    assert_eq!(bench.source.trust(), Trust::Live);
+    assert_eq!(bench.source.state(), StreamState::Live);
     bench.live_from(2, 1);
     assert_eq!(short(&bench.live_from(3, 1)), ["clear", "a1", "cold"]);
 }
@@ -231,7 +237,7 @@ fn live_messages_that_fill_a_gap_end_it() {
     assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
     assert_eq!(short(&bench.live_from(1, 6)), ["a6", "a7", "live"]);
     assert_eq!(notes(&bench.replayed(1, 4)), [("late", 1)]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0]);
 }
 
 #[test]
@@ -255,7 +261,7 @@ fn an_overlap_that_disagrees_is_a_publisher_that_has_counted_past_us() {
     for sequence in 0..8 {
         assert_eq!(short(&bench.replayed(2, sequence)), [format!("a{sequence}")]);
     }
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
@@ -264,7 +270,7 @@ fn without_replay_a_gap_is_a_loss() {
     let effects = bench.live_from(1, 8);
     assert_eq!(short(&effects), ["clear", "a8", "cold"]);
     assert_eq!(notes(&effects), [("gap", 1), ("lost", 3), ("cold", 1)]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::NoReplay { from: 5 }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::NoReplay { from: 5 }));
 }
 
 #[test]
@@ -277,38 +283,38 @@ fn what_replay_no_longer_has_is_lost() {
     for sequence in 21..30 {
         bench.replayed(1, sequence);
     }
-    assert_eq!((bench.source.trust(), bench.source.held_messages()), (Trust::Cold, 0));
-    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayGap { from: 4, first: 20 }));
+    assert_eq!((bench.source.state(), bench.source.held_messages()), (StreamState::Cold, 0));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayGap { from: 4, first: 20 }));
 }
 
 #[test]
 fn a_reconnection_verifies_who_is_there() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(Input::Disconnected);
-    assert_eq!(short(&bench.step(Input::Connected)), ["replay 4", "recovering"]);
+    bench.step(IngestInput::Disconnected);
+    assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 4", "recovering"]);
     assert_eq!(short(&bench.live_from(1, 5)), [""; 0], "held until it is clear whose it is");
     assert_eq!(short(&bench.replayed(1, 4)), ["a5"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
 fn a_publisher_that_no_longer_has_the_last_message_counts_from_new() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(Input::Disconnected);
-    bench.step(Input::Connected);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["clear", "replay 0"]);
+    bench.step(IngestInput::Disconnected);
+    bench.step(IngestInput::Connected);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["clear", "replay 0"]);
     assert_eq!(short(&bench.replayed(2, 0)), ["a0"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
 fn a_reconnection_whose_replay_begins_too_late_is_a_loss() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(Input::Disconnected);
-    bench.step(Input::Connected);
+    bench.step(IngestInput::Disconnected);
+    bench.step(IngestInput::Connected);
     // One message later is too late as well: nothing shows that the publisher is the same.
     assert_eq!(short(&bench.replayed(1, 5)), ["clear", "a5"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["cold"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
 }
 
 #[test]
@@ -317,12 +323,12 @@ fn a_failed_replay_is_asked_for_once_more_and_then_given_up() {
     for sequence in [7, 9, 10] {
         bench.live_from(1, sequence);
     }
-    assert_eq!(short(&bench.step(Input::ReplayFailed)), [""; 0]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayFailed)), [""; 0]);
     assert_eq!(short(&bench.pass(secs(1))), ["replay 4"]);
-    let effects = bench.step(Input::ReplayFailed);
+    let effects = bench.step(IngestInput::ReplayFailed);
     assert_eq!(short(&effects), ["clear", "a9", "a10", "cold"], "behind the last hole");
     assert_eq!(notes(&effects), [("replay_failed", 1), ("dropped", 1), ("lost", 4), ("cold", 1)]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayFailed { from: 5 }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayFailed { from: 5 }));
     assert_eq!(short(&bench.live_from(1, 11)), ["a11"]);
 }
 
@@ -354,25 +360,25 @@ fn a_replay_with_a_hole_is_asked_for_again_where_it_got_to() {
     for sequence in [4, 5, 7, 8] {
         bench.replayed(1, sequence);
     }
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["replay 5"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["replay 5"]);
     bench.replayed(1, 5);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0]);
     assert_eq!(short(&bench.pass(secs(1))), ["replay 5"]);
     bench.replayed(1, 5);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["clear", "a7", "a8", "a9", "cold"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayHole { from: 6 }));
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["clear", "a7", "a8", "a9", "cold"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayHole { from: 6 }));
 }
 
 #[test]
 fn a_replay_that_fails_with_nothing_held_starts_over_with_whatever_comes() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(Input::Disconnected);
-    bench.step(Input::Connected);
-    bench.step(Input::ReplayFailed);
+    bench.step(IngestInput::Disconnected);
+    bench.step(IngestInput::Connected);
+    bench.step(IngestInput::ReplayFailed);
     bench.pass(secs(1));
-    assert_eq!(short(&bench.step(Input::ReplayFailed)), ["clear", "cold"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayFailed)), ["clear", "cold"]);
     assert_eq!(short(&bench.live_from(1, 8)), ["a8"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::ReplayFailed { from: 5 }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayFailed { from: 5 }));
 }
 
 #[test]
@@ -381,16 +387,16 @@ fn a_cold_rank_heals_by_a_clear_by_turnover_and_by_time() {
     let cold = || {
         let mut bench = Bench::live(config, 5);
         for _ in 0..5 {
-            bench.applied(Applied { events: 1, usable: 1, stored_blocks: 1, ..Applied::default() });
+            bench.applied(AppliedBatch { events: 1, usable: 1, stored_blocks: 1, ..AppliedBatch::default() });
         }
         bench.live_from(1, 9);
-        assert_eq!(bench.source.trust(), Trust::Cold);
+        assert_eq!(bench.source.state(), StreamState::Cold);
         bench
     };
-    let stored = |stored_blocks| Applied { events: 1, usable: 1, stored_blocks, ..Applied::default() };
+    let stored = |stored_blocks| AppliedBatch { events: 1, usable: 1, stored_blocks, ..AppliedBatch::default() };
 
     let mut bench = cold();
-    let effects = bench.applied(Applied { cleared: true, ..stored(0) });
+    let effects = bench.applied(AppliedBatch { cleared: true, ..stored(0) });
     assert_eq!((short(&effects), notes(&effects)), (vec!["live".to_owned()], vec![("healed", 1)]));
 
     let mut bench = cold();
@@ -407,7 +413,7 @@ fn a_cold_rank_heals_by_a_clear_by_turnover_and_by_time() {
 fn a_clear_from_before_the_loss_heals_nothing() {
     let mut bench = Bench::live(no_replay(), 1);
     bench.live_from(1, 5);
-    let cleared = Applied { events: 1, usable: 1, cleared: true, ..Applied::default() };
+    let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
     assert_eq!(short(&bench.applied(cleared)), [""; 0], "it speaks of message 0");
     assert_eq!(short(&bench.applied(cleared)), ["live"]);
 }
@@ -417,51 +423,51 @@ fn a_replay_from_the_start_heals() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.live_from(1, 30);
     bench.replayed(1, 20);
-    assert_eq!(short(&bench.step(Input::Resync)), ["replay 0"]);
+    assert_eq!(short(&bench.step(IngestInput::Resync)), ["replay 0"]);
     for sequence in 0..31 {
         bench.replayed(1, sequence);
     }
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
 fn a_lost_index_is_filled_again_or_cold() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
-    assert_eq!(short(&bench.step(Input::Resync)), ["replay 0", "recovering"]);
+    assert_eq!(short(&bench.step(IngestInput::Resync)), ["replay 0", "recovering"]);
     bench.live_from(1, 5);
     assert_eq!(short(&bench.replayed(1, 3)), ["a3"]);
     assert_eq!(short(&bench.replayed(1, 4)), ["a4", "a5"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["cold"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
 
     let mut bench = Bench::live(no_replay(), 5);
-    assert_eq!(short(&bench.step(Input::Resync)), ["cold"]);
+    assert_eq!(short(&bench.step(IngestInput::Resync)), ["cold"]);
     assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
 }
 
 #[test]
 fn batches_that_never_fit_are_a_mismatch_until_one_does() {
-    let none = Applied { events: 2, ..Applied::default() };
-    let some = Applied { usable: 1, stored_blocks: 3, ..none };
+    let none = AppliedBatch { events: 2, ..AppliedBatch::default() };
+    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.applied(none);
     bench.applied(none);
-    bench.applied(Applied::default());
-    assert_eq!(bench.source.trust(), Trust::Live, "a batch without events says nothing");
+    bench.applied(AppliedBatch::default());
+    assert_eq!(bench.source.state(), StreamState::Live, "a batch without events says nothing");
     assert_eq!(short(&bench.applied(none)), ["mismatched"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::Undecodable { batches: 3 }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::Undecodable { batches: 3 }));
     assert_eq!(short(&bench.applied(some)), ["live"]);
 
     let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
     let mut bench = Bench::live(config, 5);
-    assert_eq!(short(&bench.applied(Applied { engine_block_size: Some(16), ..none })), ["mismatched"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::BlockSize { engine: 16, pool: Some(64) }));
-    let removals = Applied { events: 2, usable: 2, ..Applied::default() };
+    assert_eq!(short(&bench.applied(AppliedBatch { engine_block_size: Some(16), ..none })), ["mismatched"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::BlockSize { engine: 16, pool: Some(64) }));
+    let removals = AppliedBatch { events: 2, usable: 2, ..AppliedBatch::default() };
     assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
-    assert_eq!(short(&bench.applied(Applied { engine_block_size: Some(16), ..removals })), [""; 0]);
+    assert_eq!(short(&bench.applied(AppliedBatch { engine_block_size: Some(16), ..removals })), [""; 0]);
     assert_eq!(short(&bench.applied(some)), ["live"]);
-    assert_eq!(short(&bench.applied(Applied { foreign_rank: Some(3), ..some })), [""; 0], "some of it was usable");
-    assert_eq!(short(&bench.applied(Applied { foreign_rank: Some(3), ..none })), ["mismatched"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::ForeignRank { found: 3 }));
+    assert_eq!(short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..some })), [""; 0], "some of it was usable");
+    assert_eq!(short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..none })), ["mismatched"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
 }
 
 #[test]
@@ -476,7 +482,7 @@ fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
 
     // Who looks late has not listened meanwhile, and looks at what has come first.
     bench.now = bench.now + secs(5);
-    assert_eq!(short(&bench.step(Input::Tick)), [""; 0]);
+    assert_eq!(short(&bench.step(IngestInput::Tick)), [""; 0]);
 
     // It asks once, and again when something has come.
     for asked in ["replay 5", "replay 6"] {
@@ -485,13 +491,13 @@ fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
         if asked == "replay 5" {
             bench.replayed(1, 6);
         }
-        bench.step(Input::ReplayEnded);
+        bench.step(IngestInput::ReplayEnded);
     }
     // Now and then again: a connection whose other end is gone without a word looks just so.
     assert_eq!(short(&bench.pass(Duration::from_millis(29_999))), [""; 0]);
     assert_eq!(short(&bench.pass(Duration::from_millis(1))), ["replay 6"]);
     bench.replayed(1, 6);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0]);
 }
 
 #[test]
@@ -502,20 +508,20 @@ fn a_subscription_that_brings_nothing_of_what_there_is_is_made_anew() {
         bench.replayed(1, sequence - 1);
         assert_eq!(short(&bench.replayed(1, sequence)), [format!("a{sequence}")]);
         let deaf = if sequence == 5 { vec!["reconnect"] } else { Vec::new() };
-        assert_eq!(short(&bench.step(Input::ReplayEnded)), deaf);
+        assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), deaf);
     }
 
     // So is one to a host that no longer answers; a live message shows that it works.
     let mut bench = Bench::live(SourceConfig::default(), 3);
     for sequence in 3..6 {
         bench.pass(secs(2));
-        bench.step(Input::ReplayFailed);
+        bench.step(IngestInput::ReplayFailed);
         bench.live_from(1, sequence);
     }
     for failures in 1..=3 {
         assert_eq!(short(&bench.pass(secs(2))), ["replay 5"]);
         let deaf = if failures == 3 { vec!["reconnect"] } else { Vec::new() };
-        assert_eq!(short(&bench.step(Input::ReplayFailed)), deaf);
+        assert_eq!(short(&bench.step(IngestInput::ReplayFailed)), deaf);
     }
 }
 
@@ -523,23 +529,23 @@ fn a_subscription_that_brings_nothing_of_what_there_is_is_made_anew() {
 fn a_publisher_asked_for_the_end_may_keep_nothing_or_not_answer() {
     let mut bench = Bench::live(SourceConfig::default(), 3);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 2"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), [""; 0], "a ring of nothing is no other publisher");
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0], "a ring of nothing is no other publisher");
     assert_eq!(short(&bench.live_from(1, 3)), ["a3"]);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 3"]);
     assert_eq!(short(&bench.replayed(1, 4)), ["a4"], "it has just what is missing");
-    bench.step(Input::ReplayEnded);
+    bench.step(IngestInput::ReplayEnded);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
     assert_eq!(short(&bench.replayed(1, 7)), [""; 0], "what it no longer has may be on its way");
-    bench.step(Input::ReplayEnded);
+    bench.step(IngestInput::ReplayEnded);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
     assert_eq!(short(&bench.replayed(1, 7)), ["clear", "a7", "cold"], "or is lost");
-    bench.step(Input::ReplayEnded);
+    bench.step(IngestInput::ReplayEnded);
 
     let mut bench = Bench::live(SourceConfig::default(), 3);
     assert_eq!(short(&bench.pass(secs(6))), ["replay 2"]);
     assert_eq!(notes(&bench.pass(secs(1))), [("replay_failed", 1)]);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 2"], "again and again, and nothing is given up");
-    assert_eq!(bench.source.trust(), Trust::Live);
+    assert_eq!(bench.source.state(), StreamState::Live);
 }
 
 #[test]
@@ -547,25 +553,25 @@ fn silence_is_no_connection_or_never_a_word() {
     let mut bench = Bench::new(SourceConfig::default());
     assert_eq!(short(&bench.pass(secs(9))), [""; 0]);
     assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::NotConnected { for_ms: 10_000 }));
-    assert_eq!(short(&bench.step(Input::Connected)), ["replay 0", "recovering"]);
-    assert_eq!(short(&bench.step(Input::ReplayEnded)), ["live"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::NotConnected { for_ms: 10_000 }));
+    assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 0", "recovering"]);
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
     bench.pass(secs(3600));
-    assert_eq!((bench.source.trust(), bench.source.doubt()), (Trust::Live, None), "it has served nothing");
+    assert_eq!((bench.source.state(), bench.source.degradation()), (StreamState::Live, None), "it has served nothing");
     assert!(bench.source.awaits_served());
-    bench.step(Input::Served);
+    bench.step(IngestInput::Served);
     bench.pass(secs(9));
     // A connection that comes and goes does not hide it.
-    bench.step(Input::Disconnected);
-    bench.step(Input::Connected);
-    bench.step(Input::ReplayEnded);
+    bench.step(IngestInput::Disconnected);
+    bench.step(IngestInput::Connected);
+    bench.step(IngestInput::ReplayEnded);
     assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
-    assert_eq!(bench.source.doubt(), Some(Doubt::NeverPublished { for_ms: 10_000 }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::NeverPublished { for_ms: 10_000 }));
     assert!(!bench.source.awaits_served());
     assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
     bench.pass(secs(3600));
-    assert_eq!(bench.source.trust(), Trust::Live, "quiet after having spoken is not silent");
-    bench.step(Input::Disconnected);
+    assert_eq!(bench.source.state(), StreamState::Live, "quiet after having spoken is not silent");
+    bench.step(IngestInput::Disconnected);
     assert_eq!(short(&bench.pass(secs(10))), ["silent"]);
 }
 
@@ -582,7 +588,7 @@ fn held_messages_keep_within_their_bounds_and_the_rest_is_asked_for() {
     for sequence in 4..7 {
         bench.replayed(1, sequence);
     }
-    assert_eq!((bench.source.trust(), bench.source.held_messages()), (Trust::Recovering, 0));
+    assert_eq!((bench.source.state(), bench.source.held_messages()), (StreamState::Recovering, 0));
     assert_eq!(short(&bench.replayed(1, 10)), ["a10", "live"]);
 
     let config = SourceConfig { held_bytes_max: 20, ..SourceConfig::default() };
@@ -611,33 +617,33 @@ fn the_end_mark_is_no_message() {
     assert_eq!(notes(&bench.live_from(1, u64::MAX)), [("refused", 1)]);
     assert_eq!(short(&bench.live_from(1, u64::MAX - 1)), ["replay 4", "recovering"]);
     bench.replayed(1, 4);
-    bench.step(Input::ReplayEnded);
+    bench.step(IngestInput::ReplayEnded);
     bench.pass(secs(1));
     bench.replayed(1, 4);
-    bench.step(Input::ReplayEnded);
-    assert_eq!(bench.source.trust(), Trust::Cold);
+    bench.step(IngestInput::ReplayEnded);
+    assert_eq!(bench.source.state(), StreamState::Cold);
     assert_eq!(short(&bench.live_from(1, 5))[0], "clear", "a number that high is soon taken back");
 }
 
 #[test]
 fn each_state_and_doubt_says_what_it_is() {
-    let said: [(Doubt, &[&str]); 9] = [
-        (Doubt::NotConnected { for_ms: 7 }, &["7 ms", "base port"]),
-        (Doubt::NeverPublished { for_ms: 7 }, &["7 ms", "topic", "base port"]),
-        (Doubt::BlockSize { engine: 16, pool: None }, &["16", "--block-size"]),
-        (Doubt::ForeignRank { found: 3 }, &["rank 3", "base port"]),
-        (Doubt::Undecodable { batches: 4 }, &["4 batches", "topic"]),
-        (Doubt::ReplayGap { from: 4, first: 9 }, &["from 4", "from 9", "buffer_steps"]),
-        (Doubt::ReplayHole { from: 4 }, &["message 4"]),
-        (Doubt::ReplayFailed { from: 4 }, &["message 4", "replay endpoint"]),
-        (Doubt::NoReplay { from: 4 }, &["message 4", "replay endpoint"]),
+    let said: [(DegradationReason, &[&str]); 9] = [
+        (DegradationReason::NotConnected { for_ms: 7 }, &["7 ms", "base port"]),
+        (DegradationReason::NeverPublished { for_ms: 7 }, &["7 ms", "topic", "base port"]),
+        (DegradationReason::BlockSize { engine: 16, pool: None }, &["16", "--block-size"]),
+        (DegradationReason::ForeignRank { found: 3 }, &["rank 3", "base port"]),
+        (DegradationReason::Undecodable { batches: 4 }, &["4 batches", "topic"]),
+        (DegradationReason::ReplayGap { from: 4, first: 9 }, &["from 4", "from 9", "buffer_steps"]),
+        (DegradationReason::ReplayHole { from: 4 }, &["message 4"]),
+        (DegradationReason::ReplayFailed { from: 4 }, &["message 4", "replay endpoint"]),
+        (DegradationReason::NoReplay { from: 4 }, &["message 4", "replay endpoint"]),
     ];
     for (doubt, words) in said {
         let text = doubt.to_string();
         assert!(words.iter().all(|word| text.contains(word)), "{text}");
         assert!(!text.ends_with('.') && !doubt.name().contains(' '), "{text}");
     }
-    for trust in Trust::ALL {
+    for trust in StreamState::ALL {
         assert!((0.0..=1.0).contains(&trust.credit()) && trust.name() == trust.name().to_lowercase());
     }
     assert_eq!((Note::Gap.count(), Note::Lost { messages: u64::MAX }.count()), (1, u64::from(u32::MAX)));

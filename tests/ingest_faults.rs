@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
@@ -46,7 +46,7 @@ fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
     router.kv_sources().into_iter().find(|source| source.rank == of)
 }
 
-fn is(router: &Router, of: WorkerRank, trust: Trust) -> bool {
+fn is(router: &Router, of: WorkerRank, trust: StreamState) -> bool {
     source(router, of).is_some_and(|source| source.connected && source.trust == trust)
 }
 
@@ -145,7 +145,7 @@ async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, 
         fleet.push(engine);
     }
     let router = builder.start().await.expect("valid");
-    until("connected", &router, || fleet.iter().all(|engine| is(&router, engine.rank, Trust::Live))).await;
+    until("connected", &router, || fleet.iter().all(|engine| is(&router, engine.rank, StreamState::Live))).await;
     for engine in &mut fleet {
         engine.work();
     }
@@ -158,7 +158,7 @@ async fn assert_exact(router: &Router, fleet: &[Engine]) {
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
     let begun = Instant::now();
     loop {
-        let all_live = fleet.iter().all(|engine| is(router, engine.rank, Trust::Live));
+        let all_live = fleet.iter().all(|engine| is(router, engine.rank, StreamState::Live));
         let held = held_or_empty(router).await;
         if all_live && held == expected {
             break;
@@ -217,7 +217,7 @@ async fn a_reader_that_dies_where_the_past_is_gone_leaves_nothing_of_it() {
     fleet[0].work();
     assert_exact(&router, &fleet).await;
     kill_reader(&router, &fleet[0]).await;
-    until("cold", &router, || is(&router, rank(0), Trust::Cold)).await;
+    until("cold", &router, || is(&router, rank(0), StreamState::Cold)).await;
     // The ring had three stores and a removal of what was stored before them.
     let known = fleet[0].prompts.len() - 3;
     fleet[0].prompts.drain(..known);
@@ -232,10 +232,10 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
     let (router, mut fleet) = fleet(RouterConfig { restarts_max: 0, ..config() }, 3, 100).await;
     for _ in 0..5 {
         kill_reader(&router, &fleet[1]).await;
-        until("well again", &router, || is(&router, rank(1), Trust::Live)).await;
+        until("well again", &router, || is(&router, rank(1), StreamState::Live)).await;
     }
     assert!(router.inject(Fault::Ingest(rank(1))));
-    until("left alone", &router, || source(&router, rank(1)).is_some_and(|s| s.trust == Trust::Mismatched)).await;
+    until("left alone", &router, || source(&router, rank(1)).is_some_and(|s| s.trust == StreamState::Mismatched)).await;
     let left = source(&router, rank(1)).expect("still named");
     assert!(!left.connected);
     assert!(left.doubt.expect("a doubt").contains("died 6 times"));
@@ -250,7 +250,7 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
     fleet[0].work();
     fleet[2].work();
     for well in [&fleet[0], &fleet[2]] {
-        until("live", &router, || is(&router, well.rank, Trust::Live)).await;
+        until("live", &router, || is(&router, well.rank, StreamState::Live)).await;
         until_held(&router, |held| held.is_superset(&well.holds())).await;
         assert_routed_to(&router, well).await;
     }
@@ -283,7 +283,7 @@ async fn a_shard_that_dies_asks_its_sources_again() {
 async fn a_shard_and_a_reader_that_die_together_are_both_made_good() {
     let (router, mut fleet) = fleet(config(), 2, 100).await;
     for _ in 0..4 {
-        until("read", &router, || is(&router, rank(0), Trust::Live)).await;
+        until("read", &router, || is(&router, rank(0), StreamState::Live)).await;
         assert!(router.inject(Fault::Radix(rank(0))));
         assert!(router.inject(Fault::Ingest(rank(0))));
         for engine in &mut fleet {
@@ -321,7 +321,7 @@ async fn what_a_reader_that_stood_still_has_missed_is_asked_for() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
     let (router, mut fleet) = stands_still(5, 20).await;
-    until("cold", &router, || is(&router, rank(0), Trust::Cold)).await;
+    until("cold", &router, || is(&router, rank(0), StreamState::Cold)).await;
     // The last five messages are all there is.
     let known = fleet[0].prompts.len() - 5;
     fleet[0].prompts.drain(..known);

@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use pointsman::ingest::{Applied, Effect, Input, Note, Source, SourceConfig, Trust};
+use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
 use pointsman::protocol::Timestamp;
 use proptest::prelude::*;
 
@@ -45,8 +45,8 @@ impl Batch {
         }
     }
 
-    fn apply(payload: &[u8], cache: &mut Cache) -> Applied {
-        let mut applied = Applied { events: 1, usable: 1, ..Applied::default() };
+    fn apply(payload: &[u8], cache: &mut Cache) -> AppliedBatch {
+        let mut applied = AppliedBatch { events: 1, usable: 1, ..AppliedBatch::default() };
         match payload {
             [0, a, b, _] => {
                 cache.extend([*a, *b]);
@@ -142,7 +142,7 @@ struct World {
     config: SourceConfig,
     now: Timestamp,
     epoch: Epoch,
-    reports: VecDeque<Applied>,
+    reports: VecDeque<AppliedBatch>,
     messages_in: u64,
     messages_out: u64,
 }
@@ -216,7 +216,7 @@ impl World {
             Act::SwapLive(at) if live > 0 => self.in_flight.swap(0, usize::from(*at) % live),
             Act::ForceLive => {
                 if let Some((sequence, payload)) = self.in_flight.pop_front() {
-                    self.step(Input::Live { sequence, payload });
+                    self.step(IngestInput::Live { sequence, payload });
                 }
             }
             Act::Serve => self.serve(),
@@ -237,7 +237,7 @@ impl World {
             Act::Pass(ms) => self.pass(Duration::from_millis(u64::from(*ms))),
             Act::Resync => {
                 self.epoch = Epoch::default();
-                self.step(Input::Resync);
+                self.step(IngestInput::Resync);
             }
             Act::DoubleLive(_) | Act::SwapLive(_) | Act::FailReplay | Act::Restart { .. } => {}
         }
@@ -260,7 +260,7 @@ impl World {
     fn connect(&mut self) {
         if !self.is_connected {
             self.is_connected = true;
-            self.step(Input::Connected);
+            self.step(IngestInput::Connected);
         }
     }
 
@@ -269,7 +269,7 @@ impl World {
             self.is_connected = false;
             self.in_flight.clear();
             self.asked = Asked::Nothing;
-            self.step(Input::Disconnected);
+            self.step(IngestInput::Disconnected);
         }
     }
 
@@ -277,7 +277,7 @@ impl World {
         if self.source.wants_live()
             && let Some((sequence, payload)) = self.in_flight.pop_front()
         {
-            self.step(Input::Live { sequence, payload });
+            self.step(IngestInput::Live { sequence, payload });
         }
     }
 
@@ -294,46 +294,49 @@ impl World {
     fn answer(&mut self) {
         let Asked::Answering(answers) = &mut self.asked else { return };
         match answers.pop_front() {
-            Some(Answer::Message((sequence, payload))) => self.step(Input::Replayed { sequence, payload }),
-            Some(Answer::Ended) => self.step(Input::ReplayEnded),
-            Some(Answer::Failed) => self.step(Input::ReplayFailed),
+            Some(Answer::Message((sequence, payload))) => self.step(IngestInput::Replayed { sequence, payload }),
+            Some(Answer::Ended) => self.step(IngestInput::ReplayEnded),
+            Some(Answer::Failed) => self.step(IngestInput::ReplayFailed),
             None => self.asked = Asked::Nothing,
         }
     }
 
     fn report(&mut self) {
         while let Some(applied) = self.reports.pop_front() {
-            self.step(Input::Applied(applied));
+            self.step(IngestInput::Applied(applied));
         }
     }
 
     fn pass(&mut self, by: Duration) {
         self.now = self.now + by;
-        self.step(Input::Tick);
+        self.step(IngestInput::Tick);
     }
 
-    fn step(&mut self, input: Input<Payload>) {
-        self.messages_in += u64::from(matches!(input, Input::Live { .. } | Input::Replayed { .. }));
-        let (mut effects, before) = (Vec::new(), self.source.trust());
-        let is_recovery = matches!(input, Input::Connected);
+    fn step(&mut self, input: IngestInput<Payload>) {
+        self.messages_in += u64::from(matches!(input, IngestInput::Live { .. } | IngestInput::Replayed { .. }));
+        let (mut effects, before) = (Vec::new(), self.source.state());
+        let is_recovery = matches!(input, IngestInput::Connected);
         self.source.step(input, self.now, &mut effects);
         let (mut told, mut wants_anew) = (before, false);
-        let has_applied = effects.iter().any(|effect| matches!(effect, Effect::Apply { .. }));
+        let has_applied = effects.iter().any(|effect| matches!(effect, IngestEffect::Apply { .. }));
         for effect in effects {
             match effect {
-                Effect::Apply { sequence, payload } => self.apply(sequence, &payload),
-                Effect::Clear => self.epoch = Epoch::default(),
-                Effect::Replay { from } => {
+                IngestEffect::Apply { sequence, payload } => self.apply(sequence, &payload),
+                IngestEffect::Clear => self.epoch = Epoch::default(),
+                IngestEffect::Replay { from } => {
                     assert!(self.is_connected && self.config.has_replay, "somebody is there to ask");
                     self.asked = Asked::Waiting(from);
                 }
-                Effect::Reconnect => wants_anew = true,
-                Effect::Trust(trust) => told = trust,
-                Effect::Noted(note) => self.messages_out += dropped(note),
+                IngestEffect::Reconnect => wants_anew = true,
+                IngestEffect::State(trust) => told = trust,
+                IngestEffect::Noted(note) => self.messages_out += dropped(note),
             }
         }
-        assert_eq!(told, self.source.trust(), "every change is told");
-        assert!(!is_recovery || told == Trust::Recovering || !self.config.has_replay, "who is there is not known yet");
+        assert_eq!(told, self.source.state(), "every change is told");
+        assert!(
+            !is_recovery || told == StreamState::Recovering || !self.config.has_replay,
+            "who is there is not known yet"
+        );
         self.check();
         if has_applied {
             self.check_truth();
@@ -364,7 +367,7 @@ impl World {
         assert!(self.source.held_bytes() <= self.config.held_bytes_max);
         assert_eq!(self.messages_in, self.messages_out + self.source.held_messages() as u64, "all are accounted for");
         let is_known = self.epoch.is_exact || self.epoch.applied.is_empty();
-        assert!(is_known || self.source.trust() != Trust::Live, "live means that everything is known");
+        assert!(is_known || self.source.state() != StreamState::Live, "live means that everything is known");
     }
 
     /// What must hold after every batch.
@@ -389,7 +392,7 @@ impl World {
                 self.deliver();
             } else if let Some(due) = due {
                 self.now = self.now.max(due);
-                self.step(Input::Tick);
+                self.step(IngestInput::Tick);
             } else {
                 return assert!(self.in_flight.is_empty(), "the reader goes on");
             }
@@ -413,9 +416,9 @@ impl World {
         assert_eq!(self.source.held_messages(), 0);
         let truth = self.life().caches.last().cloned().unwrap_or_default();
         assert_eq!(self.epoch.next().unwrap_or(0), self.life().sent.len() as u64, "the last message was applied");
-        match self.source.trust() {
-            Trust::Live => assert_eq!(self.epoch.cache, truth),
-            Trust::Cold => assert!(self.epoch.cache.is_subset(&truth)),
+        match self.source.state() {
+            StreamState::Live => assert_eq!(self.epoch.cache, truth),
+            StreamState::Cold => assert!(self.epoch.cache.is_subset(&truth)),
             other => panic!("{} at rest", other.name()),
         }
     }
@@ -446,7 +449,7 @@ fn config() -> impl Strategy<Value = SourceConfig> {
             remembered_max,
             silent_after: Duration::MAX,
             cold_heals_after: Duration::MAX,
-            asks_again_after: Duration::from_secs(600), // beyond what settling waits for
+            end_check_interval: Duration::from_secs(600), // beyond what settling waits for
             seed,
             ..SourceConfig::default()
         },
@@ -521,7 +524,7 @@ proptest! {
             world.act(act);
         }
         world.check_known();
-        prop_assert_eq!(world.source.trust(), Trust::Live);
+        prop_assert_eq!(world.source.state(), StreamState::Live);
     }
 
     /// Inputs that no network would bring in that order.
@@ -536,13 +539,13 @@ proptest! {
             now = now + Duration::from_millis(ms);
             let payload = vec![content; usize::from(content) * 5];
             let input = match kind {
-                0 => Input::Connected,
-                1 => Input::Disconnected,
-                2 | 3 => Input::Live { sequence, payload },
-                4 | 5 => Input::Replayed { sequence, payload },
-                6 => if content == 0 { Input::ReplayFailed } else { Input::ReplayEnded },
-                7 => if content == 0 { Input::Resync } else { Input::Applied(Applied::default()) },
-                _ => Input::Tick,
+                0 => IngestInput::Connected,
+                1 => IngestInput::Disconnected,
+                2 | 3 => IngestInput::Live { sequence, payload },
+                4 | 5 => IngestInput::Replayed { sequence, payload },
+                6 => if content == 0 { IngestInput::ReplayFailed } else { IngestInput::ReplayEnded },
+                7 => if content == 0 { IngestInput::Resync } else { IngestInput::Applied(AppliedBatch::default()) },
+                _ => IngestInput::Tick,
             };
             effects.clear();
             source.step(input, now, &mut effects);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use pointsman::index::{Index, Overlaps};
-use pointsman::predict::{Counts, Guess, Kind, Predictions};
+use pointsman::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
 use pointsman::protocol::{
     BlockHash, BookingId, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, Timestamp,
     WorkerId, WorkerRank,
@@ -90,7 +90,7 @@ trait Model {
     fn observe(&mut self, _: u64, _cleared: bool, _depth: &dyn Fn(&[u64]) -> usize) {}
     fn depth(&self, rank: u64, prompt: &[u64]) -> usize;
     fn believed(&self) -> usize;
-    fn counts(&self) -> Counts;
+    fn counts(&self) -> SpeculationCounts;
 }
 
 /// Prompts that age.
@@ -99,7 +99,7 @@ struct Remembered {
     blocks_max: usize,
     stamps: u64,
     ranks: BTreeMap<u64, AgingRank>,
-    counts: Counts,
+    counts: SpeculationCounts,
 }
 
 #[derive(Default)]
@@ -180,7 +180,7 @@ impl Model for Remembered {
         }
         for blocks in 1..=prompt.len() {
             of_rank.blocks.entry(prompt[..blocks].to_vec()).or_insert_with(|| {
-                self.counts.guessed += u64::from(blocks > real);
+                self.counts.speculated += u64::from(blocks > real);
                 blocks > real
             });
         }
@@ -243,7 +243,7 @@ impl Model for Remembered {
         self.ranks.values().map(|of_rank| of_rank.blocks.len()).sum()
     }
 
-    fn counts(&self) -> Counts {
+    fn counts(&self) -> SpeculationCounts {
         self.counts
     }
 }
@@ -254,7 +254,7 @@ struct Copies {
     ranks: BTreeMap<u64, CappedRank>,
     bookings: BTreeMap<BookingId, (u64, Prompt, u32)>,
     epochs: u64,
-    guessed: u64,
+    speculated: u64,
     evicted: u64,
     retracted: u64,
 }
@@ -274,7 +274,7 @@ impl Copies {
         let of_rank = self.ranks.get_mut(&rank).expect("a capped rank");
         for blocks in 1..=prompt.len() {
             let block = of_rank.blocks.entry(prompt[..blocks].to_vec()).or_insert_with(|| {
-                self.guessed += 1;
+                self.speculated += 1;
                 (0, 0)
             });
             block.0 += 1;
@@ -386,10 +386,10 @@ impl Model for Copies {
         self.aging.believed() + self.ranks.values().map(|of_rank| of_rank.blocks.len()).sum::<usize>()
     }
 
-    fn counts(&self) -> Counts {
+    fn counts(&self) -> SpeculationCounts {
         let aging = self.aging.counts;
-        Counts {
-            guessed: aging.guessed + self.guessed,
+        SpeculationCounts {
+            speculated: aging.speculated + self.speculated,
             evicted: aging.evicted + self.evicted,
             retracted: aging.retracted + self.retracted,
             ..aging
@@ -401,7 +401,7 @@ impl Model for Copies {
 struct Run<M> {
     model: M,
     lru: bool,
-    predictions: Predictions,
+    predictions: SpeculativePrompts,
     index: Index,
     /// By rank: slot, generation, capacity.
     seats: BTreeMap<u64, (u32, u32, Option<u32>)>,
@@ -411,11 +411,11 @@ struct Run<M> {
 }
 
 impl<M: Model> Run<M> {
-    fn new(kind: Kind, blocks_max: u64, model: M) -> Self {
+    fn new(kind: SpeculationModel, blocks_max: u64, model: M) -> Self {
         let mut run = Self {
             model,
-            lru: matches!(kind, Kind::Lru { .. }),
-            predictions: Predictions::new(kind, blocks_max),
+            lru: matches!(kind, SpeculationModel::Lru { .. }),
+            predictions: SpeculativePrompts::new(kind, blocks_max),
             index: Index::new(),
             seats: BTreeMap::new(),
             bookings: Vec::new(),
@@ -472,7 +472,7 @@ impl<M: Model> Run<M> {
                 let generation = if *stale { generation - 1 } else { generation };
                 let booking = booked.then_some(BookingId(self.routed));
                 self.routed += 1;
-                let guess = Guess { hashes: hashes(prompt).into(), private_blocks: *private };
+                let guess = SpeculativePrompt { hashes: hashes(prompt).into(), private_blocks: *private };
                 let real = self.held(*rank, prompt);
                 let is_claimed = self.lru && capacity.is_some() && *booked;
                 for _again in 0..if is_claimed { 2 } else { 1 } {
@@ -532,7 +532,7 @@ impl<M: Model> Run<M> {
 
     fn check(&self, probes: &[Prompt]) {
         self.predictions.check_invariants();
-        assert_eq!(self.predictions.believed_blocks(), self.model.believed() as u64);
+        assert_eq!(self.predictions.speculative_blocks(), self.model.believed() as u64);
         assert_eq!(self.predictions.counts(), self.model.counts());
         let mut overlaps = Overlaps::default();
         for probe in probes {
@@ -559,12 +559,12 @@ impl<M: Model> Run<M> {
             self.step(&Op::Remove { rank });
         }
         self.check(&probes);
-        assert_eq!(self.predictions.believed_blocks(), 0, "nothing is left behind");
+        assert_eq!(self.predictions.speculative_blocks(), 0, "nothing is left behind");
     }
 }
 
 fn remembered(beside_events: bool, blocks_max: usize) -> Remembered {
-    let (ranks, counts) = (BTreeMap::new(), Counts::default());
+    let (ranks, counts) = (BTreeMap::new(), SpeculationCounts::default());
     Remembered { beside_events, blocks_max, stamps: 0, ranks, counts }
 }
 
@@ -576,15 +576,15 @@ fn without_events(ops: Vec<Op>) -> Vec<Op> {
 proptest! {
     #[test]
     fn a_prompt_is_believed_for_its_time(ops in ops(), blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize]) {
-        Run::new(Kind::Ttl { ttl: TTL }, blocks_max as u64, remembered(false, blocks_max)).play(&without_events(ops));
+        Run::new(SpeculationModel::Ttl { ttl: TTL }, blocks_max as u64, remembered(false, blocks_max)).play(&without_events(ops));
     }
 
     #[test]
     fn a_modelled_cache_holds_what_the_copies_say(ops in ops()) {
         let (ranks, bookings) = (BTreeMap::new(), BTreeMap::new());
         let aging = remembered(false, usize::MAX);
-        let model = Copies { aging, ranks, bookings, epochs: 0, guessed: 0, evicted: 0, retracted: 0 };
-        Run::new(Kind::Lru { fallback_ttl: TTL }, u64::MAX, model).play(&without_events(ops));
+        let model = Copies { aging, ranks, bookings, epochs: 0, speculated: 0, evicted: 0, retracted: 0 };
+        Run::new(SpeculationModel::Lru { fallback_ttl: TTL }, u64::MAX, model).play(&without_events(ops));
     }
 
     #[test]
@@ -593,6 +593,6 @@ proptest! {
         blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize],
     ) {
         let model = remembered(true, blocks_max);
-        Run::new(Kind::BesideEvents { ttl: TTL }, blocks_max as u64, model).play(&ops);
+        Run::new(SpeculationModel::BesideEvents { ttl: TTL }, blocks_max as u64, model).play(&ops);
     }
 }

@@ -8,7 +8,7 @@ use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::error::RouteError;
 use crate::load::OutputLengths;
-use crate::predict::Kind;
+use crate::predict::SpeculationModel;
 
 /// What a request needs before it is sent to an actor.
 pub(super) struct Intake {
@@ -31,7 +31,7 @@ impl Intake {
             waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
             output_lengths,
             queueing: config.queueing(),
-            speculates: Kind::of(config).is_some(),
+            speculates: SpeculationModel::of(config).is_some(),
             requests_max: config.requests_max,
         }
     }

@@ -8,7 +8,7 @@ use crate::config::{RouterConfig, RouterConfigOverride};
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
 use crate::load::{LengthKeys, OutputLengths, PrefillLoadHint, PromptBlocks, PromptLimits};
-use crate::predict::Guess;
+use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::queue::{TenantKey, UnknownClass};
 use crate::schedule::{Decision, Rejection, ResolvedOptions};
@@ -327,7 +327,7 @@ pub(super) struct Prepared {
     options: Option<Box<ResolvedOptions>>,
     length_keys: LengthKeys,
     /// What a booking will leave in a cache, where that is guessed.
-    guess: Option<Guess>,
+    guess: Option<SpeculativePrompt>,
     kind: PromptKind,
     /// When hashing began.
     started: Timestamp,
@@ -393,7 +393,7 @@ impl Prepared {
         };
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
         let guess = hashes.as_ref().filter(|_| speculates);
-        let guess = guess.map(|hashed| Guess::of(hashed, config.block_size));
+        let guess = guess.map(|hashed| SpeculativePrompt::of(hashed, config.block_size));
         let (length_keys, kind) = (request.length_keys(), request.kind());
         Ok(Self { hashes, wants_overlap, prompt, isl_tokens, options, length_keys, guess, kind, started: now })
     }
@@ -412,7 +412,7 @@ impl Prepared {
         self.isl_tokens
     }
 
-    pub(super) fn guess(&self) -> Option<Guess> {
+    pub(super) fn guess(&self) -> Option<SpeculativePrompt> {
         self.guess.clone()
     }
 

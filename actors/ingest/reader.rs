@@ -16,7 +16,9 @@ use tokio::sync::mpsc;
 use super::dependencies::IngestDependencies;
 use crate::actors::io::engine_socket::{ReplayRequest, SocketError, Subscription};
 use crate::actors::views::rank::RankEntry;
-use crate::ingest::{Applied, Backoff, Doubt, Effect, Input, Source, SourceConfig, Trust, pieces};
+use crate::ingest::{
+    AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Source, SourceConfig, StreamState, pieces,
+};
 use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
 use crate::wire::{Decoder, Finding, Report, WireConfig};
 use crate::zmtp::{Caps, Replayed};
@@ -71,16 +73,16 @@ pub(super) async fn read(job: Job) {
             Some(command) = commands.recv() => reader.obey(command).await,
             answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
             news = link.next(), if reader.source.wants_live() || !link.is_up() => reader.on_news(news),
-            () = cell.source.served() => Input::Served,
-            () = sleep(tick) => Input::Tick,
+            () = cell.source.served() => IngestInput::Served,
+            () = sleep(tick) => IngestInput::Tick,
         };
-        if input == Input::Disconnected {
+        if input == IngestInput::Disconnected {
             replay = ReplayState::Idle; // of a life that may be over
         }
         reader.step(input);
         // A peer that never stops talking must not keep its own deadlines from passing.
         if tick == Some(Duration::ZERO) {
-            reader.step(Input::Tick);
+            reader.step(IngestInput::Tick);
         }
         reader.perform(&mut replay, &mut link).await;
         if !reader.source.is_replaying() {
@@ -101,70 +103,70 @@ struct Reader {
     entry: Arc<RankEntry>,
     source: Source<Bytes>,
     decoder: Decoder,
-    effects: Vec<Effect<Bytes>>,
-    wanted: VecDeque<Effect<Bytes>>,
-    shown_doubt: Option<Doubt>,
+    effects: Vec<IngestEffect<Bytes>>,
+    wanted: VecDeque<IngestEffect<Bytes>>,
+    shown_doubt: Option<DegradationReason>,
     /// When the source was last noticed to have lost something, until it is trusted again.
     unwell_since: Option<Timestamp>,
 }
 
 impl Reader {
-    fn step(&mut self, input: Input<Bytes>) {
+    fn step(&mut self, input: IngestInput<Bytes>) {
         self.source.step(input, self.dependencies.clock.now(), &mut self.effects);
     }
 
-    async fn obey(&mut self, command: Command) -> Input<Bytes> {
+    async fn obey(&mut self, command: Command) -> IngestInput<Bytes> {
         match command {
             Command::Resync => {
                 self.decoder.forget();
                 self.apply(vec![self.event(KvEvent::Cleared)]).await; // what comes now is all that is known
-                Input::Resync
+                IngestInput::Resync
             }
             #[cfg(feature = "faults")]
             Command::Fault(injected) => {
                 injected.apply_off_runtime().await;
-                Input::Tick
+                IngestInput::Tick
             }
         }
     }
 
-    fn on_news(&mut self, news: LinkEvent) -> Input<Bytes> {
+    fn on_news(&mut self, news: LinkEvent) -> IngestInput<Bytes> {
         match news {
             LinkEvent::Up => {
                 self.entry.source.set_connected(true);
-                Input::Connected
+                IngestInput::Connected
             }
             LinkEvent::Message(sequence, payload) => {
                 self.entry.source.count_message(self.dependencies.clock.now());
-                Input::Live { sequence, payload }
+                IngestInput::Live { sequence, payload }
             }
             LinkEvent::Down { error, was_up } => {
                 self.count_error(&error);
                 if !was_up {
-                    return Input::Tick; // it tries again and again
+                    return IngestInput::Tick; // it tries again and again
                 }
                 self.entry.source.set_connected(false);
                 let (worker, rank) = (&*self.entry.endpoint, self.entry.rank.rank);
                 tracing::info!(worker, rank, reason = %error, "KV event connection lost, reconnecting");
-                Input::Disconnected
+                IngestInput::Disconnected
             }
             LinkEvent::Refused(error) => {
                 self.count_error(&error); // the hole it leaves in the sequence is noticed behind it
-                Input::Tick
+                IngestInput::Tick
             }
         }
     }
 
-    fn on_replayed(&mut self, answer: Result<Replayed<Bytes>, SocketError>) -> Input<Bytes> {
+    fn on_replayed(&mut self, answer: Result<Replayed<Bytes>, SocketError>) -> IngestInput<Bytes> {
         match answer {
             Ok(Replayed::Message { sequence, payload }) => {
                 self.entry.source.count_message(self.dependencies.clock.now());
-                Input::Replayed { sequence, payload }
+                IngestInput::Replayed { sequence, payload }
             }
-            Ok(Replayed::End) => Input::ReplayEnded,
+            Ok(Replayed::End) => IngestInput::ReplayEnded,
             Err(error) => {
                 self.count_error(&error);
-                Input::ReplayFailed
+                IngestInput::ReplayFailed
             }
         }
     }
@@ -180,40 +182,40 @@ impl Reader {
             self.wanted.extend(self.effects.drain(..));
             let Some(effect) = self.wanted.pop_front() else { break };
             match effect {
-                Effect::Apply { sequence, payload } => {
+                IngestEffect::Apply { sequence, payload } => {
                     self.decode_and_apply(&payload).await;
                     self.entry.source.set_applied(sequence);
                 }
-                Effect::Clear => {
+                IngestEffect::Clear => {
                     self.decoder.forget();
                     self.apply(vec![self.event(KvEvent::Cleared)]).await;
                 }
-                Effect::Replay { from } => *replay = ReplayState::ask(&link.endpoints, from, link.caps),
-                Effect::Reconnect => {
+                IngestEffect::Replay { from } => *replay = ReplayState::ask(&link.endpoints, from, link.caps),
+                IngestEffect::Reconnect => {
                     *replay = ReplayState::Idle;
                     let down = link.go_down(SocketError::Deaf, link.is_up());
                     let input = self.on_news(down);
                     self.step(input);
                 }
-                Effect::Trust(trust) => self.on_trust(trust),
-                Effect::Noted(note) => self.dependencies.meters.ingest.note(note),
+                IngestEffect::State(trust) => self.on_trust(trust),
+                IngestEffect::Noted(note) => self.dependencies.meters.ingest.note(note),
             }
         }
         self.entry.source.set_caught_up(self.source.is_caught_up());
         self.entry.source.await_served(self.source.awaits_served());
-        let doubt = self.source.doubt();
+        let doubt = self.source.degradation();
         if doubt.map(|doubt| doubt.name()) != self.shown_doubt.map(|doubt| doubt.name()) {
             self.show(doubt);
         }
     }
 
-    fn show(&mut self, doubt: Option<Doubt>) {
+    fn show(&mut self, doubt: Option<DegradationReason>) {
         self.shown_doubt = doubt;
-        self.entry.source.set_trust(self.source.trust(), doubt);
+        self.entry.source.set_trust(self.source.state(), doubt);
     }
 
-    fn on_trust(&mut self, trust: Trust) {
-        let (now, doubt) = (self.dependencies.clock.now(), self.source.doubt());
+    fn on_trust(&mut self, trust: StreamState) {
+        let (now, doubt) = (self.dependencies.clock.now(), self.source.degradation());
         let (worker, rank, state) = (&*self.entry.endpoint, self.entry.rank.rank, trust.name());
         match &doubt {
             Some(doubt) => tracing::warn!(worker, rank, state, reason = %doubt, "KV event stream degraded"),
@@ -221,12 +223,12 @@ impl Reader {
         }
         self.show(doubt);
         match trust {
-            Trust::Live => {
+            StreamState::Live => {
                 if let Some(since) = self.unwell_since.take() {
                     self.dependencies.meters.ingest.healed(now.since(since));
                 }
             }
-            Trust::Recovering | Trust::Cold | Trust::Mismatched | Trust::Silent => {
+            StreamState::Recovering | StreamState::Cold | StreamState::Mismatched | StreamState::Silent => {
                 self.unwell_since.get_or_insert(now);
             }
         }
@@ -239,7 +241,7 @@ impl Reader {
         if !events.is_empty() {
             self.apply(events).await;
         }
-        let applied = Applied {
+        let applied = AppliedBatch {
             events: events_of_note(&report),
             usable: report.usable,
             stored_blocks: report.stored_blocks,
@@ -247,7 +249,7 @@ impl Reader {
             engine_block_size: report.engine_block_size,
             foreign_rank: report.foreign_rank,
         };
-        self.step(Input::Applied(applied));
+        self.step(IngestInput::Applied(applied));
     }
 
     fn event(&self, data: KvEvent) -> RouterEvent {

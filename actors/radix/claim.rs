@@ -9,7 +9,7 @@ use super::shards::Shards;
 use super::{Radix, RadixMsg, RadixReply};
 use crate::actors::delivery::strand::{DeferredReplies, Strand};
 use crate::config::RouterConfig;
-use crate::predict::{Guess, Kind};
+use crate::predict::{SpeculationModel, SpeculativePrompt};
 use crate::protocol::BookingId;
 use crate::schedule::Decision;
 
@@ -22,8 +22,8 @@ pub(crate) struct SpeculationSender {
 
 impl SpeculationSender {
     pub(crate) fn new(config: &RouterConfig, shards: &Arc<Shards>) -> Self {
-        let kind = Kind::of(config);
-        let holds_bookings = matches!(kind, Some(Kind::Lru { .. }));
+        let kind = SpeculationModel::of(config);
+        let holds_bookings = matches!(kind, Some(SpeculationModel::Lru { .. }));
         Self { shards: kind.map(|_| Arc::clone(shards)), holds_bookings }
     }
 
@@ -32,7 +32,7 @@ impl SpeculationSender {
         &self,
         decision: &Decision,
         booking: BookingId,
-        guess: Guess,
+        guess: SpeculativePrompt,
         deferred: &mut Vec<DeferredReplies<RadixReply>>,
     ) -> Option<SpeculationClaim> {
         let shard = self.shards.as_ref()?.of(decision.rank)?;

@@ -22,7 +22,7 @@ use crate::actors::views::kv_source::{DegradedSources, SourceCell};
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
-use crate::predict::Guess;
+use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
 use crate::select::{RankOverlap, RankTraits, TierOverlap};
 use speculation::SpeculativeEntries;
@@ -51,11 +51,11 @@ pub(crate) enum RadixMsg {
     /// A rank leaves, with what it held.
     Remove { rank: WorkerRank },
     /// This prompt was routed there.
-    Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, guess: Guess },
+    Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, guess: SpeculativePrompt },
     /// This prompt was routed there, says the embedder.
     Recorded {
         rank: WorkerRank,
-        guess: Guess,
+        guess: SpeculativePrompt,
         /// Its place in the queue.
         permit: OwnedSemaphorePermit,
     },
@@ -178,14 +178,14 @@ impl Radix {
         }
     }
 
-    fn on_routed(&mut self, place: (Slot, Generation), booking: Option<BookingId>, guess: &Guess) {
+    fn on_routed(&mut self, place: (Slot, Generation), booking: Option<BookingId>, guess: &SpeculativePrompt) {
         if let Some(speculative) = &mut self.speculative {
             speculative.routed(place, booking, guess, &self.index);
         }
     }
 
     /// The rank may have left meanwhile.
-    fn on_recorded(&mut self, rank: WorkerRank, guess: &Guess) {
+    fn on_recorded(&mut self, rank: WorkerRank, guess: &SpeculativePrompt) {
         if let Some(slot) = self.index.slot_of(rank) {
             self.on_routed((slot, self.index.generation(slot)), None, guess);
         }

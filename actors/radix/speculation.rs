@@ -1,6 +1,6 @@
 //! A shard's speculative entries: cache contents that follow from decisions, before or without events.
 //!
-//! Owns a shard's [`Predictions`] with their metrics and clock. Expired entries are dropped at the shard's next query,
+//! Owns a shard's [`SpeculativePrompts`] with their metrics and clock. Expired entries are dropped at the shard's next query,
 //! decision or event; there is no timer, and only the gauge of speculative blocks shows the delay.
 //!
 //! Output blocks are counted when a booking ends: one message a booking, not one a block. A modelled cache therefore
@@ -10,15 +10,15 @@ use crate::actors::io::clock::Clock;
 use crate::actors::telemetry::Pool;
 use crate::config::RouterConfig;
 use crate::index::{Index, Overlaps};
-use crate::predict::{Counts, Guess, Kind, Predictions};
+use crate::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
 use crate::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, WorkerRank};
 
 /// Speculative entries of one shard.
 pub(crate) struct SpeculativeEntries {
-    predictions: Predictions,
+    predictions: SpeculativePrompts,
     clock: Clock,
     counters: SpeculationCounters,
-    counted: Counts,
+    counted: SpeculationCounts,
 }
 
 impl SpeculativeEntries {
@@ -26,8 +26,13 @@ impl SpeculativeEntries {
     pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock, pool: &Pool) -> Option<Self> {
         // Each shard has its share of the bound, as it has of the ranks.
         let blocks_max = u64::from(config.predicted_blocks_max / config.index_shards.max(1)).max(1);
-        let predictions = Predictions::new(Kind::of(config)?, blocks_max);
-        Some(Self { predictions, clock, counters: SpeculationCounters::new(pool, shard), counted: Counts::default() })
+        let predictions = SpeculativePrompts::new(SpeculationModel::of(config)?, blocks_max);
+        Some(Self {
+            predictions,
+            clock,
+            counters: SpeculationCounters::new(pool, shard),
+            counted: SpeculationCounts::default(),
+        })
     }
 
     pub(crate) fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity: Option<u32>) {
@@ -43,7 +48,7 @@ impl SpeculativeEntries {
         &mut self,
         (slot, generation): (Slot, Generation),
         booking: Option<BookingId>,
-        guess: &Guess,
+        guess: &SpeculativePrompt,
         index: &Index,
     ) {
         self.predictions.routed(slot, generation, booking, guess, index, self.clock.now());
@@ -87,7 +92,7 @@ impl SpeculativeEntries {
         let before = std::mem::replace(&mut self.counted, counts);
         if counts != before {
             self.counters.count(&before, &counts);
-            self.counters.believed.set(self.predictions.believed_blocks() as f64);
+            self.counters.believed.set(self.predictions.speculative_blocks() as f64);
         }
     }
 }
@@ -115,7 +120,7 @@ impl SpeculationCounters {
         }
     }
 
-    fn count(&self, before: &Counts, now: &Counts) {
+    fn count(&self, before: &SpeculationCounts, now: &SpeculationCounts) {
         let counts = [
             (&self.confirmed, now.confirmed - before.confirmed),
             (&self.wrong, now.wrong - before.wrong),

@@ -6,7 +6,7 @@ use ractor::{Actor, ActorProcessingErr};
 
 use super::state::State;
 use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg};
-use crate::ingest::{Doubt, Trust};
+use crate::ingest::{DegradationReason, StreamState};
 use crate::membership::Child;
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
 
@@ -73,7 +73,7 @@ impl State {
             reason,
             "the KV event reader of a rank died and its restart budget is spent: the rank is no longer read"
         );
-        rank.entry.source.set_trust(Trust::Mismatched, Some(Doubt::ReaderDied { deaths }));
+        rank.entry.source.set_trust(StreamState::Mismatched, Some(DegradationReason::ReaderDied { deaths }));
     }
 
     /// Requests a replay for the ranks of a restarted index shard. A dead reader requests one when it starts.

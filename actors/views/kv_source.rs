@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::ingest::{Doubt, Trust};
+use crate::ingest::{DegradationReason, StreamState};
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// How one rank's KV events are doing.
@@ -23,7 +23,7 @@ pub struct KvSourceStatus {
     /// Whether everything that the publisher has said until now is known, be that nothing: also while it is silent.
     pub caught_up: bool,
     /// How far what the index knows of the rank is trusted.
-    pub trust: Trust,
+    pub trust: StreamState,
     /// What is wrong, in words; absent while nothing is.
     pub doubt: Option<String>,
     /// Why the last connection, or attempt at one, ended.
@@ -48,7 +48,7 @@ pub(crate) struct SourceCell {
     caught_up: AtomicBool,
     /// What is taken off the credit, in thousandths.
     discount_permille: AtomicU32,
-    trust: Mutex<(Trust, Option<Doubt>)>,
+    trust: Mutex<(StreamState, Option<DegradationReason>)>,
     last_error: Mutex<Option<String>>,
     messages: AtomicU64,
     /// Plus one; 0 before the first.
@@ -78,7 +78,7 @@ impl SourceCell {
             connected: AtomicBool::new(false),
             caught_up: AtomicBool::new(false),
             discount_permille: AtomicU32::new(0),
-            trust: Mutex::new((Trust::Live, None)),
+            trust: Mutex::new((StreamState::Live, None)),
             last_error: Mutex::new(None),
             messages: AtomicU64::new(0),
             applied: AtomicU64::new(0),
@@ -126,7 +126,7 @@ impl SourceCell {
     }
 
     /// How far it is trusted; `None` where the rank has no source.
-    pub(crate) fn trust(&self) -> Option<Trust> {
+    pub(crate) fn trust(&self) -> Option<StreamState> {
         self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?;
         Some(self.trust.lock().unwrap_or_else(PoisonError::into_inner).0)
     }
@@ -134,7 +134,7 @@ impl SourceCell {
     /// Whether every block that the rank's engine has announced is in the index, as far as its source is known; true
     /// where the embedder brings the events.
     pub(crate) fn is_complete(&self) -> bool {
-        self.trust().is_none_or(|trust| trust == Trust::Live && self.caught_up.load(Ordering::Relaxed))
+        self.trust().is_none_or(|trust| trust == StreamState::Live && self.caught_up.load(Ordering::Relaxed))
     }
 
     /// How the rank's source is; `None` where it has none.
@@ -189,13 +189,13 @@ impl SourceCell {
     fn start_over(&self) {
         self.set_connected(false);
         self.applied.store(0, Ordering::Relaxed);
-        self.set_trust(Trust::Recovering, None);
+        self.set_trust(StreamState::Recovering, None);
     }
 
     fn forget(&self) {
         self.set_connected(false);
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.set_trust(Trust::Live, None);
+        self.set_trust(StreamState::Live, None);
     }
 
     pub(crate) fn set_connected(&self, connected: bool) {
@@ -229,7 +229,7 @@ impl SourceCell {
         self.applied.store(sequence.saturating_add(1), Ordering::Relaxed);
     }
 
-    pub(crate) fn set_trust(&self, trust: Trust, doubt: Option<Doubt>) {
+    pub(crate) fn set_trust(&self, trust: StreamState, doubt: Option<DegradationReason>) {
         let discount = ((1.0 - trust.credit()) * f64::from(PERMILLE)).round() as u32;
         let before = self.discount_permille.swap(discount.min(PERMILLE), Ordering::Relaxed);
         match (before, discount) {

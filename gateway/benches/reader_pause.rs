@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use pointsman::protocol::{KvEvent, KvEventsConfig, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::{Fault, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::{interval, sleep};
@@ -211,15 +211,15 @@ impl Watcher<'_> {
     /// What trust went through, and when nothing was left to catch up with.
     async fn caught_up(&self, since: Instant) -> (String, Duration) {
         let on_the_way = ON_THE_WAY_MS * stream::EVENTS_PER_SECOND / 1_000 / self.case.events_per_message;
-        let mut went = vec![Trust::Live.name().to_owned()];
-        let (mut trust, mut pace) = (Trust::Live, interval(Duration::from_millis(1)));
+        let mut went = vec![StreamState::Live.name().to_owned()];
+        let (mut trust, mut pace) = (StreamState::Live, interval(Duration::from_millis(1)));
         loop {
             let (lag, source) = (self.lag(), self.source());
             if source.trust != trust {
                 trust = source.trust;
                 went.push(format!("{} at {:.0} ms", trust.name(), ms(since.elapsed())));
             }
-            if trust == Trust::Live && lag <= on_the_way {
+            if trust == StreamState::Live && lag <= on_the_way {
                 return (went.join(", "), since.elapsed());
             }
             assert!(since.elapsed() < Duration::from_secs(60), "behind by {lag}: {source:?}");

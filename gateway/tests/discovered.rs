@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use pointsman::discovery::derived_id;
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerRank};
 use pointsman::{KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
@@ -68,7 +68,7 @@ async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() 
     let router = Router::builder(config).discovery(source).start().await.expect("it starts");
 
     let worker = derived_id(&good.url());
-    let live = || router.kv_sources().iter().filter(|source| source.trust == Trust::Live).count();
+    let live = || router.kv_sources().iter().filter(|source| source.trust == StreamState::Live).count();
     until("both ranks are read", &router, || live() == 2).await;
     let workers = router.workers();
     assert_eq!(workers.len(), 1, "the one whose blocks are of another size is left out");

@@ -1,40 +1,40 @@
-//! One event of a streamed answer, and the JSON scanner behind it.
+//! One event of a streamed response, and its JSON scanner.
 //!
-//! Owns the classification of events and the search for keys in JSON text. Promises one pass over the text and no
-//! allocation. Leaves lines, framing and totals to the reader.
+//! Classifies events and finds keys in JSON text, in one pass and without allocation. The reader handles lines, framing
+//! and totals.
 
 use super::Usage;
 
-/// What an event says about the progress of its answer.
+/// Progress that an event indicates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
-    /// No valid event: the data is not one JSON object.
+pub(super) enum EventStep {
+    /// Not a valid event: the data is not one JSON object.
     Invalid,
-    /// The stream has opened, and the engine may still compute the prompt: a chunk with only a role, a chunk without
+    /// The stream has started, but the engine may still compute the prompt: a chunk with only a role, a chunk without
     /// choices, `response.created`, `response.queued` or `response.in_progress`.
     Opening,
-    /// An event without output: a choice whose delta is empty.
+    /// An event without output: a choice with an empty delta.
     Empty,
-    /// At least one token of output: content, reasoning, a tool call, a refusal or log probabilities.
+    /// At least one output token: content, reasoning, a tool call, a refusal or log probabilities.
     Token,
-    /// The end of an output: a finish reason, or the last event of the Responses API. It may carry a token, too.
+    /// The end of an output: a finish reason, or the last event of the Responses API. May also contain a token.
     End,
-    /// An error of the engine, with its HTTP status where it gives one.
+    /// An engine error, with its HTTP status if included.
     Error(Option<u16>),
-    /// A JSON object of an unknown form.
+    /// A JSON object of an unknown format.
     Unknown,
 }
 
-/// What one event says.
+/// Parsed fields of one event.
 #[derive(Default)]
-pub(super) struct Event {
+pub(super) struct StreamEvent {
     has_choices: bool,
     has_choice: bool,
     has_role: bool,
     has_content: bool,
     is_finished: bool,
     error: Option<Option<u16>>,
-    /// Of the Responses API.
+    /// Event type in the Responses API.
     kind: ResponseEvent,
     is_object: bool,
     pub(super) usage: Option<Usage>,
@@ -43,7 +43,7 @@ pub(super) struct Event {
 /// The type of an event of the Responses API.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum ResponseEvent {
-    /// None, or one of another API.
+    /// Absent, or of another API.
     #[default]
     None,
     Opening,
@@ -71,12 +71,12 @@ pub(super) fn is_last_response_event(name: &[u8]) -> bool {
     matches!(ResponseEvent::of(name), ResponseEvent::End | ResponseEvent::Failed)
 }
 
-impl Event {
+impl StreamEvent {
     pub(super) fn read(data: &[u8]) -> Self {
         let mut event = Self::default();
         let data = data.trim_ascii();
-        let mut keys = Keys::of(data);
-        for Key { name, depth, value } in &mut keys {
+        let mut keys = JsonKeys::of(data);
+        for JsonKey { name, depth, value } in &mut keys {
             match name {
                 b"choices" if depth == 1 => {
                     event.has_choices = true;
@@ -90,7 +90,8 @@ impl Event {
                 b"code" if depth == 2 && event.error == Some(None) => {
                     event.error = Some(number(value).and_then(|code| u16::try_from(code).ok()));
                 }
-                // Of the event itself, or of the response in it. Deeper ones are not looked into: each look is a pass.
+                // Only the usage of the event itself or of its response is parsed, because each parse is a further
+                // pass.
                 b"usage" if depth <= 2 && value.starts_with(b"{") => event.usage = usage_of(value).or(event.usage),
                 b"role" if depth >= 3 => event.has_role = true,
                 b"finish_reason" if depth == 3 => event.is_finished |= value.starts_with(b"\""),
@@ -109,50 +110,52 @@ impl Event {
         event
     }
 
-    /// Whether it carries output. Known for the beginning of an event, too.
+    /// Whether the event contains output. Also valid for the start of an event.
     pub(super) fn has_output(&self) -> bool {
         self.has_choices && self.has_content || self.kind == ResponseEvent::Delta
     }
 
-    /// Whether it ends an output. Known for the beginning of an event, too.
+    /// Whether the event ends an output. Also valid for the start of an event.
     pub(super) fn is_end(&self) -> bool {
         self.has_choices && self.is_finished || matches!(self.kind, ResponseEvent::End | ResponseEvent::Failed)
     }
 
-    pub(super) fn step(&self) -> Step {
+    pub(super) fn step(&self) -> EventStep {
         if !self.is_object {
-            return Step::Invalid;
+            return EventStep::Invalid;
         }
         if let Some(status) = self.error.filter(|_| !self.has_choices && self.kind == ResponseEvent::None) {
-            return Step::Error(status);
+            return EventStep::Error(status);
         }
         match self.kind {
-            ResponseEvent::Failed => Step::Error(None),
-            _ if self.is_end() => Step::End,
-            _ if self.has_output() => Step::Token,
-            ResponseEvent::Opening => Step::Opening,
-            _ if self.has_choices && (self.has_role || !self.has_choice) => Step::Opening,
-            _ if self.has_choices => Step::Empty,
-            ResponseEvent::None | ResponseEvent::Delta | ResponseEvent::End | ResponseEvent::Other => Step::Unknown,
+            ResponseEvent::Failed => EventStep::Error(None),
+            _ if self.is_end() => EventStep::End,
+            _ if self.has_output() => EventStep::Token,
+            ResponseEvent::Opening => EventStep::Opening,
+            _ if self.has_choices && (self.has_role || !self.has_choice) => EventStep::Opening,
+            _ if self.has_choices => EventStep::Empty,
+            ResponseEvent::None | ResponseEvent::Delta | ResponseEvent::End | ResponseEvent::Other => {
+                EventStep::Unknown
+            }
         }
     }
 }
 
-/// The text that a value begins with, as it is written.
+/// The text at the start of a value, with escapes.
 fn text_of(value: &[u8]) -> Option<&[u8]> {
     value.strip_prefix(b"\"")?.split(|byte| *byte == b'"').next()
 }
 
-/// Whether the text is one JSON object as far as its brackets and strings go.
+/// Whether the text is one JSON object, judged by its brackets and strings.
 pub(super) fn is_object(json: &[u8]) -> bool {
     let json = json.trim_ascii();
-    let mut keys = Keys::of(json);
+    let mut keys = JsonKeys::of(json);
     keys.by_ref().for_each(drop);
     json.starts_with(b"{") && keys.is_closed && keys.rest.is_empty()
 }
 
-/// The last usage in the end of a JSON text. Where that end begins in the middle of a string nothing is lost: within one
-/// every quote has a backslash before it, so that no key can be found there.
+/// The last usage near the end of a JSON text. A start inside a string is harmless: quotes inside strings are preceded
+/// by a backslash, so no key matches there.
 pub(super) fn last_usage(json: &[u8]) -> Option<Usage> {
     const KEY: &[u8] = b"\"usage\"";
     let is_key = |at: &usize| json[*at..].starts_with(KEY) && (*at == 0 || json[*at - 1] != b'\\');
@@ -163,10 +166,10 @@ pub(super) fn last_usage(json: &[u8]) -> Option<Usage> {
     (0..json.len()).rev().filter(is_key).find_map(value).and_then(usage_of)
 }
 
-/// What an object says, if it is complete and says anything.
+/// The usage in a complete object; `None` if it has no values.
 fn usage_of(object: &[u8]) -> Option<Usage> {
-    let (mut keys, mut usage) = (Keys::of(object), Usage::default());
-    for Key { name, depth, value } in &mut keys {
+    let (mut keys, mut usage) = (JsonKeys::of(object), Usage::default());
+    for JsonKey { name, depth, value } in &mut keys {
         match (name, depth) {
             (b"prompt_tokens" | b"input_tokens", 1) => usage.prompt_tokens = number(value),
             (b"completion_tokens" | b"output_tokens", 1) => usage.output_tokens = number(value),
@@ -177,45 +180,45 @@ fn usage_of(object: &[u8]) -> Option<Usage> {
     Some(usage).filter(|usage| keys.is_closed && *usage != Usage::default())
 }
 
-/// The count that a value begins with, if it is one.
+/// The count at the start of a value, if any.
 fn number(value: &[u8]) -> Option<u32> {
     let digits = value.iter().take_while(|byte| byte.is_ascii_digit());
     let add = |sum: u32, digit: &u8| sum.saturating_mul(10).saturating_add(u32::from(digit - b'0'));
     value.first().filter(|first| first.is_ascii_digit()).map(|_| digits.fold(0, add))
 }
 
-/// A key of some object.
-struct Key<'a> {
-    /// As it is written.
+/// A key of an object.
+struct JsonKey<'a> {
+    /// As written, with escapes.
     name: &'a [u8],
-    /// How many objects and lists it stands in.
+    /// Number of enclosing objects and lists.
     depth: usize,
-    /// From where its value begins.
+    /// The text from the start of the value.
     value: &'a [u8],
 }
 
-/// The keys of a JSON text, at every depth, in order. Of what is no JSON, something.
-struct Keys<'a> {
+/// The keys of a JSON text at every depth, in order. Invalid JSON gives arbitrary keys.
+struct JsonKeys<'a> {
     rest: &'a [u8],
     depth: usize,
-    /// Whether what was opened first has ended; nothing is read behind it.
+    /// Whether the outermost value has ended; nothing after it is read.
     is_closed: bool,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> JsonKeys<'a> {
     fn of(json: &'a [u8]) -> Self {
         Self { rest: json, depth: 0, is_closed: false }
     }
 
-    /// Steps behind the next byte that is a bracket or a quote.
-    fn mark(&mut self) -> Option<u8> {
+    /// Moves behind the next bracket or quote, and returns it.
+    fn next_token(&mut self) -> Option<u8> {
         let at = self.rest.iter().position(|byte| matches!(byte, b'{' | b'[' | b'}' | b']' | b'"'))?;
-        let mark = self.rest[at];
+        let token = self.rest[at];
         self.rest = &self.rest[at + 1..];
-        Some(mark)
+        Some(token)
     }
 
-    /// Steps behind the end of a string whose quote has been read.
+    /// Moves behind the end of the current string.
     fn string(&mut self) -> Option<&'a [u8]> {
         let (text, mut at) = (self.rest, 0);
         loop {
@@ -224,17 +227,17 @@ impl<'a> Keys<'a> {
                 self.rest = &text[at + 1..];
                 return Some(&text[..at]);
             }
-            at += 2; // whatever is escaped
+            at += 2; // skips the escaped byte
         }
     }
 }
 
-impl<'a> Iterator for Keys<'a> {
-    type Item = Key<'a>;
+impl<'a> Iterator for JsonKeys<'a> {
+    type Item = JsonKey<'a>;
 
-    fn next(&mut self) -> Option<Key<'a>> {
+    fn next(&mut self) -> Option<JsonKey<'a>> {
         while !self.is_closed {
-            match self.mark()? {
+            match self.next_token()? {
                 b'{' | b'[' => self.depth += 1,
                 b'}' | b']' => {
                     self.depth = self.depth.saturating_sub(1);
@@ -243,7 +246,7 @@ impl<'a> Iterator for Keys<'a> {
                 _ => {
                     let name = self.string()?;
                     if let Some(value) = self.rest.trim_ascii_start().strip_prefix(b":") {
-                        return Some(Key { name, depth: self.depth, value: value.trim_ascii_start() });
+                        return Some(JsonKey { name, depth: self.depth, value: value.trim_ascii_start() });
                     }
                 }
             }

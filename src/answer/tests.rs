@@ -15,9 +15,9 @@ fn usage(prompt: u32, output: u32, cached: Option<u32>) -> Option<Usage> {
     Some(Usage { prompt_tokens: Some(prompt), output_tokens: Some(output), cached_tokens: cached })
 }
 
-/// A streamed chat as vLLM writes it: the role first, the reason for its end last, then the usage that was asked for.
+/// A streamed chat in vLLM's format: role first, finish reason last, then the requested usage.
 #[test]
-fn a_streamed_chat_is_counted_event_by_event() {
+fn streamed_chat_is_counted_per_event() {
     let text = concat!(
         r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}"#,
         "\n\n",
@@ -37,11 +37,15 @@ fn a_streamed_chat_is_counted_event_by_event() {
     );
     assert_eq!((events(text).output_tokens(), events(text).usage()), (3, None));
     let whole = events(&format!("{text}{end}"));
-    assert_eq!((whole.output_tokens(), whole.usage()), (7, usage(20, 7, Some(16))), "what the engine says holds");
+    assert_eq!(
+        (whole.output_tokens(), whole.usage()),
+        (7, usage(20, 7, Some(16))),
+        "the engine's usage takes precedence"
+    );
 }
 
 #[test]
-fn completions_and_responses_are_counted_too() {
+fn completions_and_responses_are_counted() {
     let completions =
         "data: {\"choices\":[{\"index\":0,\"text\":\" a\"}]}\n\ndata: {\"choices\": [ { \"text\" : \"b\" } ]}\n\n";
     assert_eq!(events(completions).output_tokens(), 2);
@@ -60,7 +64,7 @@ fn completions_and_responses_are_counted_too() {
 }
 
 #[test]
-fn a_usage_in_every_event_is_exact() {
+fn usage_in_every_event_is_exact() {
     let event = |tokens: u32| {
         let usage = format!("{{\"prompt_tokens\":3,\"completion_tokens\":{tokens}}}");
         format!("data: {{\"choices\":[{{\"text\":\"a b c\"}}],\"usage\":{usage}}}\n\n")
@@ -89,7 +93,7 @@ fn json_is_read_from_its_end() {
 }
 
 #[test]
-fn a_line_too_long_counts_and_only_its_end_is_read() {
+fn long_lines_count_and_only_their_end_is_parsed() {
     let line = |length: usize, usage: &str| {
         let text = "a".repeat(length);
         format!("data: {{\"type\":\"response.completed\",\"text\":\"{text}\",\"response\":{{{usage}}}}}\ndata: {{}}\n")
@@ -103,7 +107,7 @@ fn a_line_too_long_counts_and_only_its_end_is_read() {
 }
 
 #[test]
-fn memory_is_bounded_and_numbers_are_not_believed_beyond_bytes() {
+fn memory_and_token_counts_are_bounded() {
     for kind in [AnswerKind::Events, AnswerKind::Json] {
         let mut reader = AnswerReader::new(kind);
         for length in [1, 999, 70_000, 3, 16_384, 40_000].into_iter().cycle().take(400) {
@@ -120,7 +124,7 @@ fn memory_is_bounded_and_numbers_are_not_believed_beyond_bytes() {
 }
 
 #[test]
-fn numbers_are_counts_or_nothing() {
+fn invalid_counts_are_omitted() {
     let said = |value: &str| {
         events(&format!("data: {{\"usage\":{{\"prompt_tokens\":1,\"completion_tokens\":{value}}}}}\n")).usage()
     };
@@ -136,9 +140,9 @@ fn chunk(delta: &str) -> String {
 
 const ROLE: &str = r#"{"role":"assistant","content":""}"#;
 
-/// A chunk with only a role opens a stream, and completes no prefill.
+/// A chunk with only a role starts a stream, but does not complete the prefill.
 #[test]
-fn the_first_token_is_output_and_not_a_role() {
+fn prefill_completes_with_output_and_not_with_a_role() {
     let opening = [
         chunk(ROLE),
         chunk(r#"{"role":"assistant","content":null}"#),
@@ -198,7 +202,7 @@ fn a_stream_is_complete_with_its_end_mark_or_a_finish_reason() {
 }
 
 #[test]
-fn garbage_before_the_first_event_is_no_stream() {
+fn invalid_data_before_the_first_event_invalidates_the_stream() {
     for garbage in [
         "data: garbage\n\n",
         "data: <html>\n\n",
@@ -218,7 +222,7 @@ fn garbage_before_the_first_event_is_no_stream() {
 }
 
 #[test]
-fn an_error_event_states_its_status() {
+fn error_event_contains_its_status() {
     let error = |body: &str| events(&format!("data: {body}\n\n")).error_status();
     assert_eq!(error(r#"{"error":{"message":"EngineCore died","type":"InternalServerError","code":500}}"#), Some(500));
     assert_eq!(error(r#"{"error":{"code":"none"}}"#), None);

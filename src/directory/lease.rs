@@ -1,4 +1,4 @@
-//! One booking's shared record: who changes what, and in which order, without a lock on the way of a request.
+//! Lease: the shared record of one booking, without a lock on the request path.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -7,65 +7,65 @@ use std::time::Duration;
 use crate::load::{LengthKeys, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
 use crate::protocol::{BookingId, Generation, Slot, Timestamp};
 
-/// Where a lease stands. It only ever moves down this list.
+/// State of a lease. Transitions go only down this list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseState {
-    /// Entered, not decided.
+    /// Created, without a decision.
     Pending,
-    /// Booked on one incarnation of a slot.
+    /// Booked on one generation of a slot.
     Booked {
         /// The slot.
         slot: Slot,
-        /// Its incarnation.
+        /// Its generation.
         generation: Generation,
     },
-    /// Over: freed, dropped, removed with its rank, or never booked.
+    /// Freed, dropped, removed with its rank, or never booked.
     Ended,
 }
 
-/// What ending a lease found.
+/// State of a lease before it was ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// It was not booked yet: a Book that comes later finds it ended and does nothing.
+    /// Not booked: a later Book has no effect.
     Pending,
-    /// It was booked there: its sequence actor must look.
+    /// Booked there: the sequence actor must reconcile.
     Booked(Slot, Generation),
-    /// It had ended before.
+    /// Already ended.
     Already,
 }
 
-/// What a request has reported of itself so far.
+/// Progress that the caller has reported.
 #[derive(Clone, Debug)]
 pub struct Progress {
-    /// Whether its first token is out.
+    /// Whether the first token was sent.
     pub prefill_completed: bool,
-    /// Its output blocks.
+    /// The output blocks.
     pub output: OutputBlocks,
 }
 
 /// The shared record of one booking.
 ///
-/// The caller's side changes it first and then tells the sequence actor to look; the sequence actor reads what it
-/// finds. So a message that comes twice, late or never can only delay a count, not falsify it.
+/// The caller's side changes the record first and then notifies the sequence actor, which reads the current state. A
+/// notification that is repeated, late or lost can therefore delay a count, but not falsify it.
 #[derive(Debug)]
 pub struct Lease {
     booking: BookingId,
     request_id: Box<str>,
     prompt: PromptBlocks,
     arrival: Timestamp,
-    /// Packed [`LeaseState`]: booking is one compare-and-swap, ending one swap.
+    /// Packed [`LeaseState`]: booking is one compare-and-swap, ending is one swap.
     state: AtomicU64,
-    /// The prefill it is booked with, and when.
+    /// The booked prefill and the time of booking.
     hint: OnceLock<(Option<PrefillLoadHint>, Timestamp)>,
-    /// What the length of its output is remembered by.
+    /// Keys of the request's output length statistics.
     length_keys: OnceLock<LengthKeys>,
-    /// Its embedder has freed it, by id.
+    /// Whether the embedder has freed it by id.
     freed: AtomicBool,
     prefill_completed: AtomicBool,
     output: Mutex<OutputBlocks>,
-    /// Set while a look is on its way, so that at most one is.
+    /// Whether a reconciliation is pending, so that at most one is.
     dirty: AtomicBool,
-    /// Its last sign of life, plus one; 0 while somebody holds it, which is a sign by itself.
+    /// Time of the last activity, plus one; 0 while a placement holds the lease.
     seen_at: AtomicU64,
 }
 
@@ -90,67 +90,67 @@ impl Lease {
         }
     }
 
-    /// Its number.
+    /// The booking id.
     #[must_use]
     pub fn booking(&self) -> BookingId {
         self.booking
     }
 
-    /// The id it was entered under.
+    /// The request id.
     #[must_use]
     pub fn request_id(&self) -> &str {
         &self.request_id
     }
 
-    /// The blocks it holds while it runs.
+    /// Prompt blocks that it holds while active.
     #[must_use]
     pub fn prompt(&self) -> &PromptBlocks {
         &self.prompt
     }
 
-    /// Says what the length of its output is remembered by. Only the first call counts.
+    /// Sets the keys of the output length statistics. Only the first call has an effect.
     pub fn set_length_keys(&self, keys: LengthKeys) {
         let _ = self.length_keys.set(keys);
     }
 
-    /// What the length of its output is remembered by.
+    /// Keys of the output length statistics.
     #[must_use]
     pub fn length_keys(&self) -> LengthKeys {
         self.length_keys.get().copied().unwrap_or_default()
     }
 
-    /// When it was entered.
+    /// Arrival time of the request.
     #[must_use]
     pub fn arrival(&self) -> Timestamp {
         self.arrival
     }
 
-    /// The prefill it was booked with.
+    /// The booked prefill.
     #[must_use]
     pub fn hint(&self) -> Option<PrefillLoadHint> {
         self.hint.get().and_then(|(hint, _)| *hint)
     }
 
-    /// When it was booked; when it arrived, before that.
+    /// Time of booking; before it, the arrival time.
     #[must_use]
     pub fn booked_at(&self) -> Timestamp {
         self.hint.get().map_or(self.arrival, |(_, booked_at)| *booked_at)
     }
 
-    /// Where it stands now.
+    /// The current state.
     #[must_use]
     pub fn state(&self) -> LeaseState {
         unpack(self.state.load(Ordering::SeqCst))
     }
 
-    /// Books it; `false` when it is not pending any more. Only a sequence actor calls this, for its own slot.
+    /// Books the lease; returns false unless it is pending. Only a sequence actor calls this, for its own slot.
     #[must_use]
     pub fn book(&self, slot: Slot, generation: Generation, hint: Option<PrefillLoadHint>, now: Timestamp) -> bool {
-        let _ = self.hint.set((hint, now)); // set before it is booked, so that whoever sees it booked sees the hint
+        let _ = self.hint.set((hint, now)); // set before the state, so that readers of a booked state see the hint
         self.state.compare_exchange(PENDING, pack(slot, generation), Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
-    /// Ends it, whatever it was. Exactly one call finds it not ended.
+    /// Ends the lease in any state. Exactly one call observes a state other than ended.
     pub fn end(&self) -> Ended {
         match unpack(self.state.swap(ENDED, Ordering::SeqCst)) {
             LeaseState::Pending => Ended::Pending,
@@ -159,58 +159,58 @@ impl Lease {
         }
     }
 
-    /// Notes that its embedder wants it ended, booked or not. Ending it is another step.
+    /// Records that the embedder freed the request, booked or not. Ending the lease is a separate step.
     pub fn mark_freed(&self) {
         self.freed.store(true, Ordering::SeqCst);
     }
 
-    /// Whether its embedder has freed it: a booking that is under way must not be tried again.
+    /// Whether the embedder has freed it: a booking in progress must not be retried.
     #[must_use]
     pub fn is_freed(&self) -> bool {
         self.freed.load(Ordering::SeqCst)
     }
 
-    /// Notes that the first token is out; `false` when that was known.
+    /// Records the first token; returns false if it was already recorded.
     pub fn complete_prefill(&self) -> bool {
         !self.prefill_completed.swap(true, Ordering::SeqCst)
     }
 
-    /// Notes one more output block. See [`OutputBlocks::push`].
+    /// Adds one output block. See [`OutputBlocks::push`].
     pub fn push_output_block(&self, decay: Option<Weight>) {
         self.output().push(decay);
     }
 
-    /// What it has reported so far.
+    /// The reported progress.
     #[must_use]
     pub fn progress(&self) -> Progress {
         let prefill_completed = self.prefill_completed.load(Ordering::SeqCst);
         Progress { prefill_completed, output: *self.output() }
     }
 
-    /// Asks for a look; `false` when one is on its way that will see every change made so far.
+    /// Requests a reconciliation; returns false if a pending one will see all changes so far.
     #[must_use]
     pub fn mark_dirty(&self) -> bool {
         !self.dirty.swap(true, Ordering::SeqCst)
     }
 
-    /// Before a look: changes made from here on ask for another one.
+    /// Called before a reconciliation: later changes request another one.
     pub fn clear_dirty(&self) {
         self.dirty.store(false, Ordering::SeqCst);
     }
 
-    /// Nobody holds it from here on: it lasts while it shows signs of life.
+    /// Detaches the lease from its placement: from now on it lives as long as it shows activity.
     pub fn leave(&self, now: Timestamp) {
         self.seen_at.store(now.0.saturating_add(1), Ordering::Relaxed);
     }
 
-    /// A sign of life. Means nothing while somebody holds the lease.
+    /// Records activity. No effect while a placement holds the lease.
     pub fn seen(&self, now: Timestamp) {
         if self.seen_at.load(Ordering::Relaxed) != 0 {
             self.leave(now);
         }
     }
 
-    /// Whether nobody holds it and it has shown no sign of life for longer than `liveness`.
+    /// Whether the lease is detached and has shown no activity for longer than `liveness`.
     #[must_use]
     pub fn is_silent(&self, liveness: Duration, now: Timestamp) -> bool {
         let seen_at = self.seen_at.load(Ordering::Relaxed).checked_sub(1);
@@ -218,7 +218,7 @@ impl Lease {
     }
 
     fn output(&self) -> MutexGuard<'_, OutputBlocks> {
-        self.output.lock().unwrap_or_else(PoisonError::into_inner) // plain numbers: whole between statements
+        self.output.lock().unwrap_or_else(PoisonError::into_inner) // plain numbers, consistent after every statement
     }
 }
 
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_ended_before_its_book_is_never_booked() {
+    fn lease_ended_before_booking_is_never_booked() {
         let lease = lease();
         assert_eq!(lease.end(), Ended::Pending);
         assert!(!lease.book(Slot(0), Generation(0), None, Timestamp(0)));
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_silent_only_when_nobody_holds_it() {
+    fn only_detached_leases_become_silent() {
         let (lease, liveness) = (lease(), Duration::from_nanos(10));
         lease.seen(Timestamp(1));
         assert!(!lease.is_silent(liveness, Timestamp(1_000)), "held, however long");
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn every_slot_and_generation_survives_packing() {
+    fn packing_round_trips() {
         for (slot, generation) in [(0, 0), (0, u32::MAX), (u32::MAX - 2, 7), (5, u32::MAX - 1)] {
             let state = LeaseState::Booked { slot: Slot(slot), generation: Generation(generation) };
             assert_eq!(unpack(pack(Slot(slot), Generation(generation))), state);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_who_end_a_lease_one_finds_it_booked() {
+    fn concurrent_ends_observe_the_booking_once() {
         for _ in 0..200 {
             let lease = Arc::new(lease());
             assert!(lease.book(Slot(1), Generation(2), None, Timestamp(0)));

@@ -1,8 +1,7 @@
-//! The request directory: every booking's lease by its request id.
+//! Request directory: the lease of every booking by its request id.
 //!
-//! Owns which request ids are taken. Promises that an id has one lease at a time, that a lease leaves once,
-//! and that what a restarted sequence actor must rebuild can be read from here. Leaves to the lease what
-//! may happen to one booking, and to the sequence actors the counting.
+//! A request id has at most one lease at a time, and a lease is removed once. A restarted sequence actor rebuilds its
+//! bookings from the directory. [`Lease`] defines the state of one booking; sequence actors do the load accounting.
 
 mod lease;
 
@@ -17,10 +16,10 @@ use crate::protocol::{BookingId, Generation, Slot, Timestamp};
 
 pub use lease::{Ended, Lease, LeaseState, Progress};
 
-/// Independent parts, so that callers on different threads seldom meet.
+/// Number of independent shards, which reduces lock contention between callers.
 const PARTS: usize = 16;
 
-/// The request id is taken by a booking that has not ended.
+/// The request id has a booking that has not ended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("request id {0:?} has a booking already")]
 pub struct DuplicateRequest(pub String);
@@ -49,10 +48,10 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Enters a pending lease under `request_id`.
+    /// Adds a pending lease for `request_id`.
     ///
     /// # Errors
-    /// When the id is taken.
+    /// If the id is in use.
     pub fn enter(
         &self,
         request_id: &str,
@@ -78,7 +77,7 @@ impl Directory {
         self.part(hash).find(hash, |lease| lease.request_id() == request_id).cloned()
     }
 
-    /// Frees the lease's request id. Does nothing when it is gone already, or when the id has a newer lease.
+    /// Frees the lease's request id. No effect if it is already free, or if the id has a newer lease.
     pub fn leave(&self, lease: &Lease) {
         let hash = self.hasher.hash_one(lease.request_id());
         let mut part = self.part(hash);
@@ -88,7 +87,7 @@ impl Directory {
         }
     }
 
-    /// Leases booked on one incarnation of a slot, in the order of their booking: what its sequence actor holds.
+    /// Leases booked on one generation of a slot, in order of booking: the content of its sequence actor.
     ///
     /// Visits every lease.
     #[must_use]
@@ -97,7 +96,7 @@ impl Directory {
         self.collect(|lease| lease.state() == here)
     }
 
-    /// Leases that nobody holds and that have shown no sign of life for longer than `liveness`, oldest first.
+    /// Detached leases without activity for longer than `liveness`, oldest first.
     ///
     /// Visits every lease.
     #[must_use]
@@ -115,21 +114,21 @@ impl Directory {
         leases
     }
 
-    /// Number of leases that have not left.
+    /// Number of leases.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len.load(Ordering::Relaxed)
     }
 
-    /// Whether no lease is left.
+    /// Whether there is no lease.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// A part's table is consistent whenever its lock is free, so a panic elsewhere does not spoil it.
+    /// A shard's table is consistent whenever its lock is free, so a panic elsewhere does not corrupt it.
     fn part(&self, hash: u64) -> MutexGuard<'_, HashTable<Arc<Lease>>> {
-        let part = &self.parts[(hash >> 32) as usize % PARTS]; // middle bits: the table itself uses both ends
+        let part = &self.parts[(hash >> 32) as usize % PARTS]; // middle bits, because the table uses both ends
         part.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -143,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_lease_cannot_free_a_newer_one() {
+    fn old_lease_does_not_free_a_newer_one() {
         let directory = Directory::default();
         let old = enter(&directory, "a");
         directory.leave(&old);
@@ -155,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn booked_on_names_only_one_incarnation_and_oldest_first() {
+    fn booked_on_returns_one_generation_oldest_first() {
         let directory = Directory::default();
         let (slot, generation) = (Slot(3), Generation(1));
         let leases: Vec<_> = (0..50).map(|n| enter(&directory, &n.to_string())).collect();

@@ -1,17 +1,17 @@
-//! A rank's last reported load, readable by anyone without a message.
+//! A rank's last reported engine load, readable without messages.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::{EngineLoad, EngineReading};
 use crate::protocol::Timestamp;
 
-/// Stands for a count that is not known; a count of as many is shown as one less.
+/// Represents an unknown count; a real count of this value is stored as one less.
 const UNKNOWN: u32 = u32::MAX;
 
-/// One rank's last load as its engine reported it, or none yet.
+/// Last load of one rank as reported by its engine.
 ///
-/// A reader never waits. What it reads is never older than the time that it reads with it: that is written last and read
-/// first. It may be newer, or of two reports that came at the same moment, which is as good as either.
+/// Reads are wait-free. The values are never older than the timestamp read with them, because the timestamp is written
+/// last and read first. They may be newer, or from two simultaneous reports, which is harmless.
 ///
 /// ```
 /// use pointsman::engine_load::{EngineLoad, EngineLoadCell, EngineReading};
@@ -28,9 +28,9 @@ const UNKNOWN: u32 = u32::MAX;
 pub struct EngineLoadCell {
     running: AtomicU32,
     waiting: AtomicU32,
-    /// Bits; NaN for unknown.
+    /// Bits of an `f64`; NaN if unknown.
     kv_usage: AtomicU64,
-    /// Plus one; 0 before the first report.
+    /// Timestamp plus one; 0 before the first report.
     at: AtomicU64,
 }
 
@@ -46,7 +46,7 @@ impl Default for EngineLoadCell {
 }
 
 impl EngineLoadCell {
-    /// Shows a load. Only the engine-load actor may call this.
+    /// Publishes a load. Only the engine-load actor may call this.
     pub fn publish(&self, load: &EngineLoad) {
         let EngineReading { running, waiting, kv_usage } = load.reading;
         let count = |known: Option<u32>| known.map_or(UNKNOWN, |count| count.min(UNKNOWN - 1));
@@ -56,7 +56,7 @@ impl EngineLoadCell {
         self.at.store(load.at.0.saturating_add(1), Ordering::Release);
     }
 
-    /// The last load shown.
+    /// The last published load.
     #[must_use]
     pub fn read(&self) -> Option<EngineLoad> {
         let at = self.at.load(Ordering::Acquire).checked_sub(1).map(Timestamp)?;

@@ -1,32 +1,31 @@
-//! A message of SGLang's load socket: its payload, a msgpack `LoadStat`.
+//! Parser for messages of SGLang's load socket: a msgpack `LoadStat`.
 //!
-//! As an array it is `["LoadStat", num_running_reqs, num_waiting_reqs, num_tokens, max_total_num_tokens, attn_dp_rank]`,
-//! longer or shorter at its end and with or without the tag; as a map it has these names. Whatever rank it names, it is of
-//! the rank whose socket it came from. No number of a message is looked at: each is the whole truth, and the next makes
-//! up for one that was lost.
-//! (reference: SGLang 0.5.22, managers/scheduler_components/load_publisher.py)
+//! As an array: `["LoadStat", num_running_reqs, num_waiting_reqs, num_tokens, max_total_num_tokens, attn_dp_rank]`,
+//! possibly longer or shorter, with or without the tag; as a map with these names. The rank is that of the socket,
+//! independent of the rank in the message. Sequence numbers are ignored: each message is complete, so the next one
+//! replaces a lost one. (reference: SGLang 0.5.22, managers/scheduler_components/load_publisher.py)
 
 use super::{EngineReading, count};
 use crate::wire::msgpack::{Cursor, MsgpackItem};
 
-/// Longest payload that is looked at.
+/// Maximum payload size in bytes.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 10;
 
-/// Deepest nesting that is passed over.
+/// Maximum depth of skipped items.
 const NESTING_MAX: usize = 16;
 
-/// Why a message tells nothing.
+/// Reason for rejecting a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
-    /// Far more than a load takes.
+    /// The payload is far larger than a load report.
     #[error("the payload has {0} bytes, must be at most {max}", max = MESSAGE_BYTES_MAX)]
     TooLong(usize),
-    /// Not what it should be.
-    #[error("the payload is no LoadStat: neither an array nor a map of its numbers")]
+    /// The payload has an unexpected structure.
+    #[error("the payload is not a LoadStat (array or map of its numbers)")]
     NotAStat,
 }
 
-/// Reads a payload.
+/// Parses a payload.
 ///
 /// ```
 /// use pointsman::engine_load::read_stat;
@@ -37,7 +36,7 @@ pub enum MessageError {
 /// ```
 ///
 /// # Errors
-/// When it cannot be read at all. A single number that is none is left out.
+/// If the payload is not readable as a whole. A single invalid number is omitted.
 pub fn read_stat(payload: &[u8]) -> Result<EngineReading, MessageError> {
     if payload.len() > MESSAGE_BYTES_MAX {
         return Err(MessageError::TooLong(payload.len()));
@@ -51,14 +50,14 @@ pub fn read_stat(payload: &[u8]) -> Result<EngineReading, MessageError> {
     stat.map(Stat::reading).ok_or(MessageError::NotAStat)
 }
 
-/// Running, waiting, tokens used, tokens there are.
+/// Running requests, waiting requests, used tokens, total tokens.
 #[derive(Debug, Default)]
 struct Stat([Option<f64>; 4]);
 
 impl Stat {
     fn reading(self) -> EngineReading {
         let [running, waiting, tokens, tokens_max] = self.0;
-        // A capacity of 0 stands for one that is not known.
+        // A capacity of 0 means unknown.
         let kv_usage = tokens.zip(tokens_max).filter(|(used, there)| *used >= 0.0 && *there > 0.0);
         let kv_usage = kv_usage.map(|(used, there)| (used / there).min(1.0)).filter(|usage| usage.is_finite());
         EngineReading { running: running.and_then(count), waiting: waiting.and_then(count), kv_usage }
@@ -76,7 +75,7 @@ fn read_array(cursor: &mut Cursor<'_>, items: u32) -> Option<Stat> {
         }
         match stat.0.get_mut(at) {
             Some(field) => *field = number(item),
-            None => return Some(stat), // what later versions add
+            None => return Some(stat), // fields of later versions
         }
         at += 1;
     }
@@ -102,7 +101,7 @@ fn read_map(cursor: &mut Cursor<'_>, items: u32) -> Option<Stat> {
     known.then_some(stat)
 }
 
-/// The next item; what it contains is passed over.
+/// The next item; skips its content.
 fn whole_item<'a>(cursor: &mut Cursor<'a>) -> Option<MsgpackItem<'a>> {
     let item = cursor.item().ok()?;
     let inside = match item {

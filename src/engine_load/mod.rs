@@ -1,10 +1,9 @@
-//! Engine-reported load: what engines say of their own queues and caches.
+//! Engine-reported load: running and waiting requests and KV cache usage as reported by engines.
 //!
-//! Owns reading it, from a Prometheus page ([`read_page`]) or a message of SGLang's load socket ([`read_stat`]), and
-//! the cell in which a rank's last word can be read by anybody ([`EngineLoadCell`]). Promises that nothing an engine
-//! sends is trusted: what cannot be is left out, each value by itself, and that nothing is ever made up: what an engine
-//! does not say, or has not said for long, is unknown, neither idle nor busy. Leaves asking to
-//! `actors/engine_load.rs`, and what follows to `schedule`.
+//! Parses a Prometheus page ([`read_page`]) or a message of SGLang's load socket ([`read_stat`]), and holds the last
+//! report of a rank in a cell ([`EngineLoadCell`]). Input is untrusted: each invalid value is omitted individually.
+//! Missing or stale values are treated as unknown, neither as idle nor as busy. The engine-load actor polls the
+//! engines; `schedule` uses the values.
 
 mod cell;
 mod message;
@@ -22,26 +21,26 @@ pub use page::{PAGE_BYTES_MAX, Page, PageSeries, read_page, series};
 
 use crate::protocol::Timestamp;
 
-/// What an engine says of one rank. Absent is unknown.
+/// Reported load of one rank; `None` means unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineReading {
-    /// Requests that it runs.
+    /// Running requests.
     pub running: Option<u32>,
-    /// Requests that wait in its queue.
+    /// Requests in the engine's queue.
     pub waiting: Option<u32>,
-    /// Share of its KV cache in use, in [0, 1].
+    /// Used share of the KV cache, in [0, 1].
     pub kv_usage: Option<f64>,
 }
 
 impl EngineReading {
-    /// Whether it says nothing.
+    /// Whether all values are unknown.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The higher of two accounts of the same rank. Engines that run a rank as several processes give each one's, of the
-    /// same requests: their sum would count requests twice.
+    /// Maximum of two reports of the same rank. Engines that run a rank as several processes report the same requests
+    /// for each; a sum would count them repeatedly.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         let kv_usage = match (self.kv_usage, other.kv_usage) {
@@ -52,17 +51,17 @@ impl EngineReading {
     }
 }
 
-/// A reading and when it came.
+/// A reading with its time of arrival.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EngineLoad {
-    /// What was said.
+    /// The reported values.
     pub reading: EngineReading,
-    /// When it came.
+    /// Time of arrival.
     pub at: Timestamp,
 }
 
 impl EngineLoad {
-    /// What is known of it at `now`, when it is `stale_after` some age.
+    /// The load at `now`; stale from age `stale_after` on.
     #[must_use]
     pub fn fact(&self, now: Timestamp, stale_after: Duration) -> EngineLoadFact {
         let EngineReading { running, waiting, kv_usage } = self.reading;
@@ -71,40 +70,40 @@ impl EngineLoad {
     }
 }
 
-/// What an engine last said of a rank, for those who choose and explain.
+/// Last reported load of a rank, for policies and explanations.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct EngineLoadFact {
-    /// Requests that it ran; absent where it did not say.
+    /// Running requests; `None` if not reported.
     pub running: Option<u32>,
-    /// Requests that waited in its queue.
+    /// Requests in the engine's queue.
     pub waiting: Option<u32>,
-    /// Share of its KV cache that was in use, in [0, 1].
+    /// Used share of the KV cache, in [0, 1].
     pub kv_usage: Option<f64>,
-    /// Since it said so.
+    /// Age of the report.
     pub age: Duration,
-    /// Whether that is too long ago to count (`engine_load_stale_ms`): how busy it is now is unknown.
+    /// Whether the report is too old to count (`engine_load_stale_ms`): the current load is then unknown.
     pub is_stale: bool,
 }
 
-/// Beyond what an engine is overloaded by its own account.
+/// Thresholds above which a rank is overloaded by its engine's report.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineLimits {
-    /// Requests waiting.
+    /// Waiting requests.
     pub waiting: Option<u32>,
-    /// Share of the KV cache in use.
+    /// Used share of the KV cache.
     pub kv_usage: Option<f64>,
-    /// Age from which on a load says nothing.
+    /// Age from which a report is stale.
     pub stale_after: Duration,
 }
 
 impl EngineLimits {
-    /// Whether there are any.
+    /// Whether any threshold is set.
     #[must_use]
     pub fn any(&self) -> bool {
         self.waiting.is_some() || self.kv_usage.is_some()
     }
 
-    /// Whether a load exceeds them. What is unknown or stale does not.
+    /// Whether a load exceeds the thresholds. Unknown and stale values do not.
     ///
     /// ```
     /// use std::time::Duration;
@@ -126,13 +125,13 @@ impl EngineLimits {
     }
 }
 
-/// A count, if a number is one.
+/// The value as a count, if it is in range.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked to be in range")]
 fn count(value: f64) -> Option<u32> {
     (value.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&value)).then_some(value as u32)
 }
 
-/// A share of the whole, if a number is one. What is beyond 1 by rounding is 1.
+/// The value as a share. Values slightly above 1 from rounding count as 1.
 fn share(value: f64) -> Option<f64> {
     (0.0..=1.001).contains(&value).then_some(value.min(1.0))
 }

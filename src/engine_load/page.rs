@@ -1,33 +1,32 @@
-//! An engine's Prometheus page, as far as it tells of load.
+//! Parser for the load metrics on an engine's Prometheus page.
 //!
-//! Reads the text format line by line and only what it wants: seven names of vLLM and SGLang. A line that cannot be read
-//! costs that line.
+//! Reads the text format line by line, for seven metric names of vLLM and SGLang. An invalid line is skipped.
 
 use std::collections::BTreeMap;
 
 use super::{EngineReading, count, share};
 use crate::protocol::WorkerConfig;
 
-/// Longest page that is worth reading.
+/// Maximum page size in bytes.
 pub const PAGE_BYTES_MAX: usize = 4 << 20;
 
-/// Longest line of a metric that is worth reading.
+/// Maximum line length in bytes.
 const LINE_BYTES_MAX: usize = 16 << 10;
 
-/// What a page says, by rank.
+/// Load metrics of a page, by rank.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Page {
-    /// By the rank that a series names; none where it names none, as engines of one rank do.
+    /// By rank label; `None` for series without a rank, as in engines with one rank.
     ranks: BTreeMap<Option<u32>, EngineReading>,
-    /// Series of load that could not be read: no number, a negative one, NaN, or one without end.
+    /// Number of invalid load series: not a number, negative, NaN, infinite, or unterminated.
     pub refused: u32,
 }
 
 impl Page {
-    /// What it says of a worker's ranks, which are numbered from `start`, `size` of them.
+    /// The readings of a worker's ranks `start..start + size`.
     ///
-    /// An engine of one rank may name none, or number itself within a greater whole that the router does not see: what is
-    /// said of one rank is then this rank's. Where that cannot be told, nothing is said.
+    /// An engine with one rank may omit the label, or number itself within a larger deployment that the router does not
+    /// see; then the only rank on the page is used. Ambiguous pages give no readings.
     pub fn of_ranks(&self, start: u32, size: u32) -> impl Iterator<Item = (u32, EngineReading)> + '_ {
         let only = (size == 1 && self.ranks.len() == 1).then(|| self.ranks.values().next().copied()).flatten();
         let last = start.saturating_add(size.saturating_sub(1));
@@ -38,7 +37,7 @@ impl Page {
     }
 }
 
-/// Reads a page.
+/// Parses a page.
 ///
 /// ```
 /// use pointsman::engine_load::read_page;
@@ -51,7 +50,7 @@ impl Page {
 pub fn read_page(text: &str) -> Page {
     let mut page = Page::default();
     for series in series(text) {
-        let Some((field, label)) = wanted(series.name) else { continue };
+        let Some((field, label)) = load_field(series.name) else { continue };
         match series.rank_and_value(label).and_then(|(rank, value)| Some((rank, reading(field, value)?))) {
             Some((rank, reading)) if page.ranks.len() < WorkerConfig::RANKS_MAX as usize => {
                 let known = page.ranks.entry(rank).or_default();
@@ -64,33 +63,33 @@ pub fn read_page(text: &str) -> Page {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Field {
+enum LoadField {
     Running,
     Waiting,
     KvUsage,
 }
 
-/// What a metric tells, and the label in which it names the rank.
-fn wanted(name: &str) -> Option<(Field, &'static str)> {
+/// The value that a metric contains, and its rank label.
+fn load_field(name: &str) -> Option<(LoadField, &'static str)> {
     let (engine, metric) = name.split_once(':')?;
     match (engine, metric) {
-        ("vllm", "num_requests_running") => Some((Field::Running, "engine")),
-        ("vllm", "num_requests_waiting") => Some((Field::Waiting, "engine")),
-        // Its name before 0.10; a page has one of the two.
-        ("vllm", "kv_cache_usage_perc" | "gpu_cache_usage_perc") => Some((Field::KvUsage, "engine")),
-        ("sglang", "num_running_reqs") => Some((Field::Running, "dp_rank")),
-        ("sglang", "num_queue_reqs") => Some((Field::Waiting, "dp_rank")),
-        ("sglang", "token_usage") => Some((Field::KvUsage, "dp_rank")),
+        ("vllm", "num_requests_running") => Some((LoadField::Running, "engine")),
+        ("vllm", "num_requests_waiting") => Some((LoadField::Waiting, "engine")),
+        // Name before 0.10; a page has one of the two.
+        ("vllm", "kv_cache_usage_perc" | "gpu_cache_usage_perc") => Some((LoadField::KvUsage, "engine")),
+        ("sglang", "num_running_reqs") => Some((LoadField::Running, "dp_rank")),
+        ("sglang", "num_queue_reqs") => Some((LoadField::Waiting, "dp_rank")),
+        ("sglang", "token_usage") => Some((LoadField::KvUsage, "dp_rank")),
         _ => None,
     }
 }
 
-fn reading(field: Field, value: f64) -> Option<EngineReading> {
+fn reading(field: LoadField, value: f64) -> Option<EngineReading> {
     let nothing = EngineReading::default();
     Some(match field {
-        Field::Running => EngineReading { running: Some(count(value)?), ..nothing },
-        Field::Waiting => EngineReading { waiting: Some(count(value)?), ..nothing },
-        Field::KvUsage => EngineReading { kv_usage: Some(share(value)?), ..nothing },
+        LoadField::Running => EngineReading { running: Some(count(value)?), ..nothing },
+        LoadField::Waiting => EngineReading { waiting: Some(count(value)?), ..nothing },
+        LoadField::KvUsage => EngineReading { kv_usage: Some(share(value)?), ..nothing },
     })
 }
 
@@ -121,8 +120,8 @@ pub fn series(text: &str) -> impl Iterator<Item = PageSeries<'_>> {
 }
 
 impl PageSeries<'_> {
-    /// The rank in the label of this name, and the value. `None` if the series is malformed; no rank if the label is
-    /// absent or is not a number.
+    /// The rank in the given label, and the value. `None` if the series is malformed; no rank if the label is absent or
+    /// is not a number.
     #[must_use]
     pub fn rank_and_value(&self, rank_label: &str) -> Option<(Option<u32>, f64)> {
         let mut rank = None;

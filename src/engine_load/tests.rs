@@ -1,4 +1,4 @@
-//! Literal pages and messages, and bytes that are neither.
+//! Literal pages and messages, and invalid input.
 
 use proptest::prelude::*;
 
@@ -17,41 +17,41 @@ vllm:request_success_total{engine="0",finished_reason="stop"} 7.0
 process_cpu_seconds_total 11.0
 "#;
 
-type Said = (u32, Option<u32>, Option<u32>, Option<f64>);
+type RankReading = (u32, Option<u32>, Option<u32>, Option<f64>);
 
-fn of_ranks(text: &str, start: u32, size: u32) -> Vec<Said> {
+fn of_ranks(text: &str, start: u32, size: u32) -> Vec<RankReading> {
     let page = read_page(text);
     page.of_ranks(start, size).map(|(rank, of)| (rank, of.running, of.waiting, of.kv_usage)).collect()
 }
 
 #[test]
-fn a_page_of_vllm_is_read_rank_by_rank() {
+fn vllm_page_is_parsed_per_rank() {
     assert_eq!(of_ranks(VLLM, 0, 2), [(0, Some(3), Some(12), Some(0.25)), (1, Some(0), Some(0), Some(1.0))]);
-    assert_eq!(of_ranks(VLLM, 1, 1), [(1, Some(0), Some(0), Some(1.0))], "of the whole, this rank's part");
+    assert_eq!(of_ranks(VLLM, 1, 1), [(1, Some(0), Some(0), Some(1.0))], "the rank's part of a larger deployment");
     assert_eq!(read_page(VLLM).refused, 0);
     assert_eq!(of_ranks("vllm:gpu_cache_usage_perc{model_name=\"m\"} 0.5", 0, 1), [(0, None, None, Some(0.5))]);
 }
 
 #[test]
-fn a_page_of_sglang_is_read_with_and_without_ranks() {
+fn sglang_page_is_parsed_with_and_without_ranks() {
     let one = "sglang:num_running_reqs{model_name=\"m\",tp_rank=\"0\"} 4.0\n\
                sglang:num_queue_reqs{model_name=\"m\",tp_rank=\"0\"} 2.0\nsglang:token_usage{model_name=\"m\"} 0.125\n";
     assert_eq!(of_ranks(one, 0, 1), [(0, Some(4), Some(2), Some(0.125))]);
     assert_eq!(of_ranks(one, 3, 1), [(3, Some(4), Some(2), Some(0.125))]);
-    assert!(of_ranks(one, 0, 2).is_empty(), "whose of the two cannot be told");
+    assert!(of_ranks(one, 0, 2).is_empty(), "ambiguous between two ranks");
     let two = "sglang:num_queue_reqs{dp_rank=\"0\",tp_rank=\"0\"} 2\nsglang:num_queue_reqs{dp_rank=\"1\"} 5\n\
                sglang:num_queue_reqs{dp_rank=\"0\",tp_rank=\"1\"} 3\n";
     assert_eq!(of_ranks(two, 0, 2), [(0, None, Some(3), None), (1, None, Some(5), None)], "processes of one rank");
 }
 
 #[test]
-fn an_engine_of_one_rank_may_number_itself_within_a_greater_whole() {
+fn single_rank_may_have_any_number() {
     assert_eq!(of_ranks("vllm:num_requests_running{engine=\"5\"} 1", 0, 1), [(0, Some(1), None, None)]);
     assert!(of_ranks("vllm:num_requests_running{engine=\"5\"} 1", 0, 2).is_empty());
 }
 
 #[test]
-fn a_bad_value_costs_that_value() {
+fn invalid_values_are_omitted_individually() {
     let bad = ["NaN", "-1", "+Inf", "-Inf", "1e300", "x", "", "0x10"];
     for value in bad {
         let text = format!(
@@ -69,16 +69,16 @@ fn a_bad_value_costs_that_value() {
 }
 
 #[test]
-fn a_page_of_countless_ranks_is_read_up_to_a_limit() {
+fn number_of_ranks_on_a_page_is_limited() {
     let lines = (0..5_000).map(|rank| format!("vllm:num_requests_running{{engine=\"{rank}\"}} 1\n"));
     let page = read_page(&lines.collect::<String>());
     assert_eq!((page.of_ranks(0, 5_000).count(), page.refused), (4_096, 904));
 }
 
 #[test]
-fn a_stat_is_read_as_array_and_as_map() {
+fn stat_is_parsed_as_array_and_as_map() {
     let all = EngineReading { running: Some(300), waiting: Some(2), kv_usage: Some(0.5) };
-    // ["LoadStat", 300, 2, 50, 100, 1], then longer, then without tag and rank.
+    // ["LoadStat", 300, 2, 50, 100, 1]; a longer one; one without tag and rank.
     for payload in [
         b"\x96\xa8LoadStat\xcd\x01\x2c\x02\x32\x64\x01".as_slice(),
         b"\x97\xa8LoadStat\xcd\x01\x2c\x02\x32\x64\xc0\x81\xa1x\x93\x01\x02\x03",
@@ -93,12 +93,12 @@ fn a_stat_is_read_as_array_and_as_map() {
 }
 
 #[test]
-fn a_stat_tells_only_what_it_knows() {
+fn unknown_values_of_a_stat_are_omitted() {
     let unknown = EngineReading { running: Some(1), waiting: None, kv_usage: None };
     for payload in [
-        b"\x95\xa8LoadStat\x01\xff\x32\x00".as_slice(), // negative, no capacity
+        b"\x95\xa8LoadStat\x01\xff\x32\x00".as_slice(), // negative count, no capacity
         b"\x95\xa8LoadStat\x01\xc0\xc0\xc0",            // nil
-        b"\x93\xa8LoadStat\x01\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00", // NaN, and cut short
+        b"\x93\xa8LoadStat\x01\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00", // NaN, and truncated
         b"\x95\xa8LoadStat\x01\xcf\xff\xff\xff\xff\xff\xff\xff\xff\xff\x64", // 2^64 − 1, negative tokens
     ] {
         assert_eq!(read_stat(payload), Ok(unknown));
@@ -106,7 +106,7 @@ fn a_stat_tells_only_what_it_knows() {
 }
 
 #[test]
-fn what_is_no_stat_is_refused() {
+fn invalid_payloads_are_rejected() {
     for payload in [
         b"".as_slice(),
         b"\x01",
@@ -126,7 +126,7 @@ fn what_is_no_stat_is_refused() {
 }
 
 #[test]
-fn limits_are_judged_on_what_is_known_and_fresh() {
+fn limits_apply_to_known_and_fresh_values() {
     let limits = EngineLimits { waiting: Some(4), kv_usage: Some(0.9), stale_after: Duration::from_nanos(100) };
     let exceeds = |waiting, kv_usage, now| {
         let reading = EngineReading { running: None, waiting, kv_usage };
@@ -139,7 +139,7 @@ fn limits_are_judged_on_what_is_known_and_fresh() {
 
 proptest! {
     #[test]
-    fn whatever_is_sent_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn any_input_is_parsed_or_rejected(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         check(&read_stat(&bytes).unwrap_or_default())?;
         let stat = [b"\x96\xa8LoadStat".as_slice(), &bytes].concat();
         check(&read_stat(&stat).unwrap_or_default())?;

@@ -1,8 +1,7 @@
-//! Block hashes: the content of complete blocks, wherever they stand.
+//! Block hashes: hashes of the content of complete blocks, independent of their position.
 //!
-//! Owns how tokens are cut into windows, what seeds the hash and how bytes reach it. Promises the same values in
-//! the iterator form and the collected one, and that the trailing partial block is never looked at. Leaves the
-//! chain over blocks to [`super::sequence_hashes`].
+//! Defines the token windows, the hash seed, and the byte order. The iterator and the collected form return the same
+//! values, and the trailing partial block is ignored. [`super::sequence_hashes`] chains the hashes.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -16,10 +15,10 @@ use super::BASE_SEED;
 use super::mm::{MmBlock, MmBlocks};
 use crate::protocol::BlockHash;
 
-/// What, besides the tokens, decides the hashes of a prompt.
+/// Inputs of a prompt's block hashes besides the tokens.
 ///
-/// Block size and EAGLE belong to the pool; adapter and salt to the request. Blocks under different adapters or
-/// salts never match. An empty name is the same as none.
+/// Block size and EAGLE are properties of the pool; adapter and salt are properties of the request. Blocks with
+/// different adapters or salts never match. An empty name equals no name.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -34,24 +33,24 @@ use crate::protocol::BlockHash;
 pub struct HashScheme<'a> {
     /// Tokens per block.
     pub block_size: NonZeroU32,
-    /// Name of the LoRA adapter that serves the request.
+    /// Name of the request's LoRA adapter.
     pub lora_name: Option<&'a str>,
-    /// The request's cache namespace, `cache_salt` on the wire: tenants that must not share blocks.
+    /// Cache namespace of the request, `cache_salt` on the wire. Requests with different salts share no blocks.
     pub cache_salt: Option<&'a str>,
-    /// Whether a block is hashed together with the token that follows it, as EAGLE's drafts need: windows of
-    /// `block_size + 1` tokens, one every `block_size`.
+    /// Whether a block is hashed together with the following token, as required for EAGLE drafts: windows of
+    /// `block_size + 1` tokens with a stride of `block_size`.
     pub is_eagle: bool,
 }
 
 impl<'a> HashScheme<'a> {
-    /// Plain blocks of `block_size` tokens: no adapter, no salt, no EAGLE.
+    /// Plain blocks of `block_size` tokens, without adapter, salt and EAGLE.
     #[must_use]
     pub const fn new(block_size: NonZeroU32) -> Self {
         Self { block_size, lora_name: None, cache_salt: None, is_eagle: false }
     }
 
-    /// Seed of the block hashes: [`BASE_SEED`], plus xxh3-64 of the adapter's name with seed 0, plus xxh3-64 of
-    /// the salt with seed 1, wrapping.
+    /// Seed of the block hashes: the wrapping sum of [`BASE_SEED`], xxh3-64 of the adapter name with seed 0, and
+    /// xxh3-64 of the salt with seed 1.
     #[must_use]
     pub fn seed(&self) -> u64 {
         let lora = self.lora_name.filter(|name| !name.is_empty()).map_or(0, |name| xxh3_64(name.as_bytes()));
@@ -59,8 +58,8 @@ impl<'a> HashScheme<'a> {
         BASE_SEED.wrapping_add(lora).wrapping_add(salt)
     }
 
-    /// Number of complete blocks of a prompt of `isl_tokens` tokens. Under EAGLE the last block counts only once
-    /// the token behind it is there.
+    /// Number of complete blocks of a prompt of `isl_tokens` tokens. With EAGLE, a block is complete only with the
+    /// token after it.
     ///
     /// ```
     /// # use std::num::NonZeroU32;
@@ -74,7 +73,7 @@ impl<'a> HashScheme<'a> {
         isl_tokens.saturating_sub(usize::from(self.is_eagle)) / self.stride()
     }
 
-    /// Fewest tokens that make `block_count` complete blocks. Saturates.
+    /// Minimum number of tokens for `block_count` complete blocks. Saturates.
     #[must_use]
     pub fn isl_tokens_min(&self, block_count: usize) -> usize {
         match block_count {
@@ -83,13 +82,13 @@ impl<'a> HashScheme<'a> {
         }
     }
 
-    /// Tokens from the start of one block to the start of the next.
+    /// Tokens between the starts of consecutive blocks.
     fn stride(&self) -> usize {
         self.block_size.get() as usize
     }
 }
 
-/// Hashes blocks under one [`HashScheme`], whose seed it computes once.
+/// Block hasher for one [`HashScheme`], with a precomputed seed.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -107,33 +106,33 @@ pub struct BlockHasher<'a> {
 }
 
 impl<'a> BlockHasher<'a> {
-    /// A hasher for prompts under `scheme`.
+    /// Creates a hasher for prompts with `scheme`.
     #[must_use]
     pub fn new(scheme: HashScheme<'a>) -> Self {
         Self { scheme, seed: scheme.seed() }
     }
 
-    /// A hasher for blocks in a namespace that no request can name: by a seed of its own.
+    /// Creates a hasher with a custom seed, for namespaces that no request can name.
     pub(crate) fn with_seed(scheme: HashScheme<'a>, seed: u64) -> Self {
         Self { scheme, seed }
     }
 
-    /// The scheme it hashes under.
+    /// The hashing scheme.
     #[must_use]
     pub fn scheme(&self) -> &HashScheme<'a> {
         &self.scheme
     }
 
-    /// Hashes of the complete blocks of `tokens`, in one allocation; none when no block is complete.
+    /// Hashes of the complete blocks of `tokens`, in one allocation; empty if no block is complete.
     ///
-    /// `mm` names the multimodal objects of each block ([`MmBlocks::NONE`] for text); blocks it names beyond the
-    /// last complete one are ignored.
+    /// `mm` contains the multimodal objects of each block ([`MmBlocks::NONE`] for text). Objects beyond the last
+    /// complete block are ignored.
     #[must_use]
     pub fn block_hashes(&self, tokens: &[u32], mm: &MmBlocks) -> Arc<[BlockHash]> {
         self.hashes(tokens, mm).collect()
     }
 
-    /// As [`BlockHasher::block_hashes`], one hash at a time and without any allocation.
+    /// Like [`BlockHasher::block_hashes`], as an iterator without allocation.
     pub fn hashes<'t>(
         &self,
         tokens: &'t [u32],
@@ -143,7 +142,7 @@ impl<'a> BlockHasher<'a> {
         let window = stride + usize::from(self.scheme.is_eagle);
         let mut content = Content::new(self.seed);
         let mut mm = mm.blocks();
-        // A range under a map, because `collect` sizes an `Arc<[_]>` in advance for no iterator of our own.
+        // A mapped range, because `collect` knows the size of an `Arc<[_]>` in advance only for standard iterators.
         (0..self.scheme.block_count(tokens.len())).map(move |block_idx| {
             let start = block_idx * stride;
             content.hash(&tokens[start..start + window], mm.take(block_idx))
@@ -151,19 +150,19 @@ impl<'a> BlockHasher<'a> {
     }
 }
 
-/// Longest input that xxh3 hashes straight from its seed. Longer ones are hashed with a secret derived from it.
+/// Longest input that xxh3 hashes directly with its seed. Longer inputs use a secret derived from the seed.
 const SECRETLESS_BYTES_MAX: usize = 240;
 
-/// Size of the buffer through which a block with objects reaches the hash; a multiple of a token's four bytes.
+/// Size of the buffer for blocks with objects; a multiple of the four bytes of a token.
 const BUFFER_BYTES: usize = 1024;
 
-/// Hashes block after block of one prompt, with a secret derived once.
+/// Hashes the blocks of one prompt, with a secret derived once.
 ///
-/// Where tokens lie in memory as they are hashed, little end first, they are hashed in place; objects must follow them,
-/// so a block that has some goes through a buffer. What was tried, at 64 tokens a block in nanoseconds a block, best of
-/// 5,000 runs over 12,000 tokens on a busy 2-core AMD EPYC without `target-cpu`: copied to a buffer and hashed by
-/// `xxhash-rust`, which knows SSE2 here, 30, by `twox-hash`, which finds AVX2, 30 too, for what was just written in other
-/// widths is slow to read; in place 28 and 15. Deriving the secret for every block, or streaming, took half as much again.
+/// On little-endian machines tokens are hashed in place. A block with objects is copied to a buffer, because the
+/// objects must follow the tokens. Measured with 64 tokens per block, in ns per block, best of 5,000 runs over 12,000
+/// tokens on a busy 2-core AMD EPYC without `target-cpu`: copied to a buffer, `xxhash-rust` (SSE2 here) takes 30 and
+/// `twox-hash` (detects AVX2) also 30, because reading recently written data in other widths is slow; in place they
+/// take 28 and 15. Deriving the secret per block, or streaming, takes 50 % longer.
 struct Content {
     seed: u64,
     secret: [u8; 192],
@@ -194,7 +193,7 @@ impl Content {
     fn hash_bytes(&self, content: &[u8]) -> BlockHash {
         BlockHash(match content.len() {
             ..=SECRETLESS_BYTES_MAX => xxh3_64_with_seed(content, self.seed),
-            _ => XxHash3_64::oneshot_with_secret(&self.secret, content).expect("the secret is as long as any"),
+            _ => XxHash3_64::oneshot_with_secret(&self.secret, content).expect("the secret has the required length"),
         })
     }
 
@@ -210,7 +209,7 @@ impl Content {
         BlockHash(stream.digest())
     }
 
-    /// Copies `tokens` to the front of the buffer and returns how many bytes they take.
+    /// Copies `tokens` to the start of the buffer and returns their number of bytes.
     fn fill(&mut self, tokens: &[u32]) -> usize {
         let bytes = size_of_val(tokens);
         for (to, token) in self.buffer[..bytes].chunks_exact_mut(size_of::<u32>()).zip(tokens) {

@@ -1,13 +1,12 @@
-//! Multimodal objects in prompts: images, videos and the like, which tokens alone do not tell apart.
+//! Multimodal objects in prompts: images, videos and similar content that tokens do not distinguish.
 //!
-//! Every image occupies a run of placeholder tokens, and all images have the same placeholder. Owns the two ways
-//! in which an image's own hash enters the block hash instead. Either the placeholders are overwritten by a pad
-//! value made of the hash ([`fill_spans`], [`fill_runs`]), as SGLang does before it announces its tokens, and the
-//! blocks are then hashed as text; or the hashes are appended to the tokens of each block they lie in
-//! ([`MmBlocks`]).
+//! Every image occupies a run of placeholder tokens, and all images use the same placeholder. Two methods include the
+//! hash of the image in the block hash. Either the placeholders are replaced by a pad value derived from the hash
+//! ([`fill_spans`], [`fill_runs`]), as in SGLang's published tokens, and the blocks are hashed as text. Or the hashes
+//! are appended to the tokens of each block that the image overlaps ([`MmBlocks`]).
 //!
-//! Promises that a request and an engine's event about the same content agree when both go the same way. Leaves
-//! the choice of the way, which is the pool's, to callers, and the parsing of an engine's `extra_keys` to ingest.
+//! A request and an engine's event for the same content have equal hashes if both use the same method. The pool
+//! configures the method; the ingest parses an engine's `extra_keys`.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -15,9 +14,10 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Where one multimodal object, or one part of it, lies in a prompt: tokens `start..end`.
+/// Position of one multimodal object, or of one part of it, in a prompt: tokens `start..end`.
 ///
-/// An object in several parts is several spans with the same hash. Spans may overlap (the audio inside a video).
+/// An object in several parts has several spans with the same hash. Spans may overlap (for example audio inside a
+/// video).
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -30,7 +30,7 @@ use xxhash_rust::xxh3::xxh3_64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MmSpan {
-    /// Content of the object. See [`mm_hash_of_id`].
+    /// Hash of the object's content. See [`mm_hash_of_id`].
     pub mm_hash: u64,
     /// First token.
     pub start: usize,
@@ -39,8 +39,8 @@ pub struct MmSpan {
 }
 
 impl MmSpan {
-    /// The blocks the span lies in: index of the block, and the tokens of it that the span covers, counted from
-    /// the start of the block. Nothing for an empty span.
+    /// The blocks that the span overlaps: block index and the range of covered tokens relative to the start of the
+    /// block. Empty for an empty span.
     pub fn blocks(self, block_size: NonZeroU32) -> impl Iterator<Item = (usize, Range<usize>)> {
         let size = block_size.get() as usize;
         self.block_range(block_size).map(move |block_idx| {
@@ -66,7 +66,7 @@ impl MmSpan {
     }
 }
 
-/// Why multimodal spans were refused.
+/// Reason for rejecting multimodal spans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MmError {
     /// The span ends before it starts.
@@ -77,7 +77,7 @@ pub enum MmError {
         /// One past the last token.
         end: usize,
     },
-    /// The span covers tokens that the prompt does not have.
+    /// The span exceeds the prompt.
     #[error("mm range {start}..{end} must end within the {isl_tokens} tokens of the prompt")]
     BeyondPrompt {
         /// First token.
@@ -87,15 +87,15 @@ pub enum MmError {
         /// Tokens of the prompt.
         isl_tokens: usize,
     },
-    /// Spans that overlap again and again, so that a short request would cost much memory.
-    #[error("mm ranges lie in {blocks} blocks, each counted by itself, must be at most {max}", max = MmBlocks::SPLIT_MAX)]
+    /// Heavily overlapping spans, which would let a short request use much memory.
+    #[error("mm ranges cover {blocks} blocks in total, must be at most {max}", max = MmBlocks::SPLIT_MAX)]
     TooMany {
-        /// Blocks touched, summed over the spans.
+        /// Sum of the blocks of all spans.
         blocks: usize,
     },
 }
 
-/// The multimodal objects of each block of a prompt, ready to be hashed.
+/// The multimodal objects of each block of a prompt.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -111,23 +111,23 @@ pub enum MmError {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MmBlocks {
-    /// In ascending order, which is the order of blocks, and of hashes inside a block.
+    /// Ascending by block, then by hash.
     objects: Vec<MmBlock>,
 }
 
 impl MmBlocks {
-    /// No objects: text.
+    /// No objects, for text prompts.
     pub const NONE: Self = Self { objects: Vec::new() };
 
-    /// Most objects that [`MmBlocks::split`] makes, an object counted once in each of its blocks. More than any
-    /// prompt holds whose objects do not overlap, short of a million blocks.
+    /// Maximum number of objects from [`MmBlocks::split`], counted once per block. Sufficient for any prompt below a
+    /// million blocks without overlapping objects.
     pub const SPLIT_MAX: usize = 1 << 20;
 
-    /// Splits the spans of a prompt of `isl_tokens` tokens over its blocks. Objects with the same hash count once
-    /// in a block. Positions inside the block do not enter its hash.
+    /// Splits the spans of a prompt of `isl_tokens` tokens into blocks. Objects with the same hash count once per
+    /// block. Positions inside a block do not affect its hash.
     ///
-    /// Under EAGLE too an object belongs to the blocks of `block_size` tokens that it covers; the token that a
-    /// window borrows from the next block brings no object along.
+    /// With EAGLE as well, an object belongs to the blocks of `block_size` tokens that it covers. The additional token
+    /// of a window does not add objects of the next block.
     ///
     /// # Errors
     /// A span that ends before it starts or beyond the prompt, or more than [`MmBlocks::SPLIT_MAX`] objects.
@@ -149,8 +149,8 @@ impl MmBlocks {
         Ok(Self { objects })
     }
 
-    /// Takes the objects of block 0, 1, 2, ... as they are listed, in any order inside a block: the form of KV
-    /// events and of callers that have split already. What a block lists twice counts twice.
+    /// Creates the list from the objects of block 0, 1, 2, ..., in any order inside a block: the form of KV events and
+    /// of callers with split objects. Duplicates inside a block are kept.
     ///
     /// ```
     /// use pointsman::hashing::MmBlocks;
@@ -180,13 +180,13 @@ pub(super) struct MmBlock {
     pub(super) mm_hash: u64,
 }
 
-/// Hands out the objects block by block.
+/// Iterates over the objects block by block.
 pub(super) struct MmCursor<'a> {
     rest: &'a [MmBlock],
 }
 
 impl<'a> MmCursor<'a> {
-    /// The objects of block `block_idx`, ascending. Call for every block, in order.
+    /// The objects of block `block_idx`, ascending. Must be called for every block in order.
     pub(super) fn take(&mut self, block_idx: usize) -> &'a [MmBlock] {
         let n_objects = self.rest.iter().take_while(|object| object.block_idx == block_idx).count();
         let (objects, rest) = self.rest.split_at(n_objects);
@@ -195,8 +195,7 @@ impl<'a> MmCursor<'a> {
     }
 }
 
-/// The token that stands for an object in a normalised prompt: `1_000_000 + (mm_hash & (2^30 - 1))`, SGLang's
-/// formula.
+/// The token that replaces an object in a normalised prompt: `1_000_000 + (mm_hash & (2^30 - 1))`, SGLang's formula.
 ///
 /// ```
 /// assert_eq!(pointsman::hashing::pad_value(42), 1_000_042);
@@ -208,11 +207,10 @@ pub fn pad_value(mm_hash: u64) -> u32 {
     SHIFT + (mm_hash & LOW_BITS) as u32
 }
 
-/// Overwrites the tokens of each span by the object's [`pad_value`], and no others. Where spans overlap, the
-/// later in the list stays.
+/// Replaces the tokens of each span by the object's [`pad_value`]. Where spans overlap, the later one in the list wins.
 ///
 /// # Errors
-/// A span that ends before it starts or beyond the prompt; then no token has been changed.
+/// A span that ends before it starts or beyond the prompt; no token is changed in that case.
 ///
 /// ```
 /// use pointsman::hashing::{MmSpan, fill_spans};
@@ -230,12 +228,12 @@ pub fn fill_spans(tokens: &mut [u32], spans: &[MmSpan]) -> Result<(), MmError> {
     Ok(())
 }
 
-/// Overwrites each run of `placeholder` by the [`pad_value`] of the next of `mm_hashes`, and returns how many runs
-/// there were. Runs beyond the last hash take the last one; without hashes nothing changes.
+/// Replaces each run of `placeholder` by the [`pad_value`] of the next of `mm_hashes`, and returns the number of runs.
+/// Runs beyond the last hash use the last one; without hashes nothing changes.
 ///
-/// For events, which list a block's objects but not where they lie. A best effort, in which two images without a
-/// token between them are one run: where positions are known, [`fill_spans`] is exact. A return value other than
-/// `mm_hashes.len()` says that runs and objects could not be paired one to one.
+/// For events, which list a block's objects without positions. This is a heuristic: two images without a token between
+/// them form one run. With known positions, [`fill_spans`] is exact. A result other than `mm_hashes.len()` shows that
+/// runs and objects do not match one to one.
 ///
 /// ```
 /// use pointsman::hashing::fill_runs;
@@ -256,8 +254,8 @@ pub fn fill_runs(tokens: &mut [u32], placeholder: u32, mm_hashes: &[u64]) -> usi
     n_runs
 }
 
-/// The hash of an object that is named by a string: none for the empty one; the first 16 digits of a string of 64
-/// hex digits (vLLM names images by their SHA-256); for any other, xxh3-64 of its bytes with seed 0.
+/// The hash of an object identified by a string: `None` for the empty string; the first 16 digits of a string of 64 hex
+/// digits (vLLM identifies images by SHA-256); otherwise xxh3-64 of the bytes with seed 0.
 ///
 /// ```
 /// use pointsman::hashing::mm_hash_of_id;

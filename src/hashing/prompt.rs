@@ -1,15 +1,14 @@
-//! A prompt whose hashing is done.
+//! Hashed prompts, with validation of hashes from callers.
 //!
-//! Owns the three things that routing needs to know of a prompt, and that they fit together. Promises that both
-//! kinds of hash are equally many and that the prompt is long enough for them. Cannot promise that hashes a caller
-//! computed are the right ones: wrong ones cost cache hits, nothing else.
+//! Both hash arrays have the same length and the prompt is long enough for them. The correctness of hashes from a
+//! caller cannot be verified; wrong hashes cost cache hits only.
 
 use std::sync::Arc;
 
 use super::{BlockHasher, HashScheme, MmBlocks, sequence_hashes};
 use crate::protocol::{BlockHash, SequenceHash};
 
-/// Block hashes, sequence hashes and length of a prompt: computed from tokens here, or by the caller elsewhere.
+/// Block hashes, sequence hashes and length of a prompt, computed from tokens or provided by the caller.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -28,10 +27,10 @@ pub struct HashedPrompt {
     isl_tokens: usize,
 }
 
-/// Why a caller's hashes were refused.
+/// Reason for rejecting hashes of a caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HashedPromptError {
-    /// Not one sequence hash for each block hash.
+    /// The numbers of sequence hashes and block hashes differ.
     #[error("sequence_hashes has length {sequence_hashes}, must be {block_hashes} like block_hashes")]
     Lengths {
         /// Number of block hashes.
@@ -39,12 +38,12 @@ pub enum HashedPromptError {
         /// Number of sequence hashes.
         sequence_hashes: usize,
     },
-    /// The prompt is too short to hold so many complete blocks.
+    /// The prompt is too short for its block hashes.
     #[error("isl_tokens is {isl_tokens}, must be at least {isl_tokens_min} for {block_hashes} block hashes")]
     IslTokens {
-        /// Length given, in tokens.
+        /// Given length in tokens.
         isl_tokens: usize,
-        /// Fewest tokens that make so many blocks.
+        /// Minimum number of tokens for the block hashes.
         isl_tokens_min: usize,
         /// Number of block hashes.
         block_hashes: usize,
@@ -52,17 +51,18 @@ pub enum HashedPromptError {
 }
 
 impl HashedPrompt {
-    /// Hashes a prompt: two allocations, whatever its length.
+    /// Hashes a prompt. Two allocations, independent of its length.
     #[must_use]
     pub fn from_tokens(hasher: &BlockHasher<'_>, tokens: &[u32], mm: &MmBlocks) -> Self {
         let block_hashes = hasher.block_hashes(tokens, mm);
         Self { sequence_hashes: sequence_hashes(&block_hashes), block_hashes, isl_tokens: tokens.len() }
     }
 
-    /// Takes the hashes of a prompt of `isl_tokens` tokens that the caller computed under `scheme`. Sequence hashes
-    /// not given are derived. Those given need not be [`chain`](super::chain)ed: a caller may key them.
+    /// Wraps the hashes of a prompt of `isl_tokens` tokens that the caller computed with `scheme`. Derives missing
+    /// sequence hashes. Given sequence hashes are not required to be [`chain`](super::chain)ed: a caller may use keyed
+    /// hashes.
     ///
-    /// Fewer block hashes than the prompt has blocks are allowed; what they do not cover counts as unknown.
+    /// Fewer block hashes than the prompt's blocks are allowed; the uncovered blocks count as unknown.
     ///
     /// # Errors
     /// Arrays of different lengths, or a prompt too short for its block hashes.
@@ -85,19 +85,19 @@ impl HashedPrompt {
         Ok(Self { block_hashes, sequence_hashes, isl_tokens })
     }
 
-    /// Content of each complete block: what the index is asked for.
+    /// Content hash of each complete block: the input of index queries.
     #[must_use]
     pub fn block_hashes(&self) -> &Arc<[BlockHash]> {
         &self.block_hashes
     }
 
-    /// Content of the prefix up to each complete block: what bookings are counted by. As many as block hashes.
+    /// Hash of the prefix up to each complete block: the input of load accounting. As many as block hashes.
     #[must_use]
     pub fn sequence_hashes(&self) -> &Arc<[SequenceHash]> {
         &self.sequence_hashes
     }
 
-    /// Length of the prompt in tokens, the trailing partial block included.
+    /// Length of the prompt in tokens, including the trailing partial block.
     #[must_use]
     pub fn isl_tokens(&self) -> usize {
         self.isl_tokens

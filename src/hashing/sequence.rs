@@ -1,15 +1,14 @@
-//! Sequence hashes: the content of the whole prefix up to a block.
+//! Sequence hashes: hashes of the whole prefix up to a block.
 //!
-//! Owns the chain. Promises that equal sequence hashes mean equal prefixes, as far as 64 bits can; a prefix under
-//! another adapter or salt differs because its blocks do. Leaves to the load model whether it counts blocks by
-//! them.
+//! Equal sequence hashes mean equal prefixes, within the limits of 64 bits; prefixes with different adapters or salts
+//! differ in their block hashes.
 
 use std::sync::Arc;
 
 use super::hash_bytes;
 use crate::protocol::{BlockHash, SequenceHash};
 
-/// The sequence hash of a `block` that follows the prefix `parent`, or that starts a prompt.
+/// The sequence hash of a `block` after the prefix `parent`, or at the start of a prompt.
 ///
 /// ```
 /// use pointsman::hashing::chain;
@@ -27,8 +26,8 @@ pub fn chain(parent: Option<SequenceHash>, block: BlockHash) -> SequenceHash {
     SequenceHash(hash_bytes(&link))
 }
 
-/// Sequence hashes of a prompt's blocks, in one allocation. About 4 ns a block, which no batching can shorten:
-/// each link waits for the one before.
+/// Sequence hashes of a prompt's blocks, in one allocation. About 4 ns per block; batching cannot reduce this because
+/// each link depends on the previous one.
 #[must_use]
 pub fn sequence_hashes(blocks: &[BlockHash]) -> Arc<[SequenceHash]> {
     let mut parent = None;

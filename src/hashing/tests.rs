@@ -1,4 +1,4 @@
-//! The hashes against a slow and obvious way to compute them, and what is refused.
+//! Comparison with a slow and simple implementation, and rejected inputs.
 
 use std::num::NonZeroU32;
 
@@ -13,7 +13,7 @@ fn size(block_size: u32) -> NonZeroU32 {
     NonZeroU32::new(block_size).unwrap()
 }
 
-/// Everything that decides the hashes of a prompt.
+/// All inputs of a prompt's hashes.
 #[derive(Clone, Debug)]
 struct Case {
     block_size: u32,
@@ -34,7 +34,7 @@ impl Case {
         })
     }
 
-    /// The formulas of the module head, word for word.
+    /// Literal implementation of the formulas in the module documentation.
     fn slow(&self) -> (Vec<u64>, Vec<u64>) {
         let mut seed = 1337_u64;
         if let Some(name) = self.lora_name.as_ref().filter(|name| !name.is_empty()) {
@@ -60,7 +60,7 @@ impl Case {
     }
 }
 
-/// Block sizes on both sides of 60 tokens and of 256, where the way of hashing changes, and multiples of a stripe.
+/// Block sizes around 60 tokens and around 256, where the hashing method changes, and multiples of a stripe.
 fn cases() -> impl Strategy<Value = Case> {
     let block_size = prop_oneof![1..80_u32, 230..280_u32, 500..530_u32, (1..40_u32).prop_map(|n| 16 * n)];
     let name = || proptest::option::of("[a-z]{0,5}");
@@ -78,7 +78,7 @@ fn cases() -> impl Strategy<Value = Case> {
 
 proptest! {
     #[test]
-    fn agrees_with_the_slow_way(case in cases()) {
+    fn hashes_match_the_simple_implementation(case in cases()) {
         let mm = MmBlocks::listed(case.mm.clone());
         let prompt = HashedPrompt::from_tokens(&case.hasher(), &case.tokens, &mm);
         let blocks: Vec<u64> = prompt.block_hashes().iter().map(|hash| hash.0).collect();
@@ -88,7 +88,7 @@ proptest! {
     }
 
     #[test]
-    fn one_by_one_is_the_same_as_collected(case in cases()) {
+    fn iterator_and_collected_hashes_are_equal(case in cases()) {
         let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
         let mut one_by_one = hasher.hashes(&case.tokens, &mm);
         let collected = hasher.block_hashes(&case.tokens, &mm);
@@ -100,7 +100,7 @@ proptest! {
     }
 
     #[test]
-    fn the_partial_tail_never_matters(case in cases(), tail in vec(any::<u32>(), 0..600)) {
+    fn partial_tail_is_ignored(case in cases(), tail in vec(any::<u32>(), 0..600)) {
         let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
         let before = hasher.block_hashes(&case.tokens, &mm);
         let complete = hasher.scheme().isl_tokens_min(before.len());
@@ -121,7 +121,7 @@ proptest! {
     }
 
     #[test]
-    fn spans_reach_exactly_the_tokens_they_cover(
+    fn spans_affect_only_their_tokens(
         block_size in 1..9_u32,
         spans in vec((0..4_u64, 0..30_usize, 0..30_usize), 0..6),
     ) {
@@ -152,7 +152,7 @@ proptest! {
 }
 
 #[test]
-fn bad_spans_are_refused_by_value_and_change_nothing() {
+fn invalid_spans_are_rejected_without_changes() {
     let good = MmSpan { mm_hash: 1, start: 0, end: 2 };
     let cases = [
         (MmSpan { mm_hash: 9, start: 7, end: 2 }, "mm range 7..2 ends before it starts"),
@@ -168,15 +168,15 @@ fn bad_spans_are_refused_by_value_and_change_nothing() {
 }
 
 #[test]
-fn overlapping_spans_cannot_cost_more_than_the_cap() {
+fn overlapping_spans_are_limited() {
     let whole = MmSpan { mm_hash: 1, start: 0, end: 1 << 11 };
     assert!(MmBlocks::split(&[whole; 1 << 9], 1 << 11, size(1)).is_ok());
     let error = MmBlocks::split(&[whole; (1 << 9) + 1], 1 << 11, size(1)).unwrap_err();
-    assert_eq!(error.to_string(), "mm ranges lie in 1050624 blocks, each counted by itself, must be at most 1048576");
+    assert_eq!(error.to_string(), "mm ranges cover 1050624 blocks in total, must be at most 1048576");
 }
 
 #[test]
-fn runs_beyond_the_last_hash_take_it_again() {
+fn runs_beyond_the_last_hash_reuse_it() {
     let fill = |hashes: &[u64]| {
         let mut tokens = [5, 1, 5, 5, 2, 5];
         (fill_runs(&mut tokens, 5, hashes), tokens)
@@ -187,7 +187,7 @@ fn runs_beyond_the_last_hash_take_it_again() {
 }
 
 #[test]
-fn ids_of_64_characters_are_digests_only_if_hexadecimal() {
+fn only_hexadecimal_ids_of_64_characters_are_digests() {
     let digest = "FFEE".repeat(16);
     assert_eq!(mm_hash_of_id(&digest), Some(0xffee_ffee_ffee_ffee));
     for id in [digest.replace('F', "g"), format!("+{}", &digest[1..]), digest[1..].to_string()] {
@@ -196,7 +196,7 @@ fn ids_of_64_characters_are_digests_only_if_hexadecimal() {
 }
 
 #[test]
-fn hashes_of_a_caller_must_fit_together() {
+fn inconsistent_hashes_of_a_caller_are_rejected() {
     let take = |n_blocks: u64, n_sequence: Option<u64>, isl_tokens, is_eagle| {
         let scheme = HashScheme { is_eagle, ..HashScheme::new(size(4)) };
         let sequence = n_sequence.map(|n| (0..n).map(SequenceHash).collect());

@@ -1,8 +1,7 @@
-//! How long to wait before the next attempt.
+//! Delay before the next connection attempt.
 //!
-//! Owns the count of attempts since the last success. Promises waits that double from 100 ms to 5 s, each off by up to
-//! a quarter, so that sources that lost one switch together do not come back together; equal seeds wait equally. Leaves
-//! the waiting to its caller.
+//! Delays double from 100 ms to 5 s, with a jitter of up to 25 %, so that sources which lost one switch at the same
+//! time do not reconnect at the same time. Equal seeds have equal delays. The caller waits.
 
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const FIRST_MS: u64 = 100;
 const LONGEST_MS: u64 = 5_000;
 
-/// Waits between attempts, jittered by a hash of seed and attempt.
+/// Delays between attempts, jittered by a hash of seed and attempt.
 ///
 /// ```
 /// use pointsman::ingest::Backoff;
@@ -30,22 +29,22 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Waits of their own for each `seed`.
+    /// A back-off with its own sequence of delays for each `seed`.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self { seed, attempt: 0 }
     }
 
-    /// How long to wait before the next attempt: 100 ms, 200 ms and so on to 5 s, each 25 % more or less.
+    /// The delay before the next attempt: 100 ms, 200 ms and so on up to 5 s, each with a jitter of 25 %.
     pub fn next_delay(&mut self) -> Duration {
         let nominal_ms = FIRST_MS.saturating_mul(1 << self.attempt.min(16)).min(LONGEST_MS);
-        let draw = xxh3_64_with_seed(&self.attempt.to_le_bytes(), self.seed);
+        let jitter = xxh3_64_with_seed(&self.attempt.to_le_bytes(), self.seed);
         self.attempt = self.attempt.saturating_add(1);
         let (least_us, span_us) = (nominal_ms * 750, nominal_ms * 500);
-        Duration::from_micros(least_us + draw % (span_us + 1))
+        Duration::from_micros(least_us + jitter % (span_us + 1))
     }
 
-    /// An attempt succeeded: the next wait is a short one again.
+    /// Restarts the sequence of delays after a successful attempt.
     pub const fn reset(&mut self) {
         self.attempt = 0;
     }
@@ -56,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_double_to_a_ceiling_and_differ_between_seeds() {
+    fn delays_double_to_a_maximum_and_differ_between_seeds() {
         let delays = |seed| {
             let mut backoff = Backoff::new(seed);
             std::iter::repeat_with(move || backoff.next_delay()).take(100).collect::<Vec<_>>()

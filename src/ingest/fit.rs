@@ -1,70 +1,70 @@
-//! Whether an engine's batches fit the pool.
+//! Detection of engines whose batches do not match the pool.
 //!
-//! Owns how many batches in a row had events of which none could be used, and what they said of themselves. Promises
-//! that one batch with a usable event ends the doubt. Leaves decoding, and so what is usable, to the wire.
+//! Counts consecutive batches with events but without a usable one, and keeps their block size and rank. One batch with
+//! a stored block ends the mismatch. The wire decoder determines usability.
 
-use super::Doubt;
+use super::DegradationReason;
 
-/// So many batches in a row without one usable event are no accident.
-const MISFITS_MAX: u32 = 3;
+/// Number of consecutive batches without a usable event that count as a mismatch.
+const MISMATCHES_MAX: u32 = 3;
 
-/// What decoding and applying one batch found.
+/// Result of decoding and applying one batch.
 ///
 /// ```
-/// use pointsman::ingest::Applied;
+/// use pointsman::ingest::AppliedBatch;
 ///
-/// let batch = Applied { events: 2, usable: 2, stored_blocks: 9, ..Applied::default() };
+/// let batch = AppliedBatch { events: 2, usable: 2, stored_blocks: 9, ..AppliedBatch::default() };
 /// assert!(!batch.cleared);
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Applied {
-    /// Events in the batch, in so far as it could be read; a batch that could not be read at all counts as one.
+pub struct AppliedBatch {
+    /// Number of decoded events; 1 for a batch that is undecodable as a whole.
     pub events: u32,
-    /// Events that the index could use.
+    /// Number of events that the index could use.
     pub usable: u32,
-    /// Blocks that they stored.
+    /// Number of blocks stored by them.
     pub stored_blocks: u32,
-    /// Whether one of them dropped the rank's whole cache.
+    /// Whether an event cleared the rank's whole cache.
     pub cleared: bool,
-    /// The engine's block size in tokens, where it differs from the pool's.
+    /// The engine's block size in tokens, if it differs from the pool's.
     pub engine_block_size: Option<u32>,
-    /// The data-parallel rank that the batch names, where it is another one's.
+    /// The data-parallel rank of the batch, if it differs from the stream's.
     pub foreign_rank: Option<u32>,
 }
 
-/// What has been unusable since the last usable event.
+/// Mismatches since the last usable event.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Fit {
-    misfits: u32,
+    mismatches: u32,
     engine_block_size: Option<u32>,
     foreign_rank: Option<u32>,
 }
 
 impl Fit {
-    pub(super) fn observe(&mut self, applied: &Applied) {
-        let says_nothing = applied.events == 0 && applied.engine_block_size.is_none() && applied.foreign_rank.is_none();
-        let names_misfit = applied.engine_block_size.is_some() || applied.foreign_rank.is_some();
-        let is_known_misfit = self.engine_block_size.is_some() || self.foreign_rank.is_some();
+    pub(super) fn observe(&mut self, applied: &AppliedBatch) {
+        let is_empty = applied.events == 0 && applied.engine_block_size.is_none() && applied.foreign_rank.is_none();
+        let has_mismatch = applied.engine_block_size.is_some() || applied.foreign_rank.is_some();
+        let is_known_mismatch = self.engine_block_size.is_some() || self.foreign_rank.is_some();
         if applied.stored_blocks > 0 || applied.cleared {
             *self = Self::default();
-        } else if applied.usable > 0 && !names_misfit {
-            // Removals fit any block size: they are no sign that stores do.
-            self.misfits = if is_known_misfit { self.misfits } else { 0 };
-        } else if !says_nothing {
-            self.misfits = self.misfits.saturating_add(1);
+        } else if applied.usable > 0 && !has_mismatch {
+            // Removals match any block size, so they do not show that stores do.
+            self.mismatches = if is_known_mismatch { self.mismatches } else { 0 };
+        } else if !is_empty {
+            self.mismatches = self.mismatches.saturating_add(1);
             self.engine_block_size = applied.engine_block_size.or(self.engine_block_size);
             self.foreign_rank = applied.foreign_rank.or(self.foreign_rank);
         }
     }
 
-    /// Why the rank's batches do not fit, if they do not.
-    pub(super) fn doubt(&self, pool_block_size: Option<u32>) -> Option<Doubt> {
+    /// Degradation reason if the rank's batches do not match the pool.
+    pub(super) fn degradation(&self, pool_block_size: Option<u32>) -> Option<DegradationReason> {
         if let Some(engine) = self.engine_block_size {
-            return Some(Doubt::BlockSize { engine, pool: pool_block_size });
+            return Some(DegradationReason::BlockSize { engine, pool: pool_block_size });
         }
         if let Some(found) = self.foreign_rank {
-            return Some(Doubt::ForeignRank { found });
+            return Some(DegradationReason::ForeignRank { found });
         }
-        (self.misfits >= MISFITS_MAX).then_some(Doubt::Undecodable { batches: self.misfits })
+        (self.mismatches >= MISMATCHES_MAX).then_some(DegradationReason::Undecodable { batches: self.mismatches })
     }
 }

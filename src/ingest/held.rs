@@ -1,28 +1,28 @@
-//! Messages that came before their turn.
+//! Buffer of messages that arrived before their predecessors.
 //!
-//! Owns them in order, and their count and bytes. Promises to stay within both bounds: what does not fit is refused,
-//! not squeezed out. Leaves to the source what to hold and for how long.
+//! Ordered by sequence number and bounded in messages and bytes. A message that does not fit is rejected; held messages
+//! are not evicted. The source decides which messages to hold, and for how long.
 
 use std::collections::BTreeMap;
 
-/// Bounded, ordered, one payload for each sequence.
+/// Bounded buffer with one payload per sequence number, in order.
 #[derive(Clone, Debug)]
 pub(super) struct Held<P> {
     messages: BTreeMap<u64, P>,
     bytes: usize,
     messages_max: usize,
     bytes_max: usize,
-    /// Bytes of the largest message offered so far: what the next one may need.
+    /// Size in bytes of the largest offered message: the estimate for the next one.
     largest_bytes: usize,
 }
 
-/// What became of an offered message.
+/// Result of offering a message.
 #[derive(Debug)]
 pub(super) enum Offered<P> {
     Held,
-    /// The same bytes are held already.
+    /// A message with the same bytes is already held.
     Same,
-    /// Other bytes are held under this number; here are these.
+    /// A message with other bytes is held under this number; returns the offered payload.
     Other(P),
     Full,
 }
@@ -44,7 +44,7 @@ impl<P: AsRef<[u8]>> Held<P> {
         self.bytes
     }
 
-    /// Whether one more message, as large as the largest so far, finds room.
+    /// Whether one more message of the largest size so far fits.
     pub(super) fn has_room(&self) -> bool {
         self.messages.len() < self.messages_max && self.bytes.saturating_add(self.largest_bytes) <= self.bytes_max
     }
@@ -75,12 +75,12 @@ impl<P: AsRef<[u8]>> Held<P> {
         let (sequence, payload) = self.messages.pop_first()?;
         self.bytes -= payload.as_ref().len();
         if self.messages.is_empty() {
-            self.largest_bytes = 0; // one that was large makes no room scarce for ever
+            self.largest_bytes = 0; // restarts the size estimate
         }
         Some((sequence, payload))
     }
 
-    /// Drops all and says how many they were.
+    /// Drops all messages and returns their number.
     pub(super) fn clear(&mut self) -> u64 {
         let messages = self.messages.len() as u64;
         self.messages.clear();
@@ -88,7 +88,7 @@ impl<P: AsRef<[u8]>> Held<P> {
         messages
     }
 
-    /// Where the run begins that lasts to the last message without a hole.
+    /// First number of the gapless run that ends with the last message.
     pub(super) fn last_run_start(&self) -> Option<u64> {
         let mut start = self.last()?;
         for sequence in self.messages.keys().rev().skip(1) {
@@ -102,6 +102,9 @@ impl<P: AsRef<[u8]>> Held<P> {
 
     pub(super) fn check_invariants(&self) {
         assert_eq!(self.bytes, self.messages.values().map(|payload| payload.as_ref().len()).sum::<usize>());
-        assert!(self.messages.len() <= self.messages_max && self.bytes <= self.bytes_max, "bounds are kept");
+        assert!(
+            self.messages.len() <= self.messages_max && self.bytes <= self.bytes_max,
+            "the buffer respects its bounds"
+        );
     }
 }

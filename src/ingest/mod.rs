@@ -1,38 +1,37 @@
-//! One engine rank's stream of KV events: in order, once, and honest about what is missing.
+//! KV event stream of one engine rank: ordering, de-duplication, and detection of missing messages.
 //!
-//! Owns the state machine of one event source, [`Source`]: which message comes next, what has been seen, what waits
-//! until a gap is closed, and how far what is known of the rank may be trusted ([`Trust`], [`Doubt`]). [`Backoff`] says
-//! when to try a connection again.
+//! [`Source`] is the state machine of one event source. It determines the next message, drops duplicates, holds
+//! messages until a gap is closed, and derives the [`StreamState`] with its [`DegradationReason`]. [`Backoff`] gives
+//! the delays between connection attempts.
 //!
-//! Promises that the batches it hands on ([`Effect::Apply`]) stand in the publisher's order without a hole between two
-//! of them, that no message is applied twice, and that whatever could not be had is followed by [`Effect::Clear`]: what
-//! an index holds of the rank is then true, if not complete. A message goes one of four ways: applied, dropped because
-//! it was seen or is obsolete, held for a bounded while, or refused; each but the first is noted ([`Note`]).
+//! Batches in [`IngestEffect::Apply`] are in the publisher's order without gaps, and no message is applied twice. Lost
+//! messages lead to [`IngestEffect::Clear`], so the index content of the rank is correct, but may be incomplete. A
+//! message is applied, dropped as a duplicate or as obsolete, held for a bounded time, or rejected; all except the
+//! first are reported as [`Note`].
 //!
-//! Leaves to others what a payload means, which sockets there are and when it is. Publishers number their messages from
-//! 0 and start again with each life; they keep the last few for replay. That a payload has not been seen is judged by a
-//! hash of its bytes, so two lives of a publisher that send equal bytes under equal numbers cannot be told apart:
-//! engines put the time into every batch.
+//! Decoding, sockets and clocks are outside this module. Publishers number their messages from 0, restart with each
+//! incarnation, and keep the last few messages for replay. Duplicates are detected by a hash of the payload, so two
+//! incarnations with equal payloads under equal numbers are indistinguishable; engines include the time in every batch.
 
 mod backoff;
 mod fit;
+mod hashes;
 mod held;
-mod link;
 mod pieces;
 mod recovery;
-mod seen;
 mod source;
-mod trust;
+mod state;
+mod subscription;
 
 pub use backoff::Backoff;
-pub use fit::Applied;
+pub use fit::AppliedBatch;
 pub use pieces::pieces;
 pub use source::Source;
-pub use trust::{Doubt, Trust};
+pub use state::{DegradationReason, StreamState};
 
 use std::time::Duration;
 
-/// What one source may hold, how long it waits, and what is known of its rank.
+/// Buffer limits, timeouts and known facts of one source.
 ///
 /// ```
 /// use pointsman::ingest::SourceConfig;
@@ -42,30 +41,32 @@ use std::time::Duration;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceConfig {
-    /// Whether the publisher has a replay socket. Default true; without one every gap makes the rank cold.
+    /// Whether the publisher has a replay socket. Default: true. Without it, every gap makes the rank cold.
     pub has_replay: bool,
-    /// Most messages held while something is missing. Default 4,096.
+    /// Maximum number of messages held during a gap. Default: 4,096.
     pub held_messages_max: usize,
-    /// Most payload bytes held while something is missing. Default 16 MiB.
+    /// Maximum payload bytes held during a gap. Default: 16 MiB.
     pub held_bytes_max: usize,
-    /// How many of the last applied messages are known again by a hash, 8 bytes each. Default 1,024; 1 to 2^20 count.
+    /// Number of applied messages whose hashes (8 bytes each) are kept for duplicate detection. Default: 1,024; clamped
+    /// to 1..=2^20.
     pub remembered_max: usize,
-    /// After how long without a connection, or connected without ever a message though prompts were served, a source is
-    /// silent. Default 10 s.
+    /// Time until a source is silent: without a connection, or connected without any message although prompts were
+    /// served. Default: 10 s.
     pub silent_after: Duration,
-    /// After how long a cold rank counts as known again, for its cache has turned over. Default 600 s.
+    /// Time until a cold rank is considered complete, because its cache has turned over. Default: 600 s.
     pub cold_heals_after: Duration,
-    /// How long a replay may make no progress. Default 5 s.
+    /// Maximum time of a replay without progress. Default: 5 s.
     pub replay_timeout: Duration,
-    /// After how long without a message the replay socket is asked, once, whether the last one was the last: no message
-    /// behind it shows that the end is missing. Default 2 s.
-    pub asks_after: Duration,
-    /// How often that is asked again while nothing comes: a connection whose other end is gone without a word looks just
-    /// so. Default 30 s.
-    pub asks_again_after: Duration,
-    /// Blocks that the rank's cache holds, where known: once that many were stored, what was there before is gone.
+    /// Idle time after which the replay socket is queried once for messages after the last one. A missing last message
+    /// is otherwise undetectable, because no message follows it. Default: 2 s.
+    pub end_check_after: Duration,
+    /// Interval of further such queries while no message arrives: a connection whose remote end disappeared silently
+    /// looks the same. Default: 30 s.
+    pub end_check_interval: Duration,
+    /// Capacity of the rank's cache in blocks, if known. After that number of stored blocks, all earlier content is
+    /// evicted.
     pub capacity_blocks: Option<u32>,
-    /// The pool's block size in tokens, to be named beside the engine's where they differ.
+    /// The pool's block size in tokens, for the mismatch message.
     pub block_size: Option<u32>,
     /// Seed of the back-off's jitter.
     pub seed: u64,
@@ -81,8 +82,8 @@ impl Default for SourceConfig {
             silent_after: Duration::from_secs(10),
             cold_heals_after: Duration::from_secs(600),
             replay_timeout: Duration::from_secs(5),
-            asks_after: Duration::from_secs(2),
-            asks_again_after: Duration::from_secs(30),
+            end_check_after: Duration::from_secs(2),
+            end_check_interval: Duration::from_secs(30),
             capacity_blocks: None,
             block_size: None,
             seed: 0,
@@ -90,106 +91,106 @@ impl Default for SourceConfig {
     }
 }
 
-/// What happened to a source.
+/// IngestInput of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Input<P> {
-    /// The subscription to live messages stands.
+pub enum IngestInput<P> {
+    /// The subscription to live messages is established.
     Connected,
-    /// It no longer does. A replay that runs is abandoned.
+    /// The subscription is lost. Aborts a running replay.
     Disconnected,
     /// A live message.
     Live {
-        /// Its number, counted by the publisher from 0.
+        /// Its sequence number, counted by the publisher from 0.
         sequence: u64,
         /// Its undecoded bytes.
         payload: P,
     },
-    /// An answer to the replay last asked for; never to an earlier one.
+    /// A message of the most recently requested replay, never of an earlier one.
     Replayed {
-        /// The message's number.
+        /// Its sequence number.
         sequence: u64,
         /// Its undecoded bytes.
         payload: P,
     },
-    /// The replay last asked for has brought all it has.
+    /// The most recently requested replay is complete.
     ReplayEnded,
-    /// The replay last asked for broke off.
+    /// The most recently requested replay failed.
     ReplayFailed,
-    /// What decoding an [`Effect::Apply`] found: one for each, in their order.
-    Applied(Applied),
-    /// The rank's engine has computed a prompt of at least one block: from now on silence means that something is wrong.
+    /// Result of decoding an [`IngestEffect::Apply`]: one input per effect, in the same order.
+    Applied(AppliedBatch),
+    /// The rank's engine has computed a prompt of at least one block, so missing messages now indicate a fault.
     Served,
-    /// The index has lost what it knew of this rank, and nothing of it is left there.
+    /// The index lost its content for this rank.
     Resync,
-    /// Time has passed; due at [`Source::next_tick`], harmless at any time, and late is well.
+    /// Time has passed. Due at [`Source::next_tick`]; allowed at any time, and delays are harmless.
     Tick,
 }
 
-/// What its owner has to do for a source, in the order given.
+/// Action for the owner of a source, to be performed in the given order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Effect<P> {
+pub enum IngestEffect<P> {
     /// Decode the batch and apply its events to the rank.
     Apply {
-        /// The message's number.
+        /// Its sequence number.
         sequence: u64,
         /// Its bytes.
         payload: P,
     },
-    /// Drop the rank's blocks, and what the decoder remembers of earlier batches.
+    /// Remove the rank's blocks, and the decoder state of earlier batches.
     Clear,
-    /// Ask the replay socket for everything from this number on. A replay that runs is abandoned.
+    /// Request a replay of all messages from this number on. Aborts a running replay.
     Replay {
-        /// First number asked for.
+        /// First requested number.
         from: u64,
     },
-    /// Give the subscription up and make a new one: messages that it should have brought had to be asked for, or nobody
-    /// answers. Reported as [`Input::Disconnected`].
+    /// Replace the subscription: messages that it should have delivered had to be replayed, or the replay socket does
+    /// not respond. Reported as [`IngestInput::Disconnected`].
     Reconnect,
-    /// How far the rank's blocks may be trusted has changed.
-    Trust(Trust),
-    /// To be counted.
+    /// The state of the stream changed.
+    State(StreamState),
+    /// Count this note.
     Noted(Note),
 }
 
-/// Something worth counting.
+/// Countable occurrence in a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Note {
-    /// A live message came too early: some before it are missing.
+    /// A live message arrived before its predecessors.
     Gap,
-    /// What was missing, or had to be verified, is there.
+    /// Missing or unverified messages are now complete.
     Recovered,
-    /// The message on both sides of a replay's beginning agreed.
+    /// The replayed copy of the last applied message is equal to it.
     Verified,
-    /// So many messages cannot be had any more.
+    /// Messages that are permanently lost.
     Lost {
         /// Their number.
         messages: u64,
     },
-    /// A message was dropped: it has been applied, or is held already.
+    /// Dropped: the message was applied before or is already held.
     Duplicate,
-    /// A message was dropped: it came behind its turn, or answers a replay that is over.
+    /// Dropped: the message is older than all remembered ones, or belongs to a completed replay.
     Late,
-    /// So many held messages were dropped, for a replay that follows brings them again or they are obsolete.
+    /// Dropped held messages, which a following replay contains or which are obsolete.
     Dropped {
         /// Their number.
         messages: u64,
     },
-    /// A message was dropped that would have to be held, and there is no room; a replay brings it again.
+    /// Dropped: the buffer of held messages is full; a replay will repeat the message.
     HeldOverflow,
-    /// A message was dropped whose number is the end mark of replays.
+    /// Dropped: the message has the sequence number that marks the end of replays.
     Refused,
-    /// The publisher has begun to count anew.
+    /// The publisher restarted its numbering.
     Incarnation,
-    /// The rank is cold.
+    /// The rank became cold.
     Cold,
-    /// It no longer is.
+    /// The rank is no longer cold.
     Healed,
-    /// A replay broke off, took too long, or left a hole.
+    /// A replay failed, timed out, or had a hole.
     ReplayFailed,
 }
 
 impl Note {
-    /// Its name in metrics.
+    /// The metric label value.
     ///
     /// ```
     /// use pointsman::ingest::Note;
@@ -215,8 +216,8 @@ impl Note {
         }
     }
 
-    /// How much to add to its count: messages where it speaks of several, else 1. At most [`u32::MAX`], for a publisher
-    /// may make numbers up, and no counter shared with others shall wrap for it.
+    /// Amount by which to increase its counter: the number of messages, otherwise 1. At most [`u32::MAX`], because a
+    /// publisher may use arbitrary sequence numbers, and shared counters must not wrap.
     #[must_use]
     pub fn count(self) -> u64 {
         match self {

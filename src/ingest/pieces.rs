@@ -1,12 +1,12 @@
-//! A batch in pieces that nobody has to wait long for.
+//! Splitting of batches into pieces of bounded cost.
 //!
-//! Owns the cut. Promises the same effect in the same order, and pieces of at most so many blocks, an event that names
-//! none counting as one. Leaves to others who waits for what.
+//! The pieces have the same effect in the same order. Each has at most a given number of blocks; an event without
+//! blocks counts as one.
 
 use crate::protocol::{KvEvent, RouterEvent};
 
-/// Cuts a batch into pieces of at most `blocks_max` blocks, at least 1: longer events too, each part of a store behind the
-/// part before it.
+/// Splits a batch into pieces of at most `blocks_max` blocks, at least 1. Longer events are split as well, each part of
+/// a store behind the previous part.
 ///
 /// ```
 /// use pointsman::ingest::pieces;
@@ -75,18 +75,18 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_store_follow_each_other() {
+    fn parts_of_a_store_are_chained() {
         let cut = pieces(vec![stored(Some(9), 10..15)], 2);
         assert_eq!(cut, [[stored(Some(9), 10..12)], [stored(Some(11), 12..14)], [stored(Some(13), 14..15)]]);
     }
 
     #[test]
-    fn events_share_pieces_and_those_without_blocks_take_room() {
+    fn events_share_pieces_and_count_at_least_one_block() {
         let batch = vec![stored(None, 0..2), event(KvEvent::Cleared), stored(None, 2..4), event(KvEvent::Cleared)];
         assert_eq!(pieces(batch.clone(), 6), [&batch[..]]);
         let cut = pieces(batch.clone(), 3);
         assert_eq!(cut, [&batch[..2], &batch[2..]]);
-        assert_eq!(pieces(batch.clone(), 0).len(), 6, "at least a block a piece");
+        assert_eq!(pieces(batch.clone(), 0).len(), 6, "at least one block per piece");
         assert_eq!(pieces(Vec::new(), 3), [Vec::new()]);
     }
 }

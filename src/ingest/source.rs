@@ -1,330 +1,339 @@
-//! The source itself: what it knows, and what live messages and time do to it.
+//! Event source state machine: live messages, ticks and the stream state.
 //!
-//! Owns the cursor, the messages held, and the judgement how far the rank may be trusted. Promises that a message that
-//! comes in its turn costs a hash of its bytes and no allocation. Leaves gaps, replays and what is lost to
-//! [`super::recovery`].
+//! Holds the cursor and the held messages, and evaluates the stream state. A message in order costs a hash of its bytes
+//! and no allocation. [`super::recovery`] handles gaps, replays and losses.
 
 use super::fit::Fit;
+use super::hashes::{PayloadHashes, PayloadMatch};
 use super::held::{Held, Offered};
-use super::link::Link;
-use super::recovery::{Cold, Replay, ReplayPurpose, Running};
-use super::seen::{Memory, Seen};
-use super::{Applied, Backoff, Doubt, Effect, Input, Note, SourceConfig, Trust};
+use super::recovery::{Cold, ReplayPurpose, ReplayState, RunningReplay};
+use super::subscription::Subscription;
+use super::{AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Note, SourceConfig, StreamState};
 use crate::protocol::Timestamp;
 
-/// A number that no message has: replays end with it.
+/// Sequence number that marks the end of a replay and that no message has.
 const END_MARK: u64 = u64::MAX;
 
-/// The state machine of one rank's event source.
+/// State machine of one rank's event source.
 ///
-/// `P` is a message's undecoded bytes. A new source takes it that nothing is known of the rank.
+/// `P` is the type of a message's undecoded bytes. A new source assumes that the index holds no blocks of the rank.
 ///
 /// ```
-/// use pointsman::ingest::{Applied, Effect, Input, Source, SourceConfig, Trust};
+/// use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig, StreamState};
 /// use pointsman::protocol::Timestamp;
 ///
 /// let now = Timestamp::default();
 /// let mut source = Source::new(SourceConfig::default(), now);
 /// let mut effects = Vec::new();
-/// source.step(Input::Connected, now, &mut effects);
-/// assert_eq!(effects, [Effect::Replay { from: 0 }]);
+/// source.step(IngestInput::Connected, now, &mut effects);
+/// assert_eq!(effects, [IngestEffect::Replay { from: 0 }]);
 /// effects.clear();
-/// source.step(Input::Live { sequence: 0, payload: b"batch" }, now, &mut effects);
-/// source.step(Input::ReplayEnded, now, &mut effects);
-/// assert_eq!(effects[0], Effect::Apply { sequence: 0, payload: b"batch" });
-/// source.step(Input::Applied(Applied { events: 1, usable: 1, ..Applied::default() }), now, &mut effects);
-/// assert_eq!(source.trust(), Trust::Live);
+/// source.step(IngestInput::Live { sequence: 0, payload: b"batch" }, now, &mut effects);
+/// source.step(IngestInput::ReplayEnded, now, &mut effects);
+/// assert_eq!(effects[0], IngestEffect::Apply { sequence: 0, payload: b"batch" });
+/// source.step(IngestInput::Applied(AppliedBatch { events: 1, usable: 1, ..AppliedBatch::default() }), now, &mut effects);
+/// assert_eq!(source.state(), StreamState::Live);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Source<P> {
     pub(super) config: SourceConfig,
-    /// When the last step was taken.
+    /// Time of the last step.
     pub(super) now: Timestamp,
-    pub(super) link: Link,
-    /// The message that comes next; none before the first, and after a loss that nothing has followed yet.
+    pub(super) link: Subscription,
+    /// Sequence number of the next message; `None` before the first message, and after a loss until the next message.
     pub(super) next: Option<u64>,
-    pub(super) seen: Seen,
+    pub(super) seen: PayloadHashes,
     pub(super) held: Held<P>,
     /// The last message known to exist, applied or not.
     pub(super) known_last: Option<u64>,
-    /// Where live messages go on that go forward on this connection.
+    /// The next live sequence number on this connection.
     pub(super) live_next: Option<u64>,
-    pub(super) replay: Option<Replay>,
-    /// When it is asked whether the last message was the last; none once that is known.
-    pub(super) asks_at: Option<Timestamp>,
-    /// Whether the last answer to that began too late, and nothing has come since.
-    pub(super) end_is_gone: bool,
-    /// Questions for the end in a row, with no live message since, that a subscription that works would not have needed.
-    pub(super) link_troubles: u32,
+    pub(super) replay: Option<ReplayState>,
+    /// Time of the next end check; `None` while none is scheduled.
+    pub(super) end_check_at: Option<Timestamp>,
+    /// Whether the last end check found the next message missing, and no live message arrived since.
+    pub(super) end_is_missing: bool,
+    /// Consecutive end checks, without a live message in between, that a working subscription would have made
+    /// unnecessary.
+    pub(super) subscription_failures: u32,
     pub(super) backoff: Backoff,
-    /// Replays in a row that brought nothing.
-    pub(super) tries: u32,
-    /// Whether a replay has been completed since the publisher last seemed to count anew.
-    pub(super) is_settled: bool,
+    /// Consecutive replays without new messages.
+    pub(super) attempts: u32,
+    /// Whether a replay has completed since the last change of incarnation.
+    pub(super) has_completed_replay: bool,
     pub(super) cold: Option<Cold>,
-    /// Whether nothing was applied since the rank's blocks were last dropped.
+    /// Whether no message was applied since the rank's blocks were last removed.
     pub(super) is_clear: bool,
-    /// Batches handed on of which nothing was reported yet, and how many of them a clear has followed.
+    /// Number of applied batches without a report, and the number of those that a clear has followed.
     pub(super) unreported: u64,
     pub(super) unreported_stale: u64,
     fit: Fit,
-    trust: Trust,
+    state: StreamState,
 }
 
-/// Where a message stands.
+/// Position of a message relative to the cursor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    /// It is the one that comes next.
+pub(super) enum MessagePosition {
+    /// The next message.
     Next,
-    /// Some before it are missing, or where to begin is not known.
+    /// Later than the next message, or the start is unknown.
     Ahead,
-    /// It was applied.
+    /// Already applied.
     Applied,
-    /// Another was applied under its number.
+    /// A different message was applied under its number.
     Conflicting,
-    /// Its turn was before everything that is remembered.
+    /// Earlier than all remembered messages.
     Forgotten,
 }
 
 impl<P: AsRef<[u8]>> Source<P> {
-    /// A source that is not connected yet.
+    /// Creates a source without a connection.
     #[must_use]
     pub fn new(config: SourceConfig, now: Timestamp) -> Self {
         Self {
             config,
             now,
-            link: Link::new(now),
+            link: Subscription::new(now),
             next: None,
-            seen: Seen::new(config.remembered_max),
+            seen: PayloadHashes::new(config.remembered_max),
             held: Held::new(config.held_messages_max, config.held_bytes_max),
             known_last: None,
             live_next: None,
             replay: None,
-            asks_at: None,
-            end_is_gone: false,
-            link_troubles: 0,
+            end_check_at: None,
+            end_is_missing: false,
+            subscription_failures: 0,
             backoff: Backoff::new(config.seed),
-            tries: 0,
-            is_settled: true,
+            attempts: 0,
+            has_completed_replay: true,
             cold: None,
             is_clear: true,
             unreported: 0,
             unreported_stale: 0,
             fit: Fit::default(),
-            trust: Trust::Recovering,
+            state: StreamState::Recovering,
         }
     }
 
-    /// Takes one input in and appends what is to be done for it. `now` that goes back counts as not having moved.
-    pub fn step(&mut self, input: Input<P>, now: Timestamp, effects: &mut Vec<Effect<P>>) {
+    /// Processes one input and appends the resulting actions to `effects`. A `now` before the previous step counts as
+    /// equal to it.
+    pub fn step(&mut self, input: IngestInput<P>, now: Timestamp, effects: &mut Vec<IngestEffect<P>>) {
         self.now = self.now.max(now);
         match input {
-            Input::Connected => self.on_connected(effects),
-            Input::Disconnected => self.on_disconnected(),
-            Input::Live { sequence, payload } => self.on_live(sequence, payload, effects),
-            Input::Replayed { sequence, payload } => self.on_replayed(sequence, payload, effects),
-            Input::ReplayEnded => self.on_replay_ended(effects),
-            Input::ReplayFailed => self.on_replay_failed(effects),
-            Input::Applied(applied) => self.on_applied(applied, effects),
-            Input::Served => self.link.served(self.now),
-            Input::Resync => self.on_resync(effects),
-            Input::Tick => self.on_tick(effects),
+            IngestInput::Connected => self.on_connected(effects),
+            IngestInput::Disconnected => self.on_disconnected(),
+            IngestInput::Live { sequence, payload } => self.on_live(sequence, payload, effects),
+            IngestInput::Replayed { sequence, payload } => self.on_replayed(sequence, payload, effects),
+            IngestInput::ReplayEnded => self.on_replay_ended(effects),
+            IngestInput::ReplayFailed => self.on_replay_failed(effects),
+            IngestInput::Applied(applied) => self.on_applied(applied, effects),
+            IngestInput::Served => self.link.served(self.now),
+            IngestInput::Resync => self.on_resync(effects),
+            IngestInput::Tick => self.on_tick(effects),
         }
         self.heal_by_time(effects);
-        let trust = self.judge();
-        if trust != self.trust {
-            self.trust = trust;
-            effects.push(Effect::Trust(trust));
+        let state = self.evaluate_state();
+        if state != self.state {
+            self.state = state;
+            effects.push(IngestEffect::State(state));
         }
     }
 
-    /// Whether there is room for live messages. While there is none, the live socket is better not read: what it then
-    /// drops is noticed and asked for, what is read would be dropped here.
+    /// Whether the source has room for live messages. Without room, the live socket should not be read: messages
+    /// dropped by the socket are detected and replayed, while messages read now would be dropped here.
     #[must_use]
     pub fn wants_live(&self) -> bool {
         self.held.is_empty() || self.held.has_room()
     }
 
-    /// How far the rank may be trusted, as of the last step.
+    /// The stream state after the last step.
     #[must_use]
-    pub fn trust(&self) -> Trust {
-        self.trust
+    pub fn state(&self) -> StreamState {
+        self.state
     }
 
-    /// What is wrong, as of the last step; none while live or recovering.
+    /// The degradation reason after the last step; `None` while live or recovering.
     #[must_use]
-    pub fn doubt(&self) -> Option<Doubt> {
-        match self.trust {
-            Trust::Live | Trust::Recovering => None,
-            Trust::Cold => self.cold.map(|cold| cold.cause),
-            Trust::Mismatched => self.fit.doubt(self.config.block_size),
-            Trust::Silent => self.link.doubt(self.now),
+    pub fn degradation(&self) -> Option<DegradationReason> {
+        match self.state {
+            StreamState::Live | StreamState::Recovering => None,
+            StreamState::Cold => self.cold.map(|cold| cold.cause),
+            StreamState::Mismatched => self.fit.degradation(self.config.block_size),
+            StreamState::Silent => self.link.degradation(self.now),
         }
     }
 
-    /// Whether [`Input::Served`] would matter: nothing has been heard, and the engine has served nothing yet.
+    /// Whether [`IngestInput::Served`] would have an effect: no message was received, and the engine has served no
+    /// prompt yet.
     #[must_use]
     pub fn awaits_served(&self) -> bool {
         self.link.awaits_served()
     }
 
-    /// Whether everything that the publisher has said until now is known, as of the last step, be that nothing. Whoever has
-    /// nothing to say though its engine has served prompts is [`Trust::Silent`] in time, and caught up as long as it is
-    /// connected.
+    /// True once every message published so far has been applied, as of the last step (trivially true if there were
+    /// none). A publisher without messages although its engine has served prompts becomes [`StreamState::Silent`], and
+    /// counts as caught up while connected.
     ///
     /// ```
-    /// use pointsman::ingest::{Input, Source, SourceConfig, Trust};
+    /// use pointsman::ingest::{IngestInput, Source, SourceConfig, StreamState};
     /// use pointsman::protocol::Timestamp;
     ///
     /// let mut source: Source<Vec<u8>> = Source::new(SourceConfig::default(), Timestamp::default());
     /// let mut effects = Vec::new();
-    /// source.step(Input::Connected, Timestamp::default(), &mut effects);
+    /// source.step(IngestInput::Connected, Timestamp::default(), &mut effects);
     /// assert!(!source.is_caught_up());
-    /// source.step(Input::ReplayEnded, Timestamp::default(), &mut effects);
-    /// assert_eq!((source.trust(), source.is_caught_up()), (Trust::Live, true));
-    /// source.step(Input::Served, Timestamp::default(), &mut effects);
+    /// source.step(IngestInput::ReplayEnded, Timestamp::default(), &mut effects);
+    /// assert_eq!((source.state(), source.is_caught_up()), (StreamState::Live, true));
+    /// source.step(IngestInput::Served, Timestamp::default(), &mut effects);
     /// let much_later = Timestamp(60_000_000_000);
-    /// source.step(Input::Tick, much_later, &mut effects);
-    /// assert_eq!((source.trust(), source.is_caught_up()), (Trust::Silent, true));
+    /// source.step(IngestInput::Tick, much_later, &mut effects);
+    /// assert_eq!((source.state(), source.is_caught_up()), (StreamState::Silent, true));
     /// ```
     #[must_use]
     pub fn is_caught_up(&self) -> bool {
-        self.link.is_connected() && self.judge_heard() == Trust::Live
+        self.link.is_connected() && self.evaluate_connected() == StreamState::Live
     }
 
-    /// When time alone will change something: the next [`Input::Tick`] is due then. None where that is never.
+    /// Time at which the next [`IngestInput::Tick`] is due; `None` if no tick is required.
     #[must_use]
     pub fn next_tick(&self) -> Option<Timestamp> {
-        let silent = (self.trust != Trust::Silent).then(|| self.link.silent_at(self.config.silent_after)).flatten();
+        let silent =
+            (self.state != StreamState::Silent).then(|| self.link.silent_at(self.config.silent_after)).flatten();
         let replay = self.replay.map(|replay| replay.due(self.config.replay_timeout));
-        let asks = self.asks_at.filter(|_| self.may_ask_for_end());
+        let asks = self.end_check_at.filter(|_| self.can_check_end());
         let healed = self.cold.map(|cold| cold.since + self.config.cold_heals_after);
         [silent, replay, asks, healed].into_iter().flatten().min().filter(|at| *at < Timestamp(u64::MAX))
     }
 
-    /// Whether answers to a replay are wanted; those of one that is over need not be waited for.
+    /// Whether a replay is running. Messages of an earlier replay can be ignored.
     #[must_use]
     pub fn is_replaying(&self) -> bool {
-        matches!(self.replay, Some(Replay::Running(_)))
+        matches!(self.replay, Some(ReplayState::Running(_)))
     }
 
-    /// Number of messages held until their turn.
+    /// Number of held messages.
     #[must_use]
     pub fn held_messages(&self) -> usize {
         self.held.len()
     }
 
-    /// Payload bytes of the messages held.
+    /// Payload bytes of the held messages.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
         self.held.bytes()
     }
 
-    /// For tests: that all of this fits together.
+    /// Checks the invariants, for tests.
     ///
     /// # Panics
-    /// Where it does not.
+    /// If an invariant is violated.
     pub fn check_invariants(&self) {
         self.held.check_invariants();
         self.seen.check_invariants();
-        assert!(self.unreported_stale <= self.unreported, "what is stale was handed on");
-        assert_eq!(self.trust, self.judge(), "trust is what the rest says");
+        assert!(self.unreported_stale <= self.unreported, "stale batches are among the unreported ones");
+        assert_eq!(self.state, self.evaluate_state(), "the state matches its evaluation");
         if let (Some(next), Some(first)) = (self.next, self.held.first()) {
             let is_due = next == first && self.takes_live();
             assert!(next <= first && !is_due, "message {first} is held and {next} is next");
         }
-        assert!(self.next.is_some() || self.seen.len() == 0, "nothing is remembered from before a loss");
-        assert!(self.held.last() <= self.known_last, "what is held is known");
-        assert!(self.config.has_replay || self.replay.is_none() && self.held.is_empty(), "there is nobody to ask");
+        assert!(self.next.is_some() || self.seen.len() == 0, "hashes are dropped at a loss");
+        assert!(self.held.last() <= self.known_last, "held messages are known");
+        assert!(
+            self.config.has_replay || self.replay.is_none() && self.held.is_empty(),
+            "replays require a replay socket"
+        );
         assert!(self.link.is_connected() || self.replay.is_none(), "replays end with the connection");
         let is_stuck = self.link.is_connected() && self.is_incomplete() && self.replay.is_none();
-        assert!(!is_stuck, "something is missing and nobody asks for it");
+        assert!(!is_stuck, "missing messages are always requested");
     }
 
     fn on_disconnected(&mut self) {
         self.link.disconnected(self.now);
-        (self.replay, self.asks_at, self.link_troubles) = (None, None, 0);
+        (self.replay, self.end_check_at, self.subscription_failures) = (None, None, 0);
     }
 
-    fn on_live(&mut self, sequence: u64, payload: P, effects: &mut Vec<Effect<P>>) {
+    fn on_live(&mut self, sequence: u64, payload: P, effects: &mut Vec<IngestEffect<P>>) {
         if sequence == END_MARK {
-            return effects.push(Effect::Noted(Note::Refused));
+            return effects.push(IngestEffect::Noted(Note::Refused));
         }
-        self.link.heard();
-        // A stream that still goes forward, though behind what a replay has brought, is no new one.
-        let goes_forward = self.live_next.is_some_and(|next| sequence >= next);
+        self.link.received();
+        // A stream with ascending numbers is the same incarnation, even behind messages that a replay already
+        // delivered.
+        let is_ascending = self.live_next.is_some_and(|next| sequence >= next);
         self.live_next = self.live_next.max(Some(sequence + 1));
-        (self.end_is_gone, self.link_troubles) = (false, 0);
-        self.look_for_end_later();
-        match self.place(sequence, payload.as_ref()) {
-            Place::Next if self.takes_live() => {
+        (self.end_is_missing, self.subscription_failures) = (false, 0);
+        self.schedule_end_check();
+        match self.position(sequence, payload.as_ref()) {
+            MessagePosition::Next if self.takes_live() => {
                 self.apply(sequence, payload, effects);
                 self.drain(effects);
             }
-            Place::Ahead if self.next.is_none() && !self.waits_for_replay() => {
+            MessagePosition::Ahead if self.next.is_none() && !self.waits_for_replay() => {
                 self.start(sequence, effects);
                 self.apply(sequence, payload, effects);
             }
-            Place::Next | Place::Ahead => self.hold(sequence, payload, effects),
-            Place::Applied => effects.push(Effect::Noted(Note::Duplicate)),
-            Place::Forgotten if goes_forward => effects.push(Effect::Noted(Note::Late)),
-            Place::Forgotten | Place::Conflicting => self.renew(Some((sequence, payload)), effects),
+            MessagePosition::Next | MessagePosition::Ahead => self.hold(sequence, payload, effects),
+            MessagePosition::Applied => effects.push(IngestEffect::Noted(Note::Duplicate)),
+            MessagePosition::Forgotten if is_ascending => effects.push(IngestEffect::Noted(Note::Late)),
+            MessagePosition::Forgotten | MessagePosition::Conflicting => {
+                self.start_incarnation(Some((sequence, payload)), effects)
+            }
         }
     }
 
-    fn on_replayed(&mut self, sequence: u64, payload: P, effects: &mut Vec<Effect<P>>) {
+    fn on_replayed(&mut self, sequence: u64, payload: P, effects: &mut Vec<IngestEffect<P>>) {
         if sequence == END_MARK {
-            return effects.push(Effect::Noted(Note::Refused));
+            return effects.push(IngestEffect::Noted(Note::Refused));
         }
-        let Some(Replay::Running(mut running)) = self.replay else {
-            return effects.push(Effect::Noted(Note::Late));
+        let Some(ReplayState::Running(mut running)) = self.replay else {
+            return effects.push(IngestEffect::Noted(Note::Late));
         };
-        self.link.heard();
+        self.link.received();
         self.live_next.get_or_insert(running.from);
-        let was_awaited = running.is_awaited && sequence >= running.from;
-        // Live messages may have gone on where the replay was to begin.
-        let is_overtaken = self.next.is_some_and(|next| next > running.first_lacking && sequence <= next);
-        // The connection has lasted: who asks for the end need not verify who answers.
-        let first_due = if running.purpose == ReplayPurpose::End { running.first_lacking } else { running.from };
-        let is_short = was_awaited && sequence > first_due && !is_overtaken;
-        if was_awaited {
-            (running.is_awaited, running.progressed_at) = (false, self.now);
-            self.replay = Some(Replay::Running(running));
+        let was_awaiting_start = running.awaits_start && sequence >= running.from;
+        // Live messages may have passed the start of the replay.
+        let is_overtaken = self.next.is_some_and(|next| next > running.first_missing && sequence <= next);
+        // During an end check the connection has lasted, so the publisher needs no verification.
+        let first_due = if running.purpose == ReplayPurpose::End { running.first_missing } else { running.from };
+        let is_short = was_awaiting_start && sequence > first_due && !is_overtaken;
+        if was_awaiting_start {
+            (running.awaits_start, running.progressed_at) = (false, self.now);
+            self.replay = Some(ReplayState::Running(running));
         }
-        if is_short && running.purpose == ReplayPurpose::End && !self.end_is_gone {
-            return self.mistrust_end(effects);
+        if is_short && running.purpose == ReplayPurpose::End && !self.end_is_missing {
+            return self.expect_missing_end(effects);
         }
         if is_short {
-            self.lose(Some(sequence), Doubt::ReplayGap { from: running.from, first: sequence }, effects);
-        } else if was_awaited && self.next.is_none() {
+            self.lose(Some(sequence), DegradationReason::ReplayGap { from: running.from, first: sequence }, effects);
+        } else if was_awaiting_start && self.next.is_none() {
             self.start(sequence, effects);
         }
-        match self.place(sequence, payload.as_ref()) {
-            Place::Next => {
+        match self.position(sequence, payload.as_ref()) {
+            MessagePosition::Next => {
                 self.apply(sequence, payload, effects);
-                self.look_for_end_later(); // it did not come by itself, so the next may not either
+                self.schedule_end_check(); // the subscription missed this message, so it may also miss the next one
                 self.progressed();
                 self.drain(effects);
             }
-            Place::Ahead => self.hold(sequence, payload, effects),
-            Place::Applied if was_awaited && sequence == running.from => {
-                effects.push(Effect::Noted(Note::Verified));
+            MessagePosition::Ahead => self.hold(sequence, payload, effects),
+            MessagePosition::Applied if was_awaiting_start && sequence == running.from => {
+                effects.push(IngestEffect::Noted(Note::Verified));
                 self.drain(effects);
             }
-            Place::Applied => effects.push(Effect::Noted(Note::Duplicate)),
-            Place::Forgotten => effects.push(Effect::Noted(Note::Late)),
-            Place::Conflicting => {
-                effects.push(Effect::Noted(Note::Dropped { messages: 1 }));
-                self.renew(None, effects);
+            MessagePosition::Applied => effects.push(IngestEffect::Noted(Note::Duplicate)),
+            MessagePosition::Forgotten => effects.push(IngestEffect::Noted(Note::Late)),
+            MessagePosition::Conflicting => {
+                effects.push(IngestEffect::Noted(Note::Dropped { messages: 1 }));
+                self.start_incarnation(None, effects);
             }
         }
     }
 
-    fn on_applied(&mut self, applied: Applied, effects: &mut Vec<Effect<P>>) {
+    fn on_applied(&mut self, applied: AppliedBatch, effects: &mut Vec<IngestEffect<P>>) {
         self.fit.observe(&applied);
         self.unreported = self.unreported.saturating_sub(1);
         if self.unreported_stale > 0 {
-            self.unreported_stale -= 1; // the blocks it speaks of are gone again
+            self.unreported_stale -= 1; // a clear already removed these blocks
             return;
         }
         let Some(cold) = &mut self.cold else { return };
@@ -335,39 +344,39 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
-    fn on_tick(&mut self, effects: &mut Vec<Effect<P>>) {
+    fn on_tick(&mut self, effects: &mut Vec<IngestEffect<P>>) {
         match self.replay {
-            Some(Replay::Waiting { purpose, at }) if at <= self.now => self.ask(purpose, effects),
-            Some(replay @ Replay::Running(_)) if replay.due(self.config.replay_timeout) <= self.now => {
+            Some(ReplayState::Waiting { purpose, at }) if at <= self.now => self.request_replay(purpose, effects),
+            Some(replay @ ReplayState::Running(_)) if replay.due(self.config.replay_timeout) <= self.now => {
                 self.on_replay_failed(effects);
             }
-            None if self.may_ask_for_end() && self.asks_at.is_some_and(|at| at <= self.now) => {
-                self.ask_for_end(effects);
+            None if self.can_check_end() && self.end_check_at.is_some_and(|at| at <= self.now) => {
+                self.check_end(effects);
             }
-            Some(Replay::Waiting { .. } | Replay::Running(_)) | None => {}
+            Some(ReplayState::Waiting { .. } | ReplayState::Running(_)) | None => {}
         }
     }
 
-    pub(super) fn place(&self, sequence: u64, payload: &[u8]) -> Place {
+    pub(super) fn position(&self, sequence: u64, payload: &[u8]) -> MessagePosition {
         match self.next {
-            Some(next) if sequence == next => Place::Next,
+            Some(next) if sequence == next => MessagePosition::Next,
             Some(next) if sequence < next => match self.seen.recall(next - 1 - sequence, payload) {
-                Memory::Same => Place::Applied,
-                Memory::Other => Place::Conflicting,
-                Memory::Forgotten => Place::Forgotten,
+                PayloadMatch::Same => MessagePosition::Applied,
+                PayloadMatch::Other => MessagePosition::Conflicting,
+                PayloadMatch::Forgotten => MessagePosition::Forgotten,
             },
-            Some(_) | None => Place::Ahead,
+            Some(_) | None => MessagePosition::Ahead,
         }
     }
 
-    /// Whether live messages may be applied in their turn: not while it is open whose they are.
+    /// Whether live messages may be applied in order: not while the incarnation of the publisher is unverified.
     fn takes_live(&self) -> bool {
         match self.replay {
             None => self.link.is_connected() || !self.config.has_replay,
-            Some(Replay::Waiting { purpose: ReplayPurpose::Gap | ReplayPurpose::End, .. }) => true,
-            Some(Replay::Waiting { purpose: ReplayPurpose::All | ReplayPurpose::Verify, .. }) => false,
-            Some(Replay::Running(Running { purpose: ReplayPurpose::Gap | ReplayPurpose::End, .. })) => true,
-            Some(Replay::Running(running)) => !running.is_awaited,
+            Some(ReplayState::Waiting { purpose: ReplayPurpose::Gap | ReplayPurpose::End, .. }) => true,
+            Some(ReplayState::Waiting { purpose: ReplayPurpose::All | ReplayPurpose::Verify, .. }) => false,
+            Some(ReplayState::Running(RunningReplay { purpose: ReplayPurpose::Gap | ReplayPurpose::End, .. })) => true,
+            Some(ReplayState::Running(running)) => !running.awaits_start,
         }
     }
 
@@ -375,66 +384,70 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.replay.is_some() || self.config.has_replay && !self.link.is_connected()
     }
 
-    /// Keeps a message until its turn, and asks for what is missing before it.
-    pub(super) fn hold(&mut self, sequence: u64, payload: P, effects: &mut Vec<Effect<P>>) {
+    /// Holds a message until its predecessors are applied, and requests these.
+    pub(super) fn hold(&mut self, sequence: u64, payload: P, effects: &mut Vec<IngestEffect<P>>) {
         if !self.config.has_replay {
-            // Nothing could come in between any more.
+            // Without a replay socket, the missing messages cannot be recovered.
             let from = self.next.unwrap_or(0);
-            effects.push(Effect::Noted(Note::Gap));
-            self.lose(Some(sequence), Doubt::NoReplay { from }, effects);
+            effects.push(IngestEffect::Noted(Note::Gap));
+            self.lose(Some(sequence), DegradationReason::NoReplay { from }, effects);
             return self.apply(sequence, payload, effects);
         }
         match self.held.offer(sequence, payload) {
             Offered::Held => {}
-            Offered::Same => effects.push(Effect::Noted(Note::Duplicate)),
-            Offered::Full => effects.push(Effect::Noted(Note::HeldOverflow)),
-            Offered::Other(payload) => return self.renew(Some((sequence, payload)), effects),
+            Offered::Same => effects.push(IngestEffect::Noted(Note::Duplicate)),
+            Offered::Full => effects.push(IngestEffect::Noted(Note::HeldOverflow)),
+            Offered::Other(payload) => return self.start_incarnation(Some((sequence, payload)), effects),
         }
         self.known_last = self.known_last.max(Some(sequence));
-        if let Some(Replay::Running(running)) = &mut self.replay
+        if let Some(ReplayState::Running(running)) = &mut self.replay
             && running.purpose == ReplayPurpose::End
         {
-            running.purpose = ReplayPurpose::Gap; // more is missing than the end
-            effects.push(Effect::Noted(Note::Gap));
+            running.purpose = ReplayPurpose::Gap; // more messages are missing than the end check expected
+            effects.push(IngestEffect::Noted(Note::Gap));
         }
         if self.replay.is_none() && self.link.is_connected() {
-            effects.push(Effect::Noted(Note::Gap));
-            self.ask(ReplayPurpose::Gap, effects);
+            effects.push(IngestEffect::Noted(Note::Gap));
+            self.request_replay(ReplayPurpose::Gap, effects);
         }
     }
 
-    /// Hands on the message whose turn it is.
-    pub(super) fn apply(&mut self, sequence: u64, payload: P, effects: &mut Vec<Effect<P>>) {
-        debug_assert_eq!(self.next, Some(sequence), "messages are applied in their turn");
+    /// Applies the next message.
+    pub(super) fn apply(&mut self, sequence: u64, payload: P, effects: &mut Vec<IngestEffect<P>>) {
+        debug_assert_eq!(self.next, Some(sequence), "messages are applied in order");
         self.seen.push(payload.as_ref());
         self.next = Some(sequence + 1);
         self.known_last = self.known_last.max(Some(sequence));
         self.is_clear = false;
         self.unreported += 1;
-        effects.push(Effect::Apply { sequence, payload });
+        effects.push(IngestEffect::Apply { sequence, payload });
     }
 
-    fn judge(&self) -> Trust {
-        if self.link.is_silent(self.now, self.config.silent_after) { Trust::Silent } else { self.judge_heard() }
-    }
-
-    /// What would be trusted of it if silence were none.
-    fn judge_heard(&self) -> Trust {
-        if self.fit.doubt(self.config.block_size).is_some() {
-            Trust::Mismatched
-        } else if self.replay.is_some_and(Replay::doubts)
-            || self.is_incomplete()
-            || self.next.is_none() && self.cold.is_none()
-        {
-            Trust::Recovering
-        } else if self.cold.is_some() {
-            Trust::Cold
+    fn evaluate_state(&self) -> StreamState {
+        if self.link.is_silent(self.now, self.config.silent_after) {
+            StreamState::Silent
         } else {
-            Trust::Live
+            self.evaluate_connected()
         }
     }
 
-    fn heal_by_time(&mut self, effects: &mut Vec<Effect<P>>) {
+    /// The stream state without regard to silence.
+    fn evaluate_connected(&self) -> StreamState {
+        if self.fit.degradation(self.config.block_size).is_some() {
+            StreamState::Mismatched
+        } else if self.replay.is_some_and(ReplayState::degrades)
+            || self.is_incomplete()
+            || self.next.is_none() && self.cold.is_none()
+        {
+            StreamState::Recovering
+        } else if self.cold.is_some() {
+            StreamState::Cold
+        } else {
+            StreamState::Live
+        }
+    }
+
+    fn heal_by_time(&mut self, effects: &mut Vec<IngestEffect<P>>) {
         if self.cold.is_some_and(|cold| cold.since + self.config.cold_heals_after <= self.now) {
             self.heal(effects);
         }

@@ -1,34 +1,33 @@
-//! The load board: each rank's latest load, readable by anyone without a message.
+//! Load board: the latest load of each rank, readable without messages.
 //!
-//! Owns two cache lines a rank. Its single writer is the rank's sequence actor, under its turn; readers are
-//! the scheduler and the handle. Promises that a read is one consistent snapshot, never half of two. Leaves
-//! to the scheduler what it booked since (the overlay). What may be stale, and why that is harmless, is in
-//! the README beside this file.
+//! Two cache lines per rank. The rank's sequence actor is the only writer; the scheduler and the handle read. A read
+//! returns one consistent snapshot, never parts of two. The scheduler adds its later bookings itself (the overlay). The
+//! README beside this file documents staleness and its effects.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use super::{ActiveSequences, PrefillCurve, PromptSketch};
 use crate::protocol::Timestamp;
 
-/// One rank's load as its sequence actor last published it.
+/// Load of a rank as last published by its sequence actor.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct BoardLoad {
-    /// Incarnation of the sequence actor that published.
+    /// Incarnation of the publishing sequence actor.
     pub incarnation: u32,
-    /// Number of the last Book it had seen, counted per incarnation from 1; 0 when none.
+    /// Number of the last processed Book message, counted per incarnation from 1; 0 before the first.
     pub applied: u32,
     /// Active blocks, rounded.
     pub active_blocks: u32,
     /// Active requests.
     pub requests: u32,
-    /// Prefill tokens still to compute, as parameters: the load falls without a message.
+    /// Prefill tokens to compute, as a curve, so that the load decreases without further messages.
     pub prefill: PrefillCurve,
-    /// What a newcomer can share with the active prompts, at most.
+    /// Upper bound of the blocks that a new request can share with the active prompts.
     pub prompts: PromptSketch,
 }
 
 impl BoardLoad {
-    /// What an incarnation of a sequence actor with these bookings has to publish, its `applied`th Book counted in.
+    /// The snapshot of a sequence actor with these bookings, including the Book message number `applied`.
     #[must_use]
     pub fn of(active: &ActiveSequences, incarnation: u32, applied: u32, now: Timestamp) -> Self {
         let load = active.load(now);
@@ -43,7 +42,7 @@ impl BoardLoad {
     }
 }
 
-/// One rank's place on the board: a seqlock of plain atomics on two cache lines.
+/// One rank's entry on the board: a seqlock of atomics on two cache lines.
 ///
 /// ```
 /// use pointsman::load::{BoardLoad, BoardSlot};
@@ -55,7 +54,7 @@ impl BoardLoad {
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct BoardSlot {
-    /// Odd while a write is under way.
+    /// Odd during a write.
     version: AtomicU64,
     /// Incarnation (high half), applied (low half).
     applied: AtomicU64,
@@ -67,13 +66,14 @@ pub struct BoardSlot {
 
 const _: () = assert!(size_of::<BoardSlot>() == 128, "a slot is two cache lines");
 
-/// Reads tried before the reader keeps what it had: a writer that died mid-publish must hang nobody.
+/// Attempts before a reader keeps its previous copy, so that a writer that died during a publication does not block
+/// readers.
 const READS_MAX: usize = 2;
 
 impl BoardSlot {
     /// Publishes a snapshot. Only the rank's sequence actor may call this.
     ///
-    /// A version left odd by a writer that died is taken over: the next even one follows.
+    /// If a previous writer died and left an odd version, the next even version follows.
     pub fn publish(&self, load: &BoardLoad) {
         let writing = self.version.load(Ordering::Relaxed) | 1;
         self.version.store(writing, Ordering::Relaxed);
@@ -85,20 +85,20 @@ impl BoardSlot {
         self.version.store(writing.wrapping_add(1), Ordering::Release);
     }
 
-    /// Leaves the board as a writer does that is in the middle of [`publish`](Self::publish).
+    /// Leaves the entry in the state of an unfinished [`publish`](Self::publish).
     #[cfg(test)]
     pub(crate) fn begin_write(&self) {
         self.version.fetch_or(1, Ordering::Relaxed);
     }
 
-    /// The latest snapshot, or `None` when a write was under way at every try: keep the last good copy.
+    /// The latest snapshot, or `None` if every attempt met a write: the caller keeps its last copy.
     #[must_use]
     pub fn read(&self) -> Option<BoardLoad> {
         self.read_since(&mut BoardVersion::default())
     }
 
-    /// The latest snapshot if there is a newer one than `seen`, which moves on to it. Also `None` when a write was
-    /// under way at every try. Where nothing has changed it costs one load.
+    /// The latest snapshot if it is newer than `seen`, which is updated. Returns `None` also if every attempt met a
+    /// write. Costs one load if nothing has changed.
     #[must_use]
     #[inline]
     pub fn read_since(&self, seen: &mut BoardVersion) -> Option<BoardLoad> {
@@ -120,15 +120,14 @@ impl BoardSlot {
         None
     }
 
-    /// Whether there may be a newer snapshot than `seen`: what [`read_since`](Self::read_since) costs where nothing has
-    /// changed, and nothing more.
+    /// Whether a snapshot newer than `seen` may exist. Costs one load.
     #[must_use]
     #[inline]
     pub fn has_news(&self, seen: BoardVersion) -> bool {
         seen.0 != self.version.load(Ordering::Relaxed)
     }
 
-    /// Fields that belong together only if no write was under way.
+    /// Fields that are consistent only if no write was in progress.
     fn read_fields(&self) -> BoardLoad {
         let (incarnation, applied) = split(self.applied.load(Ordering::Relaxed));
         let (active_blocks, requests) = split(self.active.load(Ordering::Relaxed));
@@ -174,10 +173,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_writer_that_died_mid_publish_hangs_nobody() {
+    fn dead_writer_does_not_block_readers() {
         let slot = BoardSlot::default();
         slot.publish(&BoardLoad { active_blocks: 1, ..BoardLoad::default() });
-        slot.begin_write(); // the writer dies here
+        slot.begin_write(); // simulates the death of the writer
         assert_eq!(slot.read(), None);
         let next = BoardLoad { active_blocks: 2, incarnation: 1, ..BoardLoad::default() };
         slot.publish(&next);
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_has_seen_the_latest_reads_nothing() {
+    fn unchanged_snapshot_is_not_read_again() {
         let (slot, mut seen) = (BoardSlot::default(), BoardVersion::default());
         assert!(slot.read_since(&mut seen).is_some(), "even an empty board is news once");
         assert_eq!(slot.read_since(&mut seen), None);
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn readers_never_see_half_of_two_snapshots() {
+    fn snapshots_are_consistent() {
         let slot = BoardSlot::default();
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {

@@ -1,23 +1,23 @@
-//! The way down of a rank's prefill tokens, in five words.
+//! Prefill curve: the decrease of a rank's prefill tokens over time, in five words.
 //!
-//! Owns the numbers that a rank publishes once per change so that readers can bound its prefill tokens at any
-//! later time without asking. Promises that the truth lies within the bounds as long as nothing changes.
-//! Leaves the exact answer to the rank itself.
+//! A rank publishes the curve once per change, and readers compute bounds of its prefill tokens at any later time
+//! without a query. The exact value is within the bounds as long as nothing changes. Only the rank itself knows the
+//! exact value.
 //!
-//! The alternative, publishing values, needs a message per rank and tick for nothing but the passing of time.
+//! The alternative of publishing values requires a message per rank and tick only because time passes.
 
 use std::time::Duration;
 
 use super::prefill::nanos;
 use crate::protocol::Timestamp;
 
-/// What is left to prefill on a rank, from the last change on.
+/// Remaining prefill tokens of a rank, starting at the last change.
 ///
-/// A rank's line begins with the prefills whose durations are modelled; they melt away one after the other,
-/// and behind them everything stands still. The curve knows their sums and the range of their rates, not the
-/// order of rates, hence bounds. When all have one rate, as they nearly do on one engine, the bounds meet.
+/// The rank's prefill queue starts with prefills of modelled duration, which are processed one after the other; tokens
+/// behind them do not decrease. The curve contains the sums and the range of their rates, but not the order of the
+/// rates, hence bounds. With one common rate, the usual case on one engine, the bounds are equal.
 ///
-/// Forty bytes, for the load board packs it into one cache line with a rank's other numbers.
+/// 40 bytes, because the load board stores it in one cache line with a rank's other numbers.
 ///
 /// ```
 /// use std::{sync::Arc, time::Duration};
@@ -38,19 +38,19 @@ use crate::protocol::Timestamp;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PrefillCurve {
-    /// The last change. Earlier times are answered as this one.
+    /// Time of the last change. Earlier times are treated as equal to it.
     at: Timestamp,
-    /// Nanoseconds by then since the turn of the first modelled prefill began. Where none is modelled: by how much the
-    /// oldest prefill is overdue, or 0 where none is.
+    /// Nanoseconds from the start of the first modelled prefill to `at`. Without modelled prefills: the time by which
+    /// the oldest prefill is overdue, or 0.
     elapsed: u64,
-    /// Nanoseconds from the beginning of that turn until the last modelled prefill is done. Saturates.
+    /// Nanoseconds from that start until the last modelled prefill is complete. Saturates.
     duration: u64,
-    /// Tokens of the modelled prefills at the beginning of that turn. `u32::MAX` means at least as many.
+    /// Tokens of the modelled prefills at that start. `u32::MAX` means at least that many.
     modelled: u32,
-    /// Tokens that stand still. `u32::MAX` means at least as many.
+    /// Tokens that do not decrease. `u32::MAX` means at least that many.
     still: u32,
-    /// Tokens per nanosecond of the slowest modelled prefill, rounded down. Equal to `fastest` only if all
-    /// have the same rate, which is then exactly `modelled / duration`.
+    /// Tokens per nanosecond of the slowest modelled prefill, rounded down. Equal to `fastest` only if all rates are
+    /// equal; the rate is then exactly `modelled / duration`.
     slowest: f32,
     /// Tokens per nanosecond of the fastest modelled prefill, rounded up.
     fastest: f32,
@@ -60,8 +60,8 @@ impl PrefillCurve {
     /// Number of words of [`to_words`](Self::to_words).
     pub const WORDS: usize = 5;
 
-    /// The curve of a line of `tokens` tokens that begins with prefills of the `modelled` tokens and
-    /// durations in nanoseconds, the first of which has been computed for `elapsed` at time `at`.
+    /// The curve of a queue of `tokens` tokens that starts with prefills of the given `modelled` tokens and durations
+    /// in nanoseconds. The first of them has run for `elapsed` at time `at`.
     pub(super) fn new(
         at: Timestamp,
         elapsed: Duration,
@@ -81,7 +81,7 @@ impl PrefillCurve {
         };
         let (modelled, still) = (capped(modelled_tokens), capped(tokens - modelled_tokens));
         let (slowest, fastest) = if modelled == u32::MAX || duration == u64::MAX {
-            (0.0, f32::INFINITY) // with sums that say too little, rates must claim nothing
+            (0.0, f32::INFINITY) // saturated sums allow no statement about rates
         } else if slowest.equals(fastest) {
             (0.0, 0.0)
         } else {
@@ -90,14 +90,14 @@ impl PrefillCurve {
         Self { at, elapsed: nanos(elapsed), duration, modelled, still, slowest, fastest }
     }
 
-    /// The curve of a line of `tokens` tokens that stands still at time `at`, for its oldest prefill is overdue by so
-    /// long.
+    /// The curve of a queue of `tokens` tokens that does not decrease at time `at`, because its oldest prefill is
+    /// overdue.
     pub(super) fn overdue(at: Timestamp, overdue: Duration, tokens: u64) -> Self {
         Self { at, elapsed: nanos(overdue).max(1), still: capped(tokens), ..Self::default() }
     }
 
-    /// The fewest and the most tokens that can be left at `now`, if nothing has changed since publication.
-    /// The two are equal when all modelled prefills have the same rate, and when nothing is modelled.
+    /// Minimum and maximum of the remaining tokens at `now`, if nothing has changed since the publication. Equal if all
+    /// modelled prefills have the same rate, or if none is modelled.
     #[must_use]
     #[inline]
     pub fn bounds(&self, now: Timestamp) -> (u64, u64) {
@@ -110,8 +110,8 @@ impl PrefillCurve {
         (still + low, still + high)
     }
 
-    /// How long whoever joins the line at `now` waits for its turn: for the modelled prefills this long, and for as
-    /// many tokens that nobody has modelled. A line that is overdue is taken to be so for as long again.
+    /// Waiting time of a request that joins the queue at `now`: the time of the modelled prefills, and the number of
+    /// tokens without a modelled duration. An overdue queue is assumed to remain overdue for the same time again.
     ///
     /// ```
     /// use std::time::Duration;
@@ -133,27 +133,27 @@ impl PrefillCurve {
         (Duration::from_nanos(modelled), u64::from(self.still))
     }
 
-    /// Whether the line stands still because a prefill was not reported complete long after it should have been.
+    /// Whether the queue does not decrease because a prefill is overdue.
     #[must_use]
     #[inline]
     pub fn is_overdue(&self) -> bool {
         self.modelled == 0 && self.elapsed > 0
     }
 
-    /// Whether any of it changes with time.
+    /// Whether the values change over time.
     #[must_use]
     #[inline]
     pub fn decays(&self) -> bool {
         self.modelled > 0 || self.elapsed > 0
     }
 
-    /// The last change of the rank's line, from which on the curve holds.
+    /// Time of the last change, the start of the curve.
     #[must_use]
     pub fn at(&self) -> Timestamp {
         self.at
     }
 
-    /// The curve as words, for publication through atomics.
+    /// The curve as words, for publication in atomics.
     #[must_use]
     pub fn to_words(self) -> [u64; Self::WORDS] {
         let pair = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
@@ -161,8 +161,7 @@ impl PrefillCurve {
         [self.at.0, self.elapsed, self.duration, pair(self.modelled, self.still), rates]
     }
 
-    /// The curve that [`to_words`](Self::to_words) was called on. Other words give a curve that means nothing,
-    /// and do no harm.
+    /// The inverse of [`to_words`](Self::to_words). Other words give a meaningless but harmless curve.
     #[must_use]
     pub fn from_words([at, elapsed, duration, tokens, rates]: [u64; Self::WORDS]) -> Self {
         let (low, high) = (|pair: u64| pair as u32, |pair: u64| (pair >> 32) as u32);
@@ -171,10 +170,10 @@ impl PrefillCurve {
         Self { at: Timestamp(at), elapsed, duration, modelled, still, slowest, fastest }
     }
 
-    /// Bounds of the modelled tokens left `spent` nanoseconds into the curve.
+    /// Bounds of the modelled tokens after `spent` nanoseconds of the curve.
     ///
-    /// The curve starts at `modelled`, ends at zero after `duration`, and falls no slower than `slowest` and no
-    /// faster than `fastest`: seen from either end, that makes two lower and two upper bounds.
+    /// The curve starts at `modelled`, reaches zero after `duration`, and decreases at a rate between `slowest` and
+    /// `fastest`. Computed from both ends, this gives two lower and two upper bounds.
     fn modelled_bounds(&self, spent: u64) -> (u64, u64) {
         let (modelled, left) = (u64::from(self.modelled), self.duration.saturating_sub(spent));
         if left == 0 {
@@ -192,8 +191,8 @@ impl PrefillCurve {
     }
 }
 
-/// Tokens at a rate in a time. Casts of the result to integers saturate. The outward rounding of rates, by a
-/// 2^-25th at the least, outweighs the rounding to 53 bits here.
+/// Tokens at a rate in a given time. Casts of the result to integers saturate. The outward rounding of rates, by at
+/// least 2^-25 relative, exceeds the rounding to 53 bits here.
 fn tokens_in(nanos: u64, rate: f32) -> f64 {
     if nanos == 0 { 0.0 } else { nanos as f64 * f64::from(rate) }
 }
@@ -202,7 +201,7 @@ fn capped(tokens: u64) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
-/// An exact rate. No time at all is infinitely fast.
+/// An exact rate. A duration of zero is infinitely fast.
 #[derive(Clone, Copy)]
 struct Rate {
     tokens: u32,
@@ -210,7 +209,7 @@ struct Rate {
 }
 
 impl Rate {
-    /// `self` and `other` by a common denominator.
+    /// Both rates with a common denominator.
     fn crossed(self, other: Self) -> (u128, u128) {
         (u128::from(self.tokens) * u128::from(other.nanos), u128::from(other.tokens) * u128::from(self.nanos))
     }
@@ -245,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rate_is_exact_and_needs_no_range() {
+    fn single_rate_is_exact() {
         let curve = curve(7, &[(1000, 3000), (1, 3), (500, 1500)]);
         for (now, left) in [(0, 1508), (100, 1508), (101, 1508), (103, 1507), (4602, 8), (4603, 7), (9999, 7)] {
             assert_eq!(curve.bounds(Timestamp(now)), (left, left), "at {now}");
@@ -253,15 +252,15 @@ mod tests {
     }
 
     #[test]
-    fn different_rates_meet_at_both_ends() {
+    fn bounds_are_equal_at_both_ends() {
         let curve = curve(0, &[(1000, 1000), (10, 1000)]);
         assert_eq!(curve.bounds(Timestamp(100)), (1010, 1010));
         assert_eq!(curve.bounds(Timestamp(2100)), (0, 0));
-        // The order of rates is not known, and rates are rounded outward, which costs a token.
+        // The order of rates is unknown, and rates are rounded outward, which costs a token.
         assert_eq!(curve.bounds(Timestamp(1100)), (10, 1001));
     }
 
-    /// Such rates are no binary fractions, and a rounding of one billionth in the wrong direction breaks a bound.
+    /// These rates are no binary fractions; rounding by one billionth in the wrong direction violates a bound.
     #[test]
     fn rates_are_rounded_outward() {
         for more in (0..20).map(|n| n * 7_000_001) {
@@ -274,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_zero_duration_is_infinitely_steep() {
+    fn zero_duration_is_infinitely_fast() {
         let curve = curve(0, &[(10, 1000), (500, 0)]);
         assert_eq!(curve.bounds(Timestamp(100)).1, 510);
         let (low, high) = curve.bounds(Timestamp(1099));
@@ -283,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_do_not_fit_widen_the_bounds() {
+    fn saturated_numbers_widen_the_bounds() {
         let full = (u32::MAX, u64::from(u32::MAX));
         assert_eq!(curve(1 << 40, &[]).bounds(Timestamp(0)), (u64::from(u32::MAX), u64::MAX));
         let (low, high) = curve(0, &[full, full]).bounds(Timestamp(100));
@@ -293,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn words_round_trip_and_garbage_does_no_harm() {
+    fn words_round_trip_and_invalid_words_are_harmless() {
         let curve = curve(3, &[(1000, 1000), (10, 1000)]);
         assert_eq!(PrefillCurve::from_words(curve.to_words()), curve);
         assert_eq!(size_of::<PrefillCurve>(), PrefillCurve::WORDS * size_of::<u64>());

@@ -1,29 +1,29 @@
-//! How long a prefill takes: what an embedder's model may answer, and what a rank's own past teaches.
+//! Prefill duration estimates: the interface for an embedder's model, and a rate learned per rank.
 //!
-//! Owns the question ([`PrefillEstimator`]) and the built-in answer ([`LearnedRate`]). Promises that no single
-//! observation moves a learned rate far, whatever it claims, and that the rate stays within bounds. Leaves to others
-//! who observes ([`SpeedMeter`](super::SpeedMeter)), and what an estimate is used for.
+//! Defines the interface ([`PrefillEstimator`]) and the built-in estimate ([`LearnedRate`]). A single observation
+//! changes a learned rate only by a bounded factor, and the rate stays within fixed bounds.
+//! [`SpeedMeter`](super::SpeedMeter) provides the observations.
 
 use std::time::Duration;
 
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// A prefill whose duration is asked for.
+/// Inputs of a prefill duration estimate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillFacts {
-    /// Where it would run.
+    /// The rank that would compute it.
     pub rank: WorkerRank,
     /// Tokens to compute.
     pub new_tokens: u32,
-    /// Tokens before those that the rank has cached: attention reads them.
+    /// Cached tokens before them, which attention reads.
     pub cached_tokens: u32,
-    /// Prompts computed together with it, itself included. The router asks about one alone: 1.
+    /// Number of prompts computed together, including this one. The router always passes 1.
     pub batch: u32,
 }
 
 /// An embedder's model of its engines.
 ///
-/// Asked inside the scheduler's turn, so it must answer at once: look up, compute, never wait. A closure will do.
+/// Called on the scheduler's strand, so it must return quickly and never block. Closures implement this trait.
 ///
 /// ```
 /// use std::time::Duration;
@@ -36,7 +36,7 @@ pub struct PrefillFacts {
 /// assert_eq!(measured.estimate(&facts), Some(Duration::from_millis(94)));
 /// ```
 pub trait PrefillEstimator: Send + Sync {
-    /// How long it takes on an otherwise idle rank; `None` when the model cannot say.
+    /// Duration on an otherwise idle rank; `None` if the model has no estimate.
     fn estimate(&self, facts: &PrefillFacts) -> Option<Duration>;
 }
 
@@ -46,19 +46,19 @@ impl<F: Fn(&PrefillFacts) -> Option<Duration> + Send + Sync> PrefillEstimator fo
     }
 }
 
-/// Prefill tokens a second of one rank, learned from the prefills it completes.
+/// Prefill throughput of one rank in tokens per second, learned from its completed prefills.
 ///
-/// A rank is taken to compute one prompt after the other, so a prefill ran from its booking, or from the completion
-/// before it if that was later. What is averaged is time a token, for durations are what is asked for, with weights
-/// that halve every 16 samples. A sample further than a factor of 4 from the average counts as if it were at that
-/// distance, so that one moves a learned rate by at most an eighth down or a thirtieth up, and the first by at most
-/// 3/8 down or 3/17 up. Any constant rate within the bounds is met to 5 % within 256 samples; the usual ones, from
-/// 1,000 to 100,000 tokens a second, within 128.
+/// A rank is assumed to compute one prompt after the other, so a prefill runs from its booking, or from the previous
+/// completion if that was later. The average is over time per token, because durations are the output, with weights
+/// that halve every 16 samples. A sample beyond a factor of 4 from the average is clamped to that distance, so one
+/// sample changes a learned rate by at most an eighth down or a thirtieth up, and the first by at most 3/8 down or 3/17
+/// up. Any constant rate within the bounds is learned to 5 % within 256 samples; common rates, from 1,000 to 100,000
+/// tokens per second, within 128.
 ///
-/// Prefills of fewer than 256 tokens teach nothing: fixed costs dominate them. Engines complete prompts that they
-/// computed together at the same moment, so completions closer than 5 ms are put together, their tokens and their time,
-/// before they count as one sample. One number cannot say that long prompts are slower a token: the rate is that of the
-/// prompts a rank gets.
+/// Prefills of fewer than 256 tokens are ignored, because fixed costs dominate them. Engines complete prompts computed
+/// together at the same moment; therefore completions less than 5 ms apart are merged, with their tokens and time, into
+/// one sample. A single number cannot represent that long prompts take more time per token: the rate is valid for the
+/// prompts that the rank receives.
 ///
 /// ```
 /// use pointsman::load::LearnedRate;
@@ -77,48 +77,49 @@ impl<F: Fn(&PrefillFacts) -> Option<Duration> + Send + Sync> PrefillEstimator fo
 pub struct LearnedRate {
     seconds_per_token: f64,
     samples: u32,
-    /// The latest completion.
+    /// Time of the latest completion.
     completed: Timestamp,
-    /// What completed too close together to be a sample by itself.
+    /// Completions too close together for a sample of their own.
     pending: Work,
 }
 
-/// Tokens computed, and the time that took.
+/// Computed tokens and their time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Work {
     tokens: u64,
     time: Duration,
 }
 
-/// The least share of a sample in the average: 1 − 2^(−1/16).
+/// Minimum weight of a sample in the average: 1 − 2^(−1/16).
 const SHARE_MIN: f64 = 0.042_396_4;
 
-/// A sample further than this factor from the average counts as if it were at that distance.
+/// Maximum factor between a sample and the average; samples beyond it are clamped.
 const REACH: f64 = 4.0;
 
-/// Less time than this is put together with the next: completions are reported to within some milliseconds.
+/// Minimum time of a sample; shorter ones are merged with the next. Completions are reported with an accuracy of a few
+/// milliseconds.
 const TIME_MIN: Duration = Duration::from_millis(5);
 
 impl LearnedRate {
-    /// Tokens a second where nothing is known.
+    /// Tokens per second before the first sample.
     pub const PRIOR: f64 = 10_000.0;
 
-    /// Samples that the prior is worth.
+    /// Weight of the prior in samples.
     pub const PRIOR_SAMPLES: u32 = 4;
 
-    /// Samples after which what was learned before counts half.
+    /// Number of samples after which earlier ones have half their weight.
     pub const HALF_LIFE_SAMPLES: u32 = 16;
 
-    /// Least tokens a second.
+    /// Minimum tokens per second.
     pub const MIN: f64 = 100.0;
 
-    /// Most tokens a second.
+    /// Maximum tokens per second.
     pub const MAX: f64 = 1_000_000.0;
 
-    /// Shorter prefills teach nothing.
+    /// Minimum tokens of a prefill that is used as a sample.
     pub const TOKENS_MIN: u32 = 256;
 
-    /// Begins with a rate that is worth [`Self::PRIOR_SAMPLES`] samples, brought within bounds.
+    /// Starts with a rate that has the weight of [`Self::PRIOR_SAMPLES`] samples, clamped to the bounds.
     #[must_use]
     pub fn from_prior(tokens_per_second: f64) -> Self {
         let known = if tokens_per_second.is_nan() { Self::PRIOR } else { tokens_per_second };
@@ -130,18 +131,18 @@ impl LearnedRate {
         }
     }
 
-    /// The same with another rate, which is worth [`Self::PRIOR_SAMPLES`] samples: what was learned long ago counts no
-    /// more than a prior.
+    /// The same state with another rate, which has the weight of [`Self::PRIOR_SAMPLES`] samples: an outdated rate
+    /// counts no more than a prior.
     #[must_use]
     pub fn restarted(&self, tokens_per_second: f64) -> Self {
         let Self { completed, pending, .. } = *self;
         Self { completed, pending, ..Self::from_prior(tokens_per_second) }
     }
 
-    /// Learns from a prefill of `tokens` computed tokens; whether the rate was touched.
+    /// Learns from a prefill of `tokens` computed tokens. Returns whether the rate changed.
     pub fn observe(&mut self, tokens: u32, booked: Timestamp, completed: Timestamp) -> bool {
         if tokens < Self::TOKENS_MIN {
-            return false; // it may have slipped in beside a long one, so not even its end says anything
+            return false; // it may have been computed beside a long one, so its completion is no information
         }
         let started = booked.max(self.completed);
         self.completed = completed.max(self.completed);
@@ -164,28 +165,28 @@ impl LearnedRate {
         debug_assert!(self.seconds_per_token.is_finite(), "a rate of {near} after {mean}");
     }
 
-    /// The rate as learned so far.
+    /// The learned rate.
     #[must_use]
     pub fn tokens_per_second(&self) -> f64 {
         1.0 / self.seconds_per_token
     }
 
-    /// How long a prefill of `tokens` takes at that rate.
+    /// Duration of a prefill of `tokens` at that rate.
     #[must_use]
     pub fn estimate(&self, tokens: u32) -> Duration {
         Duration::from_secs_f64(f64::from(tokens) * self.seconds_per_token)
     }
 
-    /// Samples learned from.
+    /// Number of samples.
     #[must_use]
     pub fn samples(&self) -> u32 {
         self.samples
     }
 
-    /// For tests.
+    /// Checks the invariants, for tests.
     ///
     /// # Panics
-    /// If the rate is out of bounds, or a sample is overdue.
+    /// If the rate is out of bounds, or a complete sample is pending.
     pub fn check_invariants(&self) {
         let (least, most) = (1.0 / Self::MAX, 1.0 / Self::MIN);
         assert!((least..=most).contains(&self.seconds_per_token), "{} s a token", self.seconds_per_token);
@@ -206,8 +207,8 @@ mod tests {
 
     use super::*;
 
-    /// A rank that computes at one rate, `together` prompts of `tokens` at a time, with pauses between.
-    struct Engine {
+    /// A rank with a constant rate that computes `together` prompts of `tokens` tokens at a time, with pauses.
+    struct SteadyEngine {
         tokens_per_second: f64,
         tokens: u32,
         together: u32,
@@ -215,12 +216,12 @@ mod tests {
         now: Timestamp,
     }
 
-    impl Engine {
+    impl SteadyEngine {
         fn steady(tokens_per_second: f64) -> Self {
             Self { tokens_per_second, tokens: 4096, together: 1, pause: Duration::ZERO, now: Timestamp::default() }
         }
 
-        /// Teaches until `samples` samples are taken.
+        /// Runs until `samples` samples are taken.
         fn teach(&mut self, rate: &mut LearnedRate, samples: u32) {
             while rate.samples() < samples {
                 let booked = self.now + self.pause;
@@ -239,21 +240,21 @@ mod tests {
     }
 
     #[test]
-    fn a_share_halves_the_past_in_16_samples() {
+    fn weight_halves_in_16_samples() {
         let half = (1.0 - SHARE_MIN).powi(LearnedRate::HALF_LIFE_SAMPLES.cast_signed());
         assert!((half - 0.5).abs() < 1e-5, "{half}");
     }
 
     #[test]
-    fn a_constant_rate_is_learned_in_time() {
+    fn constant_rate_is_learned_within_the_documented_samples() {
         let rows = [(100.0, 256), (1_000.0, 128), (9_000.0, 16), (30_000.0, 128), (100_000.0, 128), (1_000_000.0, 256)];
         for (truth, samples) in rows {
             let mut rate = LearnedRate::default();
-            Engine::steady(truth).teach(&mut rate, samples);
+            SteadyEngine::steady(truth).teach(&mut rate, samples);
             assert!(off(&rate, truth) < 0.05, "{} after {samples} samples of {truth}", rate.tokens_per_second());
         }
         let mut slowed = LearnedRate::from_prior(100_000.0);
-        let mut engine = Engine::steady(100_000.0);
+        let mut engine = SteadyEngine::steady(100_000.0);
         engine.teach(&mut slowed, 1_000);
         engine.tokens_per_second = 10_000.0;
         engine.teach(&mut slowed, 1_128);
@@ -261,10 +262,10 @@ mod tests {
     }
 
     #[test]
-    fn rates_beyond_the_bounds_are_met_at_the_bounds() {
+    fn rates_are_clamped_to_the_bounds() {
         for (truth, bound) in [(1.0, LearnedRate::MIN), (1e9, LearnedRate::MAX)] {
             let mut rate = LearnedRate::default();
-            Engine::steady(truth).teach(&mut rate, 512);
+            SteadyEngine::steady(truth).teach(&mut rate, 512);
             assert!(off(&rate, bound) < 1e-6, "{} for {truth}", rate.tokens_per_second());
         }
         for (prior, bound) in [(0.0, 100.0), (f64::INFINITY, 1e6), (f64::NAN, 1e4)] {
@@ -273,8 +274,8 @@ mod tests {
     }
 
     #[test]
-    fn a_rare_outlier_hardly_shows() {
-        let (mut rate, mut engine) = (LearnedRate::default(), Engine::steady(20_000.0));
+    fn rare_outliers_have_little_effect() {
+        let (mut rate, mut engine) = (LearnedRate::default(), SteadyEngine::steady(20_000.0));
         engine.teach(&mut rate, 200);
         for samples in 4..20 {
             engine.teach(&mut rate, samples * 50);
@@ -286,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn no_time_and_time_that_runs_backwards_are_no_samples() {
+    fn zero_and_negative_durations_are_ignored() {
         let mut rate = LearnedRate::default();
         for n in 0..100 {
             assert!(!rate.observe(4096, Timestamp(1_000_000_000), Timestamp(1_000_000_000 - n)));
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn short_prefills_teach_nothing() {
+    fn short_prefills_are_ignored() {
         let mut rate = LearnedRate::default();
         assert!(!rate.observe(LearnedRate::TOKENS_MIN - 1, Timestamp(0), Timestamp(9_000_000_000)));
         assert_eq!(rate, LearnedRate::default());
@@ -307,7 +308,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_constant_rate_is_learned_however_prompts_are_grouped(
+        fn constant_rates_are_learned_for_every_grouping(
             truth in 1_000.0..100_000.0f64,
             tokens in 1_024..50_000u32,
             together in 1..16u32,
@@ -315,12 +316,12 @@ mod tests {
         ) {
             let mut rate = LearnedRate::default();
             let pause = Duration::from_millis(pause_ms);
-            Engine { tokens, together, pause, ..Engine::steady(truth) }.teach(&mut rate, 160);
+            SteadyEngine { tokens, together, pause, ..SteadyEngine::steady(truth) }.teach(&mut rate, 160);
             prop_assert!(off(&rate, truth) < 0.05, "{} for {truth}", rate.tokens_per_second());
         }
 
         #[test]
-        fn no_observation_moves_the_rate_far(
+        fn rate_change_per_observation_is_bounded(
             observations in prop::collection::vec((any::<u32>(), any::<u64>(), any::<u64>(), 0..70u32), 1..200),
         ) {
             let mut rate = LearnedRate::default();

@@ -1,7 +1,7 @@
-//! The prefill work that one request brings to a rank.
+//! Prefill load hint: the prefill work of one request.
 //!
-//! Owns the one place where tokens to compute are derived from prompt length and cache hits, so that no two
-//! parts of the router can disagree about it. Leaves to others the estimate of how long the work takes.
+//! The only place that derives the tokens to compute from prompt length and cache hits, so that all parts of the router
+//! use the same number.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::work_tokens;
 
-/// Prefill work still to be done for one request, computed once, when its rank is chosen.
+/// Remaining prefill work of one request, computed once when its rank is selected.
 ///
-/// A request without such work has no hint, so a hint always stands for at least one token.
+/// A request without prefill work has no hint, so a hint has at least one token.
 ///
 /// ```
 /// use std::time::Duration;
@@ -27,7 +27,7 @@ use super::work_tokens;
 #[serde(deny_unknown_fields)]
 pub struct PrefillLoadHint {
     effective_tokens: NonZeroU32,
-    /// Tokens of the prompt that stand before those.
+    /// Prompt tokens before those to compute.
     #[serde(default)]
     cached_tokens: u32,
     expected_duration: Option<Duration>,
@@ -35,17 +35,17 @@ pub struct PrefillLoadHint {
     is_reported: bool,
 }
 
-/// Most prefills are reported when they are done.
+/// Default: the end of a prefill is reported.
 fn reported() -> bool {
     true
 }
 
 impl PrefillLoadHint {
-    /// The work of a prompt of `isl_tokens` tokens of which `cached_tokens` are cached; nothing when the cache
-    /// holds them all, or when prefill is not to be tracked.
+    /// The work of a prompt of `isl_tokens` tokens with `cached_tokens` cached tokens; `None` if the whole prompt is
+    /// cached, or if prefill is not tracked.
     ///
-    /// More cached than prompt tokens count as all of them: a cache works in whole blocks, and an estimate of
-    /// its contents may be stale.
+    /// `cached_tokens` above `isl_tokens` counts as equal to it: caches hold whole blocks, and an estimate of their
+    /// content may be stale.
     #[must_use]
     pub fn new(isl_tokens: u32, cached_tokens: u32, track: bool, expected_duration: Option<Duration>) -> Option<Self> {
         let effective_tokens = NonZeroU32::new(isl_tokens.saturating_sub(cached_tokens)).filter(|_| track)?;
@@ -53,13 +53,13 @@ impl PrefillLoadHint {
         Some(Self { effective_tokens, cached_tokens, expected_duration, is_reported: true })
     }
 
-    /// The same work, of which nobody will report that it is done: the answer comes whole.
+    /// The same work without a report of its end, for responses that are not streamed.
     #[must_use]
     pub fn unreported(self) -> Self {
         Self { is_reported: false, ..self }
     }
 
-    /// Whether its end will be reported.
+    /// Whether the end of the prefill will be reported.
     #[must_use]
     pub fn is_reported(self) -> bool {
         self.is_reported
@@ -71,14 +71,14 @@ impl PrefillLoadHint {
         self.effective_tokens.get()
     }
 
-    /// The same as [work](work_tokens): with what attention to earlier tokens adds. Saturates.
+    /// Tokens to compute as [work](work_tokens), including attention to earlier tokens. Saturates.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive, and a cast saturates")]
     pub fn work_tokens(self) -> u32 {
         work_tokens(self.effective_tokens.get(), self.cached_tokens) as u32
     }
 
-    /// How long computing them takes on an otherwise idle rank, where it was estimated.
+    /// Duration on an otherwise idle rank, if estimated.
     #[must_use]
     pub fn expected_duration(self) -> Option<Duration> {
         self.expected_duration
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_cached_than_prompt_tokens_leave_no_work() {
+    fn completely_cached_prompts_have_no_work() {
         assert_eq!(PrefillLoadHint::new(100, 128, true, None), None);
         assert_eq!(PrefillLoadHint::new(0, 0, true, None), None);
         assert_eq!(
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hint_survives_the_wire_and_a_hint_of_nothing_does_not() {
+    fn hints_round_trip_and_empty_hints_are_rejected() {
         let hint = PrefillLoadHint::new(7, 2, true, Some(Duration::from_millis(3)));
         let text = serde_json::to_string(&hint).expect("plain data");
         assert_eq!(serde_json::from_str::<Option<PrefillLoadHint>>(&text).expect("own output"), hint);

@@ -1,26 +1,26 @@
 //! Mean output length by session and by tenant.
 //!
-//! Owns a table of fixed size. Promises bounded memory, no lock, and that nothing is stored of a session or tenant but a
-//! part of a hash. Two keys that fall into one cell replace each other, so that a mean may be lost, and in one of some
-//! 16 million cases be another's. The pool's own mean is learned elsewhere ([`SpeedMeter`](super::SpeedMeter)).
+//! A table of fixed size with lock-free access. Stores only a part of a hash of each session or tenant. Keys in the
+//! same cell replace each other, so a mean can be lost; in about one of 16 million cases it belongs to another key.
+//! [`SpeedMeter`](super::SpeedMeter) measures the pool's mean.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Cells of the table: 64 KiB.
+/// Number of cells; 64 KiB in total.
 const CELLS: usize = 8_192;
 
-/// Answers after which a session's mean counts.
+/// Minimum number of responses for a session's mean.
 const SESSION_ANSWERS_MIN: u64 = 4;
 
-/// Answers after which a tenant's mean counts.
+/// Minimum number of responses for a tenant's mean.
 const TENANT_ANSWERS_MIN: u64 = 16;
 
-/// The least share of an answer in a mean is one of so many.
+/// Maximum number of responses in a mean: the minimum weight of a response is 1/32.
 const ANSWERS_MAX: u64 = 32;
 
-/// Means by key, each of the last 32 answers or so.
+/// Means by key, each over approximately the last 32 responses.
 ///
 /// ```
 /// use pointsman::load::{LengthKeys, OutputLengths};
@@ -33,11 +33,11 @@ const ANSWERS_MAX: u64 = 32;
 /// ```
 #[derive(Debug)]
 pub struct OutputLengths {
-    /// A tag of 24 bits, a count of 8, and the bits of an `f32`.
+    /// A tag of 24 bits, a count of 8 bits, and the bits of an `f32`.
     cells: Box<[AtomicU64]>,
 }
 
-/// What a request's output length is remembered by.
+/// Keys for the output length of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LengthKeys {
     session: Option<u64>,
@@ -52,7 +52,7 @@ impl LengthKeys {
         Self { session: session.map(|name| key(name, 1)), tenant: tenant.map(|name| key(name, 2)) }
     }
 
-    /// Whether there are none.
+    /// Whether there is no key.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.session.is_none() && self.tenant.is_none()
@@ -66,7 +66,7 @@ impl Default for OutputLengths {
 }
 
 impl OutputLengths {
-    /// Counts an answer of so many tokens. Of two that come at once, one may be lost.
+    /// Adds a response of `tokens` tokens. Of two concurrent calls one may be lost.
     pub fn observe(&self, keys: LengthKeys, tokens: f64) {
         for key in [keys.session, keys.tenant].into_iter().flatten() {
             let cell = self.cell(key);
@@ -77,8 +77,7 @@ impl OutputLengths {
         }
     }
 
-    /// Tokens that an answer is expected to have: the mean of its session, or of its tenant, whichever is known from
-    /// enough answers.
+    /// Expected tokens of a response: the mean of its session, else of its tenant, if based on enough responses.
     #[must_use]
     pub fn expected(&self, keys: LengthKeys) -> Option<f64> {
         let mean = |key: Option<u64>, answers_min| {
@@ -99,7 +98,7 @@ impl OutputLengths {
     }
 }
 
-/// The part of a key that a cell remembers: other bits than those that choose the cell.
+/// The part of a key stored in its cell: bits other than those that select the cell.
 fn tag(key: u64) -> u64 {
     key >> 40
 }
@@ -114,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_session_goes_before_its_tenant_once_enough_is_known() {
+    fn session_mean_takes_precedence_with_enough_responses() {
         let lengths = OutputLengths::default();
         let (short, long) = (LengthKeys::of(Some("short"), Some("t")), LengthKeys::of(Some("long"), Some("t")));
         for _ in 0..3 {
@@ -133,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mean_follows_what_has_changed() {
+    fn mean_adapts_to_changes() {
         let (lengths, keys) = (OutputLengths::default(), LengthKeys::of(Some("s"), None));
         (0..100).for_each(|_| lengths.observe(keys, 100.0));
         (0..100).for_each(|_| lengths.observe(keys, 1_000.0));
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_keys_takes_the_same_memory_and_no_mean_is_anothers() {
+    fn memory_is_bounded_and_means_are_not_mixed() {
         let lengths = OutputLengths::default();
         let keys: Vec<LengthKeys> = (0..100_000).map(|n| LengthKeys::of(Some(&n.to_string()), None)).collect();
         for (n, keys) in keys.iter().enumerate() {

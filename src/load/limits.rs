@@ -1,24 +1,24 @@
-//! How long a prompt may be in a pool, and how much it may weigh.
+//! Prompt limits of a pool: maximum length and maximum load weight.
 //!
-//! Owns the two numbers and how they follow from the workers. A prompt that no engine takes would otherwise weigh on
-//! its rank, by the square of its length, until the engine refuses it.
+//! Both follow from the workers' configurations. Without the limits, a prompt that no engine accepts would add load to
+//! its rank, growing with the square of its length, until the engine rejects it.
 
 use crate::protocol::WorkerConfig;
 
-/// What bounds a prompt, in tokens.
+/// Limits of a prompt, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptLimits {
-    /// The longest sequence that any worker's model takes; absent where a worker does not say.
+    /// The longest model length of the workers; `None` if any worker does not report it.
     pub model_len: Option<u32>,
-    /// What a prompt weighs at most: as much as the roomiest worker can hold.
+    /// Maximum load weight of a prompt: the capacity of the largest worker.
     pub weight_tokens: u32,
 }
 
 impl PromptLimits {
-    /// What a prompt weighs at most on a worker of which neither the model's length nor the cache is known.
+    /// Load weight limit for a worker with unknown model length and cache size.
     pub const WEIGHT_TOKENS_UNKNOWN: u32 = 131_072;
 
-    /// The limits of a pool of these workers, with blocks of `block_size` tokens.
+    /// The limits of a pool with these workers and blocks of `block_size` tokens.
     ///
     /// ```
     /// use pointsman::load::PromptLimits;
@@ -44,13 +44,13 @@ impl PromptLimits {
         Self { model_len, weight_tokens: if weight_tokens > 0 { weight_tokens } else { Self::WEIGHT_TOKENS_UNKNOWN } }
     }
 
-    /// Both in one word, for publication through an atomic.
+    /// Both limits in one word, for publication in an atomic.
     #[must_use]
     pub fn to_word(self) -> u64 {
         u64::from(self.model_len.unwrap_or(0)) << 32 | u64::from(self.weight_tokens)
     }
 
-    /// The limits that [`to_word`](Self::to_word) was called on.
+    /// The inverse of [`to_word`](Self::to_word).
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the halves that `to_word` joined")]
     pub fn from_word(word: u64) -> Self {
@@ -59,7 +59,7 @@ impl PromptLimits {
 }
 
 impl Default for PromptLimits {
-    /// Nothing is known of any worker.
+    /// Limits without any known worker.
     fn default() -> Self {
         Self::of([], 1)
     }

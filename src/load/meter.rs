@@ -1,15 +1,14 @@
-//! What a rank's bookings teach about its engine's speed.
+//! Speed meter: learns a rank's engine speed from the reports of its bookings.
 //!
-//! Owns which bookings are prefilled and which generate, since when, and what was learned of the rank: the rate of its
-//! prefills, what a step takes, how much a request generates. Promises that each prefill counts once, when it is first
-//! reported complete, that each token generated counts in one sample at most, and that what was learned is published as
-//! soon as it changes. Leaves the arithmetic to [`LearnedRate`] and [`LearnedStep`]. A booking that it did not see
-//! booked teaches nothing.
+//! Tracks which bookings are in prefill and which generate, and since when. Learns the prefill rate, the step time, and
+//! the output length of requests. Each prefill counts once, at its first report of completion; each generated token
+//! counts in at most one sample; changes are published immediately. [`LearnedRate`] and [`LearnedStep`] do the
+//! arithmetic. A booking that the meter did not see booked is ignored.
 //!
-//! A request gets one token a step, so that between two reports of its output as many steps were made as it got tokens.
-//! Engines compute prompts in the same steps, which then take longer by what the prompts take. So time counts only while
-//! no prefill is under way on the rank, and what is left is divided by the steps made in it. Of a prefill that nobody
-//! will report, because the answer comes whole, the end is taken to be as modelled.
+//! A request receives one token per step, so the number of steps between two reports equals its number of new tokens.
+//! Engines compute prefills in the same steps, which then take longer. Therefore only time without a prefill in
+//! progress counts, divided by the steps made in it. A prefill without a report (the response is not streamed) is
+//! assumed to end as modelled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,9 +18,9 @@ use ahash::AHashMap;
 use super::{EngineSpeed, LearnedRate, LearnedStep, PrefillLoadHint, RankLoad, SpeedCell, StepSample};
 use crate::protocol::{BookingId, Timestamp};
 
-/// Watches the bookings of one rank.
+/// Observes the bookings of one rank.
 ///
-/// Each call costs one look into a map of the bookings; one that brings a sample costs what [`LearnedStep`] says.
+/// Each call costs one lookup in a map of the bookings; a call that completes a sample has the cost of [`LearnedStep`].
 ///
 /// ```
 /// use std::sync::Arc;
@@ -52,9 +51,9 @@ pub struct SpeedMeter {
     output: MeanOutput,
     cell: Arc<SpeedCell>,
     bookings: AHashMap<BookingId, Watched>,
-    /// Prefills under way whose end will be reported.
+    /// Prefills in progress whose end will be reported.
     prefills: usize,
-    /// Until when the others are under way.
+    /// Modelled end of the other prefills.
     unreported_until: Timestamp,
     load: RankLoad,
     sums: Sums,
@@ -63,48 +62,47 @@ pub struct SpeedMeter {
 #[derive(Clone, Copy, Debug)]
 struct Watched {
     booked: Timestamp,
-    /// Work of the prefill while it is under way, in tokens without context.
+    /// Work of the prefill in progress, in tokens without context.
     prefill: Option<u32>,
-    /// Output blocks as last reported.
+    /// Output blocks at the last report.
     blocks: u32,
-    /// Where the last interval of output began, once there is any.
-    seen: Option<Seen>,
+    /// Start of the current output interval; `None` before the first report.
+    seen: Option<OutputReport>,
 }
 
-/// Where a report of output found things.
+/// State at an output report.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct OutputReport {
     blocks: u32,
     sums: Sums,
 }
 
-/// What has come together on the rank since the meter began, as far as no prefill was under way.
+/// Sums since the start of the meter, over time without a prefill in progress.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
-    /// All time, for comparison.
+    /// Wall-clock end of the sums.
     until: Timestamp,
     seconds: f64,
-    /// Requests running, times seconds.
+    /// Running requests multiplied by seconds.
     request_seconds: f64,
-    /// Blocks held, times seconds.
+    /// Held blocks multiplied by seconds.
     block_seconds: f64,
-    /// Times at which a prefill was completed and no other one was under way.
+    /// Number of prefill completions after which no other prefill was in progress.
     prefill_ends: u64,
 }
 
-/// Of more than this share of a sample's time a prefill was under way: what is left says too little.
+/// Maximum share of a sample's time with a prefill in progress; samples above it are discarded.
 const PREFILL_SHARE_MAX: f64 = 0.5;
 
-/// Intervals of output shorter than this teach nothing.
+/// Minimum length of an output interval.
 const INTERVAL_MIN: Duration = Duration::from_millis(5);
 
-/// Steps made while prefills are under way, each time: half of one before the prefill begins, and at least the one that
-/// computes it.
+/// Steps per prefill that do not count: half a step before the prefill starts, and at least one step that computes it.
 const STEPS_IN_PREFILL: f64 = 1.5;
 
 impl SpeedMeter {
-    /// Begins with what is published already, which is worth as much as any prior: the meter may be a successor's.
-    /// Blocks, here and in all reports, are of `block_size` tokens.
+    /// Starts with the published speed, which has the weight of a prior: the meter may replace a previous one. Blocks
+    /// have `block_size` tokens in all reports.
     #[must_use]
     pub fn new(cell: Arc<SpeedCell>, block_size: u32) -> Self {
         let block_size = block_size.max(1);
@@ -123,7 +121,7 @@ impl SpeedMeter {
         }
     }
 
-    /// A request was booked, with this prefill to do.
+    /// Records a booked request with its prefill.
     pub fn booked(&mut self, booking: BookingId, hint: Option<PrefillLoadHint>, now: Timestamp) {
         self.run_to(now);
         let prefill = hint.filter(|hint| hint.is_reported()).map(PrefillLoadHint::work_tokens);
@@ -138,8 +136,8 @@ impl SpeedMeter {
         }
     }
 
-    /// What a request reports of itself: whether its first token is out, and its output blocks so far. Again, late, or
-    /// of a request that is not known, is harmless.
+    /// Records a request's report: whether its first token was sent, and its output blocks so far. Repeated, late and
+    /// unknown reports are harmless.
     pub fn reported(&mut self, booking: BookingId, prefill_completed: bool, output_blocks: u32, now: Timestamp) {
         let is_generating = prefill_completed || output_blocks > 0;
         let Some(&Watched { booked, prefill, blocks, seen }) = self.bookings.get(&booking).filter(|_| is_generating)
@@ -147,17 +145,18 @@ impl SpeedMeter {
             return;
         };
         if prefill.is_none() && seen.is_some() && blocks >= output_blocks {
-            return; // nothing new
+            return; // no new information
         }
         self.run_to(now);
         if let Some(tokens) = prefill {
             self.prefill_ended();
-            // Output without a report of the first token came some time after it.
+            // Without a report of the first token, output shows only that it was earlier.
             if prefill_completed && self.learn_rate(tokens, booked, now) {
                 self.cell.publish_rate(self.rate.tokens_per_second(), now);
             }
         }
-        // Reports that come close together, as of one chunk of an answer, are one: the next one tells of them all.
+        // Reports in quick succession, for example from one chunk of a response, are merged; the next report covers
+        // them all.
         let is_later = seen.is_none_or(|seen| self.sums.until.since(seen.sums.until) >= INTERVAL_MIN);
         let sample = seen.filter(|_| is_later).and_then(|seen| self.sample(&seen, output_blocks));
         if sample.is_some_and(|sample| self.learn_step(&sample, now)) {
@@ -166,12 +165,12 @@ impl SpeedMeter {
         if let Some(watched) = self.bookings.get_mut(&booking) {
             (watched.prefill, watched.blocks) = (None, watched.blocks.max(output_blocks));
             if is_later {
-                watched.seen = Some(Seen { blocks: output_blocks, sums: self.sums });
+                watched.seen = Some(OutputReport { blocks: output_blocks, sums: self.sums });
             }
         }
     }
 
-    /// Learns from a prefill. What is no longer fresh counts as a prior, as far as its age has left of it.
+    /// Learns from a prefill. An outdated rate counts as a prior, reduced by its age.
     fn learn_rate(&mut self, tokens: u32, booked: Timestamp, now: Timestamp) -> bool {
         if let Some(aged) = self.aged(now, 0) {
             let mut restarted = self.rate.restarted(aged.work_tokens_per_second);
@@ -183,7 +182,7 @@ impl SpeedMeter {
         self.rate.observe(tokens, booked, now)
     }
 
-    /// As [`learn_rate`](Self::learn_rate), from steps.
+    /// Like [`learn_rate`](Self::learn_rate), from steps.
     fn learn_step(&mut self, sample: &StepSample, now: Timestamp) -> bool {
         if let Some(aged) = self.aged(now, 1) {
             let mut restarted = LearnedStep::from_known(&aged, self.block_size);
@@ -195,7 +194,7 @@ impl SpeedMeter {
         self.step.observe(sample)
     }
 
-    /// The speed as it has aged, where the rate (0) or the step (1) is not fresh and the typical speed is known.
+    /// The aged speed if the rate (0) or the step (1) is outdated and the typical speed is known.
     fn aged(&self, now: Timestamp, which: usize) -> Option<EngineSpeed> {
         if self.cell.weights(now)[which] >= 1.0 {
             return None;
@@ -203,28 +202,28 @@ impl SpeedMeter {
         self.cell.typical().map(|typical| self.cell.speed_at(now, &typical))
     }
 
-    /// A booking has ended, with the output that it last reported. If its prefill was not reported complete, nobody
-    /// knows how far it came.
+    /// Records the end of a booking with its last reported output. The progress of an unreported prefill is unknown.
     pub fn ended(&mut self, booking: BookingId, now: Timestamp) {
         let Some(Watched { prefill, blocks, seen, .. }) = self.bookings.remove(&booking) else { return };
         self.run_to(now);
         if prefill.is_some() {
             self.prefill_ended();
         }
-        // Who has never reported a block reports none, or ends before the first: the mean begins with those who do.
+        // A caller that never reported a block reports none, or ends before the first. The mean starts with callers
+        // that report blocks.
         if seen.is_some() && (blocks > 0 || self.output.requests > 0) {
             let tokens = self.output.observe((f64::from(blocks) + 0.5) * f64::from(self.block_size));
             self.cell.publish_output(tokens);
         }
     }
 
-    /// The load of the rank from now on: to be told after each change.
+    /// Sets the load of the rank; must be called after each change.
     pub fn load_is(&mut self, load: RankLoad, now: Timestamp) {
         self.run_to(now);
         self.load = load;
     }
 
-    /// Counts the time that has passed.
+    /// Adds the time up to `now` to the sums.
     fn run_to(&mut self, now: Timestamp) {
         let passed = now.since(self.sums.until.max(self.unreported_until));
         self.sums.until = self.sums.until.max(now);
@@ -241,9 +240,9 @@ impl SpeedMeter {
         self.sums.prefill_ends += u64::from(self.prefills == 0);
     }
 
-    /// The steps from a report to this one, if enough of the time was theirs.
-    fn sample(&self, seen: &Seen, output_blocks: u32) -> Option<StepSample> {
-        // A block is reported with its last token. Before the first, the first token was.
+    /// The steps between two reports, if enough of the time was without prefills.
+    fn sample(&self, seen: &OutputReport, output_blocks: u32) -> Option<StepSample> {
+        // A block is reported with its last token. Before the first block, the first token was reported.
         let tokens = |blocks: u32| (u64::from(blocks) * u64::from(self.block_size)).max(1);
         let made = tokens(output_blocks).saturating_sub(tokens(seen.blocks)) as f64;
         let (now, then) = (&self.sums, &seen.sums);
@@ -259,41 +258,41 @@ impl SpeedMeter {
         })
     }
 
-    /// What is learned so far; what is not, as it was assumed.
+    /// The learned speed; unlearned parts have their prior.
     #[must_use]
     pub fn speed(&self) -> EngineSpeed {
         let work_tokens_per_second = self.rate.tokens_per_second();
         self.step.on(EngineSpeed { work_tokens_per_second, ..EngineSpeed::prior(self.block_size) })
     }
 
-    /// What is learned of prefills.
+    /// The learned prefill rate.
     #[must_use]
     pub fn rate(&self) -> &LearnedRate {
         &self.rate
     }
 
-    /// What is learned of steps.
+    /// The learned step time.
     #[must_use]
     pub fn step(&self) -> &LearnedStep {
         &self.step
     }
 
-    /// Prefills under way whose end will be reported.
+    /// Number of prefills in progress whose end will be reported.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.prefills
     }
 
-    /// Bookings watched.
+    /// Number of observed bookings.
     #[must_use]
     pub fn watched(&self) -> usize {
         self.bookings.len()
     }
 
-    /// For tests.
+    /// Checks the invariants, for tests.
     ///
     /// # Panics
-    /// If a number is out of bounds, a count is off, or what is published is another.
+    /// If a number is out of bounds, a count is wrong, or the published speed differs from the learned one.
     pub fn check_invariants(&self) {
         self.rate.check_invariants();
         self.step.check_invariants();
@@ -301,7 +300,7 @@ impl SpeedMeter {
         assert_eq!(prefills, self.prefills, "prefills under way");
         let Sums { seconds, request_seconds, block_seconds, .. } = self.sums;
         assert!([seconds, request_seconds, block_seconds].iter().all(|sum| sum.is_finite() && *sum >= 0.0));
-        // What no sample has touched is not published: others know better what is usual.
+        // Values without a sample are not published: the typical speed of the pool is a better estimate.
         if self.rate.samples() > 0 || self.step.samples() > 0 {
             let learned = self.speed();
             let published = self.cell.speed_or(learned);
@@ -317,7 +316,7 @@ impl SpeedMeter {
     }
 }
 
-/// The mean output of a request in tokens, with weights that halve every 64 requests.
+/// Mean output of a request in tokens, with weights that halve every 64 requests.
 #[derive(Clone, Copy, Debug)]
 struct MeanOutput {
     tokens: f64,
@@ -325,17 +324,17 @@ struct MeanOutput {
 }
 
 impl MeanOutput {
-    /// The least share of a request in the mean: 1 − 2^(−1/64).
+    /// Minimum weight of a request in the mean: 1 − 2^(−1/64).
     const SHARE_MIN: f64 = 0.010_772;
 
-    /// Requests that a predecessor's mean is worth.
+    /// Weight of a predecessor's mean, in requests.
     const KNOWN_REQUESTS: u32 = 64;
 
     fn from_known(tokens: Option<f64>) -> Self {
         tokens.map_or(Self { tokens: 0.0, requests: 0 }, |tokens| Self { tokens, requests: Self::KNOWN_REQUESTS })
     }
 
-    /// The mean with one more request.
+    /// Adds a request and returns the mean.
     fn observe(&mut self, tokens: f64) -> f64 {
         self.requests = self.requests.saturating_add(1);
         self.tokens += (tokens - self.tokens) * Self::SHARE_MIN.max(1.0 / f64::from(self.requests));

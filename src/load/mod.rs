@@ -1,15 +1,13 @@
-//! The load model: what one rank has been given to do and has not finished.
+//! Load model: the unfinished bookings of a rank and the resulting load.
 //!
-//! Owns the arithmetic of load. [`ActiveSequences`] keeps the bookings of one rank: prompt blocks
-//! ([`PromptBlocks`]), blocks generated ([`OutputBlocks`]) and prefill work ([`PrefillLoadHint`]). From them
-//! it answers [`RankLoad`] at any moment, [`Projection`] for a prompt that may come, and [`PrefillCurve`] for
-//! those who want to know without asking. How fast the rank computes is learned beside it ([`SpeedMeter`]).
+//! [`ActiveSequences`] holds the bookings of one rank: prompt blocks ([`PromptBlocks`]), generated blocks
+//! ([`OutputBlocks`]) and prefill work ([`PrefillLoadHint`]). It computes the [`RankLoad`] at any time, the
+//! [`Projection`] of a further prompt, and the published [`PrefillCurve`]. [`SpeedMeter`] learns the speed of the rank.
 //!
-//! Promises plain, exact arithmetic: weights are fixed point and tokens are whole, so that what a booking added
-//! and what its end takes away are equal to the bit. Nothing costs time per block. Nothing here reads a clock;
-//! `now` is an argument.
+//! Arithmetic is exact: weights are fixed point and tokens are integers, so that the end of a booking subtracts exactly
+//! the amount that it added. No operation costs time per block. `now` is an argument; nothing here reads a clock.
 //!
-//! Leaves to others which requests are booked where, who tells the model, and how its numbers travel.
+//! The choice of ranks, the delivery of reports, and the publication of load are outside this module.
 
 mod board;
 mod curve;
@@ -37,8 +35,8 @@ pub use lengths::{LengthKeys, OutputLengths};
 pub use limits::PromptLimits;
 pub use meter::SpeedMeter;
 pub use output::OutputBlocks;
-pub use sequences::{ActiveSequences, BookError, Booked, Change, Projection, PromptBlocks, RankLoad};
-pub use sketch::{PromptMark, PromptSketch};
+pub use sequences::{ActiveSequences, BookError, BookedBlocks, Change, Projection, PromptBlocks, RankLoad};
+pub use sketch::{PromptFingerprint, PromptSketch};
 pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, work_tokens};
 pub use step::{LearnedStep, StepSample};
 pub use weight::{Weight, WeightError};

@@ -1,15 +1,13 @@
-//! What one request has generated so far, as its caller reports it.
+//! Output of one request as reported by its caller.
 //!
-//! Owns the running summary of those reports. It is small and plain, because it lives in the request's lease,
-//! where the caller writes it and the rank's [`ActiveSequences`](super::ActiveSequences) reads it, perhaps
-//! late. Leaves to the reader what the state means for the rank.
+//! A small copyable summary, because it is stored in the request's lease, where the caller writes it and the rank's
+//! [`ActiveSequences`](super::ActiveSequences) reads it later.
 
 use super::Weight;
 
-/// The output blocks of one request. They are private to it: nobody shares what is still being generated.
+/// The output blocks of one request. They are private to it, because blocks in generation are not shared.
 ///
-/// A reader that comes late sees several reports as one, and one that comes twice sees nothing new, so
-/// reports need no queue.
+/// A late reader merges several reports into one, and a repeated read has no effect, so reports require no queue.
 ///
 /// ```
 /// use pointsman::load::{OutputBlocks, Weight};
@@ -24,7 +22,7 @@ use super::Weight;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputBlocks {
-    /// Sum of the blocks' weights, in units of 2^-16 blocks.
+    /// Sum of the block weights, in units of 2^-16 blocks.
     weighted: u64,
     blocks: u32,
     decay: Weight,
@@ -32,16 +30,16 @@ pub struct OutputBlocks {
 }
 
 impl Default for OutputBlocks {
-    /// Nothing generated yet.
+    /// No output.
     fn default() -> Self {
         Self { weighted: 0, blocks: 0, decay: Weight::ONE, reweighs: 0 }
     }
 }
 
 impl OutputBlocks {
-    /// Reports one more block. Without a decay it counts fully and the others keep their weights; with one,
-    /// all of the request's output, this block included, weighs that much from now on, and so does the part
-    /// of its prompt that nobody shares: what is about to be freed is worth less.
+    /// Adds one block. Without a decay it has full weight and the others keep their weights. With a decay, the whole
+    /// output of the request including this block has that weight from now on, and so has the unshared part of its
+    /// prompt: blocks that are about to be freed count less.
     pub fn push(&mut self, decay: Option<Weight>) {
         let added = u32::from(self.blocks < u32::MAX);
         self.blocks += added;
@@ -55,19 +53,19 @@ impl OutputBlocks {
         }
     }
 
-    /// Blocks generated so far.
+    /// Number of generated blocks.
     #[must_use]
     pub fn block_count(&self) -> u32 {
         self.blocks
     }
 
-    /// Their weights together, in blocks.
+    /// Sum of their weights, in blocks.
     #[must_use]
     pub fn weighted_blocks(&self) -> f64 {
         self.weighted as f64 / Weight::ONE.times(1) as f64
     }
 
-    /// The decay of the last report that carried one; 1 before.
+    /// The decay of the last report with one; 1 before.
     #[must_use]
     pub fn decay(&self) -> Weight {
         self.decay
@@ -89,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_summary_agrees_with_a_list_of_weights() {
+    fn summary_matches_a_list_of_weights() {
         let weight = |fraction| Weight::new(fraction).expect("in range");
         let (mut output, mut list) = (OutputBlocks::default(), Vec::new());
         for decay in [None, None, Some(weight(0.7)), None, Some(weight(0.1)), Some(Weight::ZERO), None] {
@@ -107,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_counter_stays_full() {
+    fn full_counter_saturates() {
         let mut output = OutputBlocks { blocks: u32::MAX, weighted: Weight::ONE.times(u32::MAX), ..Default::default() };
         output.push(None);
         assert_eq!((output.block_count(), output.weighted()), (u32::MAX, Weight::ONE.times(u32::MAX)));

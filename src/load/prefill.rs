@@ -1,21 +1,21 @@
-//! The prefills that a rank has not finished, and how they melt away while it works on them.
+//! Prefill queue of a rank: unfinished prefills and their modelled progress.
 //!
-//! Owns the arrival order of prefills and the time credited to them. A rank is taken to compute one prompt
-//! after the other: the first in line makes progress at its own rate, its tokens over its expected duration,
-//! and when that is over the next one's turn begins. A prefill without an expected duration stands still until
-//! it is reported complete, and everything behind it waits.
+//! Prefills are in arrival order, with the time credited to them. A rank is assumed to compute one prompt after the
+//! other: the first prefill progresses at its own rate, its tokens divided by its expected duration, and then the next
+//! one starts. A prefill without an expected duration does not progress until it is reported complete, and blocks the
+//! following ones.
 //!
-//! A modelled prefill whose time is over leaves the line before anybody has reported it. If the report stays out for
-//! several times the expected duration, on a rank that usually reports, the prefill is *overdue*: until it is reported or
-//! freed nothing melts, what comes later included, and the wait lasts at least as long as it is overdue by now. So an
-//! engine that accepts requests and computes nothing does not look idle. What had melted stays so: a load that rose by
-//! itself would break the bounds that were published.
+//! A modelled prefill leaves the queue at its expected end, before it is reported. If the report is missing for several
+//! times the expected duration, on a rank that usually reports, the prefill is *overdue*. Until it is reported or
+//! freed, no prefill progresses, later arrivals included, and the wait is at least the time by which it is overdue. An
+//! engine that accepts requests and computes nothing therefore does not appear idle. Earlier modelled progress is kept:
+//! an increase of the load would violate the published bounds.
 //!
-//! Promises exact integers: what is left of a prefill is rounded up to whole tokens, at every moment anew, so
-//! that no rounding accumulates. Time that seems to run backwards stands still.
+//! Arithmetic is exact: the remainder of a prefill is rounded up to whole tokens at each evaluation, so rounding does
+//! not accumulate. Time that decreases counts as constant.
 //!
-//! Leaves to others how long a prefill is expected to take. [`PrefillCurve`] is what others need to know the
-//! rest of the way down, within bounds, without being told again.
+//! The expected durations come from the caller. [`PrefillCurve`] lets readers compute the further decrease within
+//! bounds.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -23,125 +23,125 @@ use std::time::Duration;
 use super::{PrefillCurve, PrefillLoadHint};
 use crate::protocol::Timestamp;
 
-/// Un-finished prefills in arrival order.
+/// Unfinished prefills in arrival order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PrefillQueue {
-    line: VecDeque<Prefill>,
-    /// Tokens of all in line, progress not deducted.
+    line: VecDeque<QueuedPrefill>,
+    /// Tokens of all queued prefills, without progress deducted.
     tokens: u64,
-    /// When the turn of the first in line began.
+    /// Start time of the first queued prefill.
     turn: Timestamp,
-    /// The last change. Whatever is asked about earlier times is answered for this one.
+    /// Time of the last change. Earlier times are treated as equal to it.
     latest: Timestamp,
-    next_ticket: u64,
-    /// Prefills that should be done and have not been reported, in arrival order.
+    next_id: u64,
+    /// Prefills after their expected end without a report, in arrival order.
     awaited: VecDeque<Awaited>,
-    /// How many of these, from the first on, are overdue.
+    /// Number of overdue ones among these, from the first on.
     overdue: usize,
-    /// When the oldest of these should have been done; the last report, if that was later.
+    /// Expected end of the oldest overdue prefill, or the last report if that was later.
     overdue_since: Timestamp,
-    /// Reports, less what was not reported, between 0 and [`REPORTS_MAX`].
+    /// Received reports minus missing reports, between 0 and [`REPORTS_MAX`].
     reports: u8,
 }
 
-/// A place in line.
+/// Identifies a prefill in the queue, in arrival order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Ticket(u64);
+pub(super) struct PrefillId(u64);
 
 #[derive(Clone, Copy, Debug)]
-struct Prefill {
-    ticket: Ticket,
+struct QueuedPrefill {
+    id: PrefillId,
     tokens: u32,
-    /// In nanoseconds. None as well where it stands still behind an overdue one.
+    /// In nanoseconds. `None` also for a prefill behind an overdue one.
     duration: Option<u64>,
     booked: Timestamp,
     is_reported: bool,
 }
 
-/// A prefill that should be done.
+/// A prefill after its expected end.
 #[derive(Clone, Copy, Debug)]
 struct Awaited {
-    prefill: Prefill,
-    /// When its turn was over.
+    prefill: QueuedPrefill,
+    /// Its expected end.
     ended: Timestamp,
 }
 
 impl Awaited {
-    /// When it becomes overdue.
+    /// Time at which it becomes overdue.
     fn due(&self) -> Timestamp {
         let expected = self.ended.since(self.prefill.booked);
         self.ended + expected.saturating_mul(OVERDUE_FACTOR).saturating_add(OVERDUE_SLACK)
     }
 }
 
-/// A prefill is overdue this many times its expected time after its expected end, plus [`OVERDUE_SLACK`].
+/// Multiple of the expected time, after the expected end, at which a prefill is overdue, plus [`OVERDUE_SLACK`].
 pub(super) const OVERDUE_FACTOR: u32 = 2;
 
-/// See [`OVERDUE_FACTOR`]: covers short prefills, which wait for a step, and late reports.
+/// See [`OVERDUE_FACTOR`]. Covers short prefills, which wait for a step, and late reports.
 pub(super) const OVERDUE_SLACK: Duration = Duration::from_secs(1);
 
-/// Most reports that are remembered.
+/// Maximum of the report count.
 pub(super) const REPORTS_MAX: u8 = 8;
 
-/// From so many reports on, a rank is taken to report.
+/// Minimum report count of a rank that is assumed to report.
 pub(super) const REPORTS_MIN: u8 = 4;
 
 impl PrefillQueue {
-    /// Adds a prefill at the end of the line.
-    pub(super) fn push(&mut self, hint: PrefillLoadHint, now: Timestamp) -> Ticket {
-        self.settle(now);
+    /// Appends a prefill.
+    pub(super) fn push(&mut self, hint: PrefillLoadHint, now: Timestamp) -> PrefillId {
+        self.advance(now);
         if self.line.is_empty() {
             self.turn = self.latest;
         }
-        let ticket = Ticket(self.next_ticket);
-        self.next_ticket += 1;
+        let id = PrefillId(self.next_id);
+        self.next_id += 1;
         let tokens = hint.effective_tokens();
-        self.line.push_back(Prefill {
-            ticket,
+        self.line.push_back(QueuedPrefill {
+            id,
             tokens,
             duration: hint.expected_duration().map(nanos).filter(|_| self.overdue == 0),
             booked: self.latest,
             is_reported: hint.is_reported(),
         });
         self.tokens += u64::from(tokens);
-        self.settle(now);
-        ticket
+        self.advance(now);
+        id
     }
 
-    /// Takes a prefill out of the line, wherever it stands. Nothing happens if it has left already.
+    /// Removes a prefill at any position. No effect if it has already left the queue.
     ///
-    /// O(log line) to find, and a move of at most half the line.
-    pub(super) fn complete(&mut self, ticket: Ticket, now: Timestamp) {
-        self.settle(now);
-        if let Ok(at) = self.awaited.binary_search_by_key(&ticket, |awaited| awaited.prefill.ticket) {
+    /// O(log queue) to find, and a move of at most half the queue.
+    pub(super) fn complete(&mut self, id: PrefillId, now: Timestamp) {
+        self.advance(now);
+        if let Ok(at) = self.awaited.binary_search_by_key(&id, |awaited| awaited.prefill.id) {
             self.awaited.remove(at);
             self.overdue -= usize::from(at < self.overdue);
             return;
         }
-        let Ok(at) = self.line.binary_search_by_key(&ticket, |prefill| prefill.ticket) else { return };
+        let Ok(at) = self.line.binary_search_by_key(&id, |prefill| prefill.id) else { return };
         if at == 0 {
             self.turn = self.latest;
         }
         let gone = self.line.remove(at).expect("the search found it");
         self.tokens -= u64::from(gone.tokens);
-        self.settle(now);
+        self.advance(now);
     }
 
-    /// As [`complete`](Self::complete), for a prefill that was reported complete: the rank reports, and makes progress.
-    pub(super) fn report(&mut self, ticket: Ticket, now: Timestamp) {
+    /// Like [`complete`](Self::complete), for a reported completion: the rank reports and progresses.
+    pub(super) fn report(&mut self, id: PrefillId, now: Timestamp) {
         self.reports = (self.reports + 1).min(REPORTS_MAX);
-        self.complete(ticket, now);
+        self.complete(id, now);
         self.overdue_since = self.overdue_since.max(self.latest);
     }
 
-    /// Some output was reported, but the prefill before it never was: the rank's caller may not report prefills at all.
+    /// Records that output was reported without a report of its prefill: the rank's caller may not report prefills.
     pub(super) fn was_not_reported(&mut self) {
         self.reports = self.reports.saturating_sub(2);
     }
 
-    /// Tokens still to compute at `now`.
+    /// Remaining tokens at `now`.
     ///
-    /// O(turns since the last change).
+    /// O(prefills finished since the last change).
     pub(super) fn tokens(&self, now: Timestamp) -> u64 {
         let mut spent = nanos(now.max(self.latest).since(self.turn));
         let mut left = self.tokens;
@@ -157,9 +157,9 @@ impl PrefillQueue {
         left
     }
 
-    /// How it goes on from the last change if nothing else happens.
+    /// The further decrease from the last change on, if nothing else happens.
     ///
-    /// O(line).
+    /// O(queue).
     pub(super) fn curve(&self) -> PrefillCurve {
         let modelled = self.line.iter().map_while(|prefill| Some((prefill.tokens, prefill.duration?)));
         if self.overdue > 0 {
@@ -168,12 +168,12 @@ impl PrefillQueue {
         PrefillCurve::new(self.latest, self.latest.since(self.turn), self.tokens, modelled)
     }
 
-    /// Gives the time that has passed to those whose turn it was; who is done leaves the line.
+    /// Credits the elapsed time to the prefills; finished ones leave the queue.
     ///
-    /// O(those who leave).
-    pub(super) fn settle(&mut self, now: Timestamp) {
+    /// O(finished prefills).
+    pub(super) fn advance(&mut self, now: Timestamp) {
         self.latest = self.latest.max(now);
-        while let Some(&prefill @ Prefill { tokens, duration: Some(duration), .. }) = self.line.front()
+        while let Some(&prefill @ QueuedPrefill { tokens, duration: Some(duration), .. }) = self.line.front()
             && duration <= nanos(self.latest.since(self.turn))
         {
             self.turn = self.turn + Duration::from_nanos(duration);
@@ -183,12 +183,12 @@ impl PrefillQueue {
                 self.awaited.push_back(Awaited { prefill, ended: self.turn });
             }
         }
-        self.look_for_overdue();
+        self.check_overdue();
     }
 
-    /// Lets the line stand still if the oldest awaited prefill is overdue. The other awaited ones are then, too, for they
-    /// wait for it.
-    fn look_for_overdue(&mut self) {
+    /// Stops all progress if the oldest awaited prefill is overdue. The other awaited ones are then overdue as well,
+    /// because they wait for it.
+    fn check_overdue(&mut self) {
         let Some(oldest) = self.awaited.front() else { return };
         if self.overdue > 0 || self.reports < REPORTS_MIN || oldest.due() > self.latest {
             return;
@@ -196,7 +196,7 @@ impl PrefillQueue {
         (self.overdue, self.overdue_since) = (self.awaited.len(), oldest.ended);
         let left = self.tokens(self.latest);
         if let Some(first) = self.line.front_mut() {
-            // What was computed of it stays computed.
+            // Keeps the progress so far.
             first.tokens -= u32::try_from(self.tokens - left).unwrap_or(first.tokens);
         }
         self.tokens = left;
@@ -205,36 +205,38 @@ impl PrefillQueue {
     }
 }
 
-/// Nanoseconds, up to the end of time as [`Timestamp`] knows it.
+/// Nanoseconds, saturating at the maximum [`Timestamp`].
 pub(super) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl PrefillQueue {
+    /// Checks the invariants, for tests.
+    ///
     /// # Panics
-    /// If the line is inconsistent.
+    /// If the queue is inconsistent.
     pub(super) fn check_invariants(&self) {
         let sum: u64 = self.line.iter().map(|prefill| u64::from(prefill.tokens)).sum();
-        assert_eq!(self.tokens, sum, "the sum of tokens is off");
+        assert_eq!(self.tokens, sum, "the sum of tokens is wrong");
         assert!(self.overdue <= self.awaited.len(), "an overdue prefill is not awaited");
-        assert!(self.awaited.iter().is_sorted_by(|a, b| a.prefill.ticket < b.prefill.ticket));
-        let tickets = self.awaited.back().zip(self.line.front());
-        assert!(tickets.is_none_or(|(awaited, next)| awaited.prefill.ticket < next.ticket), "out of order");
-        assert!(self.line.iter().is_sorted_by(|a, b| a.ticket < b.ticket), "the line is out of order");
-        assert!(self.line.iter().all(|prefill| prefill.ticket.0 < self.next_ticket));
-        assert!(self.turn <= self.latest, "a turn begins in the future");
-        if let Some(Prefill { duration: Some(duration), .. }) = self.line.front() {
-            assert!(*duration > nanos(self.latest.since(self.turn)), "the first in line is done");
+        assert!(self.awaited.iter().is_sorted_by(|a, b| a.prefill.id < b.prefill.id));
+        let ids = self.awaited.back().zip(self.line.front());
+        assert!(ids.is_none_or(|(awaited, next)| awaited.prefill.id < next.id), "out of order");
+        assert!(self.line.iter().is_sorted_by(|a, b| a.id < b.id), "the queue is out of order");
+        assert!(self.line.iter().all(|prefill| prefill.id.0 < self.next_id));
+        assert!(self.turn <= self.latest, "a prefill starts in the future");
+        if let Some(QueuedPrefill { duration: Some(duration), .. }) = self.line.front() {
+            assert!(*duration > nanos(self.latest.since(self.turn)), "the first queued prefill is finished");
         }
     }
 
-    /// Prefills in line.
+    /// Number of queued prefills.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.line.len()
     }
 
-    /// Prefills that have not been completed, as far as they are known.
+    /// Number of prefills that are not known to be complete.
     pub(super) fn unfinished(&self) -> usize {
         self.line.len() + self.awaited.len()
     }
@@ -250,15 +252,15 @@ mod tests {
         Timestamp((seconds * SECOND as f64) as u64)
     }
 
-    /// Pushes all at time 0.
-    fn queue(prefills: &[(u32, Option<f64>)]) -> (PrefillQueue, Vec<Ticket>) {
+    /// Pushes all prefills at time 0.
+    fn queue(prefills: &[(u32, Option<f64>)]) -> (PrefillQueue, Vec<PrefillId>) {
         let mut queue = PrefillQueue::default();
-        let tickets = prefills.iter().map(|&(tokens, seconds)| {
+        let ids = prefills.iter().map(|&(tokens, seconds)| {
             let hint = PrefillLoadHint::new(tokens, 0, true, seconds.map(Duration::from_secs_f64));
             queue.push(hint.expect("tokens"), at(0.0))
         });
-        let tickets = tickets.collect();
-        (queue, tickets)
+        let ids = ids.collect();
+        (queue, ids)
     }
 
     fn assert_left(queue: &PrefillQueue, rows: &[(f64, u64)]) {
@@ -271,54 +273,54 @@ mod tests {
     }
 
     #[test]
-    fn each_prefill_melts_at_its_own_rate() {
-        let (mut queue, tickets) = queue(&[(1000, Some(10.0)), (500, Some(1.0))]);
+    fn prefills_progress_at_their_own_rates() {
+        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (500, Some(1.0))]);
         assert_left(&queue, &[(0.0, 1500), (1.0, 1400), (10.0, 500), (10.5, 250), (11.0, 0), (99.0, 0)]);
-        queue.complete(tickets[1], at(5.0));
+        queue.complete(ids[1], at(5.0));
         assert_left(&queue, &[(5.0, 500), (7.5, 250), (10.0, 0)]);
     }
 
     #[test]
-    fn with_one_rate_for_all_the_line_melts_as_one() {
-        let (mut queue, tickets) = queue(&[(1000, Some(10.0)), (500, Some(5.0))]);
+    fn equal_rates_give_one_linear_decrease() {
+        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (500, Some(5.0))]);
         assert_left(&queue, &[(1.0, 1400), (5.0, 1000), (9.0, 600), (10.0, 500), (12.0, 300), (15.0, 0), (20.0, 0)]);
         assert_eq!(queue.curve().bounds(at(12.0)), (300, 300));
-        queue.complete(tickets[1], at(5.0));
+        queue.complete(ids[1], at(5.0));
         assert_left(&queue, &[(5.0, 500), (10.0, 0)]);
     }
 
     #[test]
-    fn completing_the_first_early_starts_the_next_now() {
-        let (mut queue, tickets) = queue(&[(1000, Some(10.0)), (500, Some(1.0))]);
-        queue.complete(tickets[0], at(8.0));
+    fn early_completion_starts_the_next_prefill() {
+        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (500, Some(1.0))]);
+        queue.complete(ids[0], at(8.0));
         assert_left(&queue, &[(8.0, 500), (8.25, 375), (8.5, 250), (9.0, 0)]);
-        queue.complete(tickets[0], at(8.5));
+        queue.complete(ids[0], at(8.5));
         assert_left(&queue, &[(8.5, 250), (9.0, 0)]);
     }
 
     #[test]
-    fn an_unmodelled_prefill_stands_still_and_stops_those_behind_it() {
+    fn unmodelled_prefill_blocks_the_following_ones() {
         let (two, _) = queue(&[(1000, Some(10.0)), (500, None)]);
         assert_left(&two, &[(0.0, 1500), (5.0, 1000), (10.0, 500), (20.0, 500)]);
-        let (mut three, tickets) = queue(&[(1000, Some(10.0)), (500, None), (200, Some(2.0))]);
+        let (mut three, ids) = queue(&[(1000, Some(10.0)), (500, None), (200, Some(2.0))]);
         assert_left(&three, &[(0.0, 1700), (5.0, 1200), (10.0, 700), (20.0, 700)]);
-        three.complete(tickets[1], at(20.0));
+        three.complete(ids[1], at(20.0));
         assert_left(&three, &[(20.0, 200), (21.0, 100), (22.0, 0)]);
     }
 
     #[test]
-    fn zero_duration_is_done_as_soon_as_its_turn_comes() {
+    fn prefill_of_zero_duration_completes_immediately() {
         let (first, _) = queue(&[(300, Some(0.0)), (100, Some(1.0))]);
         assert_left(&first, &[(0.0, 100), (0.5, 50)]);
-        let (mut second, tickets) = queue(&[(100, Some(1.0)), (300, Some(0.0)), (50, None)]);
+        let (mut second, ids) = queue(&[(100, Some(1.0)), (300, Some(0.0)), (50, None)]);
         assert_left(&second, &[(0.0, 450), (0.5, 400), (1.0, 50)]);
-        second.complete(tickets[0], at(0.5));
+        second.complete(ids[0], at(0.5));
         assert_left(&second, &[(0.5, 50), (9.0, 50)]);
         assert_eq!(second.len(), 1);
     }
 
     #[test]
-    fn time_is_lost_on_an_idle_rank_and_does_not_run_backwards() {
+    fn idle_time_is_not_credited_and_time_does_not_decrease() {
         let (mut queue, _) = queue(&[(100, Some(1.0))]);
         let hint = PrefillLoadHint::new(100, 0, true, Some(Duration::from_secs(1))).expect("tokens");
         queue.push(hint, at(50.0));
@@ -329,18 +331,18 @@ mod tests {
     }
 
     #[test]
-    fn frequent_changes_do_not_pile_up_rounding() {
-        let (mut queue, tickets) = queue(&[(1000, Some(10.0)), (1, None)]);
+    fn rounding_does_not_accumulate() {
+        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (1, None)]);
         for millisecond in 0..5000 {
-            queue.complete(Ticket(u64::MAX), Timestamp(millisecond * 1_000_001));
+            queue.complete(PrefillId(u64::MAX), Timestamp(millisecond * 1_000_001));
         }
         assert_eq!(queue.tokens(at(5.0)), 501);
-        queue.complete(tickets[0], at(5.0));
+        queue.complete(ids[0], at(5.0));
         assert_left(&queue, &[(5.0, 1)]);
     }
 
     #[test]
-    fn absurd_numbers_saturate() {
+    fn extreme_numbers_saturate() {
         let mut queue = PrefillQueue::default();
         for duration in [Some(Duration::MAX), Some(Duration::MAX), None, Some(Duration::ZERO)] {
             queue.push(PrefillLoadHint::new(u32::MAX, 0, true, duration).expect("tokens"), at(0.0));

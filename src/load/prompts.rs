@@ -1,19 +1,16 @@
-//! The prompts that are active on one rank, each distinct prefix counted once.
+//! Radix tree of the active prompts of one rank, each distinct prefix counted once.
 //!
-//! Owns a radix tree whose edges are slices of the prompts' own hash arrays, so that no operation touches
-//! blocks one by one. Sequence hashes are chained: two prompts agree on their first `k` blocks exactly when
-//! their `k`-th hashes are equal. That makes a longest common prefix a binary search, and makes a hash array
-//! that reaches the end of an edge stand for everything above it, too.
+//! Edges are slices of the prompts' hash arrays, so no operation visits single blocks. Sequence hashes are chained: two
+//! prompts agree on their first `k` blocks exactly if their `k`-th hashes are equal. A longest common prefix is
+//! therefore a binary search, and a hash array that reaches the end of an edge also represents all ancestors.
 //!
-//! Promises exact sums: a prompt adds its blocks less the shared ones, at full weight, and blocks leave with
-//! their last user. Arrays that are not chained hashes get meaningless counts, but no panic, and still no
-//! residue when all are gone.
+//! Sums are exact: a prompt adds its unshared blocks at full weight, and blocks are removed with their last prompt.
+//! Arrays without chaining give meaningless counts, but no panic and no residue after all are removed.
+//! [`ActiveSequences`](super::ActiveSequences) maps bookings to prompt ends.
 //!
-//! Leaves to [`ActiveSequences`](super::ActiveSequences) whose prompt ends where.
-//!
-//! An edge keeps alive the array that it was cut from. Edges between which nothing ends, branches or changes
-//! weight any more are joined, so there are at most two per active prompt, and one more for each change of
-//! weight on the way, however many prompts have come and gone.
+//! An edge keeps its source array alive. Edges without an end, a branch or a change of weight between them are joined,
+//! so there are at most two per active prompt, plus one for each change of weight on the path, independent of the
+//! number of earlier prompts.
 
 use std::sync::Arc;
 
@@ -25,43 +22,43 @@ use crate::protocol::SequenceHash;
 /// The active prompts of one rank, as a tree.
 #[derive(Clone, Debug)]
 pub(super) struct PromptTree {
-    nodes: Vec<Node>,
-    /// Entries of `nodes` that stand for nothing.
+    nodes: Vec<PromptNode>,
+    /// Vacant entries of `nodes`.
     free: Vec<u32>,
     weighted: BlockSum,
 }
 
-/// The node at which a prompt ends: its claim on the tree, to be given back once. Stays valid while others
-/// come and go.
+/// The end node of a prompt: its claim on the tree, to be removed exactly once. Remains valid while other prompts
+/// change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PromptEnd(u32);
 
-/// A node and the edge that leads to it from its parent.
+/// A node and the edge from its parent.
 #[derive(Clone, Debug)]
-struct Node {
-    /// The edge is `hashes[start..end]`, of a prompt that passed here when the edge was made.
+struct PromptNode {
+    /// The edge is `hashes[start..end]` of a prompt that passed here when the edge was created.
     hashes: Arc<[SequenceHash]>,
     start: u32,
     end: u32,
-    /// What each block of the edge counts.
+    /// Weight of each block of the edge.
     weight: Weight,
-    /// Prompts that end here.
+    /// Number of prompts that end here.
     owners: u32,
     parent: u32,
-    /// Under which hash the parent lists this node. It is `hashes[start]`, kept apart so that unchained input
-    /// cannot confuse the tree.
+    /// The hash under which the parent lists this node. Equal to `hashes[start]`; stored separately so that unchained
+    /// input cannot corrupt the tree.
     key: SequenceHash,
     /// By key, ascending.
     children: SmallVec<[(SequenceHash, u32); 2]>,
 }
 
-/// How far a prompt agrees with the tree.
-struct Match {
-    /// Leading blocks that are active already.
+/// Common prefix of a prompt and the tree.
+struct PrefixMatch {
+    /// Number of active leading blocks.
     depth: u32,
-    /// Where that is: at this node, or within the edge leading to it.
+    /// End of the common prefix: this node, or a point inside the edge to it.
     node: u32,
-    /// Whether it is within the edge.
+    /// Whether the end is inside the edge.
     within: bool,
 }
 
@@ -69,7 +66,7 @@ const ROOT: u32 = 0;
 
 impl PromptTree {
     pub(super) fn new() -> Self {
-        let root = Node {
+        let root = PromptNode {
             hashes: Arc::default(),
             start: 0,
             end: 0,
@@ -82,8 +79,8 @@ impl PromptTree {
         Self { nodes: vec![root], free: Vec::new(), weighted: BlockSum::default() }
     }
 
-    /// Adds a prompt and returns its end, and how many of its leading blocks were active already. Those keep
-    /// their weights; the others get full weight.
+    /// Adds a prompt. Returns its end and the number of its leading blocks that were already active. Those keep their
+    /// weights; the others have full weight.
     ///
     /// O(edges on the path × log blocks).
     pub(super) fn insert(&mut self, prompt: Arc<[SequenceHash]>) -> (PromptEnd, u32) {
@@ -94,9 +91,10 @@ impl PromptTree {
         (PromptEnd(end), found.depth)
     }
 
-    /// Takes back what [`insert`](Self::insert) added, as far as nobody else uses it. Once for each insertion.
+    /// Removes a prompt added by [`insert`](Self::insert), except blocks used by other prompts. Must be called once per
+    /// insertion.
     ///
-    /// O(edges that go).
+    /// O(removed edges).
     pub(super) fn remove(&mut self, end: PromptEnd) {
         let mut at = end.0;
         debug_assert!(self.node(at).owners > 0, "{end:?} given back twice");
@@ -107,9 +105,9 @@ impl PromptTree {
         self.join_with_only_child(at);
     }
 
-    /// Gives the part of a prompt that no other depends on, from its end upward, a new weight.
+    /// Sets the weight of the part of a prompt that no other prompt depends on, from its end upward.
     ///
-    /// O(edges of that part), which the call leaves as a single one.
+    /// O(edges of that part), which are joined into one.
     pub(super) fn reweigh(&mut self, end: PromptEnd, weight: Weight) {
         let mut at = end.0;
         while at != ROOT && self.node(at).dependants() == 1 {
@@ -123,7 +121,7 @@ impl PromptTree {
         }
     }
 
-    /// How many leading blocks of the prompt are active.
+    /// Number of active leading blocks of the prompt.
     ///
     /// O(edges on the path × log blocks).
     pub(super) fn shared_blocks(&self, prompt: &[SequenceHash]) -> u32 {
@@ -135,22 +133,26 @@ impl PromptTree {
         self.weighted
     }
 
-    fn node(&self, at: u32) -> &Node {
+    fn node(&self, at: u32) -> &PromptNode {
         &self.nodes[at as usize]
     }
 
-    fn node_mut(&mut self, at: u32) -> &mut Node {
+    fn node_mut(&mut self, at: u32) -> &mut PromptNode {
         &mut self.nodes[at as usize]
     }
 
-    fn descend(&self, prompt: &[SequenceHash]) -> Match {
+    fn descend(&self, prompt: &[SequenceHash]) -> PrefixMatch {
         let blocks = block_count(prompt);
-        let mut found = Match { depth: 0, node: ROOT, within: false };
+        let mut found = PrefixMatch { depth: 0, node: ROOT, within: false };
         while found.depth < blocks {
             let Some(child) = self.node(found.node).child(prompt[found.depth as usize]) else { break };
             let edge = self.node(child);
             let limit = edge.end.min(blocks);
-            found = Match { depth: agreement(prompt, &edge.hashes, found.depth + 1, limit), node: child, within: true };
+            found = PrefixMatch {
+                depth: agreement(prompt, &edge.hashes, found.depth + 1, limit),
+                node: child,
+                within: true,
+            };
             if found.depth < edge.end {
                 break;
             }
@@ -159,17 +161,17 @@ impl PromptTree {
         found
     }
 
-    /// Cuts the edge to `lower` in two and returns the new node between them. `lower` keeps its place, for
-    /// claims point at it.
+    /// Splits the edge to `lower` and returns the new node in between. `lower` keeps its number, because claims refer
+    /// to it.
     fn split(&mut self, lower: u32, depth: u32) -> u32 {
         let node = self.node_mut(lower);
         debug_assert!(node.start < depth && depth < node.end, "{depth} is not within the edge");
-        let Node { start, weight, parent, key, .. } = *node;
+        let PromptNode { start, weight, parent, key, .. } = *node;
         let hashes = Arc::clone(&node.hashes);
         node.start = depth;
         node.key = hashes[depth as usize];
         let children = smallvec![(node.key, lower)];
-        let upper = Node { hashes, start, end: depth, weight, owners: 0, parent, key, children };
+        let upper = PromptNode { hashes, start, end: depth, weight, owners: 0, parent, key, children };
         let upper = self.allocate(upper);
         self.node_mut(lower).parent = upper;
         self.node_mut(parent).repoint(key, upper);
@@ -179,7 +181,7 @@ impl PromptTree {
     /// Adds a leaf below `parent` for the given blocks of a prompt.
     fn grow(&mut self, parent: u32, hashes: Arc<[SequenceHash]>, blocks: std::ops::Range<u32>) -> u32 {
         let key = hashes[blocks.start as usize];
-        let leaf = Node {
+        let leaf = PromptNode {
             hashes,
             start: blocks.start,
             end: blocks.end,
@@ -197,29 +199,29 @@ impl PromptTree {
 
     /// Removes a node without dependants and returns its parent.
     fn cut(&mut self, leaf: u32) -> u32 {
-        let Node { parent, key, .. } = *self.node(leaf);
+        let PromptNode { parent, key, .. } = *self.node(leaf);
         self.weighted.sub(self.node(leaf).weighted());
         self.node_mut(parent).disown(key);
         self.release(leaf);
         parent
     }
 
-    /// Joins a node at which nothing ends or branches with the one below it, if their blocks weigh the same.
-    /// The lower one stays, for claims point at it, and its array reaches up to the root.
+    /// Joins a node without an end or a branch with its only child, if their weights are equal. The child remains,
+    /// because claims refer to it, and its array includes all ancestors.
     fn join_with_only_child(&mut self, upper: u32) {
         let node = self.node(upper);
         let &[(_, lower)] = node.children.as_slice() else { return };
         if upper == ROOT || node.owners > 0 || node.weight != self.node(lower).weight {
             return;
         }
-        let Node { start, parent, key, .. } = *node;
+        let PromptNode { start, parent, key, .. } = *node;
         let below = self.node_mut(lower);
         (below.start, below.parent, below.key) = (start, parent, key);
         self.node_mut(parent).repoint(key, lower);
         self.release(upper);
     }
 
-    fn allocate(&mut self, node: Node) -> u32 {
+    fn allocate(&mut self, node: PromptNode) -> u32 {
         if let Some(at) = self.free.pop() {
             self.nodes[at as usize] = node;
             return at;
@@ -231,13 +233,15 @@ impl PromptTree {
 
     fn release(&mut self, at: u32) {
         let root = self.node(ROOT);
-        let empty = Node { children: SmallVec::new(), owners: 0, hashes: Arc::clone(&root.hashes), ..*root };
+        let empty = PromptNode { children: SmallVec::new(), owners: 0, hashes: Arc::clone(&root.hashes), ..*root };
         self.nodes[at as usize] = empty;
         self.free.push(at);
     }
 
+    /// Checks the invariants, for tests.
+    ///
     /// # Panics
-    /// If the tree is inconsistent, or not as small as it should be.
+    /// If the tree is inconsistent, or contains joinable edges.
     pub(super) fn check_invariants(&self) {
         let (mut live, mut sum, mut todo) = (0, BlockSum::default(), vec![ROOT]);
         while let Some(at) = todo.pop() {
@@ -257,29 +261,29 @@ impl PromptTree {
                 todo.push(child);
             }
         }
-        assert_eq!(live + self.free.len(), self.nodes.len(), "nodes have been lost");
-        assert_eq!(sum, self.weighted, "the sum of weights is off");
+        assert_eq!(live + self.free.len(), self.nodes.len(), "every node is live or free");
+        assert_eq!(sum, self.weighted, "the sum of weights is wrong");
     }
 
-    /// Number of edges, which is what the tree costs.
+    /// Number of edges.
     #[cfg(test)]
     pub(super) fn edge_count(&self) -> usize {
         self.nodes.len() - self.free.len() - 1
     }
 
-    /// Number of prompts that end somewhere in the tree.
+    /// Number of prompts in the tree.
     pub(super) fn prompt_count(&self) -> usize {
         self.nodes.iter().map(|node| node.owners as usize).sum()
     }
 }
 
-impl Node {
-    /// What keeps the node: prompts that end here, and children.
+impl PromptNode {
+    /// Number of prompts that end here and of children.
     fn dependants(&self) -> usize {
         self.owners as usize + self.children.len()
     }
 
-    /// What the edge's blocks count together.
+    /// Total weight of the edge's blocks.
     fn weighted(&self) -> u64 {
         self.weight.times(self.end - self.start)
     }
@@ -314,12 +318,12 @@ impl Node {
     }
 }
 
-/// Blocks of a prompt. Beyond `u32::MAX`, 34 GB of hashes, a prompt is cut off.
+/// Number of blocks of a prompt. Prompts beyond `u32::MAX` blocks (34 GB of hashes) are truncated.
 pub(super) fn block_count(prompt: &[SequenceHash]) -> u32 {
     u32::try_from(prompt.len()).unwrap_or(u32::MAX)
 }
 
-/// How many leading hashes two chained arrays share.
+/// Number of equal leading hashes of two chained arrays.
 pub(super) fn shared_blocks(a: &[SequenceHash], b: &[SequenceHash]) -> u32 {
     match block_count(a).min(block_count(b)) {
         0 => 0,
@@ -327,8 +331,7 @@ pub(super) fn shared_blocks(a: &[SequenceHash], b: &[SequenceHash]) -> u32 {
     }
 }
 
-/// How many leading hashes, of the first `limit`, two chained arrays share, when they are known to share the
-/// first `known`.
+/// Number of equal leading hashes, at most `limit`, of two chained arrays whose first `known` hashes are equal.
 fn agreement(a: &[SequenceHash], b: &[SequenceHash], known: u32, limit: u32) -> u32 {
     let agree = |blocks: u32| a[blocks as usize - 1] == b[blocks as usize - 1];
     if agree(limit) {
@@ -366,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_share_what_they_begin_with() {
+    fn prompts_share_common_prefixes() {
         let mut tree = PromptTree::new();
         let mut ends = Vec::new();
         for (prompt, shared, rounded) in [
@@ -390,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn edges_are_joined_when_those_who_branched_off_have_gone() {
+    fn edges_are_joined_after_branches_are_removed() {
         let mut tree = PromptTree::new();
         let long: Vec<u64> = (0..200).collect();
         let (end, _) = insert(&mut tree, &long);
@@ -410,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn arrays_go_with_their_last_edge() {
+    fn arrays_are_freed_with_their_last_edge() {
         let mut tree = PromptTree::new();
         let (first, second) = (hashes(&[1, 2, 3, 4]), hashes(&[1, 2, 3, 4, 5]));
         let (a, _) = tree.insert(Arc::clone(&first));
@@ -422,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_weight_reaches_up_to_the_first_branch_or_end() {
+    fn new_weight_applies_up_to_the_first_branch_or_end() {
         let mut tree = PromptTree::new();
         let half = Weight::new(0.5).expect("in range");
         let (long, _) = insert(&mut tree, &[1, 2, 3, 4]);
@@ -455,9 +458,9 @@ mod tests {
         remove(&mut tree, long);
     }
 
-    /// Nobody may send such arrays, but somebody will.
+    /// Invalid arrays must be harmless.
     #[test]
-    fn arrays_that_are_not_chained_hashes_do_no_harm() {
+    fn unchained_arrays_are_harmless() {
         let mut seed = 1_u64;
         let mut next = |below: u64| {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -1,62 +1,61 @@
-//! What [`ActiveSequences`](super::ActiveSequences) means, said slowly: the model that tests hold it to.
+//! Reference model of [`ActiveSequences`](super::ActiveSequences) for property tests.
 //!
-//! Owns lists of everything, block by block and request by request, and derives every answer by scanning them.
-//! Promises to be literal, not fast: no tree, no running sums, no summaries. Shares with the real thing only
-//! the values that go in. Not part of the public interface.
+//! Keeps lists of all blocks and requests, and derives every result by scanning them: no tree, no running sums, no
+//! summaries. Shares only input types with the real implementation. Not part of the public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::prefill::{OVERDUE_FACTOR, OVERDUE_SLACK, REPORTS_MAX, REPORTS_MIN};
-use super::{Booked, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight};
+use super::{BookedBlocks, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight};
 use crate::protocol::{BookingId, SequenceHash, Timestamp};
 
-/// A block as the model tells blocks apart.
+/// Identity of a block in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Block {
-    /// The same for everybody whose prompt begins the same.
+enum ReferenceBlock {
+    /// The same for all prompts with the same prefix.
     Shared(SequenceHash),
-    /// The n-th of one booking's own.
+    /// The n-th private block of one booking.
     Private(BookingId, u32),
 }
 
 #[derive(Clone, Debug)]
 struct ReferenceRequest {
-    prompt: Vec<Block>,
+    prompt: Vec<ReferenceBlock>,
     output: Vec<Weight>,
-    prefill: Option<Prefill>,
+    prefill: Option<ReferencePrefill>,
     /// Position in the order of arrival.
     arrival: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Prefill {
+struct ReferencePrefill {
     tokens: u128,
     nanos: Option<u128>,
-    /// Nanoseconds of its turn that have passed.
+    /// Credited nanoseconds.
     spent: u128,
-    /// Whether its turn has come and passed.
+    /// Whether the expected end has passed.
     done: bool,
-    /// When it was booked, and when its turn was over.
+    /// Times of booking and of the expected end.
     booked: u128,
     ended: u128,
     is_reported: bool,
     is_overdue: bool,
 }
 
-/// The slow model of one rank.
+/// Reference model of one rank.
 #[derive(Clone, Debug)]
 pub struct ReferenceSequences {
     assume_kv_reuse: bool,
     requests: BTreeMap<BookingId, ReferenceRequest>,
-    weights: BTreeMap<Block, Weight>,
+    weights: BTreeMap<ReferenceBlock, Weight>,
     now: Timestamp,
     arrivals: u64,
-    /// Reports, less what was not reported.
+    /// Received reports minus missing reports.
     reports: u8,
 }
 
 impl ReferenceSequences {
-    /// A rank without bookings.
+    /// Creates a rank without bookings.
     #[must_use]
     pub fn new(assume_kv_reuse: bool) -> Self {
         Self {
@@ -76,7 +75,7 @@ impl ReferenceSequences {
         prompt: &PromptBlocks,
         prefill: Option<PrefillLoadHint>,
         now: Timestamp,
-    ) -> Option<Booked> {
+    ) -> Option<BookedBlocks> {
         if self.requests.contains_key(&booking) {
             return None;
         }
@@ -86,7 +85,7 @@ impl ReferenceSequences {
         for &block in &prompt {
             self.weights.entry(block).or_insert(Weight::ONE);
         }
-        let prefill = prefill.map(|hint| Prefill {
+        let prefill = prefill.map(|hint| ReferencePrefill {
             tokens: hint.effective_tokens().into(),
             nanos: hint.expected_duration().map(|duration| duration.as_nanos()).filter(|_| !self.is_overdue()),
             spent: 0,
@@ -96,13 +95,13 @@ impl ReferenceSequences {
             is_reported: hint.is_reported(),
             is_overdue: false,
         });
-        let booked = Booked { shared_blocks: (prompt.len() - added) as u32, added_blocks: added as u32 };
+        let booked = BookedBlocks { shared_blocks: (prompt.len() - added) as u32, added_blocks: added as u32 };
         self.requests.insert(booking, ReferenceRequest { prompt, output: Vec::new(), prefill, arrival: self.arrivals });
         self.arrivals += 1;
         Some(booked)
     }
 
-    /// Completes a prefill; whether there was one to complete.
+    /// Completes a prefill; returns whether there was one to complete.
     pub fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> bool {
         let Some(prefill) = self.requests.get(&booking).and_then(|request| request.prefill) else { return false };
         if prefill.is_reported {
@@ -113,7 +112,7 @@ impl ReferenceSequences {
         true
     }
 
-    /// Adds output blocks that are looked at together; whether there were any, and a booking to add them to.
+    /// Adds output blocks that are read together; returns whether there were any and the booking exists.
     pub fn push_output(&mut self, booking: BookingId, decays: &[Option<Weight>]) -> bool {
         let Some(request) = self.requests.get_mut(&booking).filter(|_| !decays.is_empty()) else { return false };
         for decay in decays {
@@ -130,7 +129,7 @@ impl ReferenceSequences {
         true
     }
 
-    /// Ends a booking; whether there was one.
+    /// Ends a booking; returns whether it existed.
     pub fn free(&mut self, booking: BookingId, now: Timestamp) -> bool {
         let Some(request) = self.requests.get(&booking).cloned() else { return false };
         self.change(now);
@@ -138,16 +137,17 @@ impl ReferenceSequences {
             self.reports = self.reports.saturating_sub(2);
         }
         self.requests.remove(&booking);
-        let used: BTreeSet<Block> = self.requests.values().flat_map(|request| request.prompt.clone()).collect();
+        let used: BTreeSet<ReferenceBlock> =
+            self.requests.values().flat_map(|request| request.prompt.clone()).collect();
         self.weights.retain(|block, _| used.contains(block));
         true
     }
 
-    /// What a prompt would find.
+    /// Projection of a prompt.
     #[must_use]
     pub fn project(&self, prompt: &PromptBlocks) -> Projection {
-        let nobody = BookingId(u64::MAX);
-        let blocks = self.blocks(nobody, prompt);
+        let unbooked = BookingId(u64::MAX);
+        let blocks = self.blocks(unbooked, prompt);
         let shared_blocks = blocks.iter().filter(|block| self.weights.contains_key(block)).count() as u32;
         let active_blocks = self.load(self.now).active_blocks;
         let potential_blocks = active_blocks + blocks.len() as u32 - shared_blocks;
@@ -167,30 +167,32 @@ impl ReferenceSequences {
         }
     }
 
-    /// Weights of all blocks, in blocks.
+    /// Sum of the weights of all blocks, in blocks.
     #[must_use]
     pub fn weighted_blocks(&self) -> f64 {
         let output = self.requests.values().flat_map(|request| &request.output);
         self.weights.values().chain(output).map(|weight| weight.fraction()).sum()
     }
 
-    fn blocks(&self, booking: BookingId, prompt: &PromptBlocks) -> Vec<Block> {
+    fn blocks(&self, booking: BookingId, prompt: &PromptBlocks) -> Vec<ReferenceBlock> {
         match prompt {
-            PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => hashes.iter().copied().map(Block::Shared).collect(),
+            PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => {
+                hashes.iter().copied().map(ReferenceBlock::Shared).collect()
+            }
             PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => {
-                (0..prompt.block_count()).map(|n| Block::Private(booking, n)).collect()
+                (0..prompt.block_count()).map(|n| ReferenceBlock::Private(booking, n)).collect()
             }
         }
     }
 
-    /// From the end of the prompt upward, the blocks on which nothing but the block below depends, or the
-    /// booking itself.
-    fn exclusive_suffix(&self, booking: BookingId) -> Vec<Block> {
-        let exclusive = |block: &&Block| {
+    /// From the end of the prompt upward, the blocks on which only the following block or the booking itself depends.
+    fn exclusive_suffix(&self, booking: BookingId) -> Vec<ReferenceBlock> {
+        let exclusive = |block: &&ReferenceBlock| {
             let prompts = self.requests.values().map(|request| &request.prompt);
             let owners = prompts.clone().filter(|prompt| prompt.last() == Some(block)).count();
-            let next = |prompt: &Vec<Block>| prompt.windows(2).find(|pair| pair[0] == **block).map(|pair| pair[1]);
-            let children: BTreeSet<Block> = prompts.filter_map(next).collect();
+            let next =
+                |prompt: &Vec<ReferenceBlock>| prompt.windows(2).find(|pair| pair[0] == **block).map(|pair| pair[1]);
+            let children: BTreeSet<ReferenceBlock> = prompts.filter_map(next).collect();
             owners + children.len() == 1
         };
         self.requests[&booking].prompt.iter().rev().take_while(exclusive).copied().collect()
@@ -200,7 +202,7 @@ impl ReferenceSequences {
         self.requests.values().any(|request| request.prefill.is_some_and(|prefill| prefill.is_overdue))
     }
 
-    /// Advances, and looks for prefills that are overdue: the others stand still from there on.
+    /// Advances, and checks for overdue prefills, which stop the progress of the others.
     fn change(&mut self, now: Timestamp) {
         self.advance(now);
         if self.is_overdue() {
@@ -209,7 +211,8 @@ impl ReferenceSequences {
         let now = u128::from(self.now.0);
         let mut line: Vec<&mut ReferenceRequest> = self.requests.values_mut().collect();
         line.sort_by_key(|request| request.arrival);
-        let mut prefills: Vec<&mut Prefill> = line.into_iter().filter_map(|request| request.prefill.as_mut()).collect();
+        let mut prefills: Vec<&mut ReferencePrefill> =
+            line.into_iter().filter_map(|request| request.prefill.as_mut()).collect();
         let oldest = prefills.iter().find(|prefill| prefill.done && prefill.is_reported);
         let is_overdue = oldest.is_some_and(|oldest| {
             let due = oldest.ended + (oldest.ended - oldest.booked) * u128::from(OVERDUE_FACTOR);
@@ -226,7 +229,7 @@ impl ReferenceSequences {
         }
     }
 
-    /// Gives the time that has passed to prefills, one after the other in order of arrival.
+    /// Credits the elapsed time to the prefills in order of arrival.
     fn advance(&mut self, now: Timestamp) {
         let mut time = u128::from(now.0.saturating_sub(self.now.0));
         let mut clock = u128::from(self.now.0);
@@ -250,8 +253,8 @@ impl ReferenceSequences {
     }
 }
 
-impl Prefill {
-    /// Tokens left, begun ones included.
+impl ReferencePrefill {
+    /// Remaining tokens, including partially computed prefills.
     fn left(self) -> u128 {
         match self.nanos {
             _ if self.done => 0,

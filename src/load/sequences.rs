@@ -1,23 +1,22 @@
-//! The bookings of one rank, and the load that follows from them.
+//! Bookings of one rank and the load that follows from them.
 //!
-//! Owns who is booked and what each booking adds: prompt blocks, output blocks, prefill tokens. Promises that
-//! no order of calls panics, that completing and freeing are idempotent, and that a rank without bookings has a
-//! load of exactly zero. Does no token arithmetic: a booking brings a finished [`PrefillLoadHint`].
+//! Tracks each booking's prompt blocks, output blocks and prefill tokens. No order of calls panics, completing and
+//! freeing are idempotent, and a rank without bookings has a load of exactly zero. Contains no token arithmetic: a
+//! booking includes a computed [`PrefillLoadHint`].
 //!
-//! Leaves to others the choice of rank, the publication of load, and ending the bookings of callers that are
-//! gone: nothing here expires.
+//! The caller selects the rank, publishes the load, and ends the bookings of cancelled requests: nothing expires here.
 
 use std::sync::Arc;
 
 use ahash::AHashMap;
 
-use super::prefill::{PrefillQueue, Ticket};
+use super::prefill::{PrefillId, PrefillQueue};
 use super::prompts::{PromptEnd, PromptTree, block_count, shared_blocks};
-use super::sketch::{PromptMark, PromptSketch, SketchCounts};
+use super::sketch::{PromptFingerprint, PromptSketch, SketchCounts};
 use super::{BlockSum, OutputBlocks, PrefillCurve, PrefillLoadHint, Weight};
 use crate::protocol::{BookingId, SequenceHash, Timestamp};
 
-/// What one rank has been given and has not finished.
+/// Unfinished bookings of one rank.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -44,9 +43,9 @@ pub struct ActiveSequences {
     assume_kv_reuse: bool,
     bookings: AHashMap<BookingId, Booking>,
     prompts: PromptTree,
-    /// The same prompts, for publication.
+    /// Sketch of the same prompts, for publication.
     sketch: SketchCounts,
-    /// Weights of the blocks that belong to one booking only by nature: output, and prompts not in the tree.
+    /// Weights of the blocks that are private to one booking: output, and prompts outside the tree.
     private: BlockSum,
     prefills: PrefillQueue,
 }
@@ -54,84 +53,83 @@ pub struct ActiveSequences {
 /// The complete blocks of one prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PromptBlocks {
-    /// By sequence hash, in prompt order, from the first block on: shared with prompts that begin the same.
+    /// By sequence hash, in prompt order from the first block: shared with prompts of the same prefix.
     Hashed(Arc<[SequenceHash]>),
-    /// By number alone, for prompts whose content is not known or not to be tracked: shared with nobody.
+    /// By number, for prompts with unknown or untracked content: not shared.
     Counted(u32),
 }
 
-/// What a booking has added to its rank.
+/// Blocks added by a booking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Booked {
-    /// Leading blocks of the prompt that other bookings on the rank use, too.
+pub struct BookedBlocks {
+    /// Leading blocks of the prompt that other bookings of the rank also use.
     pub shared_blocks: u32,
     /// The other blocks of the prompt, each at full weight.
     pub added_blocks: u32,
 }
 
-/// Why a booking was refused.
+/// Reason for rejecting a booking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BookError {
-    /// The rank has a booking of this id, which stays as it is.
+    /// The rank has a booking with this id, which is unchanged.
     #[error("booking {0} exists already")]
     Duplicate(BookingId),
 }
 
-/// Whether a report told the rank something new. Reports for unknown bookings are late ones, and no error.
+/// Whether a report changed anything. Reports of unknown bookings are late, not errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It did.
+    /// The report changed the booking.
     Applied,
-    /// It had been told before, or the booking has ended, or never began.
+    /// The report is a repetition, or the booking has ended or does not exist.
     NoChange,
 }
 
-/// The load of one rank at one moment.
+/// Load of a rank at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RankLoad {
-    /// Weights of all active prompt and output blocks, rounded to whole blocks, half a block up. Saturates.
+    /// Sum of the weights of all active prompt and output blocks, rounded half up to whole blocks. Saturates.
     pub active_blocks: u32,
-    /// Tokens of un-finished prefills that are still to be computed.
+    /// Remaining tokens of unfinished prefills.
     pub prefill_tokens: u64,
-    /// Bookings.
+    /// Number of bookings.
     pub requests: u32,
 }
 
-/// What a prompt would find on a rank.
+/// Effect of booking a prompt on a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Projection {
-    /// Active blocks without it, as in [`RankLoad`].
+    /// Active blocks without the prompt, as in [`RankLoad`].
     pub active_blocks: u32,
-    /// Its leading blocks that are active already.
+    /// Leading blocks of the prompt that are already active.
     pub shared_blocks: u32,
-    /// Active blocks with it: booking it adds the other blocks at full weight. Saturates.
+    /// Active blocks with the prompt, whose other blocks count at full weight. Saturates.
     pub potential_blocks: u32,
 }
 
 #[derive(Clone, Debug)]
 struct Booking {
     prompt: Charge,
-    /// The output as last seen.
+    /// The output at the last read.
     output: OutputBlocks,
-    /// The place in line, until the prefill is reported complete.
-    prefill: Option<Ticket>,
-    /// Whether it will be.
+    /// The queued prefill, until it is reported complete.
+    prefill: Option<PrefillId>,
+    /// Whether the end of the prefill will be reported.
     is_reported: bool,
 }
 
-/// Where the blocks of a prompt are accounted for.
+/// Accounting of a prompt's blocks.
 #[derive(Clone, Copy, Debug)]
 enum Charge {
-    Shared { end: PromptEnd, mark: PromptMark },
+    Shared { end: PromptEnd, fingerprint: PromptFingerprint },
     Private { blocks: u32, weight: Weight },
 }
 
 impl ActiveSequences {
-    /// A rank without bookings.
+    /// Creates a rank without bookings.
     ///
-    /// `assume_kv_reuse` says whether requests that run at the same time share the blocks of a common prefix,
-    /// and read them once a step. An engine without cascade attention reads them once per request; for such a
-    /// one, every prompt counts in full, as if nobody else had it.
+    /// `assume_kv_reuse`: whether concurrent requests share the blocks of a common prefix and read them once per step.
+    /// An engine without cascade attention reads them once per request; then every prompt counts in full.
     #[must_use]
     pub fn new(assume_kv_reuse: bool) -> Self {
         Self {
@@ -144,35 +142,34 @@ impl ActiveSequences {
         }
     }
 
-    /// Books a request: its prompt blocks at full weight, but for those that are active already and keep
-    /// their weights, and its prefill at the end of the line.
+    /// Books a request: its prompt blocks at full weight, except active ones, which keep their weights, and its prefill
+    /// at the end of the queue.
     ///
-    /// To restore a lost rank, book what is known of in order of [`BookingId`], each at the time at which it
-    /// was booked first, and then report outputs and completions. Other orders do no harm: the line stands in
-    /// the order of calls.
+    /// To restore a lost rank, book the known bookings in order of [`BookingId`], each with its original time, and then
+    /// report outputs and completions. Other orders are harmless: the prefill queue has the order of the calls.
     ///
-    /// O(edges on the prompt's path × log blocks), whatever the length of the prompt.
+    /// O(edges on the prompt's path × log blocks), independent of the length of the prompt.
     ///
     /// # Errors
-    /// [`BookError::Duplicate`] when the id is booked; nothing changes then.
+    /// [`BookError::Duplicate`] if the id is booked; nothing changes in that case.
     pub fn book(
         &mut self,
         booking: BookingId,
         prompt: PromptBlocks,
         prefill: Option<PrefillLoadHint>,
         now: Timestamp,
-    ) -> Result<Booked, BookError> {
+    ) -> Result<BookedBlocks, BookError> {
         if self.bookings.contains_key(&booking) {
             return Err(BookError::Duplicate(booking));
         }
-        self.prefills.settle(now);
+        self.prefills.advance(now);
         let blocks = prompt.block_count();
         let (prompt, shared_blocks) = match prompt {
             PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => {
-                let mark = PromptMark::of(&hashes);
-                self.sketch.add(&mark);
+                let fingerprint = PromptFingerprint::of(&hashes);
+                self.sketch.add(&fingerprint);
                 let (end, shared_blocks) = self.prompts.insert(hashes);
-                (Charge::Shared { end, mark }, shared_blocks)
+                (Charge::Shared { end, fingerprint }, shared_blocks)
             }
             PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => {
                 self.private.add(Weight::ONE.times(blocks));
@@ -182,27 +179,26 @@ impl ActiveSequences {
         let is_reported = prefill.is_some_and(PrefillLoadHint::is_reported);
         let prefill = prefill.map(|hint| self.prefills.push(hint, now));
         self.bookings.insert(booking, Booking { prompt, output: OutputBlocks::default(), prefill, is_reported });
-        Ok(Booked { shared_blocks, added_blocks: blocks - shared_blocks })
+        Ok(BookedBlocks { shared_blocks, added_blocks: blocks - shared_blocks })
     }
 
-    /// Reports that a prefill is done: what was left of its tokens is gone, and its turn, if it had it, passes
-    /// to the next in line.
+    /// Reports the completion of a prefill: removes its remaining tokens, and starts the next prefill if it was the
+    /// first in the queue.
     pub fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> Change {
         let Some(known) = self.bookings.get_mut(&booking) else { return Change::NoChange };
-        let Some(ticket) = known.prefill.take() else { return Change::NoChange };
+        let Some(id) = known.prefill.take() else { return Change::NoChange };
         if known.is_reported {
-            self.prefills.report(ticket, now);
+            self.prefills.report(id, now);
         } else {
-            self.prefills.complete(ticket, now);
+            self.prefills.complete(id, now);
         }
         Change::Applied
     }
 
-    /// Brings what is known of a booking's output up to its caller's account of it.
+    /// Updates a booking's output from its caller's summary.
     ///
-    /// If a decay was reported since the last look, the part of the prompt that no other booking depends on
-    /// takes on the last one, too. What others share keeps its weight, even after they have gone, until the
-    /// next decay.
+    /// If a decay was reported since the last read, the unshared part of the prompt also takes the last decay. Shared
+    /// blocks keep their weight, also after the other bookings end, until the next decay.
     pub fn set_output(&mut self, booking: BookingId, output: &OutputBlocks) -> Change {
         let Some(known) = self.bookings.get_mut(&booking) else { return Change::NoChange };
         let seen = std::mem::replace(&mut known.output, *output);
@@ -224,33 +220,33 @@ impl ActiveSequences {
         Change::Applied
     }
 
-    /// Ends a booking: its output, what it alone needed of its prompt, and what was left of its prefill go.
+    /// Ends a booking: removes its output, the unshared blocks of its prompt, and the remainder of its prefill.
     pub fn free(&mut self, booking: BookingId, now: Timestamp) -> Change {
         let Some(Booking { prompt, output, prefill, is_reported }) = self.bookings.remove(&booking) else {
             return Change::NoChange;
         };
-        self.prefills.settle(now);
-        if let Some(ticket) = prefill {
+        self.prefills.advance(now);
+        if let Some(id) = prefill {
             if is_reported && output.block_count() > 0 {
                 self.prefills.was_not_reported();
             }
-            self.prefills.complete(ticket, now);
+            self.prefills.complete(id, now);
         }
         self.private.sub(output.weighted());
         match prompt {
-            Charge::Shared { end, mark } => {
-                self.sketch.remove(&mark);
+            Charge::Shared { end, fingerprint } => {
+                self.sketch.remove(&fingerprint);
                 self.prompts.remove(end);
             }
             Charge::Private { blocks, weight } => self.private.sub(weight.times(blocks)),
         }
-        debug_assert!(!self.is_empty() || self.load(now) == RankLoad::default(), "a residue at rest");
+        debug_assert!(!self.is_empty() || self.load(now) == RankLoad::default(), "an idle rank has no residue");
         Change::Applied
     }
 
-    /// What booking this prompt would make of the active blocks.
+    /// Projection of booking this prompt.
     ///
-    /// O(edges on the prompt's path × log blocks), whatever the length of the prompt.
+    /// O(edges on the prompt's path × log blocks), independent of the length of the prompt.
     ///
     /// ```
     /// use pointsman::load::{ActiveSequences, PromptBlocks};
@@ -275,9 +271,9 @@ impl ActiveSequences {
         Projection { active_blocks, shared_blocks, potential_blocks }
     }
 
-    /// The load at `now`; at the last change, if that is later.
+    /// The load at `now`, or at the last change if that is later.
     ///
-    /// O(prefills whose modelled turns have passed since the last change).
+    /// O(prefills whose modelled end has passed since the last change).
     #[must_use]
     pub fn load(&self, now: Timestamp) -> RankLoad {
         RankLoad {
@@ -287,27 +283,27 @@ impl ActiveSequences {
         }
     }
 
-    /// How the prefill tokens go down from the last change on, for publication.
+    /// The decrease of the prefill tokens from the last change on, for publication.
     ///
-    /// O(un-finished prefills).
+    /// O(unfinished prefills).
     #[must_use]
     pub fn prefill_curve(&self) -> PrefillCurve {
         self.prefills.curve()
     }
 
-    /// Weights of all active prompt and output blocks together, in blocks, before rounding.
+    /// Sum of the weights of all active prompt and output blocks, in blocks, before rounding.
     #[must_use]
     pub fn weighted_blocks(&self) -> f64 {
         self.weighted().fraction()
     }
 
-    /// What a newcomer can share with the active prompts at most, for publication.
+    /// Sketch of the active prompts, for publication.
     #[must_use]
     pub fn sketch(&self) -> PromptSketch {
         self.sketch.sketch()
     }
 
-    /// Whether nothing is booked. All loads are exactly zero then.
+    /// Whether there is no booking. All loads are then exactly zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bookings.is_empty()
@@ -321,12 +317,12 @@ impl ActiveSequences {
         self.prompts.weighted() + self.private
     }
 
-    /// Counts everything again. For tests.
+    /// Recounts everything, for tests.
     ///
     /// O(bookings + edges).
     ///
     /// # Panics
-    /// If a sum is off, or a structure is inconsistent.
+    /// If a sum is wrong, or a structure is inconsistent.
     pub fn check_invariants(&self) {
         self.prompts.check_invariants();
         self.prefills.check_invariants();
@@ -339,14 +335,14 @@ impl ActiveSequences {
             }
         }
         assert_eq!(ends, self.prompts.prompt_count(), "a prompt without a booking, or the reverse");
-        assert_eq!(private, self.private, "the sum of private weights is off");
+        assert_eq!(private, self.private, "the sum of private weights is wrong");
         let waiting = self.bookings.values().filter(|booking| booking.prefill.is_some()).count();
         assert!(self.prefills.unfinished() <= waiting, "a prefill without a booking");
         if self.is_empty() {
-            assert_eq!(self.private, BlockSum::default(), "a residue at rest");
-            assert_eq!(self.sketch(), PromptSketch::default(), "a residue at rest");
-            assert_eq!(self.prompts.weighted(), BlockSum::default(), "a residue at rest");
-            assert_eq!(self.prefills.tokens(Timestamp::default()), 0, "a residue at rest");
+            assert_eq!(self.private, BlockSum::default(), "an idle rank has no residue");
+            assert_eq!(self.sketch(), PromptSketch::default(), "an idle rank has no residue");
+            assert_eq!(self.prompts.weighted(), BlockSum::default(), "an idle rank has no residue");
+            assert_eq!(self.prefills.tokens(Timestamp::default()), 0, "an idle rank has no residue");
         }
     }
 }
@@ -361,16 +357,16 @@ impl PromptBlocks {
         }
     }
 
-    /// Where it stands in ranks' sketches of their active prompts.
+    /// The prompt's fingerprint for lookups in ranks' sketches.
     #[must_use]
-    pub fn mark(&self) -> PromptMark {
+    pub fn fingerprint(&self) -> PromptFingerprint {
         match self {
-            Self::Hashed(hashes) => PromptMark::of(hashes),
-            Self::Counted(_) => PromptMark::unshared(),
+            Self::Hashed(hashes) => PromptFingerprint::of(hashes),
+            Self::Counted(_) => PromptFingerprint::unshared(),
         }
     }
 
-    /// Leading blocks that both prompts have. O(log blocks).
+    /// Number of common leading blocks. O(log blocks).
     ///
     /// ```
     /// use pointsman::load::PromptBlocks;

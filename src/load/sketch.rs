@@ -1,27 +1,27 @@
-//! A rank's active prompts in 64 bytes: how much a newcomer can share with them, at most.
+//! Sketch of a rank's active prompts in 64 bytes: upper bound of the blocks that a new request can share.
 //!
-//! Owns eight small Bloom filters, one for each of the depths 1, 2, 4, ... 128 blocks: which sequence hashes active
-//! prompts have there. A hash missing at some depth proves that less than that is shared. Promises never to deny a
-//! block that is shared. Leaves the exact answer to the rank, which need be asked only where this one is too wide.
+//! Eight small Bloom filters, one for each of the depths 1, 2, 4, ... 128 blocks, with the sequence hashes of the
+//! active prompts at that depth. A missing hash at a depth proves that fewer blocks are shared. There are no false
+//! negatives. The rank itself has the exact value and is queried only if this bound is too loose.
 //!
-//! The alternative, asking every rank whose load leaves it a chance, was most of the cost of a request on a large
-//! fleet: with 512 ranks the shortlist had some 200 of them, nearly all of which shared nothing.
+//! The alternative, querying every rank whose load makes it a candidate, was the largest part of the cost of a request
+//! on a large fleet: with 512 ranks the shortlist had about 200 ranks, of which nearly all shared no blocks.
 
 use crate::protocol::SequenceHash;
 
-/// Depths looked at: 2^0 to 2^(LEVELS − 1) blocks.
+/// Number of depths: 2^0 to 2^(LEVELS − 1) blocks.
 const LEVELS: usize = 8;
 
 /// Bits of one level's filter.
 const BITS: u64 = u64::BITS as u64;
 
-/// Which hashes active prompts have at each depth.
+/// Filters of the active prompts' hashes at each depth.
 ///
 /// ```
-/// use pointsman::load::{PromptMark, PromptSketch};
+/// use pointsman::load::{PromptFingerprint, PromptSketch};
 /// use pointsman::protocol::SequenceHash;
 ///
-/// let newcomer = PromptMark::of(&[SequenceHash(11), SequenceHash(12), SequenceHash(13)]);
+/// let newcomer = PromptFingerprint::of(&[SequenceHash(11), SequenceHash(12), SequenceHash(13)]);
 /// assert_eq!(PromptSketch::default().shared_blocks_max(&newcomer), 0);
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,17 +29,17 @@ pub struct PromptSketch {
     levels: [u64; LEVELS],
 }
 
-/// Where one prompt stands in a sketch.
+/// Fingerprint of a prompt: its positions in a sketch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PromptMark {
+pub struct PromptFingerprint {
     /// Its bit in each level that it is long enough for.
     bits: [u8; LEVELS],
     levels: u8,
     block_count: u32,
 }
 
-impl PromptMark {
-    /// The mark of a prompt. Reads eight of its hashes at most.
+impl PromptFingerprint {
+    /// The fingerprint of a prompt. Reads at most eight of its hashes.
     #[must_use]
     pub fn of(prompt: &[SequenceHash]) -> Self {
         let mut bits = [0; LEVELS];
@@ -52,13 +52,13 @@ impl PromptMark {
         Self { bits, levels, block_count: u32::try_from(prompt.len()).unwrap_or(u32::MAX) }
     }
 
-    /// The mark of a prompt whose content is not known: it shares with nobody.
+    /// The fingerprint of a prompt with unknown content, which shares no blocks.
     #[must_use]
     pub fn unshared() -> Self {
         Self::of(&[])
     }
 
-    /// Blocks of the prompt that others may share.
+    /// Number of shareable blocks of the prompt.
     #[must_use]
     pub fn block_count(&self) -> u32 {
         self.block_count
@@ -73,33 +73,35 @@ impl PromptSketch {
     /// Number of words of [`to_words`](Self::to_words).
     pub const WORDS: usize = LEVELS;
 
-    /// No active prompt shares more leading blocks than this with the prompt of `mark`.
+    /// Upper bound of the leading blocks that any active prompt shares with the fingerprinted prompt.
     #[must_use]
     #[inline]
-    pub fn shared_blocks_max(&self, mark: &PromptMark) -> u32 {
-        // A plain loop: it runs for every rank, and nearly always ends in its first rounds.
-        for (level, (filter, bit)) in self.levels.iter().zip(mark.bits).enumerate().take(usize::from(mark.levels)) {
+    pub fn shared_blocks_max(&self, fingerprint: &PromptFingerprint) -> u32 {
+        // A plain loop: it runs for every rank, and nearly always ends in its first iterations.
+        for (level, (filter, bit)) in
+            self.levels.iter().zip(fingerprint.bits).enumerate().take(usize::from(fingerprint.levels))
+        {
             if filter >> bit & 1 == 0 {
                 return (1 << level) - 1;
             }
         }
-        mark.block_count // all it has to show is there
+        fingerprint.block_count // all levels of the prompt match
     }
 
-    /// The sketch as words, for publication through atomics.
+    /// The sketch as words, for publication in atomics.
     #[must_use]
     pub fn to_words(self) -> [u64; Self::WORDS] {
         self.levels
     }
 
-    /// The sketch that [`to_words`](Self::to_words) was called on.
+    /// The inverse of [`to_words`](Self::to_words).
     #[must_use]
     pub fn from_words(levels: [u64; Self::WORDS]) -> Self {
         Self { levels }
     }
 }
 
-/// A sketch that prompts can leave again: it counts them.
+/// Counting version of the sketch, which supports removals.
 #[derive(Clone, Debug)]
 pub(super) struct SketchCounts {
     counts: Box<[[u32; BITS as usize]; LEVELS]>,
@@ -115,17 +117,17 @@ impl SketchCounts {
         self.sketch
     }
 
-    pub(super) fn add(&mut self, mark: &PromptMark) {
-        for (level, bit) in mark.positions() {
+    pub(super) fn add(&mut self, fingerprint: &PromptFingerprint) {
+        for (level, bit) in fingerprint.positions() {
             self.counts[level][usize::from(bit)] += 1;
             self.sketch.levels[level] |= 1 << bit;
         }
     }
 
-    pub(super) fn remove(&mut self, mark: &PromptMark) {
-        for (level, bit) in mark.positions() {
+    pub(super) fn remove(&mut self, fingerprint: &PromptFingerprint) {
+        for (level, bit) in fingerprint.positions() {
             let count = &mut self.counts[level][usize::from(bit)];
-            debug_assert!(*count > 0, "a prompt leaves that was not there");
+            debug_assert!(*count > 0, "only added prompts are removed");
             *count = count.saturating_sub(1);
             if *count == 0 {
                 self.sketch.levels[level] &= !(1 << bit);
@@ -151,7 +153,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shared_is_never_denied(
+        fn bound_has_no_false_negatives(
             prompts in prop::collection::vec((0u64..3, 0u64..4, 0usize..300, 0usize..300, any::<bool>()), 1..40),
             newcomer in (0u64..3, 0u64..4, 0usize..300, 0usize..300),
         ) {
@@ -160,38 +162,38 @@ mod tests {
             let mut shared = 0;
             for (family, branch, depth, length, leaves) in prompts {
                 let hashes = prompt(family, branch, depth, length);
-                counts.add(&PromptMark::of(&hashes));
+                counts.add(&PromptFingerprint::of(&hashes));
                 if leaves {
-                    counts.remove(&PromptMark::of(&hashes));
+                    counts.remove(&PromptFingerprint::of(&hashes));
                 } else {
                     let both = PromptBlocks::Hashed(hashes).shared_blocks(&PromptBlocks::Hashed(newcomer.clone()));
                     shared = shared.max(both);
                 }
             }
-            let most = counts.sketch().shared_blocks_max(&PromptMark::of(&newcomer));
-            prop_assert!(shared <= most, "{shared} shared, at most {most} said");
+            let most = counts.sketch().shared_blocks_max(&PromptFingerprint::of(&newcomer));
+            prop_assert!(shared <= most, "{shared} shared, bound {most}");
             prop_assert!(most as usize <= newcomer.len());
         }
     }
 
     #[test]
-    fn strangers_share_next_to_nothing() {
+    fn unrelated_prompts_have_low_bounds() {
         let mut counts = SketchCounts::new();
         for family in 0..8 {
-            counts.add(&PromptMark::of(&prompt(family, 0, 0, 190)));
+            counts.add(&PromptFingerprint::of(&prompt(family, 0, 0, 190)));
         }
-        let most = |family| counts.sketch().shared_blocks_max(&PromptMark::of(&prompt(family, 0, 0, 190)));
+        let most = |family| counts.sketch().shared_blocks_max(&PromptFingerprint::of(&prompt(family, 0, 0, 190)));
         assert_eq!(most(3), 190, "a twin may share everything");
         let strangers: u32 = (100..200).map(most).sum();
         assert!(strangers < 100, "a hundred strangers share {strangers} blocks at most");
     }
 
     #[test]
-    fn a_shared_system_prompt_bounds_what_is_shared() {
+    fn shared_system_prompt_limits_the_bound() {
         let mut counts = SketchCounts::new();
-        counts.add(&PromptMark::of(&prompt(1, 1, 20, 190)));
-        let most = counts.sketch().shared_blocks_max(&PromptMark::of(&prompt(1, 2, 20, 190)));
+        counts.add(&PromptFingerprint::of(&prompt(1, 1, 20, 190)));
+        let most = counts.sketch().shared_blocks_max(&PromptFingerprint::of(&prompt(1, 2, 20, 190)));
         assert!((20..64).contains(&most), "{most}");
-        assert_eq!(counts.sketch().shared_blocks_max(&PromptMark::unshared()), 0);
+        assert_eq!(counts.sketch().shared_blocks_max(&PromptFingerprint::unshared()), 0);
     }
 }

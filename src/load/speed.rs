@@ -1,13 +1,13 @@
-//! How fast a rank's engine computes: what is assumed, what is learned, and how it is read without a message.
+//! Engine speed of a rank: priors, learned values, and their publication without messages.
 //!
-//! Owns the four numbers of [`EngineSpeed`] and the cell in which a rank's sequence actor publishes them, beside the
-//! board: a slot there is two full cache lines, and this changes less often. Promises that a reader sees numbers
-//! that were published, or none; of two publications in a row it may see parts of both, which are as good as
-//! either.
+//! Defines the four numbers of [`EngineSpeed`] and the cell in which a rank's sequence actor publishes them. The cell
+//! is separate from the board, whose slots are two full cache lines and change more often. A reader sees published
+//! numbers or none; between two consecutive publications it may see parts of both, which is harmless.
 //!
-//! A rank that gets no work teaches nothing: one that was slow for a while would be passed over for ever. So what it has
-//! shown ages: after [`SpeedCell::FRESH`] without a sample it drifts towards what is typical of the pool, and half of the
-//! difference is gone after each [`SpeedCell::HALF_LIFE`]. Leaves learning to [`LearnedRate`] and [`LearnedStep`](super::LearnedStep).
+//! A rank without work provides no samples, so without correction a rank that was once slow would never be selected
+//! again. Therefore learned values age: after [`SpeedCell::FRESH`] without a sample they approach the typical values of
+//! the pool, with half of the difference remaining after each [`SpeedCell::HALF_LIFE`]. [`LearnedRate`] and
+//! [`LearnedStep`](super::LearnedStep) do the learning.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -17,10 +17,11 @@ use serde::Serialize;
 use super::LearnedRate;
 use crate::protocol::Timestamp;
 
-/// What a rank's engine takes for its work.
+/// Time costs of a rank's engine.
 ///
-/// A step, which gives each running request one token, takes `step_seconds`, `request_seconds` for each of them, and
-/// `block_seconds` for each KV block they read. Prompts take their [work](work_tokens) at `work_tokens_per_second`.
+/// A step, which generates one token per running request, takes `step_seconds`, plus `request_seconds` per running
+/// request, plus `block_seconds` per KV block read. Prefills process their [work](work_tokens) at
+/// `work_tokens_per_second`.
 ///
 /// ```
 /// use pointsman::load::EngineSpeed;
@@ -31,26 +32,26 @@ use crate::protocol::Timestamp;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct EngineSpeed {
-    /// Tokens of prefill work computed in a second.
+    /// Prefill work in tokens per second.
     pub work_tokens_per_second: f64,
-    /// Any step, in seconds.
+    /// Fixed time of a step in seconds.
     pub step_seconds: f64,
-    /// Each running request's share of a step, in seconds.
+    /// Time per running request of a step, in seconds.
     pub request_seconds: f64,
-    /// Each KV block's share of a step, in seconds.
+    /// Time per KV block of a step, in seconds.
     pub block_seconds: f64,
 }
 
-/// Tokens of context at which attention makes a prompt token cost twice what it costs without any.
+/// Tokens of context at which attention doubles the cost of a prompt token.
 ///
-/// A token takes two operations a parameter, and attention four a layer, hidden dimension and token of context. For a
-/// dense model of 8 billion parameters (32 layers of 4,096) that is 1.6e10 and 5.2e5: equal at some 31,000 tokens; the
-/// published times of such models give 33,000. Larger models have it later (70 billion: 53,000), so that long prompts
-/// are then taken to be somewhat dearer than they are.
+/// A token takes two operations per parameter, and attention takes four per layer, hidden dimension and token of
+/// context. For a dense model of 8 billion parameters (32 layers of 4,096) these are 1.6e10 and 5.2e5, equal at about
+/// 31,000 tokens; published times of such models give 33,000. Larger models have a higher value (70 billion: 53,000),
+/// so the cost of long prompts is slightly overestimated for them.
 pub const ATTENTION_TOKENS: f64 = 33_000.0;
 
-/// The work of computing `new_tokens` behind `cached_tokens`, in tokens without context: attention reads what stands
-/// before each token.
+/// Work of computing `new_tokens` after `cached_tokens`, in tokens without context: attention reads the context of each
+/// token.
 ///
 /// ```
 /// use pointsman::load::{ATTENTION_TOKENS, work_tokens};
@@ -65,9 +66,9 @@ pub fn work_tokens(new_tokens: u32, cached_tokens: u32) -> f64 {
 }
 
 impl EngineSpeed {
-    /// What is assumed of an engine of which nothing is known, with blocks of `block_size` tokens: the steps of 8 billion
-    /// parameters on an H100, which reads a token's keys and values in 65 ns, and a prefill at less than half its speed,
-    /// for the first prompts teach that quickly.
+    /// Prior of an unknown engine with blocks of `block_size` tokens: the step time of 8 billion parameters on an H100,
+    /// which reads a token's keys and values in 65 ns, and less than half its prefill rate, because the first prompts
+    /// correct the rate quickly.
     #[must_use]
     pub fn prior(block_size: u32) -> Self {
         Self {
@@ -78,22 +79,22 @@ impl EngineSpeed {
         }
     }
 
-    /// How long a step takes with `requests` running that read `blocks` KV blocks, in seconds.
+    /// Time of a step with `requests` running requests that read `blocks` KV blocks, in seconds.
     #[must_use]
     pub fn step(&self, requests: f64, blocks: f64) -> f64 {
         self.step_seconds + self.request_seconds * requests + self.block_seconds * blocks
     }
 
-    /// How long `work_tokens` of prefill take by themselves, in seconds.
+    /// Time of `work_tokens` of prefill alone, in seconds.
     #[must_use]
     pub fn prefill(&self, work_tokens: f64) -> f64 {
         work_tokens / self.work_tokens_per_second
     }
 }
 
-/// A rank's speed as its sequence actor has published it.
+/// A rank's speed as published by its sequence actor.
 ///
-/// Relaxed on all sides: each number stands alone, and a stale one is as good as a learned one ever is.
+/// All accesses are relaxed: each number is independent, and learned values are approximate in any case.
 ///
 /// ```
 /// use std::time::Duration;
@@ -110,19 +111,19 @@ impl EngineSpeed {
 /// ```
 #[derive(Debug, Default)]
 pub struct SpeedCell {
-    /// Bits of an `f32`; 0 while nothing is known.
+    /// Bits of an `f32`; 0 while unknown.
     work_rate: AtomicU32,
-    /// Bits of `f32`s: a step's, a request's and a block's seconds.
+    /// Bits of `f32`s: seconds per step, request and block.
     step: [AtomicU32; 3],
-    /// Bits of an `f32`; 0 while nothing is known.
+    /// Bits of an `f32`; 0 while unknown.
     output_tokens: AtomicU32,
-    /// When the rate and the step were last learned from, in [ticks](tick).
+    /// Times of the last samples of the rate and of the step, in [ticks](tick).
     learned_at: [AtomicU32; 2],
-    /// What is typical of the pool, as bits of `f32`s: rate, step, request and block. Written by the scheduler.
+    /// Typical values of the pool as bits of `f32`s: rate, step, request and block. Written by the scheduler.
     typical: [AtomicU32; 4],
 }
 
-/// A time in units of 2^26 ns (67 ms), which 32 bits hold for nine years.
+/// A time in units of 2^26 ns (67 ms); 32 bits cover nine years.
 #[expect(clippy::cast_possible_truncation, reason = "32 bits of such units are nine years")]
 fn tick(at: Timestamp) -> u32 {
     (at.0 >> 26) as u32
@@ -183,16 +184,16 @@ impl PublishedSpeed {
 }
 
 impl SpeedCell {
-    /// For so long after its last sample, a speed counts in full.
+    /// Time after the last sample during which a speed has full weight.
     pub const FRESH: Duration = Duration::from_secs(30);
 
-    /// Later, half of the difference to the typical speed is gone after each such time.
+    /// Later half-life of the difference to the typical speed.
     pub const HALF_LIFE: Duration = Duration::from_secs(20);
 
-    /// The speed at `now`: what the rank has shown, as far as its age lets it count, and the typical one for the rest.
+    /// The speed at `now`: the learned speed weighted by its age, and the typical speed for the rest.
     ///
-    /// Tokens a second are what is averaged, and steps a second: a rank that was a hundred times slower than others is
-    /// taken to be 1.2 times slower after three half-lives.
+    /// The averages are over tokens per second and steps per second: a rank that was a hundred times slower than the
+    /// others counts as 1.2 times slower after three half-lives.
     ///
     /// ```
     /// use std::time::Duration;
@@ -231,7 +232,7 @@ impl SpeedCell {
         }
     }
 
-    /// Publishes what is typical of the pool. Only the scheduler may call this.
+    /// Publishes the typical speed of the pool. Only the scheduler may call this.
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
     pub fn publish_typical(&self, typical: &EngineSpeed) {
         let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = *typical;
@@ -241,7 +242,7 @@ impl SpeedCell {
         }
     }
 
-    /// What is typical of the pool, where that was published.
+    /// The typical speed of the pool, if published.
     #[must_use]
     pub fn typical(&self) -> Option<EngineSpeed> {
         let numbers = self.typical.each_ref().map(|cell| f64::from(f32::from_bits(cell.load(Ordering::Relaxed))));
@@ -250,21 +251,21 @@ impl SpeedCell {
         is_known.then_some(EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds })
     }
 
-    /// Publishes a speed, all of it. Only the rank's sequence actor may call this. A rate that is no positive number
-    /// means that none is known.
+    /// Publishes a complete speed. Only the rank's sequence actor may call this. A rate that is not a positive number
+    /// means unknown.
     pub fn publish(&self, speed: &EngineSpeed, now: Timestamp) {
         self.publish_step(speed, now);
         self.publish_rate(speed.work_tokens_per_second, now);
     }
 
-    /// Publishes how fast it prefills, and leaves what is known of steps.
+    /// Publishes the prefill rate only.
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
     pub fn publish_rate(&self, work_tokens_per_second: f64, now: Timestamp) {
         self.learned_at[0].store(tick(now), Ordering::Relaxed);
         self.work_rate.store(known_bits(work_tokens_per_second as f32), Ordering::Relaxed);
     }
 
-    /// Publishes what a step takes, and leaves what is known of prefills.
+    /// Publishes the step time only.
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
     pub fn publish_step(&self, speed: &EngineSpeed, now: Timestamp) {
         self.learned_at[1].store(tick(now), Ordering::Relaxed);
@@ -274,46 +275,46 @@ impl SpeedCell {
         }
     }
 
-    /// Publishes how many tokens a request generates. Only the rank's sequence actor may call this. What is no positive
-    /// number means that nothing is known.
+    /// Publishes the output length of requests. Only the rank's sequence actor may call this. A value that is not a
+    /// positive number means unknown.
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
     pub fn publish_output(&self, tokens: f64) {
         self.output_tokens.store(known_bits(tokens as f32), Ordering::Relaxed);
     }
 
-    /// Tokens that a request of this rank has generated on average, by its reports of whole blocks, if any has ended.
-    /// Short ones end first, so that it rises for as long as a request lasts.
+    /// Mean generated tokens of the rank's requests, from reports of whole blocks; `None` before the first request
+    /// ends. Short requests end first, so the mean rises for the duration of a request.
     #[must_use]
     pub fn output_tokens(&self) -> Option<f64> {
         let tokens = self.output_tokens.load(Ordering::Relaxed);
         (tokens != 0).then(|| f64::from(f32::from_bits(tokens)))
     }
 
-    /// The speed, if anything of it is known; `otherwise` stands for what is not.
+    /// The learned speed, with `otherwise` for unknown values.
     #[must_use]
     pub fn speed_or(&self, otherwise: EngineSpeed) -> EngineSpeed {
         self.published().or(otherwise)
     }
 
-    /// How fast it prefills, if that is known.
+    /// The prefill rate, if known.
     #[must_use]
     pub fn work_tokens_per_second(&self) -> Option<f64> {
         self.published().work_tokens_per_second()
     }
 
-    /// How long `work_tokens` of prefill take at that speed, if one is known.
+    /// Time of `work_tokens` of prefill at that rate, if known.
     #[must_use]
     pub fn prefill_time(&self, work_tokens: f64) -> Option<Duration> {
         self.published().prefill_time(work_tokens)
     }
 }
 
-/// A share `own_share` of `own`, and `usual` for the rest.
+/// Weighted average: `own_share` of `own`, the rest of `usual`.
 fn mixed(own: f64, usual: f64, own_share: f64) -> f64 {
     if own_share >= 1.0 { own } else { usual + own_share * (own - usual) }
 }
 
-/// The bits of a positive number; 0 for what is none.
+/// The bits of a positive number; 0 for other values.
 fn known_bits(number: f32) -> u32 {
     if number.is_normal() && number > 0.0 { number.to_bits() } else { 0 }
 }
@@ -323,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_rate_is_unknown() {
+    fn invalid_rates_are_unknown() {
         let cell = SpeedCell::default();
         let rate = |work_tokens_per_second| EngineSpeed { work_tokens_per_second, ..EngineSpeed::prior(64) };
         for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0, 1e-60, 1e60] {
@@ -337,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_length_is_unknown() {
+    fn invalid_lengths_are_unknown() {
         let cell = SpeedCell::default();
         for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
             cell.publish_output(7.0);
@@ -347,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_published_is_read() {
+    fn published_speed_is_read() {
         let cell = SpeedCell::default();
         let speed = EngineSpeed {
             work_tokens_per_second: 25e3,
@@ -362,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_speed_that_is_not_confirmed_drifts_to_the_typical_one() {
+    fn outdated_speed_approaches_the_typical_one() {
         let (cell, typical) = (SpeedCell::default(), EngineSpeed::prior(64));
         let slow = EngineSpeed {
             work_tokens_per_second: typical.work_tokens_per_second / 100.0,
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_prompt_after_the_other_is_the_work_of_the_whole() {
+    fn work_of_two_halves_is_the_work_of_the_whole() {
         let halves = work_tokens(6_000, 0) + work_tokens(6_000, 6_000);
         assert!((halves / work_tokens(12_000, 0) - 1.0).abs() < 1e-12, "{halves}");
     }

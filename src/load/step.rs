@@ -1,36 +1,36 @@
-//! What a step of an engine takes, learned from how long known numbers of steps took.
+//! Step time of an engine, learned from the durations of known numbers of steps.
 //!
-//! Owns the fit of three numbers: seconds a step, a running request and a KV block. Promises that each stays within a
-//! factor of 100 of what is assumed at first, whatever is claimed, and that a step's time is met at loads like those
-//! seen, even if requests and blocks grew together and nothing tells them apart. Leaves to others who observes
-//! ([`SpeedMeter`](super::SpeedMeter)), and what prefills took of the time.
+//! Fits three numbers: seconds per step, per running request and per KV block. Each stays within a factor of 100 of its
+//! prior, for any input. The step time is accurate at loads similar to the observed ones, even if requests and blocks
+//! grew together and cannot be distinguished. [`SpeedMeter`](super::SpeedMeter) provides the samples and subtracts the
+//! time of prefills.
 
 use super::EngineSpeed;
 
-/// Steps of an engine that were watched together.
+/// Steps of an engine observed together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepSample {
-    /// How many.
+    /// Number of steps.
     pub steps: f64,
-    /// What they took together, without prefills.
+    /// Their total time, without prefills.
     pub seconds: f64,
-    /// Requests running, on average.
+    /// Average number of running requests.
     pub requests: f64,
-    /// KV blocks that they read, on average.
+    /// Average number of KV blocks read.
     pub blocks: f64,
 }
 
-/// Seconds a step, a running request and a KV block, learned from [`StepSample`]s.
+/// Seconds per step, running request and KV block, learned from [`StepSample`]s.
 ///
-/// Least squares of relative errors. A sample weighs as many steps as were seen, shared among the requests running, for
-/// each of them reports the same steps; so what was learned counts half after 16,384 steps of the engine, however many
-/// requests tell of them. Unknown are three factors by which the engine differs from what was assumed. They are pulled
-/// towards their common value, with the weight of a few steps, and that value towards 1: what the samples do not tell
-/// apart is taken to be slower or faster alike. A sample further than a factor of 4 from what was expected counts as if
-/// it were at that distance.
+/// Least squares of relative errors. The weight of a sample is its number of steps divided by the running requests,
+/// because each of them reports the same steps; so earlier samples have half their weight after 16,384 steps of the
+/// engine, independent of the number of reporting requests. The unknowns are three factors between the engine and its
+/// prior. They are regularised towards their common value, with the weight of a few steps, and that value towards 1:
+/// costs that the samples do not distinguish are scaled alike. A sample beyond a factor of 4 from the expected value is
+/// clamped to that distance.
 ///
-/// A sample costs a dozen divisions and some 100 multiplications and additions, about 200 ns: no allocation, no loop over
-/// the past.
+/// A sample costs a dozen divisions and about 100 multiplications and additions, about 200 ns, without allocation and
+/// without a loop over earlier samples.
 ///
 /// ```
 /// use pointsman::load::{EngineSpeed, LearnedStep, StepSample};
@@ -48,52 +48,52 @@ pub struct StepSample {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LearnedStep {
-    /// What is assumed of any engine, in seconds: the bounds are around it.
+    /// Prior of any engine in seconds, the centre of the bounds.
     prior: [f64; TERMS],
-    /// Where learning began, in seconds.
+    /// Starting point in seconds.
     base: [f64; TERMS],
-    /// What the engine takes, as multiples of `base`.
+    /// Learned multiples of `base`.
     factors: [f64; TERMS],
-    /// Weighted products of the shares that the terms have of a step at `base`.
+    /// Weighted products of the terms' shares of a step at `base`.
     products: [[f64; TERMS]; TERMS],
-    /// Weighted products of those shares with the multiple seen.
+    /// Weighted products of those shares with the observed multiple.
     seen: [f64; TERMS],
     samples: u32,
 }
 
-/// A step, its requests, its blocks.
+/// Step, requests, blocks.
 const TERMS: usize = 3;
 
-/// A sample further than this factor from what was expected counts as if it were at that distance.
+/// Maximum factor between a sample and the expected value; samples beyond it are clamped.
 const REACH: f64 = 4.0;
 
-/// The most steps that one sample weighs: one that spans many reports is rather late than precise.
+/// Maximum weight of a sample in steps: a sample over many reports is late rather than precise.
 const WEIGHT_MAX: f64 = 256.0;
 
-/// Steps that hold the three factors together. Few, for reports are off by some hundredths, and a request may well cost
-/// ten times what was assumed, of which nearly all steps show but little.
-const TOGETHER_STEPS: f64 = 0.25;
+/// Regularisation weight in steps. Small, because reports are accurate to some hundredths and a request may cost ten
+/// times its prior, of which most steps show little.
+const REGULARIZATION_STEPS: f64 = 0.25;
 
-/// Rounds of solving for one factor after the other. They go on from what was known, so a few do.
+/// Coordinate descent rounds. They start from the previous solution, so few are sufficient.
 const ROUNDS: usize = 2;
 
 impl LearnedStep {
-    /// Steps after which what was learned before counts half.
+    /// Number of steps after which earlier samples have half their weight.
     pub const HALF_LIFE_STEPS: f64 = 16_384.0;
 
-    /// Steps that what is assumed at first is worth.
+    /// Weight of the prior in steps.
     pub const PRIOR_STEPS: f64 = 128.0;
 
-    /// How far what is learned can be from [`EngineSpeed::prior`], as a factor.
+    /// Maximum factor between the learned values and [`EngineSpeed::prior`].
     pub const BOUND: f64 = 100.0;
 
-    /// Begins with what is assumed of any engine with blocks of `block_size` tokens.
+    /// Starts with the prior of any engine with blocks of `block_size` tokens.
     #[must_use]
     pub fn new(block_size: u32) -> Self {
         Self::from_known(&EngineSpeed::prior(block_size), block_size)
     }
 
-    /// Begins with the step of `known`, brought within bounds, which is worth [`Self::PRIOR_STEPS`].
+    /// Starts with the step time of `known`, clamped to the bounds, with a weight of [`Self::PRIOR_STEPS`].
     #[must_use]
     pub fn from_known(known: &EngineSpeed, block_size: u32) -> Self {
         let terms = |speed: &EngineSpeed| [speed.step_seconds, speed.request_seconds, speed.block_seconds];
@@ -106,7 +106,8 @@ impl LearnedStep {
         Self { prior, base, factors: [1.0; TERMS], products: [[0.0; TERMS]; TERMS], seen: [0.0; TERMS], samples: 0 }
     }
 
-    /// Learns from a sample; whether it did. One without time, without steps or of absurd numbers teaches nothing.
+    /// Learns from a sample. Returns false for a sample without time or steps, or with extreme numbers, which is
+    /// ignored.
     pub fn observe(&mut self, sample: &StepSample) -> bool {
         let StepSample { steps, seconds, requests, blocks } = *sample;
         let is_sane = |number: f64| (0.0..1e12).contains(&number);
@@ -121,7 +122,7 @@ impl LearnedStep {
         let expected: f64 = (0..TERMS).map(|at| shares[at] * self.factors[at]).sum();
         let multiple = (seconds / (steps * assumed)).clamp(expected / REACH, expected * REACH);
         let weight = (steps / requests.max(1.0)).min(WEIGHT_MAX);
-        let kept = 1.0 - weight * (std::f64::consts::LN_2 / Self::HALF_LIFE_STEPS); // near enough to the power of 2
+        let kept = 1.0 - weight * (std::f64::consts::LN_2 / Self::HALF_LIFE_STEPS); // approximates the power of 2
         for (row, share) in shares.into_iter().enumerate() {
             for (product, other) in self.products[row].iter_mut().zip(shares) {
                 *product = *product * kept + weight * share * other;
@@ -133,8 +134,8 @@ impl LearnedStep {
         true
     }
 
-    /// The least squares within bounds, by solving for one factor after the other: unlike an inverse, this has nothing
-    /// to lose where the samples cannot tell two factors apart, and a factor at its bound leaves its part to the others.
+    /// Least squares within bounds by coordinate descent. In contrast to a matrix inverse, this is stable if the
+    /// samples do not distinguish two factors, and a factor at its bound leaves its part to the others.
     fn solve(&mut self) {
         let weight: f64 = self.products.iter().flatten().sum();
         let common = (self.seen.iter().sum::<f64>() + Self::PRIOR_STEPS) / (weight + Self::PRIOR_STEPS);
@@ -142,30 +143,30 @@ impl LearnedStep {
             let row = &self.products[at];
             let others: f64 =
                 (0..TERMS).filter(|other| *other != at).map(|other| row[other] * self.factors[other]).sum();
-            let factor = (self.seen[at] - others + TOGETHER_STEPS * common) / (row[at] + TOGETHER_STEPS);
+            let factor = (self.seen[at] - others + REGULARIZATION_STEPS * common) / (row[at] + REGULARIZATION_STEPS);
             let unit = self.prior[at] / self.base[at];
             self.factors[at] = factor.clamp(unit / Self::BOUND, unit * Self::BOUND);
         }
         debug_assert!(self.factors.iter().all(|factor| factor.is_finite()), "{self:?}");
     }
 
-    /// The same speed with the step as learned so far.
+    /// `speed` with the learned step time.
     #[must_use]
     pub fn on(&self, speed: EngineSpeed) -> EngineSpeed {
         let [step_seconds, request_seconds, block_seconds] = std::array::from_fn(|at| self.base[at] * self.factors[at]);
         EngineSpeed { step_seconds, request_seconds, block_seconds, ..speed }
     }
 
-    /// Samples learned from.
+    /// Number of samples.
     #[must_use]
     pub fn samples(&self) -> u32 {
         self.samples
     }
 
-    /// For tests.
+    /// Checks the invariants, for tests.
     ///
     /// # Panics
-    /// If a number is out of bounds, or the sums are not those of samples.
+    /// If a number is out of bounds, or the sums are invalid.
     pub fn check_invariants(&self) {
         for at in 0..TERMS {
             let multiple = self.base[at] * self.factors[at] / self.prior[at];
@@ -198,14 +199,14 @@ mod tests {
         (step.on(*truth).step(requests, blocks) / truth.step(requests, blocks) - 1.0).abs()
     }
 
-    /// Loads that wander, `n` being the time: 1 to 60 requests of 5 to 120 blocks.
+    /// Varying loads by time `n`: 1 to 60 requests of 5 to 120 blocks.
     fn load(n: u32) -> (f64, f64) {
         let requests = f64::from(1 + (n * 7) % 60);
         (requests, requests * f64::from(5 + (n * 11) % 116))
     }
 
     #[test]
-    fn a_constant_engine_is_learned_whatever_it_is() {
+    fn constant_engines_are_learned() {
         let prior = EngineSpeed::prior(64);
         let rows = [
             (prior, 1),
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_grows_together_is_met_together() {
+    fn correlated_loads_are_fitted_together() {
         let truth = engine(0.010, 100e-6, 5e-6);
         let mut step = LearnedStep::new(64);
         for n in 0..4_000 {
@@ -245,22 +246,22 @@ mod tests {
             assert!(off < 0.02, "{off} at {requests}");
         }
         let beside = off(&step, &truth, 25.0, 1_500.0);
-        assert!(beside < 0.25, "{beside}: nothing said which of them costs");
+        assert!(beside < 0.25, "{beside}: the samples do not distinguish requests from blocks");
     }
 
     #[test]
-    fn one_load_alone_scales_all_alike() {
+    fn single_load_scales_all_terms_alike() {
         let truth = engine(0.012, 60e-6, 12.48e-6); // three times the prior
         let mut step = LearnedStep::new(64);
         for _ in 0..4_000 {
             step.observe(&sample(&truth, 10.0, 300.0));
         }
         let off = off(&step, &truth, 60.0, 5_000.0);
-        assert!(off < 0.03, "{off} far from all that was seen");
+        assert!(off < 0.03, "{off} at a load far from the observed one");
     }
 
     #[test]
-    fn a_rare_outlier_hardly_shows() {
+    fn rare_outliers_have_little_effect() {
         let truth = engine(0.008, 40e-6, 8e-6);
         let mut step = LearnedStep::new(64);
         for n in 0..4_000 {
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_changes_is_met_again() {
+    fn changed_engine_is_learned_again() {
         let (fast, slow) = (engine(0.004, 20e-6, 4e-6), engine(0.040, 200e-6, 40e-6));
         let mut step = LearnedStep::new(64);
         for (truth, samples) in [(&fast, 8_000), (&slow, 30_000)] {
@@ -292,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_sample_teaches_nothing() {
+    fn invalid_samples_are_ignored() {
         let good = StepSample { steps: 64.0, seconds: 1.0, requests: 3.0, blocks: 9.0 };
         let mut step = LearnedStep::new(64);
         for bad in [f64::NAN, f64::INFINITY, -1.0, 1e30] {
@@ -312,18 +313,18 @@ mod tests {
     }
 
     #[test]
-    fn what_was_known_is_brought_within_bounds() {
+    fn known_speed_is_clamped_to_the_bounds() {
         let prior = EngineSpeed::prior(16);
         let known = EngineSpeed { step_seconds: 1e9, request_seconds: f64::NAN, block_seconds: -1.0, ..prior };
-        let begun = LearnedStep::from_known(&known, 16).on(prior);
-        assert_eq!(begun.request_seconds, prior.request_seconds);
-        assert!((begun.step_seconds / prior.step_seconds - 100.0).abs() < 1e-9);
-        assert!((begun.block_seconds / prior.block_seconds - 0.01).abs() < 1e-9);
+        let started = LearnedStep::from_known(&known, 16).on(prior);
+        assert_eq!(started.request_seconds, prior.request_seconds);
+        assert!((started.step_seconds / prior.step_seconds - 100.0).abs() < 1e-9);
+        assert!((started.block_seconds / prior.block_seconds - 0.01).abs() < 1e-9);
     }
 
     proptest! {
         #[test]
-        fn whatever_is_claimed_stays_within_bounds(
+        fn learned_values_stay_within_bounds(
             samples in prop::collection::vec(
                 (0.0..1e6f64, -9.0..9.0f64, prop_oneof![Just(0.0), Just(1.0), 0.0..1e9f64], 0.0..1e9f64),
                 1..200,
@@ -338,7 +339,7 @@ mod tests {
         }
 
         #[test]
-        fn any_engine_within_reach_is_met_where_it_was_seen(
+        fn engines_within_bounds_are_accurate_at_observed_loads(
             step_seconds in 0.001..0.1f64,
             request_seconds in 5e-6..250e-6f64,
             block_seconds in 1e-6..50e-6f64,

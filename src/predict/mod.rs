@@ -1,29 +1,30 @@
-//! What ranks' caches are believed to hold, from the router's own decisions.
+//! Speculative entries: expected contents of ranks' caches, derived from routing decisions.
 //!
-//! Owns one shard's beliefs: where engines send no events, all that is known of their caches; beside events, what was
-//! routed a moment ago and the engine has not said yet. One structure serves four models ([`Kind`]):
+//! Holds one shard's speculative entries. For engines without KV events they are the only information about caches;
+//! beside events they cover the interval between a routing decision and the engine's events. One structure implements
+//! four models ([`SpeculationModel`]):
 //!
-//! - **Time to live.** A prompt counts as cached on the rank it was routed to until so long after it was last routed
-//!   there, prefix by prefix: a longer prompt keeps its beginning alive.
-//! - **Modelled LRU.** A rank is taken to hold as many blocks as it has. A booking holds its prompt's blocks and private
-//!   ones, which nobody matches: what is left over of the prompt, and its output. Released, they stay until room is
-//!   needed: the longest released go first, of one prompt the deepest first. What is in use stays, over capacity too.
-//! - **Until events.** As by time to live, for ranks that publish no events; of the others nothing is guessed.
-//! - **Beside events.** A routed prompt counts as cached until the engine's own events say so (*confirmed*), take back
-//!   what they had said of it (*retracted*), or nothing comes in time: then what is missing was a *wrong* guess.
+//! - **Time to live.** A prompt counts as cached on its rank until a fixed time after it was last routed there. This
+//!   applies to each prefix: a longer prompt keeps its beginning alive.
+//! - **Modelled LRU.** A rank holds blocks up to its capacity. A booking holds the blocks of its prompt and private
+//!   blocks, which match no other prompt: the partial last block and the output. After the release of the booking the
+//!   blocks stay until room is needed; the earliest released are evicted first, within a prompt the deepest first.
+//!   Blocks in use stay even over capacity.
+//! - **Until events.** Time to live for ranks that publish no events; no speculative entries for the others.
+//! - **Beside events.** A routed prompt counts as cached until the engine's own events report its blocks (*confirmed*),
+//!   remove blocks reported before (*retracted*), or the time to live ends: then the missing blocks were *wrong*.
 //!
-//! Promises that beliefs have no holes: a rank believed to hold a block is believed to hold those before it. That every
-//! guessed block is counted once, when the last prompt that needs it goes ([`Counts`]). And that no event, decision or
-//! release is an error: those of ranks, generations and bookings that are not known do nothing.
+//! Speculative entries have no holes: a rank with an entry for a block has entries for all earlier blocks. Each
+//! speculative block is counted once in [`SpeculationCounts`], when the last prompt that needs it is removed. No event,
+//! decision or release is an error: unknown ranks, generations and bookings are ignored.
 //!
-//! Costs per routed prompt its comparison with what is there and steps per run, none per block. An event costs a look
-//! at each prediction of its rank, not at others'. Knows no time of its own: what has run out goes when
-//! [`Predictions::expire`] is called.
+//! Cost per routed prompt: its comparison with the existing entries and one step per run, none per block. An event
+//! checks each entry of its rank only. The module has no clock; [`SpeculativePrompts::expire`] removes expired entries.
 //!
-//! Where it loses: a model of an engine is not the engine. The engine's own prefix cache may evict by other rules, and
-//! output blocks are never matched, although the next turn of a conversation begins with them.
+//! Limits: the model of an engine is inexact. The engine's prefix cache may evict by other rules, and output blocks
+//! never match, although the next turn of a conversation starts with them.
 
-mod seats;
+mod ranks;
 mod trie;
 
 use std::collections::BTreeMap;
@@ -36,45 +37,45 @@ use crate::index::depth::Depths;
 use crate::index::{Index, Overlaps};
 use crate::protocol::WorkerRank;
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, StorageTier, Timestamp};
-use seats::{Seat, Seats};
-use trie::{Mark, Tries};
+use ranks::{PredictorRank, PredictorRanks};
+use trie::{LruEntry, Tries};
 
-/// How long beliefs last, and what ends them before.
+/// Lifetime of speculative entries and the events that end them earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// A routed prompt counts as cached for so long after it was last routed.
+pub enum SpeculationModel {
+    /// A routed prompt counts as cached for a fixed time after it was last routed.
     Ttl {
-        /// How long.
+        /// Time to live.
         ttl: Duration,
     },
-    /// Ranks hold as many blocks as they have, the least recently used going first.
+    /// Ranks hold blocks up to their capacity and evict the least recently used.
     Lru {
-        /// How long a prompt counts as cached on a rank whose capacity is not known.
+        /// Time to live on ranks of unknown capacity.
         fallback_ttl: Duration,
     },
-    /// On ranks that publish no events a routed prompt counts as cached for so long after it was last routed. On others
-    /// their events alone count.
+    /// On ranks without events, a routed prompt counts as cached for a fixed time after it was last routed. On other
+    /// ranks only the events count.
     UntilEvents {
-        /// How long.
+        /// Time to live.
         ttl: Duration,
     },
-    /// A routed prompt counts as cached until events say so, but not for longer than this.
+    /// A routed prompt counts as cached until events report it, at most for the time to live.
     BesideEvents {
-        /// How long.
+        /// Time to live.
         ttl: Duration,
     },
 }
 
-impl Kind {
-    /// What a configuration asks for; nothing where events or load alone decide.
+impl SpeculationModel {
+    /// The model for a configuration; `None` if only events or load decide.
     ///
     /// ```
     /// use pointsman::RouterConfig;
-    /// use pointsman::predict::Kind;
+    /// use pointsman::predict::SpeculationModel;
     ///
-    /// assert_eq!(Kind::of(&RouterConfig::default()), None);
+    /// assert_eq!(SpeculationModel::of(&RouterConfig::default()), None);
     /// let config = RouterConfig { use_kv_events: false.into(), ..RouterConfig::default() };
-    /// assert!(matches!(Kind::of(&config), Some(Kind::Ttl { .. })));
+    /// assert!(matches!(SpeculationModel::of(&config), Some(SpeculationModel::Ttl { .. })));
     /// ```
     #[must_use]
     pub fn of(config: &RouterConfig) -> Option<Self> {
@@ -102,29 +103,29 @@ impl Kind {
     }
 }
 
-/// What a routed prompt will leave in its rank's cache.
+/// Expected effect of a routed prompt on its rank's cache.
 ///
 /// ```
 /// use std::num::NonZeroU32;
 /// use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
-/// use pointsman::predict::Guess;
+/// use pointsman::predict::SpeculativePrompt;
 ///
 /// let block_size = NonZeroU32::new(4).expect("not zero");
 /// let hasher = BlockHasher::new(HashScheme::new(block_size));
 /// let prompt = HashedPrompt::from_tokens(&hasher, &[1, 2, 3, 4, 5, 6], &MmBlocks::NONE);
-/// let guess = Guess::of(&prompt, block_size.get());
+/// let guess = SpeculativePrompt::of(&prompt, block_size.get());
 /// assert_eq!((guess.hashes.len(), guess.private_blocks), (1, 1));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Guess {
-    /// Its complete blocks.
+pub struct SpeculativePrompt {
+    /// Complete blocks of the prompt.
     pub hashes: Arc<[BlockHash]>,
-    /// Blocks that it takes beside them, which no other prompt can match.
+    /// Additional blocks that match no other prompt.
     pub private_blocks: u32,
 }
 
-impl Guess {
-    /// The guess for a prompt in blocks of `block_size` tokens: what its hashes do not cover is private.
+impl SpeculativePrompt {
+    /// The entry of a prompt in blocks of `block_size` tokens; blocks not covered by its hashes are private.
     #[must_use]
     pub fn of(prompt: &HashedPrompt, block_size: u32) -> Self {
         let blocks = prompt.isl_tokens().div_ceil(block_size.max(1) as usize);
@@ -134,36 +135,37 @@ impl Guess {
     }
 }
 
-/// What became of guessed blocks, each counted once per rank. Blocks that the engine had named before are no guesses.
+/// Outcomes of speculative blocks, each counted once per rank. Blocks that the engine had reported before are not
+/// speculative.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Blocks guessed.
-    pub guessed: u64,
-    /// The engine has said so.
+pub struct SpeculationCounts {
+    /// Speculative blocks created.
+    pub speculated: u64,
+    /// Reported by the engine.
     pub confirmed: u64,
-    /// Beside events: the engine has not said so in time.
+    /// Beside events: not reported in time.
     pub wrong: u64,
-    /// The engine took back what it had said, or the rank was cleared or removed.
+    /// Removed by the engine after a report, or the rank was cleared or removed.
     pub retracted: u64,
-    /// Gone to make room: in the modelled cache, or under the bound on all predictions.
+    /// Evicted from the modelled cache, or to respect the limit of all entries.
     pub evicted: u64,
     /// Without events: not routed again in time.
     pub expired: u64,
 }
 
-/// A shard's beliefs. See the module's head.
+/// The speculative entries of a shard. See the module documentation.
 ///
 /// ```
 /// use std::time::Duration;
 /// use pointsman::index::{Index, Overlaps};
-/// use pointsman::predict::{Guess, Kind, Predictions};
+/// use pointsman::predict::{SpeculativePrompt, SpeculationModel, SpeculativePrompts};
 /// use pointsman::protocol::{BlockHash, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 ///
-/// let mut predictions = Predictions::new(Kind::Ttl { ttl: Duration::from_secs(120) }, 1 << 20);
+/// let mut predictions = SpeculativePrompts::new(SpeculationModel::Ttl { ttl: Duration::from_secs(120) }, 1 << 20);
 /// predictions.register(WorkerRank::new(WorkerId(7), 0), Slot(0), Generation(1), None);
 /// let index = Index::new();
 /// let start = Timestamp::default();
-/// let guess = Guess { hashes: [1, 2, 3].map(BlockHash).into(), private_blocks: 1 };
+/// let guess = SpeculativePrompt { hashes: [1, 2, 3].map(BlockHash).into(), private_blocks: 1 };
 /// predictions.routed(Slot(0), Generation(1), None, &guess, &index, start);
 ///
 /// let mut overlaps = Overlaps::default();
@@ -171,29 +173,29 @@ pub struct Counts {
 /// predictions.merge_into(&[BlockHash(1), BlockHash(2)], &mut overlaps);
 /// assert_eq!(overlaps.hits()[0].device_blocks, 2);
 /// predictions.expire(start + Duration::from_secs(120));
-/// assert_eq!(predictions.believed_blocks(), 0);
+/// assert_eq!(predictions.speculative_blocks(), 0);
 /// ```
 #[derive(Debug)]
-pub struct Predictions {
-    kind: Kind,
+pub struct SpeculativePrompts {
+    kind: SpeculationModel,
     blocks_max: u64,
-    seats: Seats,
+    ranks: PredictorRanks,
     tries: Tries,
     depths: Depths,
-    /// Marked ends of ranks that age, oldest first.
+    /// Ends of remembered prompts on ranks with a time to live, oldest first.
     aging: BTreeMap<u64, u32>,
-    /// Marked ends of ranks that have a capacity, oldest first.
+    /// Ends of remembered prompts on ranks with a capacity, oldest first.
     capped: BTreeMap<u64, u32>,
-    /// Bookings that have not been released.
+    /// Unreleased bookings.
     claims: BTreeMap<BookingId, Claim>,
-    /// Marks made so far.
+    /// Number of LRU entries created so far.
     stamps: u64,
-    /// Blocks that marked prompts name, however many they share.
+    /// Sum of the blocks of all remembered prompts, shared blocks counted repeatedly.
     named: u64,
-    /// Distinct pairs of a rank and a block.
-    believed: u64,
-    counts: Counts,
-    /// The latest time heard of: time does not go back.
+    /// Number of distinct pairs of a rank and a block.
+    speculative: u64,
+    counts: SpeculationCounts,
+    /// The latest time received; it never decreases.
     now: Timestamp,
 }
 
@@ -205,23 +207,24 @@ struct Claim {
     private_blocks: u32,
 }
 
-/// Why a prompt goes.
+/// Reason for removing a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Why {
+enum RemovalReason {
     Confirmed,
     Expired,
     Retracted,
     Evicted,
 }
 
-impl Predictions {
-    /// Believes nothing yet. `blocks_max` bounds the blocks that remembered prompts name; the oldest go first.
+impl SpeculativePrompts {
+    /// Creates an empty set of entries. `blocks_max` limits the sum of the blocks of remembered prompts; the oldest are
+    /// removed first.
     #[must_use]
-    pub fn new(kind: Kind, blocks_max: u64) -> Self {
+    pub fn new(kind: SpeculationModel, blocks_max: u64) -> Self {
         Self {
             kind,
             blocks_max,
-            seats: Seats::default(),
+            ranks: PredictorRanks::default(),
             tries: Tries::new(),
             depths: Depths::new(),
             aging: BTreeMap::new(),
@@ -229,337 +232,338 @@ impl Predictions {
             claims: BTreeMap::new(),
             stamps: 0,
             named: 0,
-            believed: 0,
-            counts: Counts::default(),
+            speculative: 0,
+            counts: SpeculationCounts::default(),
             now: Timestamp::default(),
         }
     }
 
-    /// Lets `rank` sit in `slot` from now on, as [`Index::register`] does. Its capacity matters to a modelled LRU only;
-    /// another one than before is taken over, and one that was or becomes unknown starts the rank anew.
+    /// Registers `rank` in `slot`, as [`Index::register`] does. The capacity affects only a modelled LRU; a changed
+    /// capacity is adopted, and a change between known and unknown restarts the rank without entries.
     pub fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity_blocks: Option<u32>) {
-        let capacity = capacity_blocks.filter(|_| matches!(self.kind, Kind::Lru { .. })).map(u64::from);
-        if let Some(seat) = self.seats.get_mut(slot) {
-            if seat.generation > generation {
+        let capacity = capacity_blocks.filter(|_| matches!(self.kind, SpeculationModel::Lru { .. })).map(u64::from);
+        if let Some(entry) = self.ranks.get_mut(slot) {
+            if entry.generation > generation {
                 return;
             }
-            let stays = (seat.rank, seat.generation) == (rank, generation);
-            if stays && seat.capacity.is_some() == capacity.is_some() {
-                seat.capacity = capacity;
+            let stays = (entry.rank, entry.generation) == (rank, generation);
+            if stays && entry.capacity.is_some() == capacity.is_some() {
+                entry.capacity = capacity;
                 return self.evict(slot);
             }
-            let occupant = seat.rank;
+            let occupant = entry.rank;
             self.remove_rank(occupant);
         }
         self.remove_rank(rank);
-        let root = self.tries.plant(slot);
-        self.seats.insert(slot, Seat::new(rank, generation, capacity, root));
+        let root = self.tries.add_root(slot);
+        self.ranks.insert(slot, PredictorRank::new(rank, generation, capacity, root));
     }
 
-    /// Forgets a rank and what it was believed to hold. Visits every booking.
+    /// Removes a rank and its entries. Visits every booking.
     pub fn remove_rank(&mut self, rank: WorkerRank) {
-        let Some(slot) = self.seats.slot_of(rank) else { return };
+        let Some(slot) = self.ranks.slot_of(rank) else { return };
         let of_rank = |(_, claim): &(BookingId, Claim)| claim.slot == slot;
         let claims: Vec<_> = self.claims.iter().map(|(id, claim)| (*id, *claim)).filter(of_rank).collect();
         for (booking, _) in claims {
-            self.let_go(booking);
+            self.end_booking(booking);
         }
-        self.forget(slot, Why::Retracted);
-        if let Some(seat) = self.seats.remove(slot) {
-            self.tries.fell(seat.root);
+        self.forget(slot, RemovalReason::Retracted);
+        if let Some(entry) = self.ranks.remove(slot) {
+            self.tries.remove_root(entry.root);
         }
     }
 
-    /// A prompt was routed to the rank that sits in `slot` in this generation. A booking that is told of is held until
-    /// [`Predictions::released`] where the rank has a capacity. Again is harmless.
+    /// Records that a prompt was routed to the rank in `slot` with this generation. On a rank with a capacity, a given
+    /// booking is held until [`SpeculativePrompts::released`]. Repetition has no effect.
     ///
-    /// `index` is what the engines themselves said: what the rank holds by it needs no guess.
+    /// `index` contains the blocks reported by the engines; these require no speculative entry.
     pub fn routed(
         &mut self,
         slot: Slot,
         generation: Generation,
         booking: Option<BookingId>,
-        guess: &Guess,
+        guess: &SpeculativePrompt,
         index: &Index,
         now: Timestamp,
     ) {
         self.expire(now);
-        let Some(seat) = self.seats.get(slot).filter(|seat| seat.generation == generation) else { return };
-        if seat.publishes {
-            return; // what it says is known
+        let Some(entry) = self.ranks.get(slot).filter(|entry| entry.generation == generation) else { return };
+        if entry.publishes {
+            return; // its events report all blocks
         }
-        let (root, is_capped) = (seat.root, seat.capacity.is_some());
+        let (root, is_capped) = (entry.root, entry.capacity.is_some());
         let booking = booking.filter(|_| is_capped);
         if booking.is_some_and(|booking| self.claims.contains_key(&booking)) {
             return;
         }
         let blocks = guess.hashes.len() as u32;
         let real_blocks = match self.kind {
-            Kind::BesideEvents { .. } => index.device_depth(slot, &guess.hashes),
-            Kind::Ttl { .. } | Kind::UntilEvents { .. } | Kind::Lru { .. } => 0,
+            SpeculationModel::BesideEvents { .. } => index.device_depth(slot, &guess.hashes),
+            SpeculationModel::Ttl { .. } | SpeculationModel::UntilEvents { .. } | SpeculationModel::Lru { .. } => 0,
         };
         if real_blocks == blocks && booking.is_none() {
-            return; // nothing to guess, or nothing at all
+            return; // no block is missing, or the prompt is empty
         }
         let end = self.enter(slot, root, &guess.hashes, real_blocks);
         if let Some(booking) = booking {
             self.tries.claim(end);
             self.claims.insert(booking, Claim { slot, end, private_blocks: guess.private_blocks });
-            self.seats.expect_mut(slot).private_active += u64::from(guess.private_blocks);
+            self.ranks.expect_mut(slot).private_active += u64::from(guess.private_blocks);
         } else {
             let stamp = self.next_stamp();
-            self.remember(end, Mark { stamp, at: self.now, real_blocks });
+            self.remember(end, LruEntry { stamp, at: self.now, real_blocks });
         }
         self.evict(slot);
         self.keep_bound();
     }
 
-    /// A booking has generated so many more blocks. They are private to it.
+    /// Adds private output blocks to a booking.
     pub fn output_blocks(&mut self, booking: BookingId, blocks: u32) {
         let Some(claim) = self.claims.get_mut(&booking) else { return };
         let added = blocks.min(u32::MAX - claim.private_blocks);
         claim.private_blocks += added;
         let slot = claim.slot;
-        self.seats.expect_mut(slot).private_active += u64::from(added);
+        self.ranks.expect_mut(slot).private_active += u64::from(added);
         self.evict(slot);
     }
 
-    /// A booking has ended: what it held may go when room is needed.
+    /// Releases a booking: its blocks may be evicted when room is needed.
     pub fn released(&mut self, booking: BookingId, now: Timestamp) {
         self.expire(now);
-        if let Some(slot) = self.let_go(booking) {
+        if let Some(slot) = self.end_booking(booking) {
             self.evict(slot);
             self.keep_bound();
         }
     }
 
-    /// Whether it matters which ranks publish their events.
+    /// Whether the model depends on which ranks publish events.
     #[must_use]
     pub fn is_until_events(&self) -> bool {
-        matches!(self.kind, Kind::UntilEvents { .. })
+        matches!(self.kind, SpeculationModel::UntilEvents { .. })
     }
 
-    /// Says whether a rank publishes its events, for [`Kind::UntilEvents`]: while it does, nothing is speculated about it.
-    /// Ranks publish nothing until this is said.
+    /// Sets whether a rank publishes events, for [`SpeculationModel::UntilEvents`]: a publishing rank has no
+    /// speculative entries. Initially ranks do not publish.
     pub fn set_publishes(&mut self, rank: WorkerRank, publishes: bool) {
         if !self.is_until_events() {
             return;
         }
-        let Some(slot) = self.seats.slot_of(rank) else { return };
-        let before = std::mem::replace(&mut self.seats.expect_mut(slot).publishes, publishes);
+        let Some(slot) = self.ranks.slot_of(rank) else { return };
+        let before = std::mem::replace(&mut self.ranks.expect_mut(slot).publishes, publishes);
         if publishes && !before {
-            self.forget(slot, Why::Retracted);
+            self.forget(slot, RemovalReason::Retracted);
         }
     }
 
-    /// Takes in what an event made of `index`, to which it was just applied. Beside events only.
+    /// Updates the entries after an event was applied to `index`. Only for the model beside events.
     pub fn observe(&mut self, event: &RouterEvent, index: &Index) {
-        if !matches!(self.kind, Kind::BesideEvents { .. }) {
+        if !matches!(self.kind, SpeculationModel::BesideEvents { .. }) {
             return;
         }
-        let Some(slot) = self.seats.slot_of(event.rank) else { return };
+        let Some(slot) = self.ranks.slot_of(event.rank) else { return };
         match &event.data {
-            KvEvent::Cleared => self.forget(slot, Why::Retracted),
+            KvEvent::Cleared => self.forget(slot, RemovalReason::Retracted),
             KvEvent::Stored { .. } | KvEvent::Removed { .. } if event.tier != StorageTier::Device => {}
             KvEvent::Stored { .. } | KvEvent::Removed { .. } => self.compare(slot, index),
         }
     }
 
-    /// Drops what has run out by `now`. A step per prompt that goes.
+    /// Removes the entries that expired by `now`. One step per removed prompt.
     pub fn expire(&mut self, now: Timestamp) {
         self.now = self.now.max(now);
         let ttl = self.kind.ttl();
         while let Some((_, &end)) = self.aging.first_key_value() {
-            if self.tries.mark(end).is_some_and(|mark| mark.at + ttl > self.now) {
+            if self.tries.lru(end).is_some_and(|lru| lru.at + ttl > self.now) {
                 return;
             }
-            self.take(end, u32::MAX, Why::Expired);
+            self.take(end, u32::MAX, RemovalReason::Expired);
         }
     }
 
-    /// Raises each rank's device hit to what it is believed to hold, and adds ranks that only beliefs know: what is
-    /// known of a rank is the greater of both. What lower tiers add is counted from there on; beliefs never add to it.
+    /// Raises each rank's device hit to its speculative depth, and adds ranks that only have speculative entries: the
+    /// result is the maximum of both. Lower-tier blocks count from that depth on; speculative entries never add to
+    /// them.
     pub fn merge_into(&self, hashes: &[BlockHash], overlaps: &mut Overlaps) {
-        if self.believed > 0 {
-            let generation = |slot| self.seats.get(slot).map(|seat| seat.generation).unwrap_or_default();
+        if self.speculative > 0 {
+            let generation = |slot| self.ranks.get(slot).map(|entry| entry.generation).unwrap_or_default();
             self.depths.merge_into(hashes, generation, overlaps);
         }
     }
 
-    /// What became of guesses so far.
+    /// Outcomes so far.
     #[must_use]
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> SpeculationCounts {
         self.counts
     }
 
-    /// Blocks believed to be held now, each once per rank.
+    /// Number of current speculative blocks, each counted once per rank.
     #[must_use]
-    pub fn believed_blocks(&self) -> u64 {
-        self.believed
+    pub fn speculative_blocks(&self) -> u64 {
+        self.speculative
     }
 
-    /// Heap bytes owned, the hashes of remembered prompts included. Visits everything: not for hot paths.
+    /// Heap bytes owned, including the hashes of remembered prompts. Visits everything; not for hot paths.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        // B-trees' nodes cannot be seen; they are two thirds full or so.
-        let marks = (self.aging.len() + self.capped.len()) * size_of::<(u64, u32)>() * 3;
+        // The node sizes of B-trees are not accessible; nodes are assumed to be two thirds full.
+        let orders = (self.aging.len() + self.capped.len()) * size_of::<(u64, u32)>() * 3;
         let claims = self.claims.len() * size_of::<(BookingId, Claim)>() * 3 / 2;
-        marks + claims + self.seats.bytes() + self.tries.bytes() + self.depths.bytes()
+        orders + claims + self.ranks.bytes() + self.tries.bytes() + self.depths.bytes()
     }
 
-    /// Checks what the type promises. For tests: visits everything.
+    /// Checks the invariants, for tests. Visits everything.
     ///
     /// # Panics
-    /// When an invariant is broken.
+    /// If an invariant is violated.
     pub fn check_invariants(&self) {
         self.depths.check_invariants();
-        self.tries.check_invariants(self.seats.iter().count());
-        let (mut believed, mut marked, mut named) = (0, 0, 0);
-        for (slot, seat) in self.seats.iter() {
-            assert_eq!(seat.blocks, self.tries.block_count(slot), "a rank's blocks are counted");
+        self.tries.check_invariants(self.ranks.iter().count());
+        let (mut speculative, mut remembered, mut named) = (0, 0, 0);
+        for (slot, entry) in self.ranks.iter() {
+            assert_eq!(entry.blocks, self.tries.block_count(slot), "a rank's blocks are counted");
             let of_slot = self.claims.values().filter(|claim| claim.slot == slot);
             let private = of_slot.map(|claim| u64::from(claim.private_blocks)).sum::<u64>();
-            assert_eq!(seat.private_active, private, "private blocks in use are counted");
-            seat.check_invariants();
-            believed += seat.blocks;
-            for (stamp, &end) in &seat.ends {
-                let order = if seat.capacity.is_some() { &self.capped } else { &self.aging };
+            assert_eq!(entry.private_active, private, "private blocks in use are counted");
+            entry.check_invariants();
+            speculative += entry.blocks;
+            for (stamp, &end) in &entry.ends {
+                let order = if entry.capacity.is_some() { &self.capped } else { &self.aging };
                 assert_eq!(order.get(stamp), Some(&end), "what a rank remembers stands in order");
-                assert_eq!(self.tries.mark(end).map(|mark| mark.stamp), Some(*stamp), "and its end is marked");
+                assert_eq!(self.tries.lru(end).map(|lru| lru.stamp), Some(*stamp), "and its end is remembered");
                 assert_eq!(self.tries.slot(end), slot, "on the rank's own trie");
-                marked += 1;
+                remembered += 1;
                 named += u64::from(self.tries.prompt(end).1);
             }
         }
-        assert_eq!(marked, self.aging.len() + self.capped.len(), "no order names what no rank remembers");
-        assert_eq!((believed, named), (self.believed, self.named), "blocks are counted");
+        assert_eq!(remembered, self.aging.len() + self.capped.len(), "no order names what no rank remembers");
+        assert_eq!((speculative, named), (self.speculative, self.named), "blocks are counted");
         assert!(self.named <= self.blocks_max, "the bound is kept");
-        assert!(self.claims.values().all(|claim| self.seats.get(claim.slot).is_some()), "no booking outlives its rank");
+        assert!(self.claims.values().all(|claim| self.ranks.get(claim.slot).is_some()), "no booking outlives its rank");
     }
 
-    /// Lets a prompt into a rank's trie. Its end is to be claimed or remembered next.
+    /// Inserts a prompt into a rank's trie. The caller then claims or remembers its end.
     fn enter(&mut self, slot: Slot, root: u32, hashes: &Arc<[BlockHash]>, known_blocks: u32) -> u32 {
-        let seat = self.seats.expect_mut(slot);
-        let order = if seat.capacity.is_some() { &mut self.capped } else { &mut self.aging };
+        let entry = self.ranks.expect_mut(slot);
+        let order = if entry.capacity.is_some() { &mut self.capped } else { &mut self.aging };
         let named = &mut self.named;
-        let entered = self.tries.enter(root, hashes, known_blocks, |mark, depth| {
-            order.remove(&mark.stamp);
-            seat.ends.remove(&mark.stamp);
+        let entered = self.tries.enter(root, hashes, known_blocks, |lru, depth| {
+            order.remove(&lru.stamp);
+            entry.ends.remove(&lru.stamp);
             *named -= u64::from(depth);
         });
         let blocks = hashes.len() as u32;
         if entered.shared_blocks < blocks {
             self.depths.raise(slot, hashes);
             let added = u64::from(blocks - entered.shared_blocks);
-            seat.blocks += added;
-            self.believed += added;
-            self.counts.guessed += u64::from(blocks - entered.shared_blocks.max(known_blocks));
+            entry.blocks += added;
+            self.speculative += added;
+            self.counts.speculated += u64::from(blocks - entered.shared_blocks.max(known_blocks));
         }
         entered.end
     }
 
-    /// Marks the end of a prompt, unless a booking keeps it.
-    fn remember(&mut self, end: u32, mark: Mark) {
+    /// Remembers the end of a prompt in LRU order, unless a booking holds it.
+    fn remember(&mut self, end: u32, lru: LruEntry) {
         if self.tries.is_root(end) || self.tries.is_claimed(end) {
-            return; // a prompt without blocks, or one that its booking's release will remember
+            return; // a prompt without blocks, or one that is remembered when its booking is released
         }
-        let seat = self.seats.expect_mut(self.tries.slot(end));
-        let order = if seat.capacity.is_some() { &mut self.capped } else { &mut self.aging };
-        order.insert(mark.stamp, end);
-        seat.ends.insert(mark.stamp, end);
+        let entry = self.ranks.expect_mut(self.tries.slot(end));
+        let order = if entry.capacity.is_some() { &mut self.capped } else { &mut self.aging };
+        order.insert(lru.stamp, end);
+        entry.ends.insert(lru.stamp, end);
         self.named += u64::from(self.tries.prompt(end).1);
-        let before = self.tries.set_mark(end, Some(mark));
+        let before = self.tries.set_lru(end, Some(lru));
         debug_assert_eq!(before, None, "an end is remembered once");
     }
 
-    /// Takes up to `blocks_max` blocks off the end of a remembered prompt, as far as nothing else needs them, and
-    /// forgets it unless there are more to take.
-    fn take(&mut self, end: u32, blocks_max: u32, why: Why) {
-        let Some(mark) = self.tries.set_mark(end, None) else { return };
+    /// Removes up to `blocks_max` blocks from the end of a remembered prompt, except blocks that other prompts need.
+    /// Forgets the prompt unless further blocks are removable.
+    fn take(&mut self, end: u32, blocks_max: u32, reason: RemovalReason) {
+        let Some(lru) = self.tries.set_lru(end, None) else { return };
         let slot = self.tries.slot(end);
         let (hashes, depth) = self.tries.prompt(end);
         let hashes = Arc::clone(hashes);
-        let seat = self.seats.expect_mut(slot);
-        let order = if seat.capacity.is_some() { &mut self.capped } else { &mut self.aging };
-        order.remove(&mark.stamp);
-        seat.ends.remove(&mark.stamp);
+        let entry = self.ranks.expect_mut(slot);
+        let order = if entry.capacity.is_some() { &mut self.capped } else { &mut self.aging };
+        order.remove(&lru.stamp);
+        entry.ends.remove(&lru.stamp);
         self.named -= u64::from(depth);
         let (mut keep, counts, kind) = (depth, &mut self.counts, self.kind);
-        let rest = self.tries.give_up(end, blocks_max, |blocks, guessed| {
+        let rest = self.tries.give_up(end, blocks_max, |blocks, speculated| {
             keep = blocks.start;
-            if guessed {
-                let real = mark.real_blocks.clamp(blocks.start, blocks.end);
-                counts.count(kind, why, u64::from(real - blocks.start), u64::from(blocks.end - real));
+            if speculated {
+                let real = lru.real_blocks.clamp(blocks.start, blocks.end);
+                counts.count(kind, reason, u64::from(real - blocks.start), u64::from(blocks.end - real));
             }
         });
         if keep < depth {
             self.depths.lower(slot, &hashes[..depth as usize], keep);
-            seat.blocks -= u64::from(depth - keep);
-            self.believed -= u64::from(depth - keep);
+            entry.blocks -= u64::from(depth - keep);
+            self.speculative -= u64::from(depth - keep);
         }
         if let Some(rest) = rest {
-            self.remember(rest, mark);
+            self.remember(rest, lru);
         }
     }
 
-    /// Ends a booking, if there is such a one. Returns where it was.
-    fn let_go(&mut self, booking: BookingId) -> Option<Slot> {
+    /// Ends a booking. Returns its slot, or `None` for an unknown booking.
+    fn end_booking(&mut self, booking: BookingId) -> Option<Slot> {
         let Claim { slot, end, private_blocks } = self.claims.remove(&booking)?;
         let stamp = self.next_stamp();
-        self.seats.expect_mut(slot).release_private(stamp, private_blocks);
+        self.ranks.expect_mut(slot).release_private(stamp, private_blocks);
         self.tries.unclaim(end);
-        self.remember(end, Mark { stamp, at: self.now, real_blocks: 0 });
+        self.remember(end, LruEntry { stamp, at: self.now, real_blocks: 0 });
         Some(slot)
     }
 
-    /// Makes a modelled cache fit its capacity, if something in it is not in use.
+    /// Evicts from a modelled cache until it fits its capacity or all remaining blocks are in use.
     fn evict(&mut self, slot: Slot) {
-        while let Some(seat) = self.seats.get_mut(slot) {
-            let over = seat.blocks_over_capacity();
+        while let Some(entry) = self.ranks.get_mut(slot) {
+            let over = entry.blocks_over_capacity();
             if over == 0 {
                 return;
             }
             let over = u32::try_from(over).unwrap_or(u32::MAX);
-            let oldest = seat.ends.first_key_value().map(|(stamp, end)| (*stamp, *end));
-            // A booking's private blocks lie deeper than its prompt's.
-            if seat.evict_private(oldest.map(|(stamp, _)| stamp), over) {
+            let oldest = entry.ends.first_key_value().map(|(stamp, end)| (*stamp, *end));
+            // A booking's private blocks are deeper than its prompt's.
+            if entry.evict_private(oldest.map(|(stamp, _)| stamp), over) {
                 continue;
             }
             let Some((_, end)) = oldest else { return };
-            self.take(end, over, Why::Evicted);
+            self.take(end, over, RemovalReason::Evicted);
         }
     }
 
-    /// Lets the oldest go until the rest is within the bound.
+    /// Removes the oldest prompts until the limit is respected.
     fn keep_bound(&mut self) {
         while self.named > self.blocks_max {
             let heads = [self.aging.first_key_value(), self.capped.first_key_value()];
             let Some((_, &end)) = heads.into_iter().flatten().min() else { return };
-            self.take(end, u32::MAX, Why::Evicted);
+            self.take(end, u32::MAX, RemovalReason::Evicted);
         }
     }
 
-    /// Forgets what a rank is believed to hold, but for what bookings hold.
-    fn forget(&mut self, slot: Slot, why: Why) {
-        while let Some((_, &end)) = self.seats.get(slot).and_then(|seat| seat.ends.first_key_value()) {
-            self.take(end, u32::MAX, why);
+    /// Removes the entries of a rank except those held by bookings.
+    fn forget(&mut self, slot: Slot, reason: RemovalReason) {
+        while let Some((_, &end)) = self.ranks.get(slot).and_then(|entry| entry.ends.first_key_value()) {
+            self.take(end, u32::MAX, reason);
         }
     }
 
-    /// Compares each prediction of a rank with what the index holds now.
+    /// Compares each entry of a rank with the index.
     fn compare(&mut self, slot: Slot, index: &Index) {
-        let ends = self.seats.get(slot).map(|seat| &seat.ends).into_iter().flatten();
+        let ends = self.ranks.get(slot).map(|entry| &entry.ends).into_iter().flatten();
         let ends: smallvec::SmallVec<[u32; 16]> = ends.map(|(_, end)| *end).collect();
         for end in ends {
             let (hashes, blocks) = self.tries.prompt(end);
             let real_blocks = index.device_depth(slot, &hashes[..blocks as usize]);
-            let Some(mark) = self.tries.mark(end) else { continue };
+            let Some(lru) = self.tries.lru(end) else { continue };
             if real_blocks == blocks {
-                self.take(end, u32::MAX, Why::Confirmed);
-            } else if real_blocks < mark.real_blocks {
-                self.take(end, u32::MAX, Why::Retracted);
-            } else if real_blocks > mark.real_blocks {
-                self.tries.set_mark(end, Some(Mark { real_blocks, ..mark }));
+                self.take(end, u32::MAX, RemovalReason::Confirmed);
+            } else if real_blocks < lru.real_blocks {
+                self.take(end, u32::MAX, RemovalReason::Retracted);
+            } else if real_blocks > lru.real_blocks {
+                self.tries.set_lru(end, Some(LruEntry { real_blocks, ..lru }));
             }
         }
     }
@@ -570,20 +574,21 @@ impl Predictions {
     }
 }
 
-impl Counts {
-    /// Counts guessed blocks that go: those that the engine has named, and the others.
-    fn count(&mut self, kind: Kind, why: Why, named: u64, unnamed: u64) {
-        match (why, kind) {
-            (Why::Expired, Kind::BesideEvents { .. }) => {
+impl SpeculationCounts {
+    /// Counts removed speculative blocks: those reported by the engine, and the others.
+    fn count(&mut self, kind: SpeculationModel, reason: RemovalReason, named: u64, unnamed: u64) {
+        match (reason, kind) {
+            (RemovalReason::Expired, SpeculationModel::BesideEvents { .. }) => {
                 self.confirmed += named;
                 self.wrong += unnamed;
             }
-            (Why::Expired, Kind::Ttl { .. } | Kind::UntilEvents { .. } | Kind::Lru { .. }) => {
-                self.expired += named + unnamed
-            }
-            (Why::Confirmed, _) => self.confirmed += named + unnamed,
-            (Why::Retracted, _) => self.retracted += named + unnamed,
-            (Why::Evicted, _) => self.evicted += named + unnamed,
+            (
+                RemovalReason::Expired,
+                SpeculationModel::Ttl { .. } | SpeculationModel::UntilEvents { .. } | SpeculationModel::Lru { .. },
+            ) => self.expired += named + unnamed,
+            (RemovalReason::Confirmed, _) => self.confirmed += named + unnamed,
+            (RemovalReason::Retracted, _) => self.retracted += named + unnamed,
+            (RemovalReason::Evicted, _) => self.evicted += named + unnamed,
         }
     }
 }

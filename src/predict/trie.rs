@@ -1,12 +1,12 @@
-//! The believed prompts of every rank, as tries whose edges are slices of the prompts' own hash arrays.
+//! Tries of speculative prompts, one per rank; edges are slices of the prompts' hash arrays.
 //!
-//! Owns one trie a rank, and in it who needs what: a prompt ends at a node, and is there because a booking claims it or
-//! because it is *marked*, which is how a prompt that nobody computes any more is remembered. Promises that a block is
-//! there exactly while a prompt that begins with it is claimed or marked, so that no belief has a hole. Costs a
-//! comparison of the prompt, and steps per edge on its way, for nodes between which nothing ends or branches any more
-//! are joined when a prompt comes by. Leaves to [`super::Predictions`] when marks go, and in which order.
+//! A prompt ends at a node. The node exists because a booking *claims* it or because it has an *LRU entry*, which
+//! remembers a prompt after its bookings ended. A block exists exactly while a prompt that starts with it is claimed or
+//! remembered, so entries have no holes. Cost: a comparison of the prompt, and one step per edge on its path; nodes
+//! without an end or a branch are joined when a prompt passes. [`super::SpeculativePrompts`] decides when and in which
+//! order prompts are removed.
 //!
-//! An edge keeps the array that it is a slice of alive; each prompt that comes by puts its own in.
+//! An edge keeps its array alive; each passing prompt replaces it by its own array.
 
 use std::mem::size_of;
 use std::ops::Range;
@@ -19,50 +19,50 @@ use hashbrown::hash_table::Entry;
 use crate::index::depth::common_blocks;
 use crate::protocol::{BlockHash, Slot, Timestamp};
 
-/// No node.
+/// Null node number.
 const NONE: u32 = u32::MAX;
 
-/// What is remembered of a prompt that ends at a node.
+/// State of a remembered prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mark {
-    /// Its place in every order of marks: the later, the higher.
+pub(super) struct LruEntry {
+    /// Position in every LRU order; later entries have higher stamps.
     pub(super) stamp: u64,
-    /// When it was made.
+    /// Creation time.
     pub(super) at: Timestamp,
-    /// Leading blocks that the engine itself said it holds, where it says such things.
+    /// Leading blocks that the engine itself has reported.
     pub(super) real_blocks: u32,
 }
 
-/// Where a prompt ends, and how much of it was there before.
+/// Result of inserting a prompt: its end, and the number of blocks that existed before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entered {
     pub(super) end: u32,
     pub(super) shared_blocks: u32,
 }
 
-/// A node and the edge that leads to it. Vacant entries have no parent and are no root.
+/// A node and the edge that leads to it. Vacant entries have no parent and are not a root.
 #[derive(Debug)]
-struct Node {
+struct TrieNode {
     slot: Slot,
     parent: u32,
-    /// The edge is `hashes[start..end]`, and what lies above it comes before.
+    /// The edge is `hashes[start..end]`; the earlier hashes belong to its ancestors.
     hashes: Arc<[BlockHash]>,
     start: u32,
     end: u32,
     children: u32,
-    /// Bookings whose prompts end here.
+    /// Number of bookings whose prompts end here.
     claims: u32,
-    /// Whether the blocks were a guess when they came in.
-    guessed: bool,
-    mark: Option<Mark>,
+    /// Whether the blocks were speculative when inserted.
+    speculative: bool,
+    lru: Option<LruEntry>,
 }
 
-/// The tries of all ranks. See the module's head.
+/// The tries of all ranks. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Tries {
-    nodes: Vec<Node>,
+    nodes: Vec<TrieNode>,
     vacant: Vec<u32>,
-    /// Every node that has a parent, by it and its first block.
+    /// Every node with a parent, by parent and first block.
     children: HashTable<u32>,
     hasher: RandomState,
 }
@@ -72,27 +72,27 @@ impl Tries {
         Self { nodes: Vec::new(), vacant: Vec::new(), children: HashTable::new(), hasher: RandomState::new() }
     }
 
-    /// A new, empty trie.
-    pub(super) fn plant(&mut self, slot: Slot) -> u32 {
-        self.insert(Node::edge(slot, NONE, Arc::default(), 0..0, false))
+    /// Creates an empty trie and returns its root.
+    pub(super) fn add_root(&mut self, slot: Slot) -> u32 {
+        self.insert(TrieNode::edge(slot, NONE, Arc::default(), 0..0, false))
     }
 
-    /// Gives an empty trie back.
-    pub(super) fn fell(&mut self, root: u32) {
+    /// Removes an empty trie.
+    pub(super) fn remove_root(&mut self, root: u32) {
         let node = &self.nodes[root as usize];
-        debug_assert!(node.is_root() && node.children == 0, "only an empty trie is given back");
+        debug_assert!(node.is_root() && node.children == 0, "only an empty trie is removed");
         self.vacate(root);
     }
 
-    /// Lets a prompt in. Its first `known_blocks` blocks are no guess. Marks on its way are taken off, for what they
-    /// remembered this prompt needs, too; `taken` hears of each, with the depth it was at. The caller claims or
-    /// marks the end next.
+    /// Inserts a prompt whose first `known_blocks` blocks are not speculative. Removes the LRU entries on its path,
+    /// because the new prompt covers their blocks; calls `taken` with each entry and its depth. The caller then claims
+    /// or remembers the end.
     pub(super) fn enter(
         &mut self,
         root: u32,
         prompt: &Arc<[BlockHash]>,
         known_blocks: u32,
-        mut taken: impl FnMut(Mark, u32),
+        mut taken: impl FnMut(LruEntry, u32),
     ) -> Entered {
         let blocks = prompt.len() as u32;
         let (mut at, mut depth) = (root, 0);
@@ -104,8 +104,8 @@ impl Tries {
             let next = if depth < self.nodes[child as usize].end { self.split(child, depth) } else { child };
             let node = &mut self.nodes[next as usize];
             node.hashes = Arc::clone(prompt);
-            if let Some(mark) = node.mark.take() {
-                taken(mark, node.end);
+            if let Some(lru) = node.lru.take() {
+                taken(lru, node.end);
             }
             self.join(at, next);
             at = next;
@@ -121,12 +121,12 @@ impl Tries {
         Entered { end: at, shared_blocks }
     }
 
-    /// Notes one more booking whose prompt ends here.
+    /// Adds a booking whose prompt ends here.
     pub(super) fn claim(&mut self, end: u32) {
         self.nodes[end as usize].claims += 1;
     }
 
-    /// Notes one less.
+    /// Removes a booking.
     pub(super) fn unclaim(&mut self, end: u32) {
         let claims = &mut self.nodes[end as usize].claims;
         debug_assert!(*claims > 0, "node {end} is not claimed");
@@ -137,19 +137,19 @@ impl Tries {
         self.nodes[end as usize].claims > 0
     }
 
-    pub(super) fn set_mark(&mut self, end: u32, mark: Option<Mark>) -> Option<Mark> {
-        std::mem::replace(&mut self.nodes[end as usize].mark, mark)
+    pub(super) fn set_lru(&mut self, end: u32, lru: Option<LruEntry>) -> Option<LruEntry> {
+        std::mem::replace(&mut self.nodes[end as usize].lru, lru)
     }
 
-    pub(super) fn mark(&self, end: u32) -> Option<Mark> {
-        self.nodes[end as usize].mark
+    pub(super) fn lru(&self, end: u32) -> Option<LruEntry> {
+        self.nodes[end as usize].lru
     }
 
     pub(super) fn slot(&self, end: u32) -> Slot {
         self.nodes[end as usize].slot
     }
 
-    /// The array of a prompt that goes at least as far as this node, and how far that is.
+    /// An array of a prompt that includes this node, and the depth of the node.
     pub(super) fn prompt(&self, end: u32) -> (&Arc<[BlockHash]>, u32) {
         let node = &self.nodes[end as usize];
         (&node.hashes, node.end)
@@ -159,8 +159,8 @@ impl Tries {
         self.nodes[end as usize].is_root()
     }
 
-    /// Takes up to `blocks_max` blocks that nothing needs off the end of the prompt that ended at `end`. `left` hears of
-    /// each stretch and whether it was a guess. Returns where the prompt ends now if there is more to take.
+    /// Removes up to `blocks_max` unneeded blocks from the end of the prompt at `end`. Calls `left` with each removed
+    /// range and whether it was speculative. Returns the new end if further blocks are removable.
     pub(super) fn give_up(
         &mut self,
         end: u32,
@@ -179,19 +179,19 @@ impl Tries {
             let blocks = node.start..node.end;
             if blocks_max < blocks.len() as u32 {
                 node.end -= blocks_max;
-                left(node.end..blocks.end, node.guessed);
+                left(node.end..blocks.end, node.speculative);
                 return Some(at);
             }
             blocks_max -= blocks.len() as u32;
-            left(blocks, node.guessed);
+            left(blocks, node.speculative);
             at = self.cut(at);
         }
     }
 
-    /// Heap bytes owned, the arrays that prompts' ends keep alive included. Visits every node.
+    /// Heap bytes owned, including the arrays held by leaves. Visits every node.
     pub(super) fn bytes(&self) -> usize {
         let leaves = self.nodes.iter().filter(|node| node.children == 0);
-        self.nodes.capacity() * size_of::<Node>()
+        self.nodes.capacity() * size_of::<TrieNode>()
             + self.vacant.capacity() * size_of::<u32>()
             + self.children.allocation_size()
             + leaves.map(|node| size_of_val(&*node.hashes)).sum::<usize>()
@@ -201,7 +201,7 @@ impl Tries {
         self.children.find(hash_of(&self.hasher, at, first), |&id| self.nodes[id as usize].hangs(at, first)).copied()
     }
 
-    fn insert(&mut self, node: Node) -> u32 {
+    fn insert(&mut self, node: TrieNode) -> u32 {
         if let Some(id) = self.vacant.pop() {
             self.nodes[id as usize] = node;
             return id;
@@ -211,7 +211,7 @@ impl Tries {
     }
 
     fn vacate(&mut self, id: u32) {
-        self.nodes[id as usize] = Node::edge(Slot(0), NONE, Arc::default(), 0..0, false);
+        self.nodes[id as usize] = TrieNode::edge(Slot(0), NONE, Arc::default(), 0..0, false);
         self.vacant.push(id);
     }
 
@@ -236,21 +236,22 @@ impl Tries {
     }
 
     /// Adds a leaf behind `parent`.
-    fn grow(&mut self, parent: u32, prompt: &Arc<[BlockHash]>, blocks: Range<u32>, guessed: bool) -> u32 {
+    fn grow(&mut self, parent: u32, prompt: &Arc<[BlockHash]>, blocks: Range<u32>, speculative: bool) -> u32 {
         let above = &mut self.nodes[parent as usize];
         above.children += 1;
         let slot = above.slot;
-        let leaf = self.insert(Node::edge(slot, parent, Arc::clone(prompt), blocks, guessed));
+        let leaf = self.insert(TrieNode::edge(slot, parent, Arc::clone(prompt), blocks, speculative));
         self.list(leaf);
         leaf
     }
 
-    /// Cuts the edge to `lower` in two, and returns the new node between them. `lower` keeps its number, for claims
-    /// and orders name it.
+    /// Splits the edge to `lower`, and returns the new node in between. `lower` keeps its number, because claims and
+    /// LRU orders refer to it.
     fn split(&mut self, lower: u32, depth: u32) -> u32 {
         self.unlist(lower);
         let node = &self.nodes[lower as usize];
-        let mut upper = Node::edge(node.slot, node.parent, Arc::clone(&node.hashes), node.start..depth, node.guessed);
+        let mut upper =
+            TrieNode::edge(node.slot, node.parent, Arc::clone(&node.hashes), node.start..depth, node.speculative);
         upper.children = 1;
         let upper = self.insert(upper);
         let node = &mut self.nodes[lower as usize];
@@ -260,16 +261,16 @@ impl Tries {
         upper
     }
 
-    /// Makes one edge of two if nothing ends or branches between them.
+    /// Joins two edges if no prompt ends and no edge branches between them.
     fn join(&mut self, upper: u32, lower: u32) {
         let node = &self.nodes[upper as usize];
-        let ends = node.claims > 0 || node.mark.is_some();
-        if node.is_root() || ends || node.children > 1 || node.guessed != self.nodes[lower as usize].guessed {
+        let ends = node.claims > 0 || node.lru.is_some();
+        if node.is_root() || ends || node.children > 1 || node.speculative != self.nodes[lower as usize].speculative {
             return;
         }
         self.unlist(upper);
         self.unlist(lower);
-        let Node { start, parent, .. } = self.nodes[upper as usize];
+        let TrieNode { start, parent, .. } = self.nodes[upper as usize];
         let node = &mut self.nodes[lower as usize];
         (node.start, node.parent) = (start, parent);
         self.list(lower);
@@ -285,7 +286,7 @@ impl Tries {
         parent
     }
 
-    /// Every node with a mark, and every claimed one.
+    /// Checks the invariants of all tries.
     pub(super) fn check_invariants(&self, roots: usize) {
         let mut children = vec![0; self.nodes.len()];
         for &id in &self.children {
@@ -293,16 +294,20 @@ impl Tries {
             assert_eq!(self.child(node.parent, node.hashes[node.start as usize]), Some(id), "found by its first block");
             let above = &self.nodes[node.parent as usize];
             assert_eq!((node.start, node.slot), (above.end, above.slot), "an edge begins where its parent's ends");
-            assert!(node.start < node.end && node.end as usize <= node.hashes.len(), "no edge is empty");
+            assert!(node.start < node.end && node.end as usize <= node.hashes.len(), "edges are not empty");
             let agrees = above.end == 0 || node.hashes[..above.end as usize] == above.hashes[..above.end as usize];
-            assert!(agrees, "what is above an edge comes before it in its array");
-            assert!(node.children > 0 || node.is_needed(), "no leaf is there for nothing");
+            assert!(agrees, "an edge's array starts with its ancestors' blocks");
+            assert!(node.children > 0 || node.is_needed(), "every leaf is claimed or remembered");
             children[node.parent as usize] += 1;
         }
         for (node, children) in self.nodes.iter().zip(children) {
             assert_eq!(node.children, children, "children are counted");
         }
-        assert_eq!(self.children.len() + self.vacant.len() + roots, self.nodes.len(), "no node is lost");
+        assert_eq!(
+            self.children.len() + self.vacant.len() + roots,
+            self.nodes.len(),
+            "every node is listed, vacant or a root"
+        );
     }
 
     /// Number of blocks below a root. Visits every node.
@@ -312,10 +317,10 @@ impl Tries {
     }
 }
 
-impl Node {
-    fn edge(slot: Slot, parent: u32, hashes: Arc<[BlockHash]>, blocks: Range<u32>, guessed: bool) -> Self {
+impl TrieNode {
+    fn edge(slot: Slot, parent: u32, hashes: Arc<[BlockHash]>, blocks: Range<u32>, speculative: bool) -> Self {
         let Range { start, end } = blocks;
-        Self { slot, parent, hashes, start, end, children: 0, claims: 0, guessed, mark: None }
+        Self { slot, parent, hashes, start, end, children: 0, claims: 0, speculative, lru: None }
     }
 
     fn is_root(&self) -> bool {
@@ -323,7 +328,7 @@ impl Node {
     }
 
     fn is_needed(&self) -> bool {
-        self.children > 0 || self.claims > 0 || self.mark.is_some()
+        self.children > 0 || self.claims > 0 || self.lru.is_some()
     }
 
     fn edge_blocks(&self) -> &[BlockHash] {

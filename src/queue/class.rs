@@ -1,13 +1,14 @@
-//! The waiting requests of one class: tenants take turns, each with its own requests in order.
+//! Waiting requests of one class, shared fairly between tenants.
 //!
-//! Tenants share the class by self-clocked fair queueing, which is deficit round robin with equal quanta as a sorted set:
-//! the class keeps a clock in tokens. A tenant's request finishes at the clock's value when the tenant last sent (or began
-//! to wait) plus what the request costs. Of the tenants with the highest strict priority the one that finishes first
-//! sends, and the clock moves on to that finish. Nothing is kept of a tenant without requests: the clock is never behind
-//! what it has finished, so that leaving and coming back gains nothing.
+//! Tenants share the class by self-clocked fair queueing, which is deficit round robin with equal quanta as a sorted
+//! set. The class keeps a clock in tokens. The finish of a tenant's next request is the clock value at the tenant's
+//! previous dispatch (or at the start of its wait) plus the cost of the request. Among the tenants with the highest
+//! strict priority, the one with the earliest finish dispatches next, and the clock advances to that finish. No state
+//! is kept for a tenant without requests: the clock is never behind its last finish, so leaving and returning gains
+//! nothing.
 //!
-//! Owns the tenants' order and what the requests add up to. Promises that the sums are those of the requests that wait
-//! now. Each change costs O(log n). Leaves the requests themselves to the queue.
+//! Maintains the order of tenants and the sums over all waiting requests. Each change costs O(log n). The queue holds
+//! the requests themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,24 +18,24 @@ use ahash::AHashMap;
 use crate::config::QueueClass;
 use crate::protocol::Timestamp;
 
-use super::key::{Key, QueueEntry};
+use super::key::{OrderKey, QueueEntry};
 use super::limits::{Backpressure, Drain, LimitKind};
-use super::share::{Place, Share};
+use super::share::{Share, TenantPosition};
 use super::{Depth, LaneKey, TenantKey};
 
 #[derive(Debug)]
 pub(super) struct Class {
     pub(super) name: Arc<str>,
     pub(super) drain: Drain,
-    /// Every tenant with requests.
+    /// Every tenant with waiting requests.
     shares: BTreeMap<TenantKey, Share>,
-    /// Their places.
-    order: BTreeSet<Place>,
-    /// The latest finish of a request that was sent.
+    /// The order of these tenants.
+    order: BTreeSet<TenantPosition>,
+    /// The latest finish of a dispatched request.
     clock_tokens: u64,
-    /// Requests in every lane that has any.
+    /// Number of requests of every non-empty lane.
     lanes: BTreeMap<LaneKey, usize>,
-    /// Every request by arrival, for the oldest.
+    /// Every request by arrival, to find the oldest.
     arrivals: BTreeSet<(Timestamp, u64)>,
     raw_tokens: u64,
     cached_tokens: u64,
@@ -55,7 +56,7 @@ impl Class {
         }
     }
 
-    pub(super) fn insert(&mut self, lane: LaneKey, key: Key, entry: &QueueEntry) {
+    pub(super) fn insert(&mut self, lane: LaneKey, key: OrderKey, entry: &QueueEntry) {
         self.change(entry.tenant, |share| share.insert(lane, key));
         *self.lanes.entry(lane).or_default() += 1;
         self.arrivals.insert((entry.arrival, key.sequence));
@@ -63,7 +64,7 @@ impl Class {
         self.cached_tokens += u64::from(entry.cached_tokens);
     }
 
-    pub(super) fn remove(&mut self, lane: LaneKey, key: Key, entry: &QueueEntry) {
+    pub(super) fn remove(&mut self, lane: LaneKey, key: OrderKey, entry: &QueueEntry) {
         self.change(entry.tenant, |share| share.remove(lane, key));
         if let Some(requests) = self.lanes.get_mut(&lane) {
             *requests -= 1;
@@ -76,11 +77,11 @@ impl Class {
         self.cached_tokens -= u64::from(entry.cached_tokens);
     }
 
-    /// A request's cached tokens are others than before, and so are its key and its cost.
+    /// Updates a request whose cached tokens, and therefore key and cost, changed.
     pub(super) fn replace(
         &mut self,
         lane: LaneKey,
-        (old, new): (Key, Key),
+        (old, new): (OrderKey, OrderKey),
         (before, after): (&QueueEntry, &QueueEntry),
     ) {
         self.change(before.tenant, |share| {
@@ -90,8 +91,8 @@ impl Class {
         self.cached_tokens = self.cached_tokens - u64::from(before.cached_tokens) + u64::from(after.cached_tokens);
     }
 
-    /// A request is sent: its tenant's next one counts from its finish. To be followed by its removal.
-    pub(super) fn sent(&mut self, key: Key, entry: &QueueEntry) {
+    /// Records a dispatch: the tenant's next request starts at this finish. The caller then removes the request.
+    pub(super) fn sent(&mut self, key: OrderKey, entry: &QueueEntry) {
         if let Some(share) = self.shares.get(&entry.tenant) {
             self.clock_tokens = self.clock_tokens.max(share.finish_tokens(key));
         }
@@ -99,7 +100,7 @@ impl Class {
         self.change(entry.tenant, |share| share.start_at(clock_tokens));
     }
 
-    /// Changes a tenant's requests, and its place with them.
+    /// Changes a tenant's requests, and updates its position.
     fn change(&mut self, tenant: TenantKey, change: impl FnOnce(&mut Share)) {
         let share = self.shares.entry(tenant).or_insert_with(|| Share::new(tenant, self.clock_tokens));
         let before = share.place();
@@ -114,18 +115,18 @@ impl Class {
         }
     }
 
-    /// The request that goes next of those in lanes that are free. A tenant ranks by its first request, or by its first
-    /// one in a free lane where that ranks later.
+    /// The next request in a free lane. A tenant is ordered by its first request, or by its first request in a free
+    /// lane if that is later.
     ///
-    /// `is_free` is asked at most once for each lane; `answers` is kept for its allocation only. Where the first tenant's
-    /// first lane is free, no other is asked about.
+    /// Calls `is_free` at most once per lane; `answers` is passed only to reuse its allocation. If the first lane of
+    /// the first tenant is free, no other lane is checked.
     pub(super) fn next(
         &self,
         answers: &mut AHashMap<LaneKey, bool>,
-        mut is_free: impl FnMut(LaneKey, Key) -> bool,
-    ) -> Option<Key> {
+        mut is_free: impl FnMut(LaneKey, OrderKey) -> bool,
+    ) -> Option<OrderKey> {
         answers.clear();
-        let (mut best, mut any_free): (Option<(Place, Key)>, bool) = (None, false);
+        let (mut best, mut any_free): (Option<(TenantPosition, OrderKey)>, bool) = (None, false);
         for first in &self.order {
             if best.is_some_and(|(place, _)| place < *first) {
                 break;
@@ -145,9 +146,9 @@ impl Class {
         best.map(|(_, key)| key)
     }
 
-    /// The requests of a lane, of all tenants, in order.
-    pub(super) fn lane(&self, lane: LaneKey) -> Vec<Key> {
-        let mut keys: Vec<Key> = self.shares.values().flat_map(|share| share.lane(lane)).collect();
+    /// The requests of a lane of all tenants, in order.
+    pub(super) fn lane(&self, lane: LaneKey) -> Vec<OrderKey> {
+        let mut keys: Vec<OrderKey> = self.shares.values().flat_map(|share| share.lane(lane)).collect();
         keys.sort_unstable();
         keys
     }
@@ -156,8 +157,8 @@ impl Class {
         self.lanes.contains_key(&lane)
     }
 
-    /// Every lane with its first request, of whichever tenant, in the order of these. Visits every tenant's lanes.
-    pub(super) fn heads(&self) -> Vec<(LaneKey, Key)> {
+    /// Every lane with its first request of any tenant, ordered by these requests. Visits every tenant's lanes.
+    pub(super) fn heads(&self) -> Vec<(LaneKey, OrderKey)> {
         let mut heads: Vec<_> = self.shares.values().flat_map(Share::heads).collect();
         heads.sort_unstable_by_key(|&(lane, key)| (lane, key));
         heads.dedup_by_key(|(lane, _)| *lane);
@@ -178,7 +179,7 @@ impl Class {
         }
     }
 
-    /// The first of the limits that is reached, in the order requests, tokens, cached tokens.
+    /// Checks the limits in the order requests, tokens, cached tokens, and returns the first one reached.
     pub(super) fn check_limits(&self, settings: &QueueClass, ranks: u32, now: Timestamp) -> Result<(), Backpressure> {
         let depth = self.depth();
         let limits = [
@@ -197,14 +198,14 @@ impl Class {
     }
 
     pub(super) fn refusal(&self, limit: LimitKind, current: u64, max: u64, now: Timestamp) -> Backpressure {
-        let too_much = current.saturating_sub(max).saturating_add(1);
-        let retry_after = self.drain.retry_after(now, limit, too_much);
+        let excess = current.saturating_sub(max).saturating_add(1);
+        let retry_after = self.drain.retry_after(now, limit, excess);
         Backpressure { class: self.name.clone(), limit, current, max, retry_after }
     }
 
-    /// Checks what [`Queue::check_invariants`](super::Queue::check_invariants) promises of one class. `waiting` says
-    /// what is known of the request with a key.
-    pub(super) fn check_invariants<'a>(&self, waiting: impl Fn(LaneKey, Key) -> &'a QueueEntry) {
+    /// Checks the invariants of [`Queue::check_invariants`](super::Queue::check_invariants) for one class. `waiting`
+    /// returns the queue entry for a key.
+    pub(super) fn check_invariants<'a>(&self, waiting: impl Fn(LaneKey, OrderKey) -> &'a QueueEntry) {
         let (mut requests, mut raw_tokens, mut cached_tokens) = (0, 0, 0);
         let mut lanes: BTreeMap<LaneKey, usize> = BTreeMap::new();
         for (&tenant, share) in &self.shares {
@@ -220,8 +221,8 @@ impl Class {
             }
         }
         assert!(self.order.iter().copied().eq(self.shares.values().filter_map(Share::place).collect::<BTreeSet<_>>()));
-        assert_eq!(self.lanes, lanes, "requests of each lane");
-        assert_eq!(self.arrivals.len(), requests, "one arrival for each");
-        assert_eq!((self.raw_tokens, self.cached_tokens), (raw_tokens, cached_tokens), "sums");
+        assert_eq!(self.lanes, lanes, "the number of requests per lane matches");
+        assert_eq!(self.arrivals.len(), requests, "one arrival per request");
+        assert_eq!((self.raw_tokens, self.cached_tokens), (raw_tokens, cached_tokens), "token sums match");
     }
 }

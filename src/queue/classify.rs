@@ -1,17 +1,17 @@
-//! Which class a request waits in.
+//! Classification: maps requests to queue classes.
 //!
-//! Owns the rule by which names and prompt lengths lead to classes. Promises the same class for the same request, and
-//! that a name nobody configured is refused and not guessed at. Leaves the classes themselves to the queue.
+//! Applies the rules for class names, families and prompt lengths. The result is deterministic, and unknown names are
+//! rejected.
 
 use crate::config::{QueueClass, RouterConfig, UncachedBucket};
 
 use super::ClassId;
 
-/// A request asks for a class that there is not.
+/// The requested class does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("class is {0:?}, must be the name or the family of one of queue_classes")]
 pub struct UnknownClass(
-    /// The name it asks for.
+    /// The requested name.
     pub String,
 );
 
@@ -89,15 +89,15 @@ mod tests {
     }
 
     #[test]
-    fn names_families_and_lengths_lead_to_classes() {
+    fn classes_are_selected_by_name_family_and_length() {
         let config = config(Some("offline"));
         config.validate().unwrap();
         for (name, uncached_tokens, expected) in [
-            (Some("chat-cold"), 0, "chat-cold"), // its own name, whatever the length
-            (Some("chat"), 0, "chat"),           // a class's own name comes before a family's
-            (Some("offline"), 999, "batch"),     // a family, by length
-            (Some("offline"), 1000, "batch"),    // no class for this length: the family's first
-            (None, 5000, "batch"),               // the default family
+            (Some("chat-cold"), 0, "chat-cold"), // its own name, independent of the length
+            (Some("chat"), 0, "chat"),           // class names take precedence over families
+            (Some("offline"), 999, "batch"),     // family, by length
+            (Some("offline"), 1000, "batch"),    // no class for this length: the first class of the family
+            (None, 5000, "batch"),               // default family
         ] {
             assert_eq!(class_of(&config, name, uncached_tokens).unwrap(), expected, "{name:?} {uncached_tokens}");
         }
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_refused_by_name() {
+    fn unknown_names_are_rejected() {
         let refused = class_of(&config(None), Some("chatt"), 0).unwrap_err();
         let text = "class is \"chatt\", must be the name or the family of one of queue_classes";
         assert_eq!(refused.to_string(), text);

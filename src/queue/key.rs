@@ -1,8 +1,7 @@
-//! Queue entries, and the key that orders the entries of one class.
+//! Queue entries and their order within one class.
 //!
-//! Owns the comparison and nothing else. Promises a total order, the same for the same requests on every machine: times
-//! and priorities are compared as numbers, scores by `f64::total_cmp` and never NaN, and what is still equal by the
-//! sequence in which it came. Leaves to the queue when a key has to be made again.
+//! The order is total and identical on every machine: times and priorities are compared as numbers, scores by
+//! `f64::total_cmp` without NaN, and ties by the order of insertion. The queue decides when a key must be recomputed.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -22,37 +21,38 @@ use super::TenantKey;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct QueueEntry {
-    /// Whose it is: the tenants of a class share it.
+    /// The tenant of the request; the tenants of a class share it.
     pub tenant: TenantKey,
-    /// Higher goes first, before anything else is looked at.
+    /// Strict priority; higher values go first, before all other criteria.
     pub strict_priority: u32,
-    /// Seconds by which it moves ahead of its tenant's other requests; a factor of 1 + this under `wspt`. Not a number or
-    /// negative is taken for 0.
+    /// Head start in seconds among its tenant's requests; with `wspt`, the score is multiplied by 1 plus this value.
+    /// NaN and negative values count as 0.
     pub priority_jump: f64,
-    /// When it is too late. Of its tenant's requests with equal strict priority the earlier goes first, none last.
+    /// Deadline. Among the requests of a tenant with equal strict priority, earlier deadlines go first and missing ones
+    /// last.
     pub due: Option<Timestamp>,
-    /// When it came.
+    /// Arrival time.
     pub arrival: Timestamp,
-    /// Length of its prompt in tokens.
+    /// Prompt length in tokens.
     pub isl_tokens: u32,
-    /// Tokens of it that the best eligible rank has cached; at most all.
+    /// Prompt tokens cached on the best eligible rank; at most `isl_tokens`.
     pub cached_tokens: u32,
 }
 
 impl QueueEntry {
-    /// Tokens that have to be computed.
+    /// Number of tokens to compute.
     #[must_use]
     pub fn uncached_tokens(&self) -> u32 {
         self.isl_tokens.saturating_sub(self.cached_tokens)
     }
 
-    /// What sending it costs its class: its uncached tokens, at least 1.
+    /// Cost of a dispatch for the class: the uncached tokens, at least 1.
     #[must_use]
     pub fn cost_tokens(&self) -> u32 {
         self.uncached_tokens().max(1)
     }
 
-    /// Higher goes first. Finite, and never -0, which would not be equal to 0.
+    /// Score; higher values go first. Finite, and never -0, which would not compare equal to 0.
     fn score(&self, order: QueueOrder) -> f64 {
         let jump = if self.priority_jump > 0.0 { self.priority_jump.min(f64::MAX) } else { 0.0 };
         let arrival_secs = self.arrival.since(Timestamp::default()).as_secs_f64();
@@ -64,23 +64,23 @@ impl QueueEntry {
     }
 }
 
-/// A request's place among its tenant's in a class: the smaller goes first. Knows which request it is.
+/// Position of a request among its tenant's requests in a class; smaller keys go first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Key {
+pub(super) struct OrderKey {
     pub(super) strict_priority: Reverse<u32>,
-    /// The end of time stands for none.
+    /// The maximum timestamp represents a missing deadline.
     due: Timestamp,
     score: Score,
-    /// Which one it was to come into the queue: no two have the same, so what follows decides nothing.
+    /// Number of the insertion into the queue. Unique, so the following fields never affect the order.
     pub(super) sequence: u64,
-    /// The request's id.
+    /// Request id.
     pub(super) id: u64,
-    /// What sending it costs its tenant and its class.
+    /// Cost of the dispatch for the tenant and the class.
     pub(super) cost_tokens: u32,
 }
 
-impl Key {
-    /// Before all others.
+impl OrderKey {
+    /// Smaller than every other key.
     pub(super) const FIRST: Self = Self {
         strict_priority: Reverse(u32::MAX),
         due: Timestamp(0),
@@ -102,7 +102,7 @@ impl Key {
     }
 }
 
-/// A score, the higher one first.
+/// A score with inverted order: higher values go first.
 #[derive(Clone, Copy, Debug)]
 struct Score(f64);
 
@@ -136,14 +136,14 @@ mod tests {
         QueueEntry { arrival: Timestamp::default() + Duration::from_secs(secs), priority_jump, ..QueueEntry::default() }
     }
 
-    /// Whether the first of two goes first, whichever came first.
+    /// Whether `first` goes before `second`, independent of the order of insertion.
     fn precedes(order: QueueOrder, first: QueueEntry, second: QueueEntry) -> bool {
-        Key::new(order, &first, 2, 2) < Key::new(order, &second, 1, 1)
-            && Key::new(order, &first, 1, 1) < Key::new(order, &second, 2, 2)
+        OrderKey::new(order, &first, 2, 2) < OrderKey::new(order, &second, 1, 1)
+            && OrderKey::new(order, &first, 1, 1) < OrderKey::new(order, &second, 2, 2)
     }
 
     #[test]
-    fn scores_are_those_of_the_worked_examples() {
+    fn scores_match_the_worked_examples() {
         assert_eq!(arrived(10, 0.0).score(QueueOrder::Fcfs), -10.0);
         assert_eq!(arrived(12, 5.0).score(QueueOrder::Fcfs), -7.0);
         assert!(precedes(QueueOrder::Fcfs, arrived(12, 5.0), arrived(10, 0.0)));
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn priority_comes_before_deadline_and_deadline_before_score() {
+    fn order_is_priority_then_deadline_then_score() {
         for order in [QueueOrder::Fcfs, QueueOrder::Lcfs, QueueOrder::Wspt] {
             let (late, early) = (Some(Timestamp(20)), Some(Timestamp(10)));
             let best = QueueEntry { priority_jump: 1e9, ..QueueEntry::default() };
@@ -171,12 +171,15 @@ mod tests {
             let due = |due| QueueEntry { due, ..QueueEntry::default() };
             assert!(precedes(order, due(early), QueueEntry { due: late, ..best }));
             assert!(precedes(order, due(late), best));
-            assert!(Key::new(order, &best, 3, 9) < Key::new(order, &best, 4, 8), "else whoever came first");
+            assert!(
+                OrderKey::new(order, &best, 3, 9) < OrderKey::new(order, &best, 4, 8),
+                "ties are broken by insertion order"
+            );
         }
     }
 
     #[test]
-    fn no_jump_makes_a_score_that_cannot_be_compared() {
+    fn scores_are_comparable_for_every_jump() {
         let orders = [QueueOrder::Fcfs, QueueOrder::Lcfs, QueueOrder::Wspt];
         for jump in [f64::NAN, -f64::NAN, -1.0, -0.0, f64::NEG_INFINITY] {
             for order in orders {
@@ -187,8 +190,8 @@ mod tests {
             let score = arrived(u64::MAX / 1_000_000_000, f64::INFINITY).score(order);
             assert!(score.is_finite(), "{score}");
             assert!(
-                Key::FIRST
-                    < Key::new(order, &QueueEntry { priority_jump: f64::INFINITY, ..QueueEntry::default() }, 0, 0)
+                OrderKey::FIRST
+                    < OrderKey::new(order, &QueueEntry { priority_jump: f64::INFINITY, ..QueueEntry::default() }, 0, 0)
             );
         }
     }

@@ -1,8 +1,8 @@
-//! How much of a class may wait, what is said when it is too much, and when to come back.
+//! Queue limits: rejections with backpressure and retry delays.
 //!
-//! Owns the refusal ([`Backpressure`]) and the rate at which a class drains. Promises an answer within
-//! [`RETRY_AFTER_MIN`] and [`RETRY_AFTER_MAX`], from timestamps alone. It is advice to callers: no decision depends on
-//! it. Leaves to the queue what waits, and to whoever asks what becomes of the refused.
+//! Defines the rejection ([`Backpressure`]) and measures the drain rate of a class. Retry delays are between
+//! [`RETRY_AFTER_MIN`] and [`RETRY_AFTER_MAX`] and depend on timestamps alone. They are advice to callers; no decision
+//! depends on them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,33 +12,33 @@ use crate::protocol::Timestamp;
 
 use super::QueueEntry;
 
-/// Nobody is told to come back sooner.
+/// Minimum retry delay.
 pub const RETRY_AFTER_MIN: Duration = Duration::from_millis(100);
 
-/// Nobody is told to stay away longer.
+/// Maximum retry delay.
 pub const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
 
-/// What is said while nothing of the kind has left the queue yet.
+/// Retry delay before any comparable request has left the queue.
 pub const RETRY_AFTER_UNKNOWN: Duration = Duration::from_secs(1);
 
-/// Over which time the rate of draining forgets: after that long, what was seen counts for 1/e.
+/// Time constant of the drain rate in seconds: after this time, an observation has weight 1/e.
 const MEMORY_SECS: f64 = 10.0;
 
-/// Why a request may not wait.
+/// Reason for which a request may not wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LimitKind {
-    /// `requests_max_per_rank` of its class.
+    /// `requests_max_per_rank` of the class.
     Requests,
-    /// `raw_tokens_max_per_rank` of its class.
+    /// `raw_tokens_max_per_rank` of the class.
     RawTokens,
-    /// `cached_tokens_max_per_rank` of its class.
+    /// `cached_tokens_max_per_rank` of the class.
     CachedTokens,
-    /// It asked not to wait.
+    /// The request set `do_not_queue`.
     DoNotQueue,
 }
 
 impl LimitKind {
-    /// Its name in logs, metrics and answers.
+    /// Name in logs, metrics and responses.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -56,7 +56,7 @@ impl fmt::Display for LimitKind {
     }
 }
 
-/// A request would have to wait and may not.
+/// Rejection of a request that would have to wait.
 ///
 /// ```
 /// use std::time::Duration;
@@ -81,35 +81,35 @@ impl fmt::Display for LimitKind {
 pub struct Backpressure {
     /// The class.
     pub class: Arc<str>,
-    /// Which limit.
+    /// The limit.
     pub limit: LimitKind,
-    /// What waits in the class of what the limit is about: requests, or tokens.
+    /// Current amount in the class, in the unit of the limit: requests or tokens.
     pub current: u64,
     /// The limit for the whole pool.
     pub max: u64,
-    /// When a place can be expected to be free, at the rate at which the class has been draining.
+    /// Expected time until the class has room, at its current drain rate.
     pub retry_after: Duration,
 }
 
-/// How fast a class drains: what has left it, over the time in which it had something to send, both forgotten at the
-/// same pace. Time without requests does not count, for then nothing could leave.
+/// Drain rate of a class: departures divided by the time with waiting requests, both with exponential decay. Time with
+/// an empty class does not count.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Drain {
     requests: f64,
     raw_tokens: f64,
     cached_tokens: f64,
     secs: f64,
-    /// Up to when time has been counted.
+    /// End of the counted time.
     until: Timestamp,
 }
 
 impl Drain {
-    /// The class has requests again since `now`.
+    /// Restarts the time at `now`, when an empty class receives a request.
     pub(super) fn resume(&mut self, now: Timestamp) {
         self.until = self.until.max(now);
     }
 
-    /// A request has been sent.
+    /// Records a dispatched request.
     pub(super) fn sent(&mut self, now: Timestamp, entry: &QueueEntry) {
         let secs = self.uncounted_secs(now);
         let kept = (-secs / MEMORY_SECS).exp();
@@ -120,7 +120,7 @@ impl Drain {
         self.resume(now);
     }
 
-    /// When `amount` more will have left.
+    /// Expected time until `amount` has left the class.
     pub(super) fn retry_after(&self, now: Timestamp, limit: LimitKind, amount: u64) -> Duration {
         let drained = match limit {
             LimitKind::Requests | LimitKind::DoNotQueue => self.requests,
@@ -130,8 +130,8 @@ impl Drain {
         if drained <= 0.0 {
             return RETRY_AFTER_UNKNOWN;
         }
-        // What is counted would have to shrink up to now, above and below; letting the stall grow instead keeps a long
-        // one from ending in zero by zero.
+        // Exact decay would shrink the numerator and the denominator up to now. Growing the stall instead avoids 0 / 0
+        // after a long stall.
         let stalled = self.uncounted_secs(now);
         let secs = self.secs + stalled * (stalled / MEMORY_SECS).exp();
         let after_secs = amount.max(1) as f64 * secs / drained;
@@ -153,7 +153,7 @@ mod tests {
         START + Duration::from_millis(millis)
     }
 
-    /// A class that has sent a request of 1,000 tokens, a tenth of them cached, every `every_ms`, up to `until_ms`.
+    /// A class that dispatches a request of 1,000 tokens, a tenth of them cached, every `every_ms` until `until_ms`.
     fn draining(every_ms: u64, until_ms: u64) -> Drain {
         let mut drain = Drain::default();
         drain.resume(START);
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_steady_rate_is_found_at_once_and_kept() {
+    fn steady_rate_is_measured_immediately_and_kept() {
         for (every_ms, until_ms) in [(200, 200), (200, 5_000), (200, 600_000), (25_000, 100_000)] {
             let drain = draining(every_ms, until_ms);
             let one = |limit, amount| near(drain.retry_after(at(until_ms), limit, amount), every_ms);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_stay_within_their_bounds() {
+    fn retry_delays_respect_their_bounds() {
         let drain = draining(200, 10_000);
         assert_eq!(drain.retry_after(at(10_000), LimitKind::RawTokens, 1), RETRY_AFTER_MIN);
         assert_eq!(drain.retry_after(at(10_000), LimitKind::Requests, u64::MAX), RETRY_AFTER_MAX);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_counts_and_idleness_does_not() {
+    fn stalled_time_counts_and_idle_time_does_not() {
         let drain = draining(200, 10_000);
         let now = drain.retry_after(at(10_000), LimitKind::Requests, 10);
         let stalled = drain.retry_after(at(15_000), LimitKind::Requests, 10);
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_pace_is_learnt() {
+    fn changed_rate_is_measured() {
         let mut drain = draining(1_000, 100_000);
         let entry = QueueEntry::default();
         (1..=1000).for_each(|n| drain.sent(at(100_000 + n * 100), &entry));

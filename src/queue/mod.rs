@@ -1,16 +1,16 @@
-//! The waiting queue: requests that every eligible rank is too busy for, and which of them goes next.
+//! Waiting queue: requests whose eligible ranks are all busy, and their dispatch order.
 //!
-//! Owns the waiting requests, their order and classes, the limits on how many may wait, and what the metrics say of
-//! them. Classes share the fleet by deficit round robin, the tenants of a class share it alike ([`Queue`] says how and how
-//! long one can be kept waiting). Within a class requests with the same set of eligible ranks share a *lane*, and lanes
-//! neither block nor are blocked. Within a lane the order of a tenant's requests is: higher strict priority, earlier
-//! deadline, higher score of the class's order, earlier in the queue.
+//! Holds the waiting requests with their order and classes, enforces the limits, and provides the queue metrics.
+//! Classes share the fleet by deficit round robin, and the tenants of a class share it equally ([`Queue`] documents the
+//! order and the maximum wait). Within a class, requests with the same set of eligible ranks share a *lane*; lanes do
+//! not block each other. Within a lane, a tenant's requests are ordered by strict priority (higher first), deadline
+//! (earlier first), score of the class's order (higher first), and order of insertion.
 //!
-//! Promises that a request leaves once, that it stops counting when it leaves in whatever way, and the same order for
-//! the same calls. No call costs more than O(log n) for each request it moves; [`Queue::pop`] visits besides lanes, and
-//! tenants all of whose lanes are blocked. What is kept of a tenant goes with its last request.
+//! Each request leaves once and stops counting when it leaves for any reason. The order is deterministic. No call costs
+//! more than O(log n) per moved request; [`Queue::pop`] additionally visits lanes, and tenants whose lanes are all
+//! blocked. The state of a tenant is dropped with its last request.
 //!
-//! Leaves to its caller which ranks are eligible or busy, when to look again, and what becomes of whoever leaves.
+//! The caller determines eligible and busy ranks, the time of the next attempt, and the handling of removed requests.
 //!
 //! ```text
 //! class_of ─► check_limits ─► push ─► pop | remove | pop_expired | take_lane
@@ -35,20 +35,20 @@ use crate::protocol::Timestamp;
 
 use class::Class;
 use classify::Classifier;
-use key::Key;
+use key::OrderKey;
 use rounds::Rounds;
 
 pub use classify::UnknownClass;
 pub use key::QueueEntry;
 pub use limits::{Backpressure, LimitKind, RETRY_AFTER_MAX, RETRY_AFTER_MIN, RETRY_AFTER_UNKNOWN};
 
-/// A class by its position in [`Queue::classes`].
+/// A class, by its position in [`Queue::classes`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClassId(pub u32);
 
 impl ClassId {
     fn at(position: usize) -> Self {
-        Self(u32::try_from(position).expect("classes come from a configuration that somebody wrote"))
+        Self(u32::try_from(position).expect("the number of configured classes fits u32"))
     }
 
     fn position(self) -> usize {
@@ -56,12 +56,12 @@ impl ClassId {
     }
 }
 
-/// Names a set of eligible ranks: requests of a class with the same one share a lane. 0 stands for all ranks.
+/// Identifies a set of eligible ranks: requests of a class with the same key share a lane. 0 represents all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LaneKey(pub u64);
 
-/// Names a customer: requests of a class with the same one take turns with those of others. 0 stands for requests that
-/// name none. Customers whose keys collide share one turn.
+/// Identifies a customer: requests of a class with the same key share one fair share. 0 represents requests without a
+/// customer. Customers with colliding keys share one share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TenantKey(pub u64);
 
@@ -80,63 +80,64 @@ impl TenantKey {
     }
 }
 
-/// How much of a class waits.
+/// Number and size of the waiting requests of a class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Depth {
     /// Requests.
     pub requests: u64,
     /// Their prompt tokens.
     pub raw_tokens: u64,
-    /// Those of them that the best eligible rank has cached.
+    /// Prompt tokens that are cached on the best eligible rank.
     pub cached_tokens: u64,
-    /// The earliest arrival among them.
+    /// The earliest arrival.
     pub oldest: Option<Timestamp>,
 }
 
 #[derive(Debug)]
-struct Waiting<E> {
+struct WaitingRequest<E> {
     class: ClassId,
     lane: LaneKey,
     entry: QueueEntry,
-    key: Key,
+    key: OrderKey,
     payload: E,
 }
 
-/// What one class can send now, once it has been found out.
+/// The next request of one class.
 #[derive(Clone, Copy, Debug)]
 struct Head {
     id: u64,
     cost_tokens: u64,
 }
 
-/// Requests that wait, each with an id and whatever the caller wants back (`E`).
+/// Waiting requests, each with an id and a payload of the caller (`E`).
 ///
-/// # Whose turn it is
+/// # Order of classes
 ///
-/// Deficit round robin: each class has a deficit, tokens it may still send. The class served last goes on as long as its
-/// deficit pays for its next request ([`QueueEntry::cost_tokens`]). Then the others have their turn in a ring: whoever cannot
-/// pay is given `quantum_tokens` and looked at again, and rounds in which nobody could pay are skipped in one step. Only
-/// classes with a request that can be sent take part; the others keep what they have, but an empty class loses it.
+/// Deficit round robin: each class has a deficit, the number of tokens that it may still dispatch. The class served
+/// last continues while its deficit covers its next request ([`QueueEntry::cost_tokens`]). Then the other classes
+/// follow in a ring: a class whose deficit is too small receives `quantum_tokens` and is checked again; rounds without
+/// a dispatch are skipped in one step. Only classes with a dispatchable request take part. The others keep their
+/// deficit, but an empty class loses it.
 ///
-/// # How long a class can be kept waiting
+/// # Maximum wait of a class
 ///
-/// A class with quantum q that always has a request that can be sent and costs at most c tokens is served before the
-/// others together have sent more than
+/// A class with quantum q that always has a dispatchable request of at most c tokens is served before the other classes
+/// together have dispatched more than
 ///
 /// ```text
 /// Σ over the others i of  max(qᵢ, mᵢ) − 1 + ⌈c / q⌉ · qᵢ    tokens,
 /// ```
 ///
-/// where mᵢ is the most that a request of class i costs: what i had saved, and one quantum for each that the waiting
-/// class needs.
+/// where mᵢ is the maximum cost of a request of class i: its saved deficit, and one quantum for each quantum that the
+/// waiting class needs.
 ///
 /// # Tenants
 ///
-/// Within a class tenants ([`QueueEntry::tenant`]) send in turn, equal in tokens. A strict priority goes before any turn;
-/// deadlines, jumps and the class's order only sort a tenant's own requests. A tenant whose next request costs c tokens,
-/// can be sent, and has the highest strict priority there is, is served before the other tenants of the class together
-/// have sent more than Σ (mᵢ + c) tokens, where mᵢ is the most that a request of tenant i costs. Among one tenant's
-/// requests nothing bounds the wait: `lcfs` and `wspt` let some wait.
+/// Within a class tenants ([`QueueEntry::tenant`]) dispatch in turn, with equal shares in tokens. A strict priority
+/// precedes any share; deadlines, jumps and the class's order only sort the requests of one tenant. A tenant whose next
+/// request costs c tokens, is dispatchable, and has the highest strict priority, is served before the other tenants of
+/// the class together have dispatched more than Σ (mᵢ + c) tokens, where mᵢ is the maximum cost of a request of tenant
+/// i. Among the requests of one tenant the wait is unbounded: `lcfs` and `wspt` can delay some of them indefinitely.
 ///
 /// ```
 /// use std::time::Duration;
@@ -171,19 +172,19 @@ pub struct Queue<E> {
     classes: Box<[Class]>,
     classifier: Classifier,
     rounds: Rounds,
-    waiting: AHashMap<u64, Waiting<E>>,
-    /// Every deadline, with the sequence and the id of the request that has it.
+    waiting: AHashMap<u64, WaitingRequest<E>>,
+    /// Every deadline, with the sequence and the id of its request.
     dues: BTreeSet<(Timestamp, u64, u64)>,
-    /// Of the next request.
+    /// Sequence number of the next request.
     sequence: u64,
-    /// Each class's head during a pop, kept for its allocation only.
+    /// Each class's head during a pop; kept to reuse the allocation.
     heads: Box<[Option<Option<Head>>]>,
-    /// What a pop was told of each lane of a class, kept for its allocation only.
+    /// Results of `dispatchable` per lane during a pop; kept to reuse the allocation.
     answers: AHashMap<LaneKey, bool>,
 }
 
 impl<E> Queue<E> {
-    /// An empty queue with the classes of a configuration that has been validated.
+    /// Creates an empty queue with the classes of a validated configuration.
     #[must_use]
     pub fn new(config: &RouterConfig) -> Self {
         let settings: Box<[QueueClass]> = config.classes().into();
@@ -200,15 +201,15 @@ impl<E> Queue<E> {
         }
     }
 
-    /// The classes in the order of the configuration, which [`ClassId`] counts.
+    /// The classes in the order of the configuration, indexed by [`ClassId`].
     #[must_use]
     pub fn classes(&self) -> &[QueueClass] {
         &self.settings
     }
 
-    /// The class of a request that asks for `name` and has `uncached_tokens` to compute: the class of that name; else, if
-    /// it is a family's, the family's class for the bucket, or its first if it has none for it. Without a name, the
-    /// same in `queue_default_family`, or else the first class. O(classes).
+    /// The class of a request with class name `name` and `uncached_tokens` to compute: the class of that name; else,
+    /// for a family name, the family's class for the bucket, or its first class if it has none for the bucket. Without
+    /// a name, the same for `queue_default_family`, or else the first class. O(classes).
     ///
     /// # Errors
     ///
@@ -217,32 +218,33 @@ impl<E> Queue<E> {
         self.classifier.class_of(&self.settings, name, uncached_tokens)
     }
 
-    /// Whether one more request of a class may wait in a pool of `ranks`. To be asked before [`push`](Self::push). What
-    /// waits already is compared, so the request that crosses a limit still waits, and a limit of 0 lets none.
+    /// Checks whether one more request of a class may wait in a pool of `ranks`. Call it before [`push`](Self::push).
+    /// Only the waiting requests are compared, so the request that crosses a limit still waits, and a limit of 0 admits
+    /// none.
     ///
     /// # Errors
     ///
-    /// The first limit that is reached, in the order requests, tokens, cached tokens.
+    /// The first reached limit, in the order requests, tokens, cached tokens.
     pub fn check_limits(&self, class: ClassId, ranks: u32, now: Timestamp) -> Result<(), Backpressure> {
         self.classes[class.position()].check_limits(&self.settings[class.position()], ranks, now)
     }
 
-    /// What to say to a request that would have to wait and asked not to.
+    /// The rejection of a request that would have to wait and set `do_not_queue`.
     #[must_use]
     pub fn do_not_queue(&self, class: ClassId, now: Timestamp) -> Backpressure {
         let requests = self.depth(class).requests;
         self.classes[class.position()].refusal(LimitKind::DoNotQueue, requests, 0, now)
     }
 
-    /// Lets a request wait. O(log n).
+    /// Adds a waiting request. O(log n).
     ///
     /// # Panics
     ///
-    /// A request with this id waits already, or there is no such class.
+    /// If a request with this id is already waiting, or the class does not exist.
     pub fn push(&mut self, id: u64, class: ClassId, lane: LaneKey, entry: QueueEntry, payload: E) {
         let entry = QueueEntry { cached_tokens: entry.cached_tokens.min(entry.isl_tokens), ..entry };
-        let key = Key::new(self.settings[class.position()].order, &entry, self.sequence, id);
-        let before = self.waiting.insert(id, Waiting { class, lane, entry, key, payload });
+        let key = OrderKey::new(self.settings[class.position()].order, &entry, self.sequence, id);
+        let before = self.waiting.insert(id, WaitingRequest { class, lane, entry, key, payload });
         assert!(before.is_none(), "request {id} waits already");
         self.sequence += 1;
         let of = &mut self.classes[class.position()];
@@ -255,7 +257,7 @@ impl<E> Queue<E> {
         }
     }
 
-    /// Takes a request out, wherever it stands: its caller is gone. O(log n).
+    /// Removes a request at any position, for example after a cancellation. O(log n).
     pub fn remove(&mut self, id: u64) -> Option<E> {
         let waiting = self.waiting.remove(&id)?;
         let class = &mut self.classes[waiting.class.position()];
@@ -269,8 +271,8 @@ impl<E> Queue<E> {
         Some(waiting.payload)
     }
 
-    /// Says how much of a request's prompt the best eligible rank has now: what it costs and counts changes, and under
-    /// `wspt` its place. Nothing, if it does not wait. O(log n).
+    /// Updates the number of prompt tokens cached on the best eligible rank, which changes the request's cost and, with
+    /// `wspt`, its position. No effect if the request is not waiting. O(log n).
     pub fn set_cached_tokens(&mut self, id: u64, cached_tokens: u32) {
         let Some(waiting) = self.waiting.get_mut(&id) else { return };
         let position = waiting.class.position();
@@ -278,17 +280,16 @@ impl<E> Queue<E> {
         if entry.cached_tokens == waiting.entry.cached_tokens {
             return;
         }
-        let key = Key::new(self.settings[position].order, &entry, waiting.key.sequence, id);
+        let key = OrderKey::new(self.settings[position].order, &entry, waiting.key.sequence, id);
         self.classes[position].replace(waiting.lane, (waiting.key, key), (&waiting.entry, &entry));
         (waiting.key, waiting.entry) = (key, entry);
     }
 
-    /// Takes out the request that goes next: of the class whose turn it is and the tenant whose turn it is there, the first
-    /// over all lanes that can be sent.
+    /// Removes and returns the next request by class, tenant and order, over all dispatchable lanes.
     ///
-    /// `dispatchable` says whether a lane can be sent, by one of its heads. It is asked at most once for each lane of each
-    /// class: once or so if ranks are free, O(lanes) if all are busy. Tenants are passed over only while none of their
-    /// lanes can be sent. The rest is O(classes + log n). Nothing changes if no lane can be sent.
+    /// `dispatchable` checks a lane by one of its heads. It is called at most once per lane and class: about once if
+    /// ranks are free, O(lanes) if all are busy. Tenants are skipped only if none of their lanes is dispatchable. The
+    /// remaining cost is O(classes + log n). If no lane is dispatchable, nothing changes.
     pub fn pop(
         &mut self,
         now: Timestamp,
@@ -298,22 +299,22 @@ impl<E> Queue<E> {
         heads.fill(None);
         let next = rounds.next(|position| {
             let head = heads[position].get_or_insert_with(|| {
-                let next = classes[position].next(answers, |lane, Key { id, .. }| {
+                let next = classes[position].next(answers, |lane, OrderKey { id, .. }| {
                     let head = waiting.get(&id).expect("every key is that of a waiting request");
                     dispatchable(head.class, lane, &head.payload)
                 });
-                next.map(|Key { id, cost_tokens, .. }| Head { id, cost_tokens: u64::from(cost_tokens) })
+                next.map(|OrderKey { id, cost_tokens, .. }| Head { id, cost_tokens: u64::from(cost_tokens) })
             });
             head.map(|head| head.cost_tokens)
         })?;
-        let Head { id, .. } = heads[next].flatten().expect("only a class with a head has a turn");
-        let Waiting { key, entry, .. } = waiting.get(&id).expect("it has just been seen");
+        let Head { id, .. } = heads[next].flatten().expect("only a class with a head is served");
+        let WaitingRequest { key, entry, .. } = waiting.get(&id).expect("it has just been seen");
         classes[next].drain.sent(now, entry);
         classes[next].sent(*key, entry);
         Some((id, self.remove(id).expect("it has just been seen")))
     }
 
-    /// Takes out a request for which it is too late: `due` is `now` or before. The earliest first. O(log n).
+    /// Removes and returns an expired request: its deadline is `now` or earlier. Earliest first. O(log n).
     pub fn pop_expired(&mut self, now: Timestamp) -> Option<(u64, E)> {
         let &(due, _, id) = self.dues.first()?;
         if now < due {
@@ -328,8 +329,7 @@ impl<E> Queue<E> {
         self.dues.first().map(|&(due, ..)| due)
     }
 
-    /// Every lane that has requests, with its first: class by class, and in each in the order of these. Visits every
-    /// tenant.
+    /// Every non-empty lane with its first request, class by class, ordered by these requests. Visits every tenant.
     pub fn lanes(&self) -> impl Iterator<Item = (ClassId, LaneKey, &E)> {
         self.classes.iter().flat_map(Class::heads).map(|(lane, key)| {
             let head = self.waiting.get(&key.id).expect("every key is that of a waiting request");
@@ -337,60 +337,60 @@ impl<E> Queue<E> {
         })
     }
 
-    /// Whether somebody waits in a lane, whom a newcomer to it would pass. O(log n).
+    /// Whether a lane has no waiting requests, so that a new request would pass none. O(log n).
     #[must_use]
     pub fn is_lane_empty(&self, class: ClassId, lane: LaneKey) -> bool {
         !self.classes[class.position()].has_lane(lane)
     }
 
-    /// Takes out a whole lane, in the order of a single tenant's requests.
+    /// Removes a whole lane and returns it in the order of a single tenant's requests.
     pub fn take_lane(&mut self, class: ClassId, lane: LaneKey) -> Vec<(u64, E)> {
         let keys = self.classes[class.position()].lane(lane);
-        let take = |key: Key| (key.id, self.remove(key.id).expect("every key is that of a waiting request"));
+        let take = |key: OrderKey| (key.id, self.remove(key.id).expect("every key is that of a waiting request"));
         keys.into_iter().map(take).collect()
     }
 
-    /// What waits under an id.
+    /// The payload of a waiting request.
     #[must_use]
     pub fn get(&self, id: u64) -> Option<&E> {
         self.waiting.get(&id).map(|waiting| &waiting.payload)
     }
 
-    /// What waits under an id, to be changed. Its place stays.
+    /// The mutable payload of a waiting request. Its position is unaffected.
     pub fn get_mut(&mut self, id: u64) -> Option<&mut E> {
         self.waiting.get_mut(&id).map(|waiting| &mut waiting.payload)
     }
 
-    /// What a waiting request weighs, as last said.
+    /// The queue entry of a waiting request.
     #[must_use]
     pub fn entry(&self, id: u64) -> Option<&QueueEntry> {
         self.waiting.get(&id).map(|waiting| &waiting.entry)
     }
 
-    /// How much of a class waits.
+    /// The waiting amount of a class.
     #[must_use]
     pub fn depth(&self, class: ClassId) -> Depth {
         self.classes[class.position()].depth()
     }
 
-    /// How many requests wait, of all classes.
+    /// Number of waiting requests of all classes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Whether nobody waits.
+    /// Whether no request is waiting.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Checks that every request stands exactly where its entry puts it, that sums, heads and deadlines are those of the
-    /// requests that wait, and that an empty class has nothing saved. O(n log n), for tests.
+    /// Checks that the position of every request matches its entry, that sums, heads and deadlines match the waiting
+    /// requests, and that an empty class has no deficit. O(n log n), for tests.
     ///
     /// # Panics
     ///
-    /// Something does not hold.
+    /// If an invariant is violated.
     pub fn check_invariants(&self) {
         let (mut requests, mut dues) = (0, BTreeSet::new());
         for (position, (class, settings)) in self.classes.iter().zip(&self.settings).enumerate() {
@@ -398,7 +398,7 @@ impl<E> Queue<E> {
             class.check_invariants(|lane, key| {
                 let waiting = self.waiting.get(&key.id).expect("every key is that of a waiting request");
                 assert_eq!((waiting.class, waiting.lane, waiting.key), (id, lane, key));
-                assert_eq!(key, Key::new(settings.order, &waiting.entry, key.sequence, key.id));
+                assert_eq!(key, OrderKey::new(settings.order, &waiting.entry, key.sequence, key.id));
                 assert!(waiting.entry.cached_tokens <= waiting.entry.isl_tokens);
                 assert!(key.sequence < self.sequence);
                 &waiting.entry
@@ -409,7 +409,7 @@ impl<E> Queue<E> {
                 dues.extend(due.map(|due| (due, key.sequence, key.id)));
             }
             assert_eq!(self.depth(id).oldest.is_none(), class.is_empty());
-            assert!(!class.is_empty() || self.rounds.deficit_tokens(position) == 0, "an empty class has nothing saved");
+            assert!(!class.is_empty() || self.rounds.deficit_tokens(position) == 0, "an empty class has no deficit");
         }
         assert_eq!(requests, self.waiting.len());
         assert_eq!(self.dues, dues);

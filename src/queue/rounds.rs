@@ -1,8 +1,8 @@
-//! Which class sends next: deficit round robin over the classes that can.
+//! Deficit round robin over the classes with a dispatchable request.
 //!
-//! Owns each class's quantum, what is left of what it was given (its deficit), and which class was served last. Promises
-//! shares in the proportion of the quanta, whatever the requests cost, and the bound that [`Queue`](super::Queue) states.
-//! Leaves to the queue what a class's next request is and whether it can be sent.
+//! Holds each class's quantum and remaining deficit, and the class served last. Shares are proportional to the quanta,
+//! independent of request costs, with the bound documented at [`Queue`](super::Queue). The queue provides the next
+//! request of a class.
 
 /// The ring of classes.
 #[derive(Debug)]
@@ -13,36 +13,37 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Classes with these quanta, of which the first is served first. There is at least one.
+    /// Creates the ring with at least one quantum. The first class is served first.
     pub(super) fn new(quanta_tokens: impl Iterator<Item = u32>) -> Self {
         let quanta_tokens: Box<[u64]> = quanta_tokens.map(|quantum| u64::from(quantum.max(1))).collect();
         let deficits_tokens = vec![0; quanta_tokens.len()].into();
         Self { last: quanta_tokens.len() - 1, quanta_tokens, deficits_tokens }
     }
 
-    /// The class whose turn it is, charged with the cost of its next request. `cost` says what a class's next request
-    /// costs, if it has one that can be sent; none if no class has. It must answer the same each time it is asked.
+    /// The class to serve next; its deficit is charged with the cost of its next request. `cost` returns the cost of a
+    /// class's next dispatchable request, if any, and must be consistent between calls. Returns `None` if no class has
+    /// such a request.
     pub(super) fn next(&mut self, mut cost: impl FnMut(usize) -> Option<u64>) -> Option<usize> {
         let left = self.deficits_tokens[self.last];
-        let goes_on = left > 0 && cost(self.last).is_some_and(|cost| cost <= left);
-        let next = if goes_on {
+        let continues = left > 0 && cost(self.last).is_some_and(|cost| cost <= left);
+        let next = if continues {
             self.last
         } else {
             match self.walk(&mut cost) {
                 Some(class) => class,
                 None => {
                     self.skip_rounds(&mut cost)?;
-                    self.walk(&mut cost).expect("after the rounds skipped one more is enough for somebody")
+                    self.walk(&mut cost).expect("one round after the skipped ones serves a class")
                 }
             }
         };
-        self.deficits_tokens[next] -= cost(next).expect("it has a request that can be sent");
+        self.deficits_tokens[next] -= cost(next).expect("the selected class has a dispatchable request");
         self.last = next;
         Some(next)
     }
 
-    /// One round, from behind the class served last: whoever can pay is served, whoever cannot is given a quantum, and
-    /// served if that is enough.
+    /// One round, starting after the class served last: serves the first class with a sufficient deficit; others
+    /// receive a quantum and are served if it is then sufficient.
     fn walk(&mut self, cost: &mut impl FnMut(usize) -> Option<u64>) -> Option<usize> {
         let classes = self.quanta_tokens.len();
         (1..=classes).map(|step| (self.last + step) % classes).find(|&class| {
@@ -56,9 +57,9 @@ impl Rounds {
         })
     }
 
-    /// Gives at once what the rounds would give in which nobody can be served yet. The one after them is left to be
-    /// walked: giving its quantum to all at once would favour whoever comes behind the class that is served in it, who
-    /// would be given another one when the ring gets there (by up to a fifth of its share, where costs exceed quanta).
+    /// Grants the quanta of all rounds in which no class can be served, in one step. The following round is walked
+    /// class by class. Granting its quantum to all classes at once would favour the classes after the one served in it,
+    /// which would receive another quantum later (up to a fifth of their share if costs exceed quanta).
     fn skip_rounds(&mut self, cost: &mut impl FnMut(usize) -> Option<u64>) -> Option<()> {
         let classes = || 0..self.quanta_tokens.len();
         let rounds = classes()
@@ -73,7 +74,7 @@ impl Rounds {
         Some(())
     }
 
-    /// The class has nothing left to send: what it saved is void, or it could flood the others later.
+    /// Resets the deficit of a class without requests; otherwise it could later flood the others.
     pub(super) fn forget(&mut self, class: usize) {
         self.deficits_tokens[class] = 0;
     }
@@ -87,13 +88,13 @@ impl Rounds {
 mod tests {
     use super::*;
 
-    /// Who is served, `n` times, if class `i` always has a request that costs `costs[i]`.
+    /// The classes of `n` dispatches if class `i` always has a request that costs `costs[i]`.
     fn served(rounds: &mut Rounds, costs: &[Option<u64>], n: usize) -> Vec<usize> {
         (0..n).map_while(|_| rounds.next(|class| costs[class])).collect()
     }
 
     #[test]
-    fn shares_are_those_of_the_worked_example() {
+    fn shares_match_the_worked_example() {
         let mut rounds = Rounds::new([512, 128].into_iter());
         let order = served(&mut rounds, &[Some(128), Some(128)], 320);
         assert_eq!(order[..10], [0, 0, 0, 0, 1, 0, 0, 0, 0, 1]);
@@ -102,15 +103,15 @@ mod tests {
     }
 
     #[test]
-    fn rounds_in_which_nobody_can_pay_are_skipped_in_one_step() {
+    fn rounds_without_a_dispatch_are_skipped_in_one_step() {
         let mut rounds = Rounds::new([1, 2].into_iter());
         assert_eq!(served(&mut rounds, &[Some(1 << 31), Some(1 << 32)], 2), [0, 1]);
         assert_eq!((rounds.deficit_tokens(0), rounds.deficit_tokens(1)), (0, 0));
     }
 
     #[test]
-    fn skipped_rounds_give_what_walked_ones_would() {
-        // In round three the second class can pay; the third has been given two quanta by then, not three.
+    fn skipped_rounds_grant_the_same_quanta_as_walked_rounds() {
+        // In round three the second class is served; the third has received two quanta by then, not three.
         let mut rounds = Rounds::new([10, 10, 10].into_iter());
         assert_eq!(served(&mut rounds, &[Some(45), Some(25), Some(100)], 1), [1]);
         let left: Vec<u64> = (0..3).map(|class| rounds.deficit_tokens(class)).collect();
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn who_cannot_send_is_given_nothing_and_keeps_what_it_has() {
+    fn blocked_class_keeps_its_deficit_and_receives_no_quantum() {
         let mut rounds = Rounds::new([100, 100].into_iter());
         assert_eq!(served(&mut rounds, &[Some(30), Some(30)], 2), [0, 0]);
         assert_eq!(served(&mut rounds, &[None, Some(100)], 5), [1; 5]);

@@ -1,4 +1,4 @@
-//! Examples, the worked ones of the semantics among them. `tests/queue_*.rs` have the properties.
+//! Examples, including the worked examples of the documentation. `tests/queue_*.rs` contain the property tests.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ fn prompt(isl_tokens: u32) -> QueueEntry {
 }
 
 #[test]
-fn the_worked_examples_leave_in_their_order() {
+fn worked_examples_leave_in_order() {
     let order = |queue_policy, requests: [QueueEntry; 2]| {
         let mut queue = Queue::new(&RouterConfig { queue_policy, ..RouterConfig::default() });
         for (id, entry) in requests.into_iter().enumerate() {
@@ -42,12 +42,12 @@ fn the_worked_examples_leave_in_their_order() {
 }
 
 #[test]
-fn thousands_wait_and_half_of_them_leave() {
+fn removals_keep_order_and_depth() {
     let mut queue = Queue::new(&RouterConfig::default());
     let class = queue.class_of(None, 0).unwrap();
     let of =
         |id: u64| QueueEntry { arrival: Timestamp(id * 1_000_000), cached_tokens: 16, ..prompt(32 + id as u32 % 7) };
-    // Pushed in an order of its own: 7,919 and 10,000 have no common factor.
+    // Inserted in a permuted order: 7,919 and 10,000 are coprime.
     for id in (0..10_000u64).map(|n| n * 7_919 % 10_000) {
         queue.push(id, class, LaneKey(id % 3), of(id), id);
     }
@@ -70,7 +70,7 @@ fn thousands_wait_and_half_of_them_leave() {
 }
 
 #[test]
-fn lanes_neither_block_nor_are_blocked() {
+fn lanes_do_not_block_each_other() {
     let mut queue = Queue::new(&RouterConfig::default());
     let class = ClassId(0);
     let urgent = QueueEntry { strict_priority: 9, ..prompt(10) };
@@ -79,13 +79,13 @@ fn lanes_neither_block_nor_are_blocked() {
     queue.push(3, class, ANY, prompt(10), "anywhere");
     let lanes: Vec<_> = queue.lanes().map(|(_, lane, head)| (lane, *head)).collect();
     assert_eq!(lanes, [(LaneKey(5), "pinned"), (ANY, "anywhere")]);
-    let mut asked = Vec::new();
+    let mut checked = Vec::new();
     let popped = queue.pop(secs(0), |_, lane, head| {
-        asked.push(*head);
+        checked.push(*head);
         lane == ANY
     });
     assert_eq!(popped, Some((3, "anywhere")));
-    assert_eq!(asked, ["pinned", "anywhere"], "one answer stands for a lane");
+    assert_eq!(checked, ["pinned", "anywhere"], "each lane is checked once");
     assert_eq!(queue.pop(secs(0), |_, lane, _| lane == ANY), None);
     assert!(queue.is_lane_empty(class, ANY) && !queue.is_lane_empty(class, LaneKey(5)));
     assert_eq!(queue.take_lane(class, LaneKey(5)), [(1, "pinned"), (2, "behind it")]);
@@ -93,7 +93,7 @@ fn lanes_neither_block_nor_are_blocked() {
 }
 
 #[test]
-fn limits_count_what_waits_for_each_rank() {
+fn limits_scale_with_the_number_of_ranks() {
     let class = QueueClass {
         requests_max_per_rank: Some(3),
         raw_tokens_max_per_rank: Some(100),
@@ -102,7 +102,7 @@ fn limits_count_what_waits_for_each_rank() {
     };
     let mut queue = Queue::new(&config_of(vec![class]));
     let refused = |queue: &Queue<()>, ranks| queue.check_limits(ClassId(0), ranks, secs(0)).unwrap_err();
-    let says = |limit, current, max| Backpressure {
+    let rejection = |limit, current, max| Backpressure {
         class: "batch".into(),
         limit,
         current,
@@ -110,20 +110,20 @@ fn limits_count_what_waits_for_each_rank() {
         retry_after: RETRY_AFTER_UNKNOWN,
     };
     queue.push(1, ClassId(0), ANY, prompt(150), ());
-    assert_eq!(refused(&queue, 1), says(LimitKind::RawTokens, 150, 100));
+    assert_eq!(refused(&queue, 1), rejection(LimitKind::RawTokens, 150, 100));
     assert_eq!(queue.check_limits(ClassId(0), 2, secs(0)), Ok(()), "twice the ranks, twice the limit");
     queue.set_cached_tokens(1, 40);
-    assert_eq!(refused(&queue, 2), says(LimitKind::CachedTokens, 40, 40));
+    assert_eq!(refused(&queue, 2), rejection(LimitKind::CachedTokens, 40, 40));
     queue.set_cached_tokens(1, 0);
     (2..=6).for_each(|id| queue.push(id, ClassId(0), ANY, prompt(1), ()));
-    assert_eq!(refused(&queue, 2), says(LimitKind::Requests, 6, 6));
-    assert_eq!(queue.do_not_queue(ClassId(0), secs(0)), says(LimitKind::DoNotQueue, 6, 0));
+    assert_eq!(refused(&queue, 2), rejection(LimitKind::Requests, 6, 6));
+    assert_eq!(queue.do_not_queue(ClassId(0), secs(0)), rejection(LimitKind::DoNotQueue, 6, 0));
     assert_eq!(queue.remove(6), Some(()));
-    assert_eq!(queue.check_limits(ClassId(0), 2, secs(0)), Ok(()), "whoever leaves stops counting");
+    assert_eq!(queue.check_limits(ClassId(0), 2, secs(0)), Ok(()), "removed requests do not count");
 }
 
 #[test]
-fn a_limit_of_nothing_lets_nobody_wait() {
+fn limit_of_zero_rejects_every_request() {
     for (requests, raw_tokens, cached_tokens) in [(Some(0), None, None), (None, Some(0), None), (None, None, Some(0))] {
         let class = QueueClass {
             requests_max_per_rank: requests,
@@ -137,7 +137,7 @@ fn a_limit_of_nothing_lets_nobody_wait() {
 }
 
 #[test]
-fn a_refusal_says_when_there_will_be_room() {
+fn rejection_contains_the_expected_delay() {
     let class = QueueClass { requests_max_per_rank: Some(10), ..QueueClass::named("batch") };
     let mut queue = Queue::new(&config_of(vec![class]));
     (0..40).for_each(|id| queue.push(id, ClassId(0), ANY, prompt(100), ()));
@@ -148,7 +148,7 @@ fn a_refusal_says_when_there_will_be_room() {
 }
 
 #[test]
-fn deadlines_end_in_their_order() {
+fn requests_expire_in_order_of_deadline() {
     let mut queue = Queue::new(&RouterConfig::default());
     let due = |due| QueueEntry { due, ..prompt(10) };
     queue.push(1, ClassId(0), ANY, due(None), ());
@@ -156,34 +156,34 @@ fn deadlines_end_in_their_order() {
     queue.push(3, ClassId(0), ANY, due(Some(secs(5))), ());
     assert_eq!(queue.next_due(), Some(secs(5)));
     assert_eq!(queue.pop_expired(Timestamp(secs(5).0 - 1)), None);
-    assert_eq!(queue.pop_expired(secs(5)), Some((3, ())), "due now is too late");
+    assert_eq!(queue.pop_expired(secs(5)), Some((3, ())), "a deadline of now is expired");
     assert_eq!(queue.pop_expired(secs(5)), None);
     assert_eq!(queue.remove(2), Some(()));
     assert_eq!((queue.next_due(), queue.len()), (None, 1));
 }
 
 #[test]
-fn a_refreshed_request_moves_and_an_empty_class_saves_nothing() {
+fn updated_request_moves_and_empty_class_loses_its_deficit() {
     let mut queue = Queue::new(&config_of(vec![class(0, QueueOrder::Wspt, 1000), class(1, QueueOrder::Wspt, 1)]));
     queue.push(1, ClassId(0), ANY, prompt(300), ());
     queue.push(2, ClassId(0), ANY, prompt(200), ());
     queue.set_cached_tokens(1, 250);
     queue.set_cached_tokens(77, 250);
     assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((1, ())));
-    // 950 tokens are left to the class as long as it is not empty.
+    // The class keeps a deficit of 950 tokens while it is not empty.
     queue.push(3, ClassId(1), ANY, prompt(1), ());
     queue.push(4, ClassId(0), ANY, prompt(200), ());
-    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((2, ())), "goes on with what it has left");
+    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((2, ())), "continues with its deficit");
     assert_eq!(queue.remove(4), Some(()));
     queue.push(5, ClassId(0), ANY, prompt(200), ());
-    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((3, ())), "had it kept that, it would go on");
+    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((3, ())), "an empty class loses its deficit");
     *queue.get_mut(5).unwrap() = ();
     queue.check_invariants();
 }
 
 #[test]
 #[should_panic(expected = "request 1 waits already")]
-fn an_id_waits_once() {
+fn duplicate_id_panics() {
     let mut queue = Queue::new(&RouterConfig::default());
     queue.push(1, ClassId(0), ANY, prompt(1), ());
     queue.push(1, ClassId(0), ANY, prompt(1), ());

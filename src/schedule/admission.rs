@@ -55,10 +55,10 @@ impl<T> Schedule<T> {
     pub(super) fn arrive(&mut self, request: Request<T>, effects: &mut VecDeque<Effect<T>>) {
         let number = self.requests;
         self.requests += 1;
-        let mark = request.prompt.mark();
+        let fingerprint = request.prompt.fingerprint();
         let session = self.session_rank(&request);
         let pending =
-            PendingRequest { number, mark, request, session, class: None, overlaps_at: None, cancelled: false };
+            PendingRequest { number, fingerprint, request, session, class: None, overlaps_at: None, cancelled: false };
         if self.is_expired(&pending) {
             effects.push_back(self.expired(pending));
         } else {

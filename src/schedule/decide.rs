@@ -41,7 +41,7 @@ impl Scratch {
 impl<T> PendingRequest<T> {
     pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
         let prompt = &self.request.prompt;
-        Prospect { prompt, block_count: u64::from(prompt.block_count()), mark: &self.mark, in_batch }
+        Prospect { prompt, block_count: u64::from(prompt.block_count()), fingerprint: &self.fingerprint, in_batch }
     }
 
     pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {

@@ -41,7 +41,7 @@ pub use types::{
 };
 
 use crate::config::{PoolRole, RouterConfig};
-use crate::load::{EngineSpeed, PrefillEstimator, PromptMark};
+use crate::load::{EngineSpeed, PrefillEstimator, PromptFingerprint};
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{ClassId, Queue};
 use crate::select::{KvCost, Needs, Policy, WorkerSelector};
@@ -144,7 +144,7 @@ impl Settings {
 struct PendingRequest<T> {
     number: u64,
     /// Where the prompt stands in ranks' sketches.
-    mark: PromptMark,
+    fingerprint: PromptFingerprint,
     request: Request<T>,
     /// Where its session was served last, as was known when it was last looked at.
     session: Option<WorkerRank>,

@@ -14,7 +14,7 @@ use super::{Admission, BookNumber, LoadAnswer, LoadView};
 use crate::engine_load::EngineLimits;
 use crate::health::Exclusions;
 use crate::load::{
-    BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptMark, PublishedSpeed, RankLoad,
+    BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptFingerprint, PublishedSpeed, RankLoad,
 };
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankConditions, RankTraits};
@@ -135,7 +135,7 @@ pub(super) struct Candidate<'a> {
     pub(super) prompt: &'a PromptBlocks,
     /// Blocks of the prompt.
     pub(super) block_count: u64,
-    pub(super) mark: &'a PromptMark,
+    pub(super) fingerprint: &'a PromptFingerprint,
     /// Position of its answer among those of the batch.
     pub(super) in_batch: usize,
 }
@@ -495,7 +495,7 @@ impl Rank {
         if !self.front.settled {
             return self.project_unsettled(candidate);
         }
-        let shared_blocks_max = u64::from(self.seen.prompts.shared_blocks_max(candidate.mark));
+        let shared_blocks_max = u64::from(self.seen.prompts.shared_blocks_max(candidate.fingerprint));
         let View { active_blocks, prefill_tokens, requests } = self.front.view;
         let most = active_blocks.0 + candidate.block_count;
         let least = most - shared_blocks_max.min(candidate.block_count);
@@ -531,8 +531,11 @@ impl Rank {
     fn shared_blocks_max(&self, candidate: Candidate<'_>) -> u64 {
         // The board does not show the prompts in the overlay.
         let known = self.overlay.len() == self.booked.len();
-        let most =
-            if known { self.seen.prompts.shared_blocks_max(candidate.mark) } else { candidate.mark.block_count() };
+        let most = if known {
+            self.seen.prompts.shared_blocks_max(candidate.fingerprint)
+        } else {
+            candidate.fingerprint.block_count()
+        };
         u64::from(most)
     }
 
@@ -546,7 +549,8 @@ impl Rank {
     /// Counts a Book in, and numbers it.
     pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
-        let nothing = Candidate { prompt: &NOTHING, block_count: 0, mark: &PromptMark::unshared(), ..candidate };
+        let nothing =
+            Candidate { prompt: &NOTHING, block_count: 0, fingerprint: &PromptFingerprint::unshared(), ..candidate };
         let without = self.project(nothing).potential_blocks;
         let added = Added {
             blocks: (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1)),

@@ -205,12 +205,12 @@ proptest! {
         fleet.schedule.ranks.refresh(&fleet.loads, NOW);
         fleet.request(u64::MAX, &newcomer, &config); // for its prompt; round robin books it somewhere
         let prompt = fleet.prompts[&u64::MAX].clone();
-        let mark = prompt.mark();
+        let fingerprint = prompt.fingerprint();
         fleet.free(u64::MAX);
         fleet.schedule.ranks.refresh(&fleet.loads, NOW);
         let cost = config.kv_cost();
         for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.nodes) {
-            let projected = rank.project(Candidate { prompt: &prompt, block_count: u64::from(prompt.block_count()), mark: &mark, in_batch: 0 });
+            let projected = rank.project(Candidate { prompt: &prompt, block_count: u64::from(prompt.block_count()), fingerprint: &fingerprint, in_batch: 0 });
             let exact = u64::from(node.active.project(&prompt).potential_blocks);
             let (lo, hi) = projected.potential_blocks;
             prop_assert!(lo <= exact && exact <= hi, "{exact} is not in {lo}..={hi}");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pointsman::ingest::{Applied, Effect, Input, Source, SourceConfig, Trust};
+use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig, StreamState};
 use pointsman::protocol::Timestamp;
 use stats_alloc::Region;
 
@@ -14,25 +14,25 @@ const MESSAGES: u64 = 4_096;
 #[test]
 fn a_message_in_its_turn_allocates_nothing() {
     let _alone = alone();
-    let batch = Applied { events: 1, usable: 1, stored_blocks: 4, ..Applied::default() };
+    let batch = AppliedBatch { events: 1, usable: 1, stored_blocks: 4, ..AppliedBatch::default() };
     let mut now = Timestamp::default();
     let mut source = Source::new(SourceConfig::default(), now);
     let mut effects = Vec::with_capacity(8);
-    source.step(Input::Connected, now, &mut effects);
-    source.step(Input::ReplayEnded, now, &mut effects);
+    source.step(IngestInput::Connected, now, &mut effects);
+    source.step(IngestInput::ReplayEnded, now, &mut effects);
     let mut least = usize::MAX;
     for round in 0..ROUNDS {
         let region = Region::new(ALLOCATOR);
         for sequence in round * MESSAGES..(round + 1) * MESSAGES {
             now = now + Duration::from_micros(50);
             effects.clear();
-            source.step(Input::Live { sequence, payload: b"a batch" }, now, &mut effects);
-            assert!(matches!(effects[..], [Effect::Apply { .. }]));
-            source.step(Input::Applied(batch), now, &mut effects);
+            source.step(IngestInput::Live { sequence, payload: b"a batch" }, now, &mut effects);
+            assert!(matches!(effects[..], [IngestEffect::Apply { .. }]));
+            source.step(IngestInput::Applied(batch), now, &mut effects);
         }
         // The least of the rounds, for the test harness has a thread of its own.
         let change = region.change();
         least = least.min(change.allocations + change.reallocations);
     }
-    assert_eq!((least, source.trust()), (0, Trust::Live));
+    assert_eq!((least, source.state()), (0, StreamState::Live));
 }

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
@@ -435,7 +435,7 @@ impl Fleet {
         loop {
             let held = held(&self.router).await;
             let trust = |engine: &Engine| source(&self.router, engine.rank).map(|source| source.trust);
-            let all_live = self.well.iter().all(|engine| trust(engine) == Some(Trust::Live));
+            let all_live = self.well.iter().all(|engine| trust(engine) == Some(StreamState::Live));
             let others: Held = held.difference(&expected).copied().collect();
             if all_live && held.is_superset(&expected) && others.is_subset(also) {
                 break;
@@ -478,7 +478,7 @@ impl Fleet {
             self.works(&case.name, &also).await;
             let hostile = source(&self.router, rank(HOSTILE)).expect("it is read");
             let is_counted = case.causes.is_empty() || self.counted.of(case.causes) > counted;
-            if is_counted && (!case.distrusted || hostile.trust != Trust::Live) {
+            if is_counted && (!case.distrusted || hostile.trust != StreamState::Live) {
                 break;
             }
             let counts = &self.counted.counts;

@@ -21,7 +21,7 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use pointsman::KvSourceStatus;
 use pointsman::error::Down;
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -166,7 +166,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
 
 /// An engine whose stream was read to its end without events is silent and known.
 fn is_known(source: &KvSourceStatus) -> bool {
-    source.caught_up || source.trust == Trust::Live
+    source.caught_up || source.trust == StreamState::Live
 }
 
 /// `/live` and `/ready`, for clients and operators.
@@ -314,8 +314,8 @@ mod tests {
             messages: 0,
             message_age: None,
         };
-        assert!(is_known(&source(true, Trust::Silent)) && is_known(&source(false, Trust::Live)));
-        for trust in [Trust::Recovering, Trust::Cold, Trust::Mismatched, Trust::Silent] {
+        assert!(is_known(&source(true, StreamState::Silent)) && is_known(&source(false, StreamState::Live)));
+        for trust in [StreamState::Recovering, StreamState::Cold, StreamState::Mismatched, StreamState::Silent] {
             assert!(!is_known(&source(false, trust)), "{trust:?}");
         }
     }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use pointsman::health::Outcome;
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::{KvSourceStatus, Router, RouterConfig};
 use pointsman_trial::mock::{Dialect, EventFormat, MockConfig, MockEngine};
@@ -189,7 +189,7 @@ impl Fleet {
         let next = engine.sequence_next(u16::try_from(source.rank.rank).expect("a rank"));
         // Who has said nothing yet may still be remembered by an earlier life's last word.
         let has_applied = next == 0 || source.applied.is_some_and(|applied| applied + 1 == next);
-        source.connected && source.trust == Trust::Live && has_applied
+        source.connected && source.trust == StreamState::Live && has_applied
     }
 
     async fn engines_quiet(&self) {
@@ -260,7 +260,7 @@ impl Fleet {
         loop {
             let sources = of_engine();
             let is_heard = |(source, before): (&KvSourceStatus, &u64)| {
-                source.connected && source.trust == Trust::Live && source.messages > *before
+                source.connected && source.trust == StreamState::Live && source.messages > *before
             };
             if sources.iter().zip(&before).all(is_heard) {
                 return since.elapsed();

@@ -1,4 +1,5 @@
-//! The meter's rules, one example each; any order of reports; and a literal engine that is learned from its reports.
+//! Examples of the meter's rules, a property test over arbitrary reports, and a simulated engine that is learned from
+//! its reports.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -23,7 +24,7 @@ fn load(requests: u32, active_blocks: u32) -> RankLoad {
 }
 
 #[test]
-fn each_prefill_counts_once_and_from_the_completion_before_it() {
+fn prefills_count_once_from_the_previous_completion() {
     let mut meter = meter();
     for n in 0..40 {
         meter.booked(BookingId(n), hint(5_000), Timestamp(0));
@@ -41,7 +42,7 @@ fn each_prefill_counts_once_and_from_the_completion_before_it() {
 }
 
 #[test]
-fn what_ended_before_it_completed_teaches_nothing() {
+fn bookings_ended_during_prefill_are_ignored() {
     let mut meter = meter();
     meter.booked(BookingId(1), hint(5_000), Timestamp(0));
     meter.booked(BookingId(2), None, Timestamp(0));
@@ -52,7 +53,7 @@ fn what_ended_before_it_completed_teaches_nothing() {
     assert_eq!((meter.cell.work_tokens_per_second(), meter.cell.output_tokens()), (None, None));
 }
 
-/// One request of which block `n` is there at `n` seconds, beside a prefill from `prefill` on.
+/// One request with block `n` at `n` seconds, beside a prefill during the given range.
 fn with_a_prefill_between(prefill: std::ops::Range<f64>) -> SpeedMeter {
     let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);
     let mut meter = meter();
@@ -67,7 +68,7 @@ fn with_a_prefill_between(prefill: std::ops::Range<f64>) -> SpeedMeter {
 }
 
 #[test]
-fn the_time_of_prefills_is_not_that_of_steps() {
+fn prefill_time_is_excluded_from_steps() {
     let learned = with_a_prefill_between(0.2..0.6);
     let mut expected = LearnedStep::new(64);
     expected.observe(&StepSample { steps: 62.5, seconds: 0.6, requests: 1.0, blocks: 10.0 });
@@ -76,8 +77,8 @@ fn the_time_of_prefills_is_not_that_of_steps() {
     assert_eq!(with_a_prefill_between(0.2..0.8).step().samples(), 0, "more than half of the time");
 }
 
-/// A stream beside answers that come whole, each of which lasts far longer than its prefill: steps are learned all the
-/// same, in the time that the prefills are not expected to take.
+/// A stream beside responses that are not streamed and last far longer than their prefills: steps are learned in the
+/// time outside the expected prefill durations.
 #[test]
 fn steps_are_learned_beside_answers_that_are_not_streamed() {
     let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);
@@ -98,7 +99,7 @@ fn steps_are_learned_beside_answers_that_are_not_streamed() {
 }
 
 #[test]
-fn reports_are_one_where_no_time_is_between_them() {
+fn simultaneous_reports_are_merged() {
     let mut twice = meter();
     twice.booked(BookingId(1), None, Timestamp(0));
     twice.load_is(load(1, 10), Timestamp(0));
@@ -110,7 +111,7 @@ fn reports_are_one_where_no_time_is_between_them() {
         meter.reported(BookingId(1), true, 2, Timestamp(SECOND));
     }
     twice.reported(BookingId(1), true, 3, Timestamp(SECOND));
-    twice.reported(BookingId(1), true, 2, Timestamp(2 * SECOND)); // late: the lease never goes back
+    twice.reported(BookingId(1), true, 2, Timestamp(2 * SECOND)); // late: output in the lease never decreases
     for meter in [&mut twice, &mut once] {
         meter.reported(BookingId(1), true, 4, Timestamp(3 * SECOND));
         assert_eq!(meter.step().samples(), 2);
@@ -119,7 +120,7 @@ fn reports_are_one_where_no_time_is_between_them() {
 }
 
 #[test]
-fn output_without_a_first_token_ends_the_prefill_and_teaches_no_rate() {
+fn output_without_a_first_token_ends_the_prefill_without_a_sample() {
     let mut meter = meter();
     meter.booked(BookingId(1), hint(5_000), Timestamp(0));
     meter.reported(BookingId(1), false, 1, Timestamp(SECOND));
@@ -129,7 +130,7 @@ fn output_without_a_first_token_ends_the_prefill_and_teaches_no_rate() {
 }
 
 #[test]
-fn a_successor_goes_on_from_what_was_published() {
+fn successor_starts_with_the_published_speed() {
     let cell = Arc::new(SpeedCell::default());
     let known = EngineSpeed {
         work_tokens_per_second: 50_000.0,
@@ -156,7 +157,7 @@ fn a_successor_goes_on_from_what_was_published() {
 }
 
 #[test]
-fn a_share_halves_the_mean_output_in_64_requests() {
+fn output_weight_halves_in_64_requests() {
     let half = (1.0 - MeanOutput::SHARE_MIN).powi(64);
     assert!((half - 0.5).abs() < 1e-4, "{half}");
     let mut output = MeanOutput::from_known(None);
@@ -166,12 +167,12 @@ fn a_share_halves_the_mean_output_in_64_requests() {
 
 proptest! {
     #[test]
-    fn whatever_is_reported_in_whatever_order(
+    fn any_order_of_reports_keeps_the_invariants(
         reports in prop::collection::vec((0..4u8, 0..6u64, 0..20_000u32, 0..10 * SECOND), 1..120),
         block_size in prop_oneof![Just(0), Just(1), Just(64)],
     ) {
         let mut meter = SpeedMeter::new(Arc::default(), block_size);
-        let mut model: Vec<(u64, bool)> = Vec::new(); // bookings, and whether their prefills are under way
+        let mut model: Vec<(u64, bool)> = Vec::new(); // bookings, and whether their prefills are in progress
         for (report, id, tokens, now) in reports {
             let (booking, now) = (BookingId(id), Timestamp(now));
             let was = model.iter().find(|known| known.0 == id).map(|known| known.1);
@@ -200,15 +201,15 @@ proptest! {
     }
 }
 
-/// An engine step by step: each gives every generating request a token and computes up to `CHUNK_TOKENS` of the prompts
-/// in line. The meter is told what a rank would be told, when it would be.
-struct Engine {
+/// Simulated engine: each step generates a token for every generating request and computes up to `CHUNK_TOKENS` of the
+/// queued prompts. The meter receives the same reports as on a real rank.
+struct SimulatedEngine {
     truth: EngineSpeed,
     block_size: u32,
     meter: SpeedMeter,
     now: Timestamp,
-    waiting: VecDeque<Request>,
-    generating: Vec<Request>,
+    waiting: VecDeque<SimulatedRequest>,
+    generating: Vec<SimulatedRequest>,
     traffic: Traffic,
     /// The next arrival.
     next: Timestamp,
@@ -216,7 +217,8 @@ struct Engine {
     state: u64,
 }
 
-/// Requests at random: `rate` in a second on average, half as many in every other minute; lengths from 0 to twice these.
+/// Random requests: `rate` per second on average, half as many in every other minute; lengths from 0 to twice the given
+/// means.
 #[derive(Clone, Copy)]
 struct Traffic {
     rate: f64,
@@ -224,7 +226,7 @@ struct Traffic {
     output: u32,
 }
 
-struct Request {
+struct SimulatedRequest {
     id: BookingId,
     prompt: u32,
     computed: u32,
@@ -234,7 +236,7 @@ struct Request {
 
 const CHUNK_TOKENS: u32 = 2_048;
 
-impl Engine {
+impl SimulatedEngine {
     fn new(truth: EngineSpeed, block_size: u32, traffic: Traffic) -> Self {
         Self {
             truth,
@@ -250,19 +252,20 @@ impl Engine {
         }
     }
 
-    /// From 0 to 1.
+    /// Uniform in 0 to 1.
     fn draw(&mut self) -> f64 {
         self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.state >> 40) as f64 / f64::from(1 << 24)
     }
 
     fn load(&self) -> RankLoad {
-        let blocks = |request: &Request| request.prompt / self.block_size + request.generated / self.block_size;
+        let blocks =
+            |request: &SimulatedRequest| request.prompt / self.block_size + request.generated / self.block_size;
         let all = || self.waiting.iter().chain(&self.generating);
         load(all().count() as u32, all().map(blocks).sum())
     }
 
-    /// Books whoever has arrived by now.
+    /// Books all requests that arrived by now.
     fn arrivals(&mut self) {
         while self.next <= self.now {
             let Traffic { rate, prompt, output } = self.traffic;
@@ -270,7 +273,7 @@ impl Engine {
             let output = 2 + (self.draw() * 2.0 * f64::from(output)) as u32;
             let (id, at) = (BookingId(self.arrived), self.next);
             self.arrived += 1;
-            self.waiting.push_back(Request { id, prompt, computed: 0, output, generated: 0 });
+            self.waiting.push_back(SimulatedRequest { id, prompt, computed: 0, output, generated: 0 });
             self.meter.booked(id, hint(prompt), at);
             self.meter.load_is(self.load(), at);
             let share = if (at.0 / (60 * SECOND)).is_multiple_of(2) { 1.0 } else { 0.5 };
@@ -330,7 +333,7 @@ impl Engine {
         self.meter.check_invariants();
     }
 
-    /// How far the learned step is from the true one at the loads of the next half minute, at worst and on average.
+    /// Maximum and mean relative error of the learned step time at the loads of the next half minute.
     fn off(&mut self) -> (f64, f64) {
         let (mut worst, mut sum) = (0.0_f64, 0.0);
         let learned = self.meter.speed();
@@ -346,7 +349,7 @@ impl Engine {
 }
 
 #[test]
-fn an_engine_is_learned_from_its_reports() {
+fn engine_is_learned_from_its_reports() {
     let h100 = EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::prior(64) };
     let large = EngineSpeed {
         work_tokens_per_second: 8_000.0,
@@ -363,13 +366,13 @@ fn an_engine_is_learned_from_its_reports() {
     };
     for (truth, block_size, rate, prompt, output) in [
         (h100, 64, 6.0, 1_000, 300),
-        (h100, 64, 1.7, 8_000, 200), // prefills are under way for most of the time
+        (h100, 64, 1.7, 8_000, 200), // prefills are in progress most of the time
         (half, 64, 4.0, 1_000, 300),
         (large, 64, 1.5, 1_000, 400),
         (dear_blocks, 64, 2.0, 2_000, 400),
         (half, 16, 1.0, 3_000, 300),
     ] {
-        let mut engine = Engine::new(truth, block_size, Traffic { rate, prompt, output });
+        let mut engine = SimulatedEngine::new(truth, block_size, Traffic { rate, prompt, output });
         for (seconds, worst_max, mean_max) in [(20, 0.2, 0.1), (30, 0.1, 0.05), (180, 0.05, 0.03)] {
             engine.run(seconds);
             let learned = engine.meter.speed();
@@ -383,7 +386,7 @@ fn an_engine_is_learned_from_its_reports() {
     }
 }
 
-/// Chunks of an answer bring several blocks within microseconds: an engine is not a hundred times faster for that.
+/// Chunks of a response deliver several blocks within microseconds; the engine must not appear a hundred times faster.
 #[test]
 fn blocks_of_one_chunk_are_one_report() {
     let (prior, block_size) = (EngineSpeed::prior(16), 16);
@@ -404,7 +407,7 @@ fn blocks_of_one_chunk_are_one_report() {
 }
 
 #[test]
-fn what_no_sample_has_touched_stays_unsaid() {
+fn values_without_samples_are_not_published() {
     let cell = Arc::new(SpeedCell::default());
     let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
     meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
@@ -412,6 +415,6 @@ fn what_no_sample_has_touched_stays_unsaid() {
     meter.ended(BookingId(1), Timestamp(2_000_000_000));
     let elsewhere = EngineSpeed { step_seconds: 0.025, ..EngineSpeed::prior(64) };
     assert!(cell.work_tokens_per_second().is_some());
-    assert_eq!(cell.speed_or(elsewhere).step_seconds, 0.025, "of steps others know better");
-    assert_eq!(cell.output_tokens(), None, "nobody has reported output");
+    assert_eq!(cell.speed_or(elsewhere).step_seconds, 0.025, "the step time is unpublished");
+    assert_eq!(cell.output_tokens(), None, "no output was reported");
 }

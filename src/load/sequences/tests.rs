@@ -6,7 +6,7 @@ use super::*;
 const A: BookingId = BookingId(1);
 const B: BookingId = BookingId(2);
 
-/// The real thing and the model, told the same.
+/// The implementation and the reference model with the same inputs.
 struct Both {
     rank: ActiveSequences,
     model: ReferenceSequences,
@@ -29,7 +29,13 @@ impl Both {
         self
     }
 
-    fn book(&mut self, booking: BookingId, prompt: &PromptBlocks, tokens: u32, seconds: Option<f64>) -> Option<Booked> {
+    fn book(
+        &mut self,
+        booking: BookingId,
+        prompt: &PromptBlocks,
+        tokens: u32,
+        seconds: Option<f64>,
+    ) -> Option<BookedBlocks> {
         let hint = PrefillLoadHint::new(tokens, 0, true, seconds.map(Duration::from_secs_f64));
         let booked = self.rank.book(booking, prompt.clone(), hint, self.now).ok();
         assert_eq!(booked, self.model.book(booking, prompt, hint, self.now));
@@ -82,10 +88,10 @@ fn prompt(hashes: &[u64]) -> PromptBlocks {
 fn shared_prompt_and_decaying_output() {
     let mut both = Both::new(true);
     let booked = both.book(A, &prompt(&[11, 12, 13]), 12, None);
-    assert_eq!(booked, Some(Booked { shared_blocks: 0, added_blocks: 3 }));
+    assert_eq!(booked, Some(BookedBlocks { shared_blocks: 0, added_blocks: 3 }));
     both.assert_load(3, 12, 1);
     let booked = both.book(B, &prompt(&[11, 12, 21]), 4, None);
-    assert_eq!(booked, Some(Booked { shared_blocks: 2, added_blocks: 1 }));
+    assert_eq!(booked, Some(BookedBlocks { shared_blocks: 2, added_blocks: 1 }));
     both.assert_load(4, 16, 2);
     assert_eq!(both.book(B, &prompt(&[11, 12, 21]), 4, None), None);
     both.assert_load(4, 16, 2);
@@ -102,7 +108,7 @@ fn shared_prompt_and_decaying_output() {
     assert_eq!(both.free(B), Change::Applied);
     both.assert_load(3, 0, 1);
     both.output(A, Some(0.25));
-    both.assert_load(2, 0, 1); // now 11 and 12 are A's alone: 7 × 0.25 = 1.75
+    both.assert_load(2, 0, 1); // now 11 and 12 are private to A: 7 × 0.25 = 1.75
     assert_eq!(both.free(A), Change::Applied);
     assert_eq!(both.free(A), Change::NoChange);
     both.assert_load(0, 0, 0);
@@ -110,7 +116,7 @@ fn shared_prompt_and_decaying_output() {
 }
 
 #[test]
-fn an_error_names_the_booking() {
+fn duplicate_error_contains_the_booking() {
     let mut rank = ActiveSequences::new(true);
     let now = Timestamp::default();
     rank.book(BookingId(7), PromptBlocks::Counted(1), None, now).expect("the first");
@@ -126,7 +132,7 @@ fn without_reuse_every_prompt_counts_in_full() {
     both.assert_load(6, 0, 2);
     both.assert_projected(&prompt(&[11, 12, 13, 14]), 6, 0, 10);
     both.output(A, Some(0.5));
-    both.assert_load(5, 0, 2); // 3 of B + 4 × 0.5: the whole prompt of A is its own
+    both.assert_load(5, 0, 2); // 3 of B + 4 × 0.5: the whole prompt of A is private
     both.free(B);
     both.assert_load(2, 0, 1);
     both.free(A);
@@ -134,7 +140,7 @@ fn without_reuse_every_prompt_counts_in_full() {
 }
 
 #[test]
-fn counted_prompts_share_with_nobody() {
+fn counted_prompts_are_not_shared() {
     let mut both = Both::new(true);
     both.book(A, &PromptBlocks::Counted(3), 0, None);
     both.book(B, &prompt(&[1]), 0, None);
@@ -147,7 +153,7 @@ fn counted_prompts_share_with_nobody() {
 }
 
 #[test]
-fn an_empty_prompt_is_a_booking_like_any_other() {
+fn empty_prompts_are_booked() {
     let mut both = Both::new(true);
     both.book(A, &prompt(&[]), 9, None);
     both.book(B, &prompt(&[]), 0, None);
@@ -161,7 +167,7 @@ fn an_empty_prompt_is_a_booking_like_any_other() {
 }
 
 #[test]
-fn a_joining_request_keeps_the_weights_it_finds() {
+fn new_request_keeps_existing_weights() {
     let mut both = Both::new(true);
     both.book(A, &prompt(&[1, 2, 3, 4]), 0, None);
     both.output(A, Some(0.0));
@@ -175,7 +181,8 @@ fn a_joining_request_keeps_the_weights_it_finds() {
     both.assert_load(5, 0, 1);
 }
 
-/// What the prompt weighs changes with reports that carry a decay, the same one again included, and with no other.
+/// The weight of the prompt changes with every report that has a decay, repeated decays included, and with no other
+/// report.
 #[test]
 fn only_a_decay_reweighs_the_prompt() {
     let mut both = Both::new(true);
@@ -191,7 +198,7 @@ fn only_a_decay_reweighs_the_prompt() {
 }
 
 #[test]
-fn a_late_look_takes_the_last_decay_and_counts_every_block() {
+fn late_read_applies_the_last_decay_and_every_block() {
     let mut rank = ActiveSequences::new(true);
     let mut model = ReferenceSequences::new(true);
     let now = Timestamp::default();
@@ -207,7 +214,7 @@ fn a_late_look_takes_the_last_decay_and_counts_every_block() {
 }
 
 #[test]
-fn a_rank_restored_from_what_is_known_has_the_same_load() {
+fn restored_rank_has_the_same_load() {
     let mut both = Both::new(true);
     both.book(A, &prompt(&[1, 2, 3]), 1000, Some(10.0));
     both.at(2.0).book(B, &prompt(&[1, 2, 4]), 500, Some(1.0));
@@ -225,9 +232,9 @@ fn a_rank_restored_from_what_is_known_has_the_same_load() {
     assert_eq!(restored.prefill_curve(), both.rank.prefill_curve());
 }
 
-/// The decay examples of the real queue, held against the model.
+/// Decay examples of the prefill queue, compared with the model.
 #[test]
-fn prefills_melt_in_arrival_order_at_their_own_rates() {
+fn prefills_progress_in_arrival_order_at_their_own_rates() {
     let none = PromptBlocks::Counted(0);
     let mut both = Both::new(true);
     both.book(A, &none, 1000, Some(10.0));
@@ -251,7 +258,7 @@ fn prefills_melt_in_arrival_order_at_their_own_rates() {
 }
 
 #[test]
-fn reports_about_unknown_bookings_change_nothing() {
+fn reports_of_unknown_bookings_are_ignored() {
     let mut both = Both::new(true);
     both.complete(A);
     both.output(A, Some(0.5));
@@ -266,7 +273,7 @@ fn reports_about_unknown_bookings_change_nothing() {
 }
 
 #[test]
-fn absurd_counts_saturate_and_still_return_to_zero() {
+fn extreme_counts_saturate_and_return_to_zero() {
     let mut rank = ActiveSequences::new(false);
     let now = Timestamp::default();
     for id in 0..3 {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use pointsman::engine_load::series;
-use pointsman::ingest::Trust;
+use pointsman::ingest::StreamState;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman::select::Policy;
 use tokio::time::{Instant, sleep};
@@ -128,7 +128,7 @@ impl<G: DemoGateway> Fleet<G> {
         let (ranks, deadline) = (usize::from(ENGINES * RANKS), Instant::now() + READY_MAX);
         loop {
             let sources = router.kv_sources();
-            let live = sources.iter().filter(|source| source.trust == Trust::Live).count();
+            let live = sources.iter().filter(|source| source.trust == StreamState::Live).count();
             if live == ranks {
                 return Ok(());
             }

@@ -119,7 +119,7 @@ fn without_addresses(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::ingest::Trust;
+    use pointsman::ingest::StreamState;
     use pointsman::protocol::{WorkerConfig, WorkerId};
 
     use super::*;
@@ -163,7 +163,7 @@ mod tests {
             endpoint: "tcp://10.0.0.7:5557".to_owned(),
             connected: true,
             caught_up: false,
-            trust: if doubt.is_some() { Trust::Mismatched } else { Trust::Live },
+            trust: if doubt.is_some() { StreamState::Mismatched } else { StreamState::Live },
             doubt: doubt.map(str::to_owned),
             last_error: None,
             applied: None,

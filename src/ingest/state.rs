@@ -1,37 +1,39 @@
-//! How far what is known of a rank may be trusted, and what is wrong where it may not.
+//! Stream states and degradation reasons of KV event streams.
 //!
-//! Owns the words and the credit. Promises that every state but [`Trust::Live`] and [`Trust::Recovering`] comes with a
-//! [`Doubt`] that says what to look at. Leaves to the source which state holds.
+//! Defines the states, their overlap credit, and the reasons. Every state except [`StreamState::Live`] and
+//! [`StreamState::Recovering`] has a [`DegradationReason`] with advice for the operator. The source determines the
+//! state.
 
 use std::fmt;
 
-/// How far the blocks that a rank is known to hold may be trusted.
+/// State of a rank's KV event stream.
 ///
 /// ```
-/// use pointsman::ingest::Trust;
+/// use pointsman::ingest::StreamState;
 ///
-/// assert_eq!(Trust::Recovering.name(), "recovering");
-/// assert!(Trust::Recovering.credit() < Trust::Cold.credit());
+/// assert_eq!(StreamState::Recovering.name(), "recovering");
+/// assert!(StreamState::Recovering.credit() < StreamState::Cold.credit());
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trust {
-    /// Everything that the publisher has said is known.
+pub enum StreamState {
+    /// Every published message is applied.
     Live,
-    /// Something is missing or unverified, and has been asked for.
+    /// Messages are missing or unverified, and have been requested.
     Recovering,
-    /// Something was lost for good. The rank's blocks were dropped then: what is known has come since.
+    /// Messages were permanently lost. The rank's blocks were removed at that time; all current blocks were stored
+    /// later.
     Cold,
-    /// What the publisher says cannot be used.
+    /// The published events do not match the pool or cannot be decoded.
     Mismatched,
-    /// There is no connection, or nothing has ever been published though the engine serves requests.
+    /// Not connected, or no message was ever published although the engine serves requests.
     Silent,
 }
 
-impl Trust {
+impl StreamState {
     /// All states, best first.
     pub const ALL: [Self; 5] = [Self::Live, Self::Recovering, Self::Cold, Self::Mismatched, Self::Silent];
 
-    /// Its name in metrics and logs.
+    /// Name in metrics and logs.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,11 +45,11 @@ impl Trust {
         }
     }
 
-    /// What share of the rank's overlap counts, 0 to 1.
+    /// Weight of the rank's overlap, 0 to 1.
     ///
-    /// A cold rank has full credit, for what is known of it is true, only not all there is. A gap, however, hides
-    /// removals as well as stores: while it lasts most of what is known still holds, but less is sure. Of a rank that
-    /// cannot be understood or heard nothing is known to hold.
+    /// `Cold`: full credit; the index is correct but incomplete. `Recovering`: a gap hides removals as well as stores,
+    /// so most of the index content is still valid, but less certain. `Mismatched` and `Silent`: no content is known to
+    /// be valid.
     #[must_use]
     pub const fn credit(self) -> f64 {
         match self {
@@ -58,74 +60,74 @@ impl Trust {
     }
 }
 
-/// What is wrong with a source; displayed, what to look at.
+/// Reason for a degraded stream. `Display` gives advice for the operator.
 ///
 /// ```
-/// use pointsman::ingest::Doubt;
+/// use pointsman::ingest::DegradationReason;
 ///
-/// let doubt = Doubt::BlockSize { engine: 16, pool: Some(64) };
+/// let doubt = DegradationReason::BlockSize { engine: 16, pool: Some(64) };
 /// assert!(doubt.to_string().contains("--block-size"));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Doubt {
-    /// There is no connection to the publisher.
+pub enum DegradationReason {
+    /// No connection to the publisher.
     NotConnected {
-        /// For how long.
+        /// Duration in ms.
         for_ms: u64,
     },
-    /// It is connected and has never published anything, though its engine has served prompts.
+    /// Connected, but no message was ever published although the engine has served prompts.
     NeverPublished {
-        /// For how long.
+        /// Duration in ms.
         for_ms: u64,
     },
-    /// The engine cuts its blocks otherwise than the pool.
+    /// The engine's block size differs from the pool's.
     BlockSize {
         /// Tokens per block of the engine.
         engine: u32,
-        /// Tokens per block of the pool, where the source was told.
+        /// Tokens per block of the pool, if known to the source.
         pool: Option<u32>,
     },
-    /// The messages are another rank's.
+    /// The messages are labelled with another rank.
     ForeignRank {
-        /// The data-parallel rank that they name.
+        /// The data-parallel rank in the messages.
         found: u32,
     },
-    /// No event of the last batches could be used.
+    /// No event of the last batches was usable.
     Undecodable {
-        /// How many batches in a row.
+        /// Number of consecutive batches.
         batches: u32,
     },
-    /// The publisher no longer has what was missing.
+    /// The publisher no longer has the missing messages.
     ReplayGap {
-        /// First message asked for.
+        /// First requested message.
         from: u64,
-        /// First message it still had.
+        /// First available message.
         first: u64,
     },
-    /// A replay ended and messages between others were not in it.
+    /// A replay ended with a hole between its messages.
     ReplayHole {
-        /// First message that is missing.
+        /// First missing message.
         from: u64,
     },
-    /// A replay failed or took too long, twice.
+    /// A replay failed or timed out, twice.
     ReplayFailed {
-        /// First message that is missing.
+        /// First missing message.
         from: u64,
     },
-    /// Messages are missing and there is no replay socket to ask.
+    /// Messages are missing and there is no replay socket.
     NoReplay {
-        /// First message that is missing.
+        /// First missing message.
         from: u64,
     },
-    /// What reads the messages has failed again and again, and is left alone.
+    /// The reader of the stream failed repeatedly and is no longer restarted.
     ReaderDied {
-        /// How often, in a short time.
+        /// Number of failures within the restart window.
         deaths: u32,
     },
 }
 
-impl Doubt {
-    /// Its name in metrics and logs.
+impl DegradationReason {
+    /// Name in metrics and logs.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -143,7 +145,7 @@ impl Doubt {
     }
 }
 
-impl fmt::Display for Doubt {
+impl fmt::Display for DegradationReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::NotConnected { for_ms } => write!(
@@ -175,16 +177,19 @@ impl fmt::Display for Doubt {
             ),
             Self::Undecodable { batches } => write!(
                 f,
-                "no event of the last {batches} batches could be used: check the topic, and whether something else \
+                "no event of the last {batches} batches could be used: check the topic, and whether other data \
                  than KV events is published there, or in a format that is not known"
             ),
             Self::ReplayGap { from, first } => write!(
                 f,
-                "messages from {from} were asked for and the publisher has them from {first} only: give it a larger \
+                "messages from {from} were requested and the publisher has them from {first} only: give it a larger \
                  replay buffer (buffer_steps)"
             ),
             Self::ReplayHole { from } => {
-                write!(f, "message {from} is missing and replays end without it: check what stands between")
+                write!(
+                    f,
+                    "message {from} is missing and replays end without it: check the network between router and engine"
+                )
             }
             Self::ReplayFailed { from } => write!(
                 f,
@@ -193,13 +198,13 @@ impl fmt::Display for Doubt {
             ),
             Self::NoReplay { from } => write!(
                 f,
-                "what came from message {from} on was missed and there is no replay socket to ask: start the engine \
-                 with a replay endpoint and name it here"
+                "messages from {from} on were missed and there is no replay socket: start the engine \
+                 with a replay endpoint and configure it here"
             ),
             Self::ReaderDied { deaths } => write!(
                 f,
-                "the reader of its messages died {deaths} times within a minute and is not started again: remove the \
-                 worker and add it again to try once more, and report what the log says of it"
+                "the reader of the stream failed {deaths} times within a minute and is not restarted: remove the \
+                 worker and add it again to retry, and report the logged error"
             ),
         }
     }

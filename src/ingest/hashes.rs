@@ -1,7 +1,7 @@
-//! What the last applied messages looked like.
+//! Hashes of the last applied payloads.
 //!
-//! Owns their hashes. They stand for consecutive numbers up to the last applied one, so no number is kept. Promises
-//! never to allocate after its making. Leaves to the source which number was the last.
+//! They belong to consecutive sequence numbers up to the last applied one, so numbers are not stored. All memory is
+//! allocated at construction. The source keeps the last sequence number.
 
 use std::collections::VecDeque;
 
@@ -9,20 +9,20 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Hashes of the last applied payloads, oldest first.
 #[derive(Clone, Debug)]
-pub(super) struct Seen {
+pub(super) struct PayloadHashes {
     hashes: VecDeque<u64>,
     remembered_max: usize,
 }
 
-/// What is remembered of a message that should have been applied.
+/// Result of comparing a payload with an applied message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Memory {
+pub(super) enum PayloadMatch {
     Same,
     Other,
     Forgotten,
 }
 
-impl Seen {
+impl PayloadHashes {
     pub(super) fn new(remembered_max: usize) -> Self {
         let remembered_max = remembered_max.clamp(1, 1 << 20);
         Self { hashes: VecDeque::with_capacity(remembered_max), remembered_max }
@@ -35,13 +35,13 @@ impl Seen {
         self.hashes.push_back(xxh3_64(payload));
     }
 
-    /// What is known of the message `back` numbers before the last applied one.
-    pub(super) fn recall(&self, back: u64, payload: &[u8]) -> Memory {
+    /// Compares `payload` with the message `back` numbers before the last applied one.
+    pub(super) fn recall(&self, back: u64, payload: &[u8]) -> PayloadMatch {
         let at = usize::try_from(back).ok().and_then(|back| self.hashes.len().checked_sub(back.saturating_add(1)));
         match at.and_then(|at| self.hashes.get(at)) {
-            Some(hash) if *hash == xxh3_64(payload) => Memory::Same,
-            Some(_) => Memory::Other,
-            None => Memory::Forgotten,
+            Some(hash) if *hash == xxh3_64(payload) => PayloadMatch::Same,
+            Some(_) => PayloadMatch::Other,
+            None => PayloadMatch::Forgotten,
         }
     }
 
@@ -54,6 +54,6 @@ impl Seen {
     }
 
     pub(super) fn check_invariants(&self) {
-        assert!(self.hashes.len() <= self.remembered_max, "only so many are remembered");
+        assert!(self.hashes.len() <= self.remembered_max, "the number of hashes is bounded");
     }
 }
