@@ -1,5 +1,5 @@
-//! Runs both routers in turn, each run in a process of its own, so that neither finds the other's memory, threads or
-//! clocks.
+//! Runs both routers alternately, each run in its own process, so that the routers do not affect each other's memory,
+//! threads or clocks.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -17,16 +17,16 @@ use crate::{PeerOptions, Subject};
 pub(crate) struct Compare {
     #[command(flatten)]
     common: Common,
-    /// Simulated workers, one or several values
+    /// Number of simulated workers, one or several values
     #[arg(long, value_delimiter = ',', default_values_t = [8, 64, 512])]
     workers: Vec<u32>,
-    /// Concurrent callers, one or several values
+    /// Number of concurrent clients, one or several values
     #[arg(long, value_delimiter = ',', default_values_t = [1, 16])]
     clients: Vec<usize>,
-    /// Runtime threads, one or several values
+    /// Number of runtime threads, one or several values
     #[arg(long, value_delimiter = ',', default_values_t = [2])]
     threads: Vec<usize>,
-    /// Runs of each router in each combination
+    /// Number of runs per router and combination
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pairs: u32,
     /// Run only this router
@@ -34,13 +34,13 @@ pub(crate) struct Compare {
     only: Option<Subject>,
     #[command(flatten)]
     peer: PeerOptions,
-    /// Print every run and the medians as one JSON object; the table goes to standard error
+    /// Print all runs and the medians as one JSON object; the table is printed on standard error
     #[arg(long)]
     json: bool,
 }
 
 impl Compare {
-    /// Makes all runs and prints the table.
+    /// Executes all runs and prints the table.
     pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
         let mut cells = Vec::new();
         for &threads in &self.threads {
@@ -62,8 +62,8 @@ impl Compare {
         Ok(())
     }
 
-    /// All runs of one combination. Who goes first changes from pair to pair, so that a slow spell of the machine hits
-    /// both.
+    /// All runs of one combination. The order of the routers alternates between pairs, so that a temporary slowdown of
+    /// the machine affects both.
     fn cell(&self, threads: usize, workers: u32, clients: usize) -> Result<Cell, Box<dyn Error>> {
         let instructions = if self.only.is_none() { self.instructions(threads, workers, clients)? } else { None };
         let mut cell = Cell { threads, workers, clients, instructions, ours: Vec::new(), theirs: Vec::new() };
@@ -93,7 +93,7 @@ impl Compare {
         Ok(cell)
     }
 
-    /// Instructions of a request, in thousands: ours and theirs, each less what the loop takes. Absent where they cannot
+    /// Thousands of instructions per request, ours and theirs, each without the loop's own. None if instructions cannot
     /// be counted.
     fn instructions(&self, threads: usize, workers: u32, clients: usize) -> Result<Option<[f64; 2]>, Box<dyn Error>> {
         let count = |subject| -> Result<Option<f64>, Box<dyn Error>> {
@@ -117,7 +117,7 @@ impl Compare {
         Ok(serde_json::from_slice(&output.stdout).map_err(|error| format!("{command:?} printed no report: {error}"))?)
     }
 
-    /// A single run, in a process of its own.
+    /// Command for a single run in its own process.
     fn command(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> io::Result<Command> {
         let target = subject.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let mut command = Command::new(std::env::current_exe()?);

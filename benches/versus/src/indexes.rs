@@ -1,4 +1,4 @@
-//! `versus index`: the index replay over all indexes, in rounds of processes of their own, and its table.
+//! `versus index`: the replay of all indexes, in rounds of separate processes, and its table.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -16,23 +16,23 @@ use serde_json::{Value, json};
 /// A comparison of indexes.
 #[derive(Args, Debug)]
 pub(crate) struct Indexes {
-    /// Indexes to replay, the first of which the others are held against
+    /// Indexes to replay; the others are compared with the first
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Which::ALL)]
     indexes: Vec<Which>,
-    /// Ranks whose caches the indexes follow
+    /// Number of ranks whose caches the indexes track
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// Rounds; in each every index runs once, in changing order
+    /// Number of rounds; every round runs each index once, in rotating order
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pairs: u32,
     #[command(flatten)]
     common: Common,
-    /// Print every run and the medians as one JSON object; the table goes to standard error
+    /// Print all runs and the medians as one JSON object; the table is printed on standard error
     #[arg(long)]
     json: bool,
 }
 
-/// All runs of one index. Runs at the same place in two lists are a pair.
+/// All runs of one index. Runs at the same position of two lists are a pair.
 #[derive(Debug)]
 struct Row {
     index: Which,
@@ -86,7 +86,7 @@ const COLUMNS: [Column; 9] = [
 ];
 
 impl Indexes {
-    /// Makes all runs, checks that the indexes agree, and prints the table.
+    /// Executes all runs, checks that the query results agree, and prints the table.
     pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
         let mut rows = Vec::new();
         for &index in &self.indexes {
@@ -122,7 +122,7 @@ impl Indexes {
         Ok(())
     }
 
-    /// One run in a process of its own: `program`, which lies beside this one.
+    /// Executes one run in its own process: `program` in the directory of this binary.
     fn child<T: DeserializeOwned>(&self, program: &str, command: &[&str], index: Which) -> Result<T, Box<dyn Error>> {
         let beside = std::env::current_exe()?.parent().unwrap_or(Path::new("")).join(program);
         let name = index.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
@@ -137,10 +137,10 @@ impl Indexes {
     }
 }
 
-/// Number of questions that all runs have answered alike.
+/// Number of queries with equal results in all runs.
 ///
 /// # Errors
-/// They have not: names the first difference.
+/// Results differ; the error names the first difference.
 fn agree(rows: &[Row]) -> Result<usize, Box<dyn Error>> {
     let runs = || rows.iter().flat_map(|row| row.timed.iter().map(|run| (row.index.name(), &run.answers)));
     let Some((first, expected)) = runs().next() else { return Err("nothing was run".into()) };
@@ -182,7 +182,7 @@ impl Row {
     }
 }
 
-/// Medians, and below them the medians of the pairs' ratios, ours over theirs.
+/// Table of the medians, and of the medians of the pairs' ratios, ours over theirs.
 fn markdown(rows: &[Row], questions: usize) -> Result<String, std::fmt::Error> {
     let mut out = String::from("| index ");
     for Column { title, .. } in &COLUMNS {

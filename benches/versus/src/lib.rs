@@ -1,4 +1,4 @@
-//! What the comparisons share between their processes: the index replay, and medians.
+//! Parts shared by the processes of a comparison: the index replay, and medians.
 
 pub mod index;
 pub mod medians;

@@ -1,6 +1,6 @@
-//! The same closed loop over Pointsman and its nearest peer, `dynamo-kv-router`, run by run in alternation; both side by
-//! side over one fleet, to see whether they choose alike; the index alone beside its peers; and a fleet in virtual time,
-//! driven by either router.
+//! Comparisons of Pointsman with `dynamo-kv-router`: the same closed loop over both in alternating runs, both side by
+//! side over one fleet to compare their decisions, their indexes alone (and that of `kv-index`), and a fleet in virtual
+//! time driven by either router.
 
 mod compare;
 mod indexes;
@@ -20,7 +20,7 @@ use pointsman_bench::embedded::Embedded;
 
 use metered::{Instructions, Metered, Nobody};
 
-/// Compares Pointsman with its nearest peer under the same load
+/// Compare Pointsman with dynamo-kv-router under the same load
 #[derive(Parser)]
 #[command(version, args_conflicts_with_subcommands = true)]
 struct Arguments {
@@ -32,26 +32,26 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Makes a single run in this process
+    /// Execute a single run in this process
     Run(Run),
-    /// Simulates a fleet in virtual time, driven by either router
+    /// Simulate a fleet in virtual time, driven by either router
     Simulate(Box<simulate::Simulated>),
-    /// Replays events and questions over the index alone, beside its peers
+    /// Replay events and queries on the indexes alone
     Index(indexes::Indexes),
-    /// Replays one index in this process, and prints its figures as JSON
+    /// Replay one index in this process and print its figures as JSON
     IndexRun(Replayed),
-    /// Drives both routers side by side and counts where they choose differently
+    /// Drive both routers side by side and count different decisions
     Parity(parity::Parity),
 }
 
 #[derive(Args)]
 struct Run {
-    /// The router to run
+    /// Router to run
     #[arg(long, value_enum)]
     target: Subject,
     #[command(flatten)]
     peer: PeerOptions,
-    /// Print instead how many user-mode instructions a request took, the loop's own among them
+    /// Print the number of user-mode instructions per request instead, including the loop's own
     #[arg(long)]
     count_instructions: bool,
     #[command(flatten)]
@@ -64,10 +64,10 @@ struct Replayed {
     replay: pointsman_versus::index::Replay,
 }
 
-/// What only the peer knows.
+/// Options of dynamo-kv-router only.
 #[derive(Args, Clone, Copy, Debug)]
 struct PeerOptions {
-    /// Threads of the peer's that apply events [default: the peer's]
+    /// Number of dynamo-kv-router's event threads [default: its own default]
     #[arg(long)]
     peer_event_threads: Option<usize>,
 }
@@ -75,11 +75,11 @@ struct PeerOptions {
 /// A router to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Subject {
-    /// Ours
+    /// Pointsman
     Pointsman,
     /// dynamo-kv-router
     Peer,
-    /// A router that only takes turns: what the loop itself takes
+    /// A router that only selects ranks in rotation, to measure the loop itself
     Nobody,
 }
 
@@ -112,7 +112,7 @@ impl Run {
                 self.replay.run(async |options| Ok(Metered::new(Nobody::new(options.fleet()), &instructions)))?
             }
         };
-        // As many requests warm as are measured, or one less.
+        // The number of warm-up requests equals that of measured requests, or is one less.
         let requests = 2 * report.requests;
         let counted = instructions.read().ok_or("the system counts no instructions for this process")?;
         Ok(writeln!(io::stdout(), "{:.1}", counted as f64 / requests as f64)?)
@@ -141,7 +141,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nothing is left to tell if standard error is gone.
+            // A write error on standard error is ignored, because there is no other output.
             let _ = writeln!(io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }

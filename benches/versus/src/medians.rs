@@ -1,6 +1,6 @@
-//! Medians, which one slow spell of the machine does not move.
+//! Medians, which are insensitive to a temporary slowdown of the machine.
 
-/// The median; of an even number of values the mean of the middle two, of none nothing.
+/// Median of the values; the mean of the middle two for an even number, none without values.
 ///
 /// ```
 /// use pointsman_versus::medians::median;

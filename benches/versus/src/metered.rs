@@ -1,8 +1,8 @@
-//! User-mode instructions of a run, of all threads: a figure that does not move with what else the machine does.
+//! User-mode instructions of all threads in a run, a figure that is independent of other load on the machine.
 //!
-//! Owns the counter and when it counts: from when the router has started until it is ended, over both halves of the
-//! workload. The loop and the simulated engines are in it. So [`Nobody`], a router that only takes turns, is run the same
-//! way, and what it takes is what the others' figures have to be lessened by.
+//! The counter runs from the start of the router until its shutdown, over both halves of the workload. The loop and the
+//! simulated engines are included. Therefore [`Nobody`], a router that only selects ranks in rotation, is run in the
+//! same way, and its instructions are subtracted from the other figures.
 
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -15,12 +15,12 @@ use pointsman_bench::embedded::Embedded;
 use pointsman_bench::fleet::Fleet;
 use pointsman_bench::target::{Call, Refusal, Routed, Target};
 
-/// A counter of this process' instructions, shared by who opens it, who starts it and who reads it.
+/// A counter of this process' instructions, shared by the code that opens, starts and reads it.
 #[derive(Clone, Default)]
 pub(crate) struct Instructions(Arc<Mutex<Option<Counter>>>);
 
 impl Instructions {
-    /// Opens a counter, where the system and its rights allow one. It covers the threads that are made from here on.
+    /// Opens a counter, if the system supports and permits it. It covers the threads created afterwards.
     pub(crate) fn open() -> Self {
         let mut builder = perf_event::Builder::new().kind(Hardware::INSTRUCTIONS);
         builder.inherit(true);
@@ -32,20 +32,20 @@ impl Instructions {
         counter.as_mut().and_then(|counter| work(counter).ok())
     }
 
-    /// Instructions counted.
+    /// Number of counted instructions.
     pub(crate) fn read(&self) -> Option<u64> {
         self.with(Counter::read)
     }
 }
 
-/// A router whose run is counted.
+/// A router whose instructions are counted.
 pub(crate) struct Metered<T> {
     router: T,
     instructions: Instructions,
 }
 
 impl<T> Metered<T> {
-    /// Counts from now on.
+    /// Starts the counter.
     pub(crate) fn new(router: T, instructions: &Instructions) -> Self {
         instructions.with(Counter::enable);
         Self { router, instructions: instructions.clone() }
@@ -88,7 +88,7 @@ impl<T: Target> Target for Metered<T> {
     }
 }
 
-/// Sends requests to the ranks in turn, and knows nothing.
+/// Router without state that selects ranks in rotation.
 pub(crate) struct Nobody {
     fleet: Fleet,
     requests: AtomicU64,

@@ -1,12 +1,13 @@
-//! Both routers side by side over one fleet, to see whether they choose alike.
+//! Comparison of the decisions of both routers over one fleet.
 //!
-//! One request at a time: both have applied every event and every end, both are asked where they would send it, and
-//! both are made to book it where Pointsman would. So each decision of either is made in the same state, whatever the
-//! decisions before it were, and a difference is one of that decision alone.
+//! Requests are processed one at a time. Before each decision both routers have applied every event and every end of a
+//! request. Both are queried for their decision, and both book the request on Pointsman's choice. Each decision of
+//! either router is thus made in the same state, independently of earlier decisions, and a difference is due to that
+//! decision alone.
 //!
-//! A request first prefills: it weighs on its rank and has no blocks in the cache. When its prefill is done the rank's
-//! [`Engine`] holds its blocks and both routers get the events; later it ends. Which one gets on next is drawn from
-//! the seed, so requests do not end in the order in which they came.
+//! A request is in prefill first: it adds load to its rank and has no blocks in the cache. At the end of its prefill
+//! the rank's [`Engine`] holds its blocks and both routers receive the events; later the request ends. The seed
+//! determines which request advances next, so requests do not end in the order of their arrival.
 
 mod tally;
 
@@ -31,12 +32,12 @@ pub(crate) use self::tally::{Facts, View};
 use crate::PeerOptions;
 use crate::peer::Peer;
 
-/// A comparison of choices.
+/// A comparison of decisions.
 #[derive(Args, Debug)]
 pub(crate) struct Parity {
     #[command(flatten)]
     common: Common,
-    /// Simulated workers, one or several values
+    /// Number of simulated workers, one or several values
     #[arg(
         long,
         value_delimiter = ',',
@@ -44,21 +45,21 @@ pub(crate) struct Parity {
         value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
     workers: Vec<u32>,
-    /// Requests in prefill at a time, of those in flight; the rest decode
+    /// Number of requests in prefill among those in flight; the others decode
     #[arg(long, default_value_t = 64)]
     prefilling: usize,
-    /// Runtime threads
+    /// Number of runtime threads
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     threads: u32,
     #[command(flatten)]
     peer: PeerOptions,
-    /// Fail when a smaller share of the untied decisions agrees, in %
+    /// Minimum share of untied decisions that must agree, in %
     #[arg(long, default_value_t = 99.0)]
     agreement_min: f64,
-    /// Print what both knew at the first so many differences, on standard error
+    /// Number of differences for which the state of both routers is printed on standard error
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     explain_differences: u64,
-    /// Print one JSON object; the table goes to standard error
+    /// Print one JSON object; the table is printed on standard error
     #[arg(long)]
     json: bool,
 }
@@ -95,7 +96,7 @@ impl Parity {
         Ok(())
     }
 
-    /// Replays `prompts` over both routers and a fresh fleet.
+    /// Replays `prompts` on both routers with a new fleet.
     async fn replay(&self, workers: u32, prompts: &[pointsman_trial::workload::Prompt]) -> Result<Tally, Refusal> {
         let options = Replay {
             common: self.common.clone(),
@@ -140,7 +141,7 @@ impl Parity {
     }
 }
 
-/// Block hashes of `tokens`, on which both routers must agree: engines send one kind of event to either.
+/// Block hashes of `tokens`. Both routers must agree on them, because the same engine events are sent to both.
 fn hashed(tokens: &[u32], block_size: NonZeroU32) -> Result<Vec<BlockHash>, Refusal> {
     let hashes = Embedded::hash(tokens, block_size);
     if hashes == Peer::hash(tokens, block_size) {
@@ -150,7 +151,7 @@ fn hashed(tokens: &[u32], block_size: NonZeroU32) -> Result<Vec<BlockHash>, Refu
     }
 }
 
-/// A stream of positions, fixed by its seed.
+/// A stream of pseudo-random positions, determined by its seed.
 struct Draws {
     seed: u64,
     drawn: u64,
@@ -171,7 +172,7 @@ struct Booked {
     blocks: Box<[StoredBlock]>,
 }
 
-/// Both routers, and the engines that serve them both.
+/// Both routers with their common engines.
 struct Pair {
     ours: Embedded,
     theirs: Peer,
@@ -186,13 +187,14 @@ impl Pair {
         Self { ours, theirs, fleet, engines, change: Change::default() }
     }
 
-    /// What either would do with `tokens`, with nothing on its way to either.
+    /// Decisions of both routers for `tokens`, after all pending input has been applied.
     async fn decide(&self, tokens: &[u32]) -> Result<Decision, Refusal> {
         let router = self.ours.router();
         router.flush().await?;
         self.theirs.flush().await?;
         let request = RouteRequest::query(Prompt::Tokens(tokens));
-        // Asks every rank, so ends and prefills are counted in; what `route` would do, with its shortlist, comes after.
+        // The explanation queries every rank, so it includes all ends and prefills. The decision of `route`, with its
+        // shortlist, follows.
         let explanation = router.explain(request).await?;
         let chosen = router.find_best_match(request).await?.rank();
         let ranks = explanation.ranks.iter().map(|row| {
@@ -216,7 +218,7 @@ impl Pair {
         Ok(Decision { ours, theirs })
     }
 
-    /// Books with both on `rank`.
+    /// Books the request on `rank` in both routers.
     async fn book(
         &self,
         id: String,
@@ -229,7 +231,7 @@ impl Pair {
         Ok(Booked { id, rank, blocks })
     }
 
-    /// Lets the engine serve the request; both routers hear of its blocks, then of its first token.
+    /// Lets the engine serve the request, then reports its blocks and its first token to both routers.
     async fn complete_prefill(&mut self, mut booked: Booked) -> Result<Booked, Refusal> {
         let Booked { id, rank, blocks } = &mut booked;
         let index = self.fleet.index(*rank).ok_or("no rank of the fleet")?;

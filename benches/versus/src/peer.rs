@@ -1,9 +1,9 @@
-//! The peer as a target of the closed loop: the selection core of `dynamo-kv-router`, embedded as its documentation
-//! lets a host do. And what a parity run asks of it beyond that.
+//! dynamo-kv-router as a target of the closed loop: its selection core, embedded as its documentation describes for a
+//! host. Also the additional queries of a parity run.
 //!
-//! Everything is at the peer's defaults but what the loop fixes (block size, fleet). A host that has its own event
-//! transport feeds the index itself; so does this one, for the default transport would keep a socket per rank busy
-//! reconnecting to engines that do not exist, and that would be charged to the peer.
+//! All settings are dynamo-kv-router's defaults, except those that the loop determines (block size, fleet). A host with
+//! its own event transport feeds the index itself, and so does this module. With the default transport, one socket per
+//! rank would continuously reconnect to engines that do not exist, and that cost would count as dynamo-kv-router's.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -34,35 +34,35 @@ use pointsman_bench::target::{Call, Refusal, Routed, Target};
 
 use crate::parity::{Facts, View};
 
-/// How long the peer may take until it would schedule on every worker.
+/// Timeout for all workers to become schedulable.
 const READY_MAX: Duration = Duration::from_secs(30);
 
-/// The running peer.
+/// A running dynamo-kv-router.
 pub struct Peer {
     service: SelectionService,
     indexer: Indexer,
-    /// Numbers the events, as an engine would.
+    /// Sequence number of the next event, as from an engine.
     next_event: AtomicU64,
-    /// Whether events have been handed over since the last flush.
+    /// Whether events were applied since the last flush.
     is_unsettled: AtomicBool,
-    /// Whether it is told of output.
+    /// Whether output blocks are reported to it.
     with_output: bool,
 }
 
-/// What the peer is told of its workers.
+/// Configuration of the workers.
 #[derive(Clone, Copy, Debug)]
 struct Workers<'a> {
     fleet: Fleet,
     block_size: NonZeroU32,
-    /// Tokens of a step, by worker; the last one is that of all that follow.
+    /// Tokens per step by worker; the last value applies to all further workers.
     step_tokens_max: &'a [u64],
 }
 
 impl Peer {
-    /// Starts the peer over the fleet of `options`. `event_threads` apply events; the peer's default when absent.
+    /// Starts dynamo-kv-router over the fleet of `options`, with `event_threads` event threads or its own default.
     ///
     /// # Errors
-    /// It refuses its configuration or a worker, or is not ready in time.
+    /// It rejects its configuration or a worker, or is not ready in time.
     pub async fn start(options: &Replay, event_threads: Option<usize>) -> Result<Self, Refusal> {
         if options.common.policy != Policy::Kv {
             return Err(format!("the peer has no policy {:?}, only Kv", options.common.policy).into());
@@ -75,11 +75,11 @@ impl Peer {
         Self::over(workers, event_threads, true).await
     }
 
-    /// Starts the peer over the simulated fleet of `setup`. Ties are drawn as its seed says: the peer's draws are those
-    /// of the thread, and a simulation has one.
+    /// Starts dynamo-kv-router over the simulated fleet of `setup`. Ties depend on the seed of `setup`:
+    /// dynamo-kv-router uses the random numbers of the thread, and a simulation has one thread.
     ///
     /// # Errors
-    /// As [`Peer::start`].
+    /// See [`Peer::start`].
     pub async fn start_simulated(
         setup: &Setup,
         event_threads: Option<usize>,
@@ -120,7 +120,7 @@ impl Peer {
         Ok(peer)
     }
 
-    /// Workers reach the scheduler on a task of the peer's own; until then it refuses requests.
+    /// Waits for all workers. They reach the scheduler on a separate task; until then it rejects requests.
     async fn wait_until_schedulable(&self, workers: usize) -> Result<(), Refusal> {
         let routable = async {
             let mut attempt = 0;
@@ -142,9 +142,9 @@ impl Peer {
     }
 }
 
-/// Selecting and booking.
+/// Selection and booking.
 impl Peer {
-    /// Books on `pinned`, or where the peer likes best.
+    /// Books on `pinned`, or on the best rank.
     async fn reserve(&self, call: Call, pinned: Option<WorkerRank>) -> Result<Routed<String>, Refusal> {
         let prompt_tokens = call.tokens.len();
         let request = SelectAndReserveRequest {
@@ -173,7 +173,7 @@ impl Peer {
     /// Books on `rank`.
     ///
     /// # Errors
-    /// The peer refuses, or books elsewhere.
+    /// The request is rejected or booked on another rank.
     pub async fn reserve_on(&self, call: Call, rank: WorkerRank) -> Result<String, Refusal> {
         let routed = self.reserve(call, Some(rank)).await?;
         if routed.rank == rank {
@@ -183,10 +183,10 @@ impl Peer {
         }
     }
 
-    /// Returns when every event taken before has been applied.
+    /// Returns when all previous events have been applied.
     ///
     /// # Errors
-    /// Its index is down.
+    /// The index has stopped.
     pub async fn flush(&self) -> Result<(), Refusal> {
         match &self.indexer {
             Indexer::Single { primary, .. } => drop(primary.flush_and_wait().await?),
@@ -196,13 +196,13 @@ impl Peer {
         Ok(())
     }
 
-    /// Which rank the peer would choose for `tokens` now, without a booking, and what it knows of each.
+    /// The rank that dynamo-kv-router would choose for `tokens` now, without a booking, and its facts about each rank.
     ///
-    /// Its answers give facts but no cost. That is computed here, as its reference scorer does without lower tiers, a
-    /// shared cache or a decaying credit; a parity run holds each choice against it.
+    /// The responses contain facts but no cost. The cost is computed here like in its reference scorer without lower
+    /// tiers, a shared cache or a decaying credit. A parity run checks each choice against it.
     ///
     /// # Errors
-    /// The peer refuses.
+    /// The request is rejected.
     pub async fn view(&self, tokens: &[u32]) -> Result<View, Refusal> {
         let core = self.service.core();
         let (model_name, routing_group) = (DEFAULT_MODEL_NAME.to_owned(), DEFAULT_ROUTING_GROUP.to_owned());
@@ -232,8 +232,8 @@ impl Peer {
             if (overlap.worker_id, overlap.dp_rank) != (load.worker_id, load.dp_rank) {
                 return Err(format!("{rank} has a load and no overlap").into());
             }
-            // What is still to compute of this request is in the load; the formula takes the whole prompt and the
-            // credit apart.
+            // The load includes the uncached tokens of this request. The formula needs the whole prompt and the credit
+            // separately.
             let cached_tokens = (overlap.device_blocks * overlaps.block_size as usize).min(isl_tokens);
             let raw_tokens = load.potential_prefill_tokens + cached_tokens;
             let raw_blocks = raw_tokens as f64 / f64::from(overlaps.block_size);
@@ -291,7 +291,7 @@ fn worker_request(worker: WorkerId, workers: &Workers<'_>, step_tokens_max: Opti
     }
 }
 
-/// An event transport that is this process: the index is fed by `apply_events`.
+/// Event transport of this process: `apply_events` feeds the index.
 struct HostFed;
 
 #[async_trait]
@@ -361,7 +361,7 @@ impl Target for Peer {
         Ok(())
     }
 
-    /// Its threads for events are outside of any simulated time: they must have done when time goes on.
+    /// The event threads are outside virtual time, so they must finish before time advances.
     async fn settle(&self) -> Result<(), Refusal> {
         if self.is_unsettled.swap(false, Relaxed) { self.flush().await } else { Ok(()) }
     }

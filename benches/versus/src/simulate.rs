@@ -1,7 +1,7 @@
 //! `versus simulate`: the same simulated fleet, driven by either router in virtual time.
 //!
-//! Both run in one process, one after the other, for no clock of the machine is read. What a run shows depends on its
-//! seed alone: it draws where ranks tie. Several seeds tell how much of a difference that is.
+//! Both routers run in one process, one after the other, because no real clock is read. The result of a run depends on
+//! its seed alone, which breaks ties between ranks. Several seeds show the size of that effect.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -25,23 +25,23 @@ use crate::peer::Peer;
 pub(crate) struct Simulated {
     #[command(flatten)]
     simulate: Simulate,
-    /// Fleets and paces, as workers:speedup, in place of --workers and --speedup
+    /// Fleets with their speed-up, as workers:speedup, instead of --workers and --speedup
     #[arg(long, value_name = "WORKERS:SPEEDUP", value_delimiter = ',')]
     at: Vec<Pace>,
-    /// Runs of each router on each fleet, with seeds from --seed on
+    /// Number of runs per router and fleet, with consecutive seeds from --seed on
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     pairs: u32,
-    /// Tell neither router of the output that requests have made
+    /// Do not report output blocks to either router
     #[arg(long)]
     without_output_blocks: bool,
-    /// Fail when the median ratio of mean times to the first token is further from 1, in %
+    /// Maximum deviation of the median TTFT ratio from 1, in %; fail above it
     #[arg(long, value_name = "PERCENT")]
     ttft_difference_max: Option<f64>,
     #[command(flatten)]
     peer: PeerOptions,
 }
 
-/// A fleet, and how fast the workload comes at it.
+/// A fleet and the speed-up of its workload.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Pace {
     workers: u32,
@@ -59,16 +59,16 @@ impl FromStr for Pace {
     }
 }
 
-/// One seed on one fleet.
+/// Results of one seed on one fleet.
 #[derive(Debug)]
 struct Pair {
     ours: Summary,
     theirs: Summary,
-    /// Share of the measured requests that both sent to the same rank.
+    /// Share of the measured requests that both routers placed on the same rank.
     same_rank: f64,
 }
 
-/// A figure of one run, absent where nothing was measured for it.
+/// A figure of one run; none without measurements.
 struct Column {
     title: &'static str,
     key: &'static str,
@@ -166,14 +166,14 @@ impl Simulated {
     }
 }
 
-/// Where each request went.
+/// Rank of each request.
 fn ranks(run: &Run) -> Vec<Option<u32>> {
     run.requests.iter().map(|request| request.rank).collect()
 }
 
-/// Share of the measured requests that two runs of one workload sent to the same rank. Ranks of a fleet that are alike
-/// differ in their names alone, and a draw decides which comes first: so ranks count by the order in which they are
-/// first used.
+/// Share of the measured requests that two runs of one workload placed on the same rank. Equal ranks of a fleet differ
+/// only in their names, and random numbers decide which is used first. Therefore ranks are renumbered in order of first
+/// use.
 fn same_rank(ours: &[Option<u32>], theirs: &[Option<u32>], warmup_requests: usize) -> f64 {
     let (ours, theirs) = (by_first_use(ours), by_first_use(theirs));
     let pairs = || ours.iter().zip(&theirs).skip(warmup_requests);
@@ -181,7 +181,7 @@ fn same_rank(ours: &[Option<u32>], theirs: &[Option<u32>], warmup_requests: usiz
     same as f64 / pairs().count().max(1) as f64
 }
 
-/// Each rank as its number in the order of first use.
+/// Ranks numbered in order of first use.
 fn by_first_use(ranks: &[Option<u32>]) -> Vec<Option<usize>> {
     let mut used = Vec::new();
     let mut number = |rank| {
@@ -214,7 +214,7 @@ impl Row {
     }
 }
 
-/// Medians as ours / theirs, and in brackets the median of the pairs' ratios.
+/// Table of the medians as ours / theirs, with the median of the pairs' ratios in brackets.
 fn markdown(rows: &[Row]) -> Result<String, std::fmt::Error> {
     let mut out = String::from("| workers | speed-up | requests ");
     for Column { title, .. } in &COLUMNS {

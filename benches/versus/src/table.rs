@@ -1,4 +1,4 @@
-//! Medians of the runs, side by side.
+//! Table of the medians of all runs.
 
 use std::fmt::Write;
 
@@ -6,13 +6,13 @@ use pointsman_bench::report::Report;
 use pointsman_versus::medians;
 use serde_json::{Value, json};
 
-/// The runs of one combination of threads, workers and clients. Runs at the same place in both lists are a pair.
+/// Runs of one combination of threads, workers and clients. Runs at the same position of both lists are a pair.
 #[derive(Debug)]
 pub(crate) struct Cell {
     pub(crate) threads: usize,
     pub(crate) workers: u32,
     pub(crate) clients: usize,
-    /// Instructions of a request, in thousands: ours, theirs.
+    /// Thousands of instructions per request: ours, theirs.
     pub(crate) instructions: Option<[f64; 2]>,
     pub(crate) ours: Vec<Report>,
     pub(crate) theirs: Vec<Report>,
@@ -35,7 +35,7 @@ struct Column {
 }
 
 const CPU: Figure = |report| report.router_cpu_us_per_request;
-/// What the run adds to memory: the router, and the simulated caches, which are the same on both sides.
+/// Growth of memory during the run: the router, and the simulated caches, which are equal on both sides.
 const RSS_GROWN_MIB: Figure = |report| {
     let grown = report.rss_bytes.unwrap_or(0).saturating_sub(report.rss_before_bytes.unwrap_or(0));
     grown as f64 / f64::from(1 << 20)
@@ -51,12 +51,12 @@ const COLUMNS: [Column; 6] = [
 ];
 
 impl Cell {
-    /// Ratio of the median CPU, ours over theirs.
+    /// Ratio of the median CPU times, ours over theirs.
     fn cpu_ratio(&self) -> Option<f64> {
         Some(median(&self.ours, CPU)? / median(&self.theirs, CPU)?)
     }
 
-    /// The same, pair by pair.
+    /// Ratios of CPU times, pair by pair.
     fn cpu_ratios(&self) -> Vec<f64> {
         self.ours.iter().zip(&self.theirs).map(|(ours, theirs)| CPU(ours) / CPU(theirs)).collect()
     }
@@ -97,7 +97,7 @@ impl Cell {
 }
 
 impl Table {
-    /// The medians as a Markdown table; each figure ours / theirs.
+    /// Markdown table of the medians; each figure is ours / theirs.
     pub(crate) fn markdown(&self) -> String {
         let mut out = String::from("| threads | workers | clients ");
         for Column { title, .. } in COLUMNS {
@@ -112,7 +112,7 @@ impl Table {
         out
     }
 
-    /// Every run, with the medians.
+    /// All runs with their medians.
     pub(crate) fn json(&self) -> Value {
         json!({ "cells": self.cells.iter().map(Cell::json).collect::<Vec<_>>() })
     }

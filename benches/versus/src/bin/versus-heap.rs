@@ -1,6 +1,6 @@
-//! Weighs one index, in a process whose allocator counts.
+//! Measures the memory of one index, in a process with a counting allocator.
 //!
-//! Apart from `versus`, for counting would slow whatever allocates there.
+//! It is separate from `versus`, because counting slows down allocations.
 
 use std::alloc::System;
 use std::error::Error;
@@ -14,7 +14,7 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// Weighs one index and prints what its memory is as JSON
+/// Measure the memory of one index and print it as JSON
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nothing is left to tell if standard error is gone.
+            // A write error on standard error is ignored, because there is no other output.
             let _ = writeln!(io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }

@@ -1,8 +1,8 @@
-//! What is replayed: the events of simulated caches that serve a workload, and the prompts asked for.
+//! Load of the index replay: the events of simulated caches that serve a workload, and the prompts of its queries.
 //!
-//! Each request goes to a rank that a draw picks, so that prefixes spread over ranks; the rank's
-//! [`Engine`] evicts its least recently used leaves. The first half of the requests fills and churns the caches
-//! before anything is measured.
+//! Each request is sent to a pseudo-random rank, so that prefixes spread over ranks. The rank's [`Engine`] evicts its
+//! least recently used leaves. The first half of the requests fills the caches and causes evictions before the
+//! measurement.
 
 use std::num::NonZeroU32;
 
@@ -13,16 +13,16 @@ use pointsman_bench::target::Target;
 use pointsman_bench::workload::Prompt;
 use pointsman_trial::workload::mix;
 
-/// A rank's events of one request, the removal first: it makes room.
+/// Events of one request on a rank. The removal comes first, because it makes room.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// The rank, from 0.
+    /// Number of the rank, from 0.
     pub rank: u32,
-    /// Blocks evicted.
+    /// Evicted blocks.
     pub removed: Vec<EngineHash>,
-    /// The block that the stored ones follow.
+    /// Parent of the stored blocks.
     pub parent: Option<EngineHash>,
-    /// Blocks stored.
+    /// Stored blocks.
     pub stored: Vec<StoredBlock>,
 }
 
@@ -31,18 +31,18 @@ pub struct Step {
 pub struct Load {
     /// Number of ranks.
     pub ranks: u32,
-    /// Fills the caches.
+    /// Steps that fill the caches.
     pub warm: Vec<Step>,
-    /// Is measured.
+    /// Measured steps.
     pub timed: Vec<Step>,
-    /// Every request's block hashes.
+    /// Block hashes of every request.
     pub prompts: Vec<Vec<BlockHash>>,
-    /// Blocks that the caches hold after `warm`, and after `timed`.
+    /// Numbers of blocks in the caches after `warm` and after `timed`.
     pub held_blocks: [usize; 2],
 }
 
 impl Load {
-    /// The load that `prompts` make on `ranks` ranks of `blocks_max` blocks each.
+    /// Computes the load of `prompts` on `ranks` ranks with `blocks_max` blocks each.
     #[must_use]
     pub fn new(prompts: Vec<Prompt>, block_size: NonZeroU32, ranks: u32, blocks_max: usize, seed: u64) -> Self {
         let mut engines: Vec<Engine> = (0..ranks).map(|_| Engine::new(blocks_max)).collect();

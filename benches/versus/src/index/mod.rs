@@ -1,9 +1,10 @@
-//! The index alone, replayed: one writer, the same events and the same questions, over Pointsman's index and its peers'.
+//! Replay of the index alone: one writer, with the same events and the same queries for Pointsman's index and two
+//! others.
 //!
-//! Owns the load ([`load`]), the indexes under one form ([`subject`]) and what one process measures of one of them
-//! ([`replay`]). Promises that all get the same events in the same order, and that every answer is kept as a
-//! digest, so that whoever compares can refuse figures of indexes that do not agree. Leaves pairs and tables to the
-//! command.
+//! Contains the load ([`load`]), the common interface of the indexes ([`subject`]) and the measurement of one index in
+//! one process ([`replay`]). All indexes receive the same events in the same order. Every query result is kept as a
+//! digest, so that the command rejects figures of indexes with different results. The command also builds pairs and
+//! tables.
 
 pub mod load;
 pub mod replay;

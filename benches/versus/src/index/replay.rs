@@ -1,4 +1,4 @@
-//! One index in one process: what it takes to store, remove and answer, and what its memory is.
+//! Measurement of one index in one process: cost of stores, removals and queries, and memory.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::medians::median;
 use super::load::{Load, Step};
 use super::subject::{KvIndex, Pointsman, Radix, Subject};
 
-/// An index to replay.
+/// An index under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Which {
-    /// Ours
+    /// Pointsman's index
     Pointsman,
     /// `ChainIndex` of kv-index
     KvIndex,
@@ -29,10 +29,10 @@ pub enum Which {
 }
 
 impl Which {
-    /// All of them, ours first.
+    /// All indexes, Pointsman's first.
     pub const ALL: [Self; 3] = [Self::Pointsman, Self::KvIndex, Self::Radix];
 
-    /// Its name on a command line and in tables.
+    /// Name on a command line and in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -43,72 +43,72 @@ impl Which {
     }
 }
 
-/// A replay of one index in this process.
+/// Arguments of a replay of one index in this process.
 #[derive(Args, Clone, Debug)]
 pub struct Replay {
     /// The index
     #[arg(long, value_enum)]
     pub index: Which,
-    /// Ranks whose caches the index follows
+    /// Number of ranks whose caches the index tracks
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub ranks: u32,
-    /// What it shares with other runs.
+    /// Arguments shared with other runs.
     #[command(flatten)]
     pub common: Common,
 }
 
-/// What a stored block, a removed one and a question cost.
+/// Cost of a stored block, a removed block and a query.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
-    /// A block.
+    /// Cost per stored block.
     pub store: f64,
-    /// A block.
+    /// Cost per removed block.
     pub remove: f64,
-    /// A question: the median of the times, the mean of instructions.
+    /// Cost per query: the median for times, the mean for instructions.
     pub question: f64,
 }
 
-/// What a block costs in the median event, in ns.
+/// Time per block in the median event, in ns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Events {
-    /// Of the stores.
+    /// Median over store events.
     pub store: f64,
-    /// Of the removals.
+    /// Median over removal events.
     pub remove: f64,
 }
 
-/// What one timed process says.
+/// Results of one timed process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Timed {
-    /// In ns.
+    /// Times in ns.
     pub time_ns: Costs,
-    /// The same of the median event: no pause of the machine's is in it, nor what seldom has to be done.
+    /// Times per block of the median event, without pauses of the machine and without rare maintenance work.
     pub event_median_ns: Events,
-    /// 99 of 100 questions are answered within this, in ns.
+    /// 99th percentile of query times in ns.
     pub question_p99_ns: f64,
-    /// User-mode instructions, where the system counts them.
+    /// User-mode instructions, if the system counts them.
     pub instructions: Option<Costs>,
-    /// Blocks stored in the measured half.
+    /// Number of blocks stored in the measured half.
     pub stored_blocks: u64,
-    /// Blocks removed in it.
+    /// Number of blocks removed in the measured half.
     pub removed_blocks: u64,
-    /// A digest of each answer: to all prompts before the measured half, then to all after it.
+    /// Digests of all query results: for all prompts before the measured half, then for all after it.
     pub answers: Vec<u64>,
 }
 
-/// What one process that counts allocations says.
+/// Results of one process with a counting allocator.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Heap {
-    /// Blocks that the ranks hold, a block of several ranks counted for each.
+    /// Number of held blocks over all ranks; a block on several ranks counts for each.
     pub held_blocks: usize,
-    /// Bytes allocated and not freed since before the index was made.
+    /// Bytes allocated and not freed since the creation of the index.
     pub heap_bytes: usize,
-    /// Those of them that are set aside and never yet used, as the index itself tells.
+    /// Number of those bytes that are reserved and never used, as reported by the index.
     pub reserved_bytes: usize,
 }
 
 impl Heap {
-    /// Bytes in use for each held block.
+    /// Used bytes per held block.
     #[must_use]
     pub fn bytes_a_block(&self) -> f64 {
         (self.heap_bytes - self.reserved_bytes) as f64 / self.held_blocks as f64
@@ -121,7 +121,7 @@ impl Replay {
         Ok(Load::new(self.common.prompts()?, block_size, self.ranks, kv_blocks, seed))
     }
 
-    /// Measures times, instructions and answers.
+    /// Measures times, instructions and query results.
     ///
     /// # Errors
     /// The workload cannot be read.
@@ -134,7 +134,7 @@ impl Replay {
         })
     }
 
-    /// Measures memory after the first half, by `live_bytes`: what the allocator has given and not got back.
+    /// Measures memory after the first half. `live_bytes` returns the bytes that are allocated and not freed.
     ///
     /// # Errors
     /// The workload cannot be read.
@@ -148,7 +148,7 @@ impl Replay {
     }
 }
 
-/// An index that the first half has filled. Each event is made, taken and gone before the next.
+/// Creates an index and applies the first half. Each event is created, applied and dropped before the next one.
 fn warmed<S: Subject>(load: &Load) -> S {
     let mut subject = S::new(load.ranks);
     for step in &load.warm {
@@ -203,7 +203,7 @@ fn time<S: Subject>(load: &Load) -> Timed {
     }
 }
 
-/// One number for each answer. Not measured.
+/// Digest of each query result. Not measured.
 fn digests<S: Subject>(subject: &mut S, load: &Load) -> Vec<u64> {
     let mut digest = |prompt: &Vec<_>| {
         let answer = subject.ask(&mut S::question(prompt));
@@ -214,7 +214,7 @@ fn digests<S: Subject>(subject: &mut S, load: &Load) -> Vec<u64> {
     load.prompts.iter().map(&mut digest).collect()
 }
 
-/// Meters what is done to an index.
+/// Measures operations on an index.
 trait Meter {
     fn remove<S: Subject>(&mut self, subject: &mut S, step: &Step);
     fn store<S: Subject>(&mut self, subject: &mut S, step: &Step);
@@ -231,15 +231,15 @@ fn churn<S: Subject>(subject: &mut S, steps: &[Step], meter: &mut impl Meter) {
     }
 }
 
-/// Meters time. An event has a hundred blocks or so, which hide what reading a clock costs; a question's time has that
-/// in it, some 40 ns.
+/// Measures time. An event has about a hundred blocks, so the cost of reading a clock is negligible. The time of a
+/// query includes it, about 40 ns.
 #[derive(Default)]
 struct Clock {
     removing: Duration,
     storing: Duration,
     removed: u64,
     stored: u64,
-    /// By event: ns a block.
+    /// Times per block by event, in ns.
     remove_events: Vec<f64>,
     store_events: Vec<f64>,
 }
@@ -277,7 +277,7 @@ impl Meter for Clock {
     }
 }
 
-/// Meters instructions of this thread. Starting and stopping a counter is the kernel's work, which it does not count.
+/// Counts the instructions of this thread. Starting and stopping a counter is work of the kernel, which is not counted.
 struct Instructions {
     removing: Counter,
     storing: Counter,
@@ -285,7 +285,7 @@ struct Instructions {
     stored: u64,
 }
 
-/// A counter that stands still; none where the system or its rights do not let one be had.
+/// Creates a stopped counter; none without support or permission of the system.
 fn counter() -> Option<Counter> {
     perf_event::Builder::new().kind(Hardware::INSTRUCTIONS).build().ok()
 }
@@ -315,7 +315,7 @@ impl Meter for Instructions {
     }
 }
 
-/// The same once more, counting instructions.
+/// Repeats the replay with a count of instructions.
 fn instructions<S: Subject>(load: &Load) -> Option<Costs> {
     let mut meter = Instructions { removing: counter()?, storing: counter()?, removed: 0, stored: 0 };
     let mut asking = counter()?;

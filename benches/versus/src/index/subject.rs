@@ -1,7 +1,7 @@
-//! The indexes under test, in one form.
+//! Common interface of the indexes under test.
 //!
-//! Each is driven as its own benches drive it, through its cheapest published way: events in its own types, made before
-//! the clock; hashes that need no conversion; and an answer that is dropped after the clock.
+//! Each index is used like in its own benchmarks, by its cheapest public API: events in its own types, created before
+//! the measured time; hashes that need no conversion; and a result that is dropped after the measured time.
 
 use std::mem::take;
 
@@ -18,46 +18,46 @@ use pointsman::protocol::{
 
 use super::load::Step;
 
-/// An index. Ranks are numbered from 0.
+/// An index under test. Ranks are numbered from 0.
 pub trait Subject: Sized {
-    /// An event in its own form.
+    /// Event in the index' own type.
     type Event;
-    /// A prompt in its own form.
+    /// Prompt in the index' own type.
     type Question;
-    /// What a question leaves behind.
+    /// Result of a query.
     type Answer;
 
-    /// An index that knows `ranks` ranks, which hold nothing.
+    /// Creates an index with `ranks` empty ranks.
     fn new(ranks: u32) -> Self;
 
-    /// The removal of `step`.
+    /// Removal event of `step`.
     fn removal(step: &Step) -> Self::Event;
 
-    /// The store of `step`.
+    /// Store event of `step`.
     fn store(step: &Step) -> Self::Event;
 
-    /// Asks for a prompt.
+    /// Query for a prompt.
     fn question(prompt: &[BlockHash]) -> Self::Question;
 
-    /// Takes an event.
+    /// Applies an event.
     ///
     /// # Panics
-    /// The index refuses it: then nothing that is measured would be worth anything.
+    /// The index rejects the event, because the measurement would be invalid.
     fn apply(&mut self, event: Self::Event);
 
-    /// Answers. A question is asked once.
+    /// Executes a query. Each query is executed once.
     fn ask(&mut self, question: &mut Self::Question) -> Self::Answer;
 
-    /// The answer as pairs of a rank and its leading blocks, in no order.
+    /// Result as pairs of a rank and its number of leading blocks, unordered.
     fn scores(&self, answer: &Self::Answer) -> Vec<(u32, u32)>;
 
-    /// Heap bytes set aside and never yet used, as far as the index tells.
+    /// Reserved heap bytes that were never used, if the index reports them.
     fn reserved_bytes(&self) -> usize {
         0
     }
 }
 
-/// Ours.
+/// Pointsman's index.
 #[derive(Debug)]
 pub struct Pointsman {
     index: Index,
@@ -108,30 +108,30 @@ impl Subject for Pointsman {
     }
 }
 
-/// `ChainIndex` of `kv-index`, with the map of blocks that it wants kept for each rank.
+/// `ChainIndex` of `kv-index`, with the block map that it requires for each rank.
 pub struct KvIndex {
     index: ChainIndex,
     maps: Vec<ChainBlockMap>,
     scores: Vec<(u32, u32)>,
 }
 
-/// An event of `kv-index`, which has calls and no type for it.
+/// An event for `kv-index`, which has functions but no type for it.
 #[derive(Debug)]
 pub enum KvIndexEvent {
-    /// Blocks are gone.
+    /// Blocks were removed.
     Removed {
-        /// From where.
+        /// Number of the rank.
         rank: u32,
-        /// Their names.
+        /// Hashes of the blocks.
         blocks: Vec<SequenceHash>,
     },
-    /// Blocks are new.
+    /// Blocks were stored.
     Stored {
-        /// Where.
+        /// Number of the rank.
         rank: u32,
-        /// What they follow.
+        /// Parent of the first block.
         parent: Option<SequenceHash>,
-        /// In order.
+        /// Blocks in order.
         blocks: Vec<kv_index::StoredBlock>,
     },
 }
@@ -196,7 +196,7 @@ impl Subject for KvIndex {
         self.scores.clone()
     }
 
-    /// It takes memory in chunks of 8 MiB, and headers by the thousand.
+    /// The index allocates chunks of 8 MiB, and headers by the thousand.
     fn reserved_bytes(&self) -> usize {
         let stats = self.index.stats();
         (stats.arena_chunk_bytes - stats.arena_bytes) + (stats.slab_bytes - stats.header_bytes)
@@ -282,7 +282,7 @@ mod tests {
         );
     }
 
-    /// A prompt of three blocks on rank 0, two of them on rank 1; then rank 0 gives up the last.
+    /// Rank 0 stores a prompt of three blocks and rank 1 two of them; then rank 0 removes all but the first.
     #[test]
     fn all_answer_alike() {
         fn answers<S: Subject>() -> [Vec<(u32, u32)>; 2] {

@@ -1,6 +1,6 @@
-//! What two routers knew and chose, compared and counted.
+//! Comparison and counts of the decisions of two routers.
 //!
-//! Owns when a decision is tied, when two agree, and what a difference is put down to.
+//! Defines tied decisions, agreement, and the cause of a difference.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,23 +8,23 @@ use std::fmt::Write;
 use pointsman::protocol::WorkerRank;
 use serde::Serialize;
 
-/// What one router knows of one rank and one request, and what it makes of it.
+/// Facts of one router about one rank for one request, and the resulting cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Facts {
     pub(crate) rank: WorkerRank,
-    /// Leading blocks of the prompt that the rank holds.
+    /// Number of leading prompt blocks that the rank holds.
     pub(crate) overlap_blocks: u64,
-    /// Blocks that its active requests would hold with this one.
+    /// Number of blocks of its active requests including this one.
     pub(crate) potential_blocks: u64,
-    /// Prefill that it has to do without this one.
+    /// Number of prefill tokens on the rank without this request.
     pub(crate) prefill_tokens: u64,
-    /// Its active requests without this one.
+    /// Number of its active requests without this one.
     pub(crate) active_requests: u64,
-    /// In blocks, lower is better.
+    /// Cost in blocks; lower is better.
     pub(crate) cost: f64,
 }
 
-/// One router's side of a decision.
+/// Decision of one router.
 #[derive(Debug)]
 pub(crate) struct View {
     pub(crate) chosen: WorkerRank,
@@ -32,27 +32,28 @@ pub(crate) struct View {
     pub(crate) ranks: Vec<Facts>,
 }
 
-/// One request, asked of both.
+/// Decisions of both routers for one request.
 #[derive(Debug)]
 pub(crate) struct Decision {
     pub(crate) ours: View,
     pub(crate) theirs: View,
 }
 
-/// How a decision compares.
+/// Result of comparing two decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// More than one rank costs least, for one of the routers at least. Both draw then, each its own lots.
+    /// More than one rank has the lowest cost for at least one of the routers. Each router breaks ties by its own
+    /// random numbers.
     Tied,
     /// Both chose the same rank.
     Agrees,
-    /// They chose differently: what they see differently on the chosen ranks.
+    /// Different choices, with the names of the facts that differ on the chosen ranks.
     Differs(String),
 }
 
 type Quantity = fn(&Facts) -> u64;
 
-/// The facts that are compared. The cost, made of them, comes last.
+/// Facts to compare. The cost is derived from the others and comes last.
 const QUANTITIES: [(&str, Quantity); 5] = [
     ("overlap", |facts| facts.overlap_blocks),
     ("blocks", |facts| facts.potential_blocks),
@@ -75,7 +76,7 @@ impl View {
         self.cheapest().nth(1).is_some()
     }
 
-    /// Whether the choice is none of the cheapest, by the costs that are shown here.
+    /// Returns whether the choice is not among the cheapest ranks, by the costs of this view.
     fn is_astray(&self) -> bool {
         self.cheapest().all(|rank| rank != self.chosen)
     }
@@ -86,7 +87,7 @@ impl View {
 }
 
 impl Decision {
-    /// How the two compare.
+    /// Compares the two decisions.
     pub(crate) fn verdict(&self) -> Verdict {
         if self.ours.is_tied() || self.theirs.is_tied() {
             Verdict::Tied
@@ -107,7 +108,7 @@ impl Decision {
         if names.is_empty() { "pick".to_owned() } else { names.join(" and ") }
     }
 
-    /// The ranks that somebody chose, and those that are seen differently; each figure ours / theirs.
+    /// Table of the chosen ranks and of those with different facts; each figure is ours / theirs.
     pub(crate) fn markdown(&self) -> String {
         let mut out = String::from("| rank |");
         for (name, _) in QUANTITIES {
@@ -150,32 +151,33 @@ impl Decision {
 /// Counts of one run.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Tally {
-    /// Decisions.
+    /// Number of decisions.
     decisions: u64,
-    /// Those tied.
+    /// Number of tied decisions.
     tied: u64,
-    /// Tied ones in which each chose what costs least for the other too.
+    /// Number of tied decisions in which each choice has the lowest cost for the other router too.
     tied_alike: u64,
-    /// Untied ones in which both chose the same rank.
+    /// Number of untied decisions with the same choice.
     agrees: u64,
-    /// The other untied ones, by what was seen differently on the chosen ranks; `pick` when nothing was.
+    /// Other untied decisions by the facts that differ on the chosen ranks; `pick` if none differs.
     differs: BTreeMap<String, u64>,
-    /// Untied ones whose rank, as we chose it, held less of the prompt than another: load outweighed the cache.
+    /// Number of untied decisions in which another rank held more of the prompt than our choice: load outweighed the
+    /// cache.
     colder: u64,
-    /// Untied ones whose rank, as we chose it, had another below it in blocks: the cache outweighed load.
+    /// Number of untied decisions in which another rank had fewer blocks than our choice: the cache outweighed load.
     busier: u64,
-    /// Choices of ours, tied or not, that cost more than another rank.
+    /// Number of our choices, tied or not, with a higher cost than another rank.
     ours_astray: u64,
-    /// Choices of theirs, tied or not, that cost more than another rank by the costs computed for them.
+    /// Number of their choices, tied or not, with a higher cost than another rank by the costs computed for them.
     theirs_astray: u64,
-    /// Rows compared: one a rank and decision.
+    /// Number of compared rows: one per rank and decision.
     rows: u64,
-    /// Rows that are seen differently, by what.
+    /// Number of rows that differ, by fact.
     rows_differ: BTreeMap<&'static str, u64>,
 }
 
 impl Tally {
-    /// Counts one decision, whose verdict is `verdict`.
+    /// Counts one decision with its verdict.
     pub(crate) fn count(&mut self, decision: &Decision, verdict: &Verdict) {
         let Decision { ours, theirs } = decision;
         self.decisions += 1;
@@ -205,19 +207,19 @@ impl Tally {
         }
     }
 
-    /// Untied decisions in which they chose differently.
+    /// Number of untied decisions with different choices.
     pub(crate) fn differing(&self) -> u64 {
         self.differs.values().sum()
     }
 
-    /// Untied decisions in which both chose the same rank, in %. None when all are tied.
+    /// Share of untied decisions with the same choice in %. None if all are tied.
     pub(crate) fn agreement_percent(&self) -> Option<f64> {
         let untied = self.decisions - self.tied;
         (untied > 0).then(|| 100.0 * self.agrees as f64 / untied as f64)
     }
 }
 
-/// One row a fleet.
+/// Table with one row per fleet.
 pub(crate) fn markdown(fleets: &[(u32, Tally)]) -> String {
     let mut out = String::from(
         "| ranks | decisions | tied (alike) | untied | agree | agreement | differ by | colder / busier | \
@@ -260,7 +262,7 @@ mod tests {
         WorkerRank::new(WorkerId(worker), 0)
     }
 
-    /// One rank for each cost, the first numbered 1.
+    /// A view with one rank per cost, numbered from 1.
     fn view(chosen: u64, costs: &[f64]) -> View {
         let facts = |(&cost, worker)| Facts {
             rank: rank(worker),
@@ -295,7 +297,7 @@ mod tests {
     fn a_difference_is_put_down_to_what_is_seen_differently() {
         let mut theirs = view(2, &[2.5, 2.0, 9.0]);
         theirs.ranks[0].overlap_blocks = 4;
-        theirs.ranks[2].prefill_tokens = 64; // on a rank that nobody chose
+        theirs.ranks[2].prefill_tokens = 64; // on a rank that neither router chose
         let differs = Decision { ours: view(1, &[2.0, 3.0, 9.0]), theirs };
         assert_eq!(differs.verdict(), Verdict::Differs("overlap and cost".to_owned()));
         let astray = Decision { ours: view(1, &[1.0, 2.0]), theirs: view(2, &[1.0, 2.0]) };
