@@ -1,7 +1,7 @@
-//! What hashing costs a caller's task: a prompt of 12,000 tokens, and one block as events bring them.
+//! Cost of hashing on a caller's task: a prompt of 12,000 tokens, and single blocks as in events.
 //!
-//! `cargo bench --bench hashing -- --warm-up-time 0.5 --measurement-time 1.5` takes a minute and a half, building
-//! included.
+//! `cargo bench --bench hashing -- --warm-up-time 0.5 --measurement-time 1.5` takes a minute and a half, including the
+//! build.
 
 use std::hint::black_box;
 use std::num::NonZeroU32;

@@ -1,12 +1,13 @@
-//! The prefix index under a steady load: what a stored block, a removed block and a question cost.
+//! Cost of a stored block, a removed block and a query in the prefix index under a steady load.
 //!
-//! Sixteen ranks, each a cache of 16,384 blocks that evicts least recently used leaves. `POINTSMAN_TRACE` names
-//! a trace in Mooncake's format (`{"hash_ids": [...], ...}` a line, 512 tokens an id, here eight blocks of 64);
-//! without it a generated load of conversations over shared system prompts stands in. Each request goes to the
-//! rank that a draw picks, so that prefixes spread. Caches are filled and churned before anything is timed.
+//! The load has sixteen ranks, each with a cache of 16,384 blocks that evicts least recently used leaves.
+//! `POINTSMAN_TRACE` is the path of a trace in Mooncake's format (one `{"hash_ids": [...], ...}` per line, 512 tokens
+//! per id, here eight blocks of 64). Without it, the load consists of generated conversations over shared system
+//! prompts. Each request is sent to a pseudo-random rank, so that prefixes spread. Before the measurement, the caches
+//! are filled and evict blocks.
 //!
-//! Criterion times stores, removals and questions per element. Beside it, once and on stderr: the distribution
-//! of single questions, and bytes a held block.
+//! Criterion measures stores, removals and queries per element. In addition, the distribution of single queries and the
+//! bytes per held block are printed once on stderr.
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
@@ -25,20 +26,20 @@ const RANKS: u64 = 16;
 const BLOCKS_PER_RANK: usize = 16_384;
 const BLOCKS_PER_ID: u64 = 8;
 
-/// The events of one request: evictions first, for they make room.
+/// Events of one request. Evictions come first, because they make room.
 struct Step {
     removed: Option<RouterEvent>,
     stored: Option<RouterEvent>,
 }
 
-/// A load: what fills the caches, what is timed, and the prompts asked for.
+/// A load: steps that fill the caches, measured steps, and the prompts of the queries.
 struct Load {
     warm: Vec<Step>,
     timed: Vec<Step>,
     prompts: Vec<Vec<BlockHash>>,
 }
 
-/// splitmix64: spreads ids over all 64 bits, and draws.
+/// splitmix64: spreads ids over all 64 bits and generates pseudo-random numbers.
 fn mix(n: u64) -> u64 {
     let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -59,7 +60,7 @@ fn requests() -> Vec<Vec<u64>> {
     trace.lines().map(ids).collect()
 }
 
-/// Conversations of up to eight turns, each turn longer than the one before, over twelve system prompts.
+/// Conversations of up to eight turns, each prompt an extension of the previous one, over twelve system prompts.
 fn generated() -> Vec<Vec<u64>> {
     let mut open: Vec<Vec<u64>> = Vec::new();
     let mut next_id = 1_000;
@@ -87,17 +88,17 @@ fn generated() -> Vec<Vec<u64>> {
     requests
 }
 
-/// One rank's cache: which blocks it holds, and when each was last used.
+/// Cache of one rank: the time of last use and the depth of each held block.
 #[derive(Default)]
 struct Cache {
     used_at: BTreeMap<u64, (u64, u32)>,
-    /// Oldest first, and of one prompt the deepest first: a parent is never older than its child.
+    /// Oldest first; within a prompt, deepest first: a parent is never evicted before its child.
     oldest: BTreeSet<(u64, Reverse<u32>, u64)>,
 }
 
 impl Cache {
-    /// Uses a prompt given by its blocks' names. Returns the names evicted and the number of leading blocks
-    /// that were held.
+    /// Uses a prompt given by the engine hashes of its blocks. Returns the evicted hashes and the number of leading
+    /// blocks that were held.
     fn request(&mut self, now: u64, names: &[u64]) -> (Vec<u64>, usize) {
         let held = names.iter().take_while(|name| self.used_at.contains_key(name)).count();
         for (depth, &name) in (0..).zip(names) {
@@ -127,7 +128,7 @@ fn load() -> Load {
     for (now, ids) in (0_u64..).zip(&requests) {
         let hashes: Vec<u64> = ids.iter().flat_map(|id| (0..BLOCKS_PER_ID).map(move |n| mix(id * 8 + n))).collect();
         let hashes = &hashes[..hashes.len().min(BLOCKS_PER_RANK)];
-        // An engine names a block by its whole prefix.
+        // An engine hash covers the whole prefix of a block.
         let names = hashes.iter().scan(7, |name, hash| {
             *name = mix(*name ^ hash);
             Some(*name)
@@ -165,19 +166,19 @@ fn warmed(load: &Load) -> Index {
     index
 }
 
-/// Time spent on removals and on stores, per block.
+/// Time of removals and stores, and numbers of blocks.
 #[derive(Default)]
 struct Spent {
     removing: Duration,
     storing: Duration,
     removed: u64,
     stored: u64,
-    /// Nanoseconds a block of each step: a median does not feel what else the machine does.
+    /// Nanoseconds per block of each step. Their median is insensitive to other load on the machine.
     remove_steps: Vec<f64>,
     store_steps: Vec<f64>,
 }
 
-/// Applies all timed steps. A step has a hundred blocks or so, which hide what reading the clock costs.
+/// Applies all timed steps. A step has about a hundred blocks, so the cost of reading the clock is negligible.
 fn churn(index: &mut Index, load: &Load) -> Spent {
     let mut spent = Spent::default();
     for step in &load.timed {
@@ -201,7 +202,8 @@ fn churn(index: &mut Index, load: &Load) -> Spent {
     spent
 }
 
-/// Repeats the churn until `blocks` blocks are through, and scales what `of` reads to just as many.
+/// Repeats all timed steps until at least `blocks` blocks are processed, and scales the time from `of` to exactly
+/// `blocks`.
 fn repeat(load: &Load, blocks: u64, of: impl Fn(&Spent) -> (Duration, u64)) -> Duration {
     let (mut time, mut done) = (Duration::ZERO, 0);
     while done < blocks {

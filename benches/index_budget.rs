@@ -1,12 +1,13 @@
-//! The prefix index under budgets: what is left of its hits, and what keeping to a budget costs.
+//! Prefix index under memory budgets: remaining hit rate, and cost of enforcing a budget.
 //!
-//! Sixteen ranks serve 40,000 open conversations of up to eight turns over 64 system prompts; each goes on where it
-//! began, recent ones more often, and when one ends its engine removes it and another begins. Two million events in
-//! all. Engines hold far more than the smaller budgets have room for. The same is done with turns of twelve blocks and
-//! of one, where runs are short and the index consists of their nodes.
+//! Sixteen ranks serve 40,000 open conversations of up to eight turns over 64 system prompts. A conversation stays on
+//! its rank; recent ones continue more often. At its end the engine removes its blocks and a new conversation starts.
+//! There are two million events. The engines hold far more blocks than fit into the smaller budgets. The load is
+//! repeated with turns of twelve blocks and of one block; the latter gives short runs, so that the nodes dominate the
+//! index.
 //!
-//! A table for each, on stderr: how much of the prompts was found, how much of what the ranks held, the most bytes after any
-//! event, and the time of a stored block, the evictions it caused included, and of the slowest event.
+//! For each load a table is printed on stderr: found share of the prompts, found share of the held blocks, maximum
+//! bytes after any event, time per stored block including the evictions it caused, and time of the slowest event.
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
@@ -43,7 +44,7 @@ impl Conversation {
         mix(self.id) % RANKS
     }
 
-    /// The blocks up to a turn's end. A name follows from the prefix: from the system prompt's or the conversation's.
+    /// Blocks up to the end of a turn. A hash depends on the prefix: on the system prompt or the conversation.
     fn blocks(self, turns: u64, turn_blocks: u64) -> impl Iterator<Item = StoredBlock> {
         let system = mix(self.id ^ 0x5757) % SYSTEM_PROMPTS;
         let shared = (0..SYSTEM_BLOCKS).map(move |at| mix(system << 32 | at));
@@ -77,7 +78,7 @@ fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
     let (mut outcome, mut overlaps) = (Outcome::default(), Overlaps::default());
     while events < EVENTS {
         draw = mix(draw);
-        // The square of a draw: half of the questions are for a quarter of the conversations.
+        // The square of a random number: half of the queries are for a quarter of the conversations.
         let at = draw >> 32;
         let conversation = &mut open[((((at * at) >> 32) * OPEN) >> 32) as usize];
         let rank = rank_of(conversation.rank());
@@ -100,7 +101,7 @@ fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
             events += 1;
         };
         if conversation.turns == TURNS {
-            // Its system prompt stays for others.
+            // The blocks of the system prompt remain for other conversations.
             let blocks = conversation.blocks(TURNS, turn_blocks).skip(SYSTEM_BLOCKS as usize);
             let mut names: Vec<_> = blocks.map(|block| block.engine_hash).collect();
             names.reverse();
@@ -128,7 +129,7 @@ fn main() {
     if !std::env::args().any(|arg| arg == "--bench") {
         return;
     }
-    // `cargo bench --bench index_budget -- 12/64` runs one row: blocks a turn, and MiB.
+    // `cargo bench --bench index_budget -- 12/64` runs one row: blocks per turn, and MiB.
     let rows: Vec<_> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let (long, short) = ([None, Some(256), Some(64), Some(32), Some(16)], [None, Some(8), Some(4)]);
     for (turn_blocks, budgets) in [(12, &long[..]), (1, &short[..])] {

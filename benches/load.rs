@@ -1,7 +1,7 @@
-//! What the load model costs: booking and freeing one request, projecting one, on a rank that is busy.
+//! Cost of the load model on a busy rank: booking and freeing one request, and projecting one.
 //!
-//! Prompts are 190 blocks (12k tokens in blocks of 64), and 64 requests are active: eight conversations, whose
-//! requests share prefixes of different depths.
+//! Prompts are 190 blocks (12k tokens in blocks of 64), and 64 requests are active: eight conversations, whose requests
+//! share prefixes of different depths.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn hint() -> Option<PrefillLoadHint> {
     PrefillLoadHint::new(12_000, 4_000, true, Some(Duration::from_millis(800)))
 }
 
-/// A rank with 64 requests, the first `prefilling` of which are not past their prefill.
+/// A rank with 64 requests, the first `prefilling` of which are in prefill.
 fn busy(assume_kv_reuse: bool, prefilling: u64) -> ActiveSequences {
     let mut rank = ActiveSequences::new(assume_kv_reuse);
     for id in 0..ACTIVE {
@@ -57,7 +57,7 @@ fn book_and_free(c: &mut Criterion) {
             });
         });
     }
-    // What an actor's turn does over a request's life, with prompts that are not in the cache yet.
+    // All operations of a sequence actor over the lifetime of a request, with prompts that are not in the cache yet.
     let mut rank = busy(true, 4);
     let mut own = 1_000_000;
     group.bench_function("life of a new prompt", |b| {

@@ -1,9 +1,9 @@
-//! What a message costs: to a ractor actor, and to a plain tokio task, with nothing to do on either side.
+//! Cost of a message without further work: to a ractor actor, and to a plain tokio task.
 //!
-//! Once on a runtime of one thread, where caller and actor take turns on it, and once on two, where the runtime may run
-//! either on the other and wakes it for that. The caller is a task of the runtime, as a gateway's is.
+//! Measured on a runtime with one thread, which caller and actor share, and on one with two threads, where the runtime
+//! may run and wake them on different threads. The caller is a task of the runtime, as in a gateway.
 //!
-//! Pointsman's own turns are not here, for they are private: `route` shows what a request costs that is made of them.
+//! Pointsman's own message delivery is private and therefore not included; `route` measures whole requests that use it.
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
@@ -18,19 +18,19 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Notify, mpsc, oneshot};
 
 const FANOUT: usize = 8;
-/// Messages sent in one go.
+/// Number of messages sent without waiting.
 const BURST: usize = 256;
-/// Room of the plain task's channel: a burst waits for nobody.
+/// Capacity of the plain task's channel, so that sending a burst does not block.
 const CHANNEL: usize = 512;
 
 enum Msg {
-    /// Adds one, and tells nobody.
+    /// Increments the counter without a notification.
     Count,
-    /// Adds one, and says so.
+    /// Increments the counter and notifies the sender.
     Notify(Arc<Notify>),
-    /// Answers the count.
+    /// Returns the counter.
     Ask(oneshot::Sender<u64>),
-    /// Answers the count, by ractor's own means.
+    /// Returns the counter, by ractor's reply port.
     Call(RpcReplyPort<u64>),
 }
 
@@ -69,7 +69,7 @@ async fn actor() -> ActorRef<Msg> {
     Actor::spawn(None, Counter, ()).await.expect("nothing in its start can fail").0
 }
 
-/// The same without an actor system: a task behind a bounded channel.
+/// The counter as a plain task with a bounded channel.
 fn task() -> mpsc::Sender<Msg> {
     let (sender, mut inbox) = mpsc::channel(CHANNEL);
     tokio::spawn(async move {
@@ -83,7 +83,7 @@ fn task() -> mpsc::Sender<Msg> {
 
 const ALIVE: &str = "it lives as long as the bench";
 
-/// Times `work`, told how often to do it, on a task of the runtime.
+/// Measures `work`, whose argument is the number of repetitions, on a task of the runtime.
 fn time<F: Future<Output = ()> + Send + 'static>(
     group: &mut BenchmarkGroup<'_, WallTime>,
     runtime: &Runtime,
@@ -111,7 +111,7 @@ async fn cast_and_see(actor: ActorRef<Msg>, times: u64) {
     }
 }
 
-/// Bursts, each seen through before the next, so that the unbounded mailbox stays short.
+/// Sends bursts and waits for the end of each, so that the unbounded mailbox stays short.
 async fn cast_in_bursts(actor: ActorRef<Msg>, times: u64) {
     for done in (0..times).step_by(BURST) {
         for _ in done..times.min(done + BURST as u64) {
@@ -127,7 +127,7 @@ async fn call_and_wait(actor: ActorRef<Msg>, times: u64) {
     }
 }
 
-/// One question to each actor, each with an answer of its own, and all answers awaited.
+/// Sends one query to each actor, each with its own reply channel, and awaits all replies.
 async fn ask_all(actors: Vec<ActorRef<Msg>>, times: u64) {
     let mut answers = Vec::with_capacity(actors.len());
     for _ in 0..times {

@@ -1,13 +1,13 @@
-//! What a whole request costs its caller: [`Router::route`], and the drop that frees its booking.
+//! Cost of a whole request for its caller: [`Router::route`], and the drop that frees its booking.
 //!
-//! One caller, a task of a runtime of two threads, against fleets of 8, 64 and 512 ranks. 64 requests are active
-//! beside the one that is timed, half of them past their prefill. Prompts are 190 blocks (12k tokens in blocks of 64):
-//! sixteen conversations, whose requests share 100 blocks, each held by two ranks, and four system prompts of 16 blocks,
-//! each held by a quarter of the ranks. The same prompts come as tokens, which the caller hashes, and hashed already, so
-//! that the difference is the hashing and the rest is actors.
+//! The caller is one task on a runtime of two threads, with fleets of 8, 64 and 512 ranks. 64 requests are active in
+//! addition to the measured one, half of them past their prefill. Prompts are 190 blocks (12k tokens in blocks of 64):
+//! sixteen conversations, whose requests share 100 blocks, each held by two ranks, and four system prompts of 16
+//! blocks, each held by a quarter of the ranks. The same prompts are passed as tokens, which the caller hashes, and as
+//! hashes. The difference between the two is the cost of hashing; the rest is the cost of the actors.
 //!
-//! The rank that is chosen is told of both ends of the booking within the time. Nobody else calls, so every actor's
-//! turn is free: what callers do to each other is the harness' to show (`pointsman-bench replay --clients`).
+//! The measured time includes the messages to the chosen rank for both ends of the booking. There are no other callers,
+//! so no actor is contended. `pointsman-bench replay --clients` measures contention between callers.
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
@@ -24,14 +24,14 @@ use tokio::runtime::{Builder, Runtime};
 
 const BLOCK_SIZE: u32 = 64;
 const BLOCKS: u32 = 190;
-/// Blocks of a prompt that its conversation's turns share, the system prompt's among them.
+/// Blocks of a prompt that the turns of its conversation share, including the system prompt.
 const CONVERSATION_BLOCKS: u32 = 100;
 const SYSTEM_BLOCKS: u32 = 16;
 const CONVERSATIONS: u32 = 16;
 const SYSTEMS: u32 = 4;
 const ACTIVE: u32 = 64;
 
-/// The tokens of one turn of a conversation.
+/// Tokens of one turn of a conversation.
 fn tokens(conversation: u32, turn: u32) -> Vec<u32> {
     let token = |at: u32| {
         let of = match at / BLOCK_SIZE {
@@ -49,7 +49,7 @@ fn hashed(tokens: &[u32]) -> HashedPrompt {
     HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &MmBlocks::NONE)
 }
 
-/// `rank` has stored the first `blocks` blocks of a prompt.
+/// Event: `rank` has stored the first `blocks` blocks of a prompt.
 fn stored(rank: u32, prompt: &HashedPrompt, blocks: u32) -> RouterEvent {
     let names = prompt.sequence_hashes().iter().map(|hash| EngineHash(!hash.0));
     let named = names.zip(prompt.block_hashes().iter()).take(blocks as usize);
@@ -58,10 +58,10 @@ fn stored(rank: u32, prompt: &HashedPrompt, blocks: u32) -> RouterEvent {
     RouterEvent { rank, tier: StorageTier::Device, data: KvEvent::Stored { parent: None, blocks } }
 }
 
-/// A router that knows what its ranks hold, and the requests that are active on them.
+/// A router with cache contents, and the active requests on its ranks.
 async fn busy(ranks: u32) -> (Router, Vec<Placement>) {
     let defaults = RouterConfig::default();
-    // Its engines are names only.
+    // The engines do not exist, so they cannot be probed.
     let config = RouterConfig { block_size: BLOCK_SIZE, health_probe_interval_ms: 0, ..defaults };
     let mut builder = Router::builder(config);
     for worker in 0..u64::from(ranks) {
@@ -89,7 +89,7 @@ async fn busy(ranks: u32) -> (Router, Vec<Placement>) {
     (router, active)
 }
 
-/// The timed requests' prompts: a new turn of each conversation.
+/// Prompts of the measured requests: a new turn of each conversation.
 struct Prompts {
     tokens: Vec<Vec<u32>>,
     hashed: Vec<HashedPrompt>,
@@ -110,7 +110,7 @@ impl Prompts {
     }
 }
 
-/// Routes and frees so many requests on a task of the runtime.
+/// Routes and frees `times` requests on a task of the runtime.
 fn time(
     runtime: &Runtime,
     router: &Router,

@@ -1,12 +1,12 @@
-//! What a decision costs, without actors: one cost, one pick, and the scheduler's share of one request.
+//! Cost of a decision without actors: one cost, one selection, and the scheduler's share of one request.
 //!
-//! The scheduler's share is everything that [`Schedule`] does for a request, from `Request` to `Book`, on a fleet that
-//! was filled through the scheduler itself: eight requests of 190 blocks a rank, conversations whose turns share 100
-//! blocks, and an index that knows each conversation on two ranks and its system prompt on a quarter of them. What ranks
-//! do is left out: their answers were made before, and a booking ends at once, by a board that shows the load from
-//! before. What is left of them is a copy of an answer for each rank asked, and one board written.
+//! The scheduler's share is all work of [`Schedule`] for a request, from `Request` to `Book`. The fleet was filled by
+//! the scheduler itself: eight requests of 190 blocks per rank, conversations whose turns share 100 blocks, and an
+//! index with each conversation on two ranks and its system prompt on a quarter of them. The work of ranks is excluded:
+//! their responses are prepared, and a booking ends immediately, by a board with the previous load. The remaining work
+//! is a copy of a response for each queried rank, and one write to a board.
 //!
-//! How many ranks were asked goes to stderr.
+//! The number of queried ranks is printed on stderr.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -24,11 +24,11 @@ use pointsman::select::{CostFacts, Draw, RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);
 const BLOCKS: u64 = 190;
-/// Blocks of the prompt that a conversation's turns share, the system prompt's among them.
+/// Blocks of a prompt that the turns of its conversation share, including the system prompt.
 const CONVERSATION_BLOCKS: u64 = 100;
 const SYSTEM_BLOCKS: u64 = 16;
 const REQUESTS_PER_RANK: u64 = 8;
-/// Prompts that the timed requests take in turn.
+/// Number of prompts that the measured requests use in rotation.
 const PROMPTS: u64 = 64;
 
 /// splitmix64: spreads numbers over all 64 bits.
@@ -55,14 +55,14 @@ impl Node {
     }
 }
 
-/// What the scheduler is asked: a prompt, and what the index says of it.
+/// Input of the scheduler: a prompt with its overlaps from the index.
 #[derive(Clone)]
 struct Asked {
     prompt: PromptBlocks,
     overlaps: Vec<RankOverlap>,
 }
 
-/// The `turn`th turn of a conversation, in a fleet of `ranks`.
+/// Turn number `turn` of a conversation, in a fleet of `ranks`.
 fn asked(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> Asked {
     let system = conversation % 12;
     let hash = |block| {
@@ -90,7 +90,7 @@ fn asked(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> A
     Asked { prompt, overlaps: (0..ranks).filter_map(held).collect() }
 }
 
-/// A scheduler and the ranks it schedules on.
+/// A scheduler with its ranks.
 struct Fleet {
     schedule: Schedule<u64>,
     loads: LiveLoads,
@@ -99,7 +99,7 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
+    /// Creates `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
     fn busy(config: RouterConfig, ranks: usize) -> Self {
         let assume_kv_reuse = config.assume_kv_reuse;
         let mut fleet = Self {
@@ -131,7 +131,7 @@ impl Fleet {
         self.schedule.step(Input::Request(request), &self.loads, NOW, &mut self.effects);
     }
 
-    /// Performs what a warming request asks for, as the ranks' actors would.
+    /// Performs the effects of a warm-up request, like the actors of the ranks.
     fn settle(&mut self, ticket: u64, prompt: &PromptBlocks, requests: u64) {
         while let Some(effect) = self.effects.pop_front() {
             match effect {
@@ -164,7 +164,7 @@ impl Fleet {
     }
 }
 
-/// A busy fleet that stands still: every answer it could give is known, and what is booked ends at once.
+/// A busy fleet with constant state: all responses are prepared, and bookings end immediately.
 struct Still {
     fleet: Fleet,
     asked: Vec<Asked>,
@@ -195,7 +195,7 @@ impl Still {
         }
     }
 
-    /// From `Request` to `Book`, and the board that says it has ended.
+    /// Runs a request from `Request` to `Book`, then publishes the board that contains the end of the booking.
     fn decide(&mut self) -> WorkerRank {
         let ticket = self.requests;
         self.requests += 1;

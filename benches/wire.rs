@@ -1,11 +1,12 @@
-//! What a batch of KV events costs from its bytes to the index, by stage, in blocks a second on one core.
+//! Throughput of KV events from their bytes to the index, by stage, in blocks per second on one core.
 //!
-//! One engine's life: prompts of 10 to 100 blocks, half of which share a prefix with earlier ones, stored in map form
-//! as vLLM 0.33 publishes them, and as many blocks evicted, leaf first, one event each, in front of the store that
-//! needs their room. Token ids are drawn from a vocabulary of 150,000, small ones far more often than large ones; and
-//! evenly, the worst for whoever predicts how long the next id is.
+//! The batches are those of one engine: prompts of 10 to 100 blocks, half of which share a prefix with earlier ones,
+//! stored in map form as vLLM 0.33 publishes them. The same number of blocks is evicted, leaf first, with one event
+//! each, before the store that needs the room. Token ids are from a vocabulary of 150,000, with small ids far more
+//! frequent than large ones. A uniform distribution is measured too, the worst case for a decoder that predicts the
+//! length of the next id.
 //!
-//! `cargo bench --bench wire -- --warm-up-time 0.5 --measurement-time 2` takes a minute, building not included.
+//! `cargo bench --bench wire -- --warm-up-time 0.5 --measurement-time 2` takes a minute, without the build.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -64,7 +65,7 @@ fn number(to: &mut Vec<u8>, number: u64) {
     }
 }
 
-/// How token ids are spread over the vocabulary.
+/// Distribution of token ids over the vocabulary.
 #[derive(Clone, Copy)]
 enum Ids {
     Skewed,
@@ -80,14 +81,14 @@ fn token(draw: u64, ids: Ids) -> u64 {
     (at * 150_000.0) as u64
 }
 
-/// Batches of one engine, and how many blocks they store.
+/// Batches of one engine, and their number of stored blocks.
 fn batches(block_size: u64, ids: Ids) -> (Vec<Vec<u8>>, u64) {
     let mut held: VecDeque<u64> = VecDeque::new();
     let mut stored = 0;
     let batches = (0..BATCHES).map(|n| {
         let draw = mix(n);
         let n_blocks = 10 + draw % 91;
-        // Behind the first blocks of one of eight families of prompts, or at the start.
+        // After the first blocks of one of eight prompt families, or at the start of a prompt.
         let family = (n % 2 == 0).then_some(draw % 8).filter(|_| n >= 32);
         let name = |at: u64| {
             mix(match family {
@@ -145,7 +146,7 @@ fn batches(block_size: u64, ids: Ids) -> (Vec<Vec<u8>>, u64) {
         text(&mut events, "kv_cache_spec_kind");
         text(&mut events, "full_attention");
         stored += n_new;
-        // The families' own first blocks stay; what goes, goes leaf first.
+        // The first blocks of the families are never evicted; all other blocks are evicted leaf first.
         if n >= 32 {
             held.extend((first..first + n_new).rev().map(name));
         }
@@ -186,7 +187,7 @@ fn benches(criterion: &mut Criterion) {
         let (batches, stored) = batches(block_size, ids);
         let mut group = criterion.benchmark_group(format!("blocks of {name}"));
         group.throughput(Throughput::Elements(stored));
-        // With another block size nothing is hashed.
+        // With another block size no block is hashed.
         group.bench_function("read", |bencher| {
             let mut decoder = decoder(block_size + 1, 1);
             bencher.iter(|| {
