@@ -1,8 +1,7 @@
-//! The `pointsman` command.
+//! The `pointsman` command: command line, configuration file and environment.
 //!
-//! Owns the command line, and is the only place that reads the file of settings and the environment. Exits with 0 on
-//! success, with 2 when what it was given cannot be used; [`serve::run`] has codes of its own. Leaves what a command does
-//! to the library.
+//! Exits with 0 on success and with 2 for invalid input; [`serve::run`] has further exit codes. The library implements
+//! the commands.
 
 mod demo_gateway;
 
@@ -20,7 +19,7 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 
 use demo_gateway::OneModel;
 
-/// Routes each LLM request to the engine rank that will serve it fastest.
+/// Routes each LLM request to the engine rank with the lowest expected cost.
 #[derive(Debug, Parser)]
 #[command(name = "pointsman", version)]
 struct Cli {
@@ -32,49 +31,49 @@ struct Cli {
 enum Command {
     /// Prints the version and exits.
     Version,
-    /// Runs the gateway: OpenAI's API in front of engines. docs/gateway.md explains its settings.
+    /// Runs the gateway: OpenAI's API in front of engines. docs/gateway.md describes its settings.
     Serve(Box<SettingsArgs>),
-    /// Checks what `serve` would be given, and prints what results: every setting, and whether it came from the file,
-    /// the environment, a flag or the defaults. Exits with 2 and a list of all problems if it cannot be used.
+    /// Checks the arguments of `serve` and prints every effective setting with its origin: file, environment, flag or
+    /// default. On errors prints all problems and exits with 2.
     CheckConfig(Box<SettingsArgs>),
-    /// Runs an LLM engine without a GPU: it answers OpenAI's requests with made-up tokens in modelled time, and
-    /// publishes the KV events of its prefix cache as vLLM or SGLang do. Ends on Ctrl-C. docs/mock-engine.md has
-    /// endpoints and examples.
+    /// Runs an LLM engine without a GPU: it answers OpenAI requests with generated tokens in modelled time and
+    /// publishes KV events of its prefix cache like vLLM or SGLang. Ends on Ctrl-C. docs/mock-engine.md has endpoints
+    /// and examples.
     MockEngine(Box<MockConfig>),
-    /// Shows what routing by cache is worth: four mock engines of two ranks and the gateway, the same requests round
-    /// robin and then by Pointsman's own policy, and a table. Takes less than a minute. Exits with 1 if requests
-    /// failed. docs/quick-start.md explains the table.
+    /// Measures cache-aware routing: four mock engines of two ranks and the gateway serve the same requests round robin
+    /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
+    /// docs/quick-start.md explains the table.
     Demo(DemoConfig),
 }
 
-/// Where settings come from: flags win over variables, and these over the file.
+/// Sources of settings: flags override variables, and variables override the file.
 #[derive(Debug, Args)]
 struct SettingsArgs {
-    /// The TOML file.
+    /// TOML configuration file.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Serves a model of this name, without a file.
+    /// Serves a model of this name without a file.
     #[arg(long, value_name = "NAME", requires = "worker")]
     model: Option<String>,
-    /// An engine of that model, which is asked what it is. Once for each.
+    /// Address of an engine of that model, which is probed for its configuration. Repeatable.
     #[arg(long, value_name = "URL", requires = "model")]
     worker: Vec<String>,
-    /// Where clients connect (gateway.listen).
+    /// Listen address for clients (gateway.listen).
     #[arg(long, value_name = "ADDR")]
     listen: Option<SocketAddr>,
-    /// Where operators connect (admin.listen).
+    /// Listen address for operators (admin.listen).
     #[arg(long, value_name = "ADDR")]
     admin_listen: Option<SocketAddr>,
-    /// File with the token that operators show (admin.token_file).
+    /// File with the token of operators (admin.token_file).
     #[arg(long, value_name = "FILE")]
     admin_token_file: Option<String>,
-    /// How much is logged (gateway.log_level).
+    /// Log level (gateway.log_level).
     #[arg(long, value_name = "LEVEL")]
     log_level: Option<String>,
-    /// How it is logged: text or json (gateway.log_format).
+    /// Log format: text or json (gateway.log_format).
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<String>,
-    /// Any other setting of gateway, admin or router, such as router.block_size=16. As often as wanted.
+    /// Any other setting of gateway, admin or router, such as router.block_size=16. Repeatable.
     #[arg(long, value_name = "SECTION.KEY=VALUE", value_parser = setting_and_value)]
     set: Vec<(String, String)>,
 }
@@ -85,7 +84,7 @@ fn setting_and_value(text: &str) -> Result<(String, String), String> {
 }
 
 impl SettingsArgs {
-    /// Reads the file, and takes settings from everywhere.
+    /// Reads the file and merges all sources.
     fn load(&self) -> Result<Loaded, Refused> {
         let model = self.model.clone().map(|name| (name, self.worker.clone()));
         let flags = self.flags();
@@ -124,9 +123,9 @@ impl SettingsArgs {
     }
 }
 
-/// Why settings cannot be used: a problem a line.
+/// Rejected settings: one problem per line.
 struct Refused {
-    /// How the log would have been written.
+    /// Configured log format.
     log_format: LogFormat,
     problems: String,
 }
@@ -138,7 +137,7 @@ fn read_config(path: &Path) -> Result<ConfigFile, String> {
     Ok(ConfigFile { text, directory: directory.parent().map_or(PathBuf::new(), Path::to_owned) })
 }
 
-/// The process's variables. What is not UTF-8 comes with replacement characters, which no setting takes.
+/// Environment variables. Bytes that are not UTF-8 become replacement characters, which no setting accepts.
 fn environment() -> Vec<(String, String)> {
     let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
     std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect()
@@ -163,7 +162,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints what a command has to say: its answer, or every problem.
+/// Prints the output of a command, or its problems.
 #[expect(clippy::print_stdout, reason = "what a command prints is its answer")]
 fn answered(answer: Result<String, String>) -> ExitCode {
     match answer {
@@ -178,7 +177,7 @@ fn answered(answer: Result<String, String>) -> ExitCode {
     }
 }
 
-/// The effective settings, or every file that cannot be used, one a line.
+/// The effective settings, or one line per unusable file.
 fn check_config(loaded: &Loaded) -> Result<String, String> {
     let settings = &loaded.settings;
     let secrets = Secrets::problems(settings).into_iter().map(|problem| problem.to_string());
@@ -195,7 +194,7 @@ fn check_config(loaded: &Loaded) -> Result<String, String> {
     Ok(format!("{loaded}\n{limits}"))
 }
 
-/// Runs an engine until it is interrupted, and says where it is once it answers.
+/// Runs an engine until interrupted, and prints its addresses once it is ready.
 #[expect(clippy::print_stdout, reason = "where a command listens is its answer")]
 fn mock_engine(config: MockConfig) -> Result<String, String> {
     let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
@@ -211,7 +210,7 @@ fn mock_engine(config: MockConfig) -> Result<String, String> {
     })
 }
 
-/// Runs the demo, prints what came of it, and stays up if asked to.
+/// Runs the demo, prints its result, and stays up if requested.
 fn demo(config: &DemoConfig) -> ExitCode {
     match run_demo(config) {
         Ok(is_clean) => ExitCode::from(u8::from(!is_clean)),
@@ -222,7 +221,7 @@ fn demo(config: &DemoConfig) -> ExitCode {
     }
 }
 
-/// Whether every request was answered.
+/// Whether every request succeeded.
 #[expect(clippy::print_stdout, reason = "what came of it is the command's answer")]
 fn run_demo(config: &DemoConfig) -> Result<bool, String> {
     let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}"))?;
@@ -236,7 +235,7 @@ fn run_demo(config: &DemoConfig) -> Result<bool, String> {
             print!("{report}");
         }
         if config.stay {
-            // Standard output stays one JSON object where one was asked for.
+            // With `--json`, stdout contains only the JSON object.
             if config.json {
                 eprint!("{}", demo.addresses())
             } else {

@@ -1,8 +1,7 @@
-//! The client of workers.
+//! HTTP client for workers.
 //!
-//! Owns connections to workers, pooled by address, plain or over TLS. Promises that an error says how far a request came
-//! and that a body dropped early closes its connection. Leaves retries, and what an error means for a worker's health, to
-//! callers.
+//! Pools connections by address, plain or TLS. Errors state how far a request came, and dropping a body early closes
+//! its connection. Callers retry and report outcomes.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -25,40 +24,40 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
 use tokio::time::timeout;
 
-/// Idle connections kept for one worker.
+/// Maximum idle connections per worker.
 const IDLE_PER_WORKER_MAX: usize = 512;
 
-/// How long an idle connection is kept: less than engines keep theirs, so that they seldom close one that is just used
-/// again (uvicorn closes after 5 s).
+/// Idle timeout, shorter than that of engines, so that they rarely close a connection during its reuse (uvicorn closes
+/// after 5 s).
 const IDLE_KEPT: Duration = Duration::from_secs(4);
 
-/// How a worker failed to answer.
+/// Failure of a worker request.
 #[derive(Debug, thiserror::Error)]
 pub enum UpstreamError {
-    /// The process, or the machine, has no descriptor for a connection: nothing is known of the worker.
+    /// No free descriptor in the process or the machine; no conclusion about the worker.
     #[error("no file descriptor for a connection")]
     NoDescriptor,
-    /// No connection.
+    /// Connection failure.
     #[error("cannot connect: {0}")]
     Connect(ConnectError),
-    /// No answer in time.
+    /// Timeout.
     #[error("not answered within {} ms", .0.as_millis())]
     Timeout(Duration),
-    /// Broken off, or not HTTP.
+    /// Connection broken, or invalid HTTP.
     #[error("broken off: {0}")]
     Broken(String),
-    /// An answer, to a question of the gateway's own, that is none.
+    /// Unexpected status of a query by the gateway itself.
     #[error("answered with status {0}, must be 200")]
     Status(StatusCode),
-    /// Longer than it may be.
+    /// Response above the limit.
     #[error("the answer is longer than {0} bytes")]
     TooLong(usize),
-    /// The address is none.
+    /// Invalid address.
     #[error("{0:?} is not an address")]
     Address(String),
 }
 
-/// Why no connection was made.
+/// Reason of a connection failure.
 #[derive(Debug)]
 pub struct ConnectError {
     causes: String,
@@ -83,7 +82,7 @@ impl ConnectError {
         Self { causes: causes(error), is_unreachable }
     }
 
-    /// Whether nothing listens at the address, or nothing is there at all: no engine has seen the attempt.
+    /// Whether the host or port is unreachable, so that no engine has seen the attempt.
     #[must_use]
     pub fn is_unreachable(&self) -> bool {
         self.is_unreachable
@@ -97,13 +96,13 @@ impl fmt::Display for ConnectError {
 }
 
 impl UpstreamError {
-    /// Whether it comes from this process and says nothing about the worker.
+    /// Whether the cause is in this process and not at the worker.
     #[must_use]
     pub fn is_local(&self) -> bool {
         matches!(self, Self::NoDescriptor)
     }
 
-    /// What it says of the worker's health.
+    /// Health outcome of the worker.
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         match self {
@@ -115,23 +114,24 @@ impl UpstreamError {
     }
 }
 
-/// Why it is not known which certificates of workers to believe.
+/// Error while loading the worker CA bundle.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerTlsError {
-    /// The file of authorities.
+    /// Invalid CA bundle.
     #[error("worker_ca_file {}: {reason}", path.display())]
     Authorities {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason.
         reason: String,
     },
 }
 
-/// Believes certificates of workers that come from the authorities in a PEM file, or from the system's.
+/// TLS configuration that trusts the CA bundle in a PEM file, or the system bundle.
 ///
 /// # Errors
-/// A file that cannot be read, or holds no certificate. A system without authorities is none: nobody is believed then.
+/// A file that cannot be read or has no certificate. A system without a bundle is no error; then no certificate is
+/// trusted.
 pub fn worker_tls(authorities: Option<&Path>) -> Result<ClientConfig, WorkerTlsError> {
     let builder = || {
         ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
@@ -159,35 +159,35 @@ fn roots_of(path: &Path) -> Result<RootCertStore, WorkerTlsError> {
     if roots.is_empty() { Err(wrong("it holds no certificate".to_owned())) } else { Ok(roots) }
 }
 
-/// Sends requests to workers. Cheap to clone; clones share their connections.
+/// Client for workers. Clones are cheap and share their connections.
 #[derive(Clone, Debug)]
 pub struct Upstream(Arc<RwLock<Link>>);
 
 #[derive(Clone, Debug)]
 struct Link {
     client: HttpsClient,
-    /// What workers want to be shown with questions of the gateway's own. Marked sensitive, so that nothing prints it.
+    /// `Authorization` for queries of the gateway itself. Marked sensitive, so that it is never printed.
     key: Option<HeaderValue>,
 }
 
 type HttpsClient = Client<HttpsConnector<HttpConnector>, Full<Bytes>>;
 
 impl Upstream {
-    /// Without connections yet. `tls` says which certificates of workers are believed.
+    /// A client without connections. `tls` defines the trusted certificates.
     #[must_use]
     pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
         Self(Arc::new(RwLock::new(Link { client: client(tls, connect_timeout), key: None })))
     }
 
-    /// As before, and shows this `Authorization` with questions of the gateway's own.
+    /// The same with `Authorization` for queries of the gateway itself.
     #[must_use]
     pub fn showing(self, key: Option<HeaderValue>) -> Self {
         self.set(|link| link.key = key.map(sensitive));
         self
     }
 
-    /// For all clones: shows this `Authorization` from now on and, if `tls` is given, makes new connections by it. Requests in
-    /// flight keep their connections.
+    /// Replaces `Authorization` for all clones and, if `tls` is given, uses it for new connections. Requests in flight
+    /// keep their connections.
     pub fn change(&self, tls: Option<ClientConfig>, connect_timeout: Duration, key: Option<HeaderValue>) {
         let client = tls.map(|tls| client(tls, connect_timeout));
         self.set(|link| {
@@ -197,17 +197,17 @@ impl Upstream {
     }
 
     fn set(&self, change: impl FnOnce(&mut Link)) {
-        // Each part is whole after every statement.
+        // Each part is consistent after every statement.
         change(&mut self.0.write().unwrap_or_else(PoisonError::into_inner));
     }
 
     fn link(&self) -> Link {
         self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
-    /// The head of the answer. Cancel-safe: dropping the future closes the connection.
+    /// Sends a request and returns the response head. Cancel-safe: dropping the future closes the connection.
     ///
     /// # Errors
-    /// No connection, or one that broke off.
+    /// Connection failure or broken connection.
     pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
         self.link().client.request(request).await.map_err(|error| {
             if lacks_descriptor(&error) {
@@ -221,10 +221,10 @@ impl Upstream {
         })
     }
 
-    /// Asks a question of the gateway's own, in JSON: the body of the answer, at most `bytes_max` long.
+    /// Sends a JSON query of the gateway itself and returns the response body of at most `bytes_max`.
     ///
     /// # Errors
-    /// See [`UpstreamError`]; any status but 200 is one.
+    /// See [`UpstreamError`]; includes any status except 200.
     pub async fn ask(
         &self,
         url: &str,
@@ -257,10 +257,10 @@ impl Upstream {
     }
 }
 
-/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+/// Errors for a process and a machine without free descriptors: EMFILE and ENFILE on Unix.
 const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 
-/// Whether an error comes from a lack of descriptors.
+/// Whether an error is a lack of descriptors.
 fn lacks_descriptor(error: &(dyn Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -291,7 +291,7 @@ fn sensitive(mut key: HeaderValue) -> HeaderValue {
     key
 }
 
-/// An error and what caused it, in one line: the client's own says only which step failed.
+/// An error with its causes in one line; the client's own message only names the failed step.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut shown = error.to_string();
     let mut cause = error.source();

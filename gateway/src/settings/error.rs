@@ -1,63 +1,62 @@
-//! Why settings were refused.
+//! Errors of settings.
 //!
-//! Owns the messages. Promises that each names the setting, its value, the rule and where the value came from, and that
-//! a name that nobody knows comes with the known one that looks most like it.
+//! Each message names the setting, its value, the rule and the origin; an unknown name comes with the most similar
+//! known one.
 
 use std::fmt;
 
 use super::Origin;
 
-/// One problem, with the place to change.
+/// One problem and the place to change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LoadError {
-    /// The text is not TOML, or holds an integer too large for it; nothing else in the file could be looked at.
+    /// Invalid TOML or an integer out of range; the rest of the file was not checked.
     #[error("the file cannot be read as TOML: {0}")]
     Syntax(String),
-    /// A name that is no setting's.
+    /// Unknown name.
     #[error("{name} is not a known {what}, must be {}{} ({origin})", .rule, suggestion(.near.as_deref()))]
     Unknown {
         /// Key or setting.
         what: &'static str,
-        /// As it was given.
+        /// The given name.
         name: String,
-        /// What it must be.
+        /// Rule.
         rule: &'static str,
-        /// A known one that looks like it.
+        /// Most similar known name.
         near: Option<String>,
-        /// Where it was given.
+        /// Origin.
         origin: Origin,
     },
-    /// A variable that names no setting. Its value is not told: it might be a secret, meant for a setting that wants a
-    /// file of it.
+    /// Unknown variable. Its value is omitted, because it might be a secret.
     #[error("{variable} is not a known variable, must end in the name of a setting in upper case{}", suggestion(.near.as_deref()))]
     UnknownVariable {
-        /// The variable.
+        /// Name of the variable.
         variable: String,
-        /// A known one that looks like it.
+        /// Most similar known name.
         near: Option<String>,
     },
-    /// A value of the wrong type, or one that breaks its setting's rule.
+    /// Invalid type or violated rule.
     #[error("{setting} is {value}, must be {rule} ({origin})")]
     Value {
-        /// The setting with its section.
+        /// Setting with its section.
         setting: String,
-        /// Its value.
+        /// Value.
         value: String,
-        /// What it must be.
+        /// Rule.
         rule: String,
-        /// Where it was given.
+        /// Origin.
         origin: Origin,
     },
-    /// A list or table that cannot be read.
+    /// Invalid list or table.
     #[error("{setting} is {value}, which cannot be read: {reason} ({origin})")]
     Structure {
-        /// The setting with its section.
+        /// Setting with its section.
         setting: String,
-        /// Its value.
+        /// Value.
         value: String,
-        /// What is wrong with it.
+        /// Reason.
         reason: String,
-        /// Where it was given.
+        /// Origin.
         origin: Origin,
     },
 }
@@ -66,29 +65,29 @@ fn suggestion(near: Option<&str>) -> String {
     near.map_or(String::new(), |near| format!(", perhaps {near}"))
 }
 
-/// All problems: those of the file, of the environment, of flags, then broken rules.
+/// All problems: file, environment, flags, then violated rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadErrors(pub Vec<LoadError>);
 
 impl std::error::Error for LoadErrors {}
 
-/// One problem a line.
+/// One problem per line.
 impl fmt::Display for LoadErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|problem| writeln!(f, "{problem}"))
     }
 }
 
-/// The known name that looks most like `name`, if one differs by a third of its letters or less.
+/// The most similar known name, if it differs in at most a third of its letters.
 pub(super) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let near = known.into_iter().map(|known| (distance(name, known), known));
     let near = near.filter(|(distance, known)| distance * 3 <= known.len().max(3));
     near.min_by_key(|(distance, _)| *distance).map(|(_, known)| known)
 }
 
-/// Letters to add, drop or replace to make the one from the other.
+/// Edit distance: letters to add, drop or replace.
 fn distance(from: &str, to: &str) -> usize {
-    // No setting's name is longer than this, so nothing longer is near one.
+    // Longer than any setting name.
     const LONGEST: usize = 64;
     if from.len() > LONGEST {
         return usize::MAX / 4;

@@ -1,7 +1,6 @@
-//! What the settings of a struct are called and which values they take, asked of its `Deserialize`.
+//! Field names and value types of a settings struct, derived from its `Deserialize` implementation.
 //!
-//! Owns nothing. Promises that a field added to the struct is known here at once. Leaves rules that go beyond the type
-//! to the struct's own validation.
+//! New fields of the struct are known automatically. The struct's own validation has the rules beyond types.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -11,41 +10,41 @@ use serde::de::{DeserializeOwned, Deserializer, Error as _, Expected, IntoDeseri
 use serde::forward_to_deserialize_any;
 use toml::Value;
 
-/// One setting.
+/// A setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Field {
     pub(super) name: &'static str,
     pub(super) kind: Kind,
 }
 
-/// Which values a setting takes, before its own rule.
+/// Accepted values of a setting, before its own rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Switch,
-    /// True, false, or the word `auto`.
+    /// `true`, `false` or `auto`.
     SwitchOrAuto,
-    /// From 0 to `max`.
+    /// 0 to `max`.
     Integer {
         max: i64,
     },
     Number,
     Choice(&'static [&'static str]),
     Text,
-    /// The path of a file.
+    /// File path.
     File,
-    /// An IP address with a port.
+    /// IP address with port.
     Address,
-    /// A list or a table: too much for one word.
+    /// List or table, which cannot be written in one word.
     Structured,
 }
 
-/// What values that are true, false or `auto` say in their errors.
+/// Error text of boolean settings with `auto`.
 const SWITCH_OR_AUTO: &str = "true, false or auto";
 
-/// The fields of `T`, in the order of their declaration; none where `T` is not a struct.
+/// Fields of `T` in declaration order; none if `T` is not a struct.
 pub(super) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
     let mut names: &[&str] = &[];
-    // Both probes end in an error once they know enough.
+    // Both probes return an error once they know enough.
     let _ = T::deserialize(NameProbe(&mut names));
     let kind_of = |name: &'static str| {
         let mut kind = Kind::Structured;
@@ -56,7 +55,7 @@ pub(super) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
 }
 
 impl Kind {
-    /// The value that `text` stands for, if it is one of this kind.
+    /// The value of `text`, if it has this type.
     pub(super) fn parse(self, text: &str) -> Option<Value> {
         match self {
             Self::SwitchOrAuto if text == "auto" => Some(Value::from(text)),
@@ -87,7 +86,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Notes the names that a struct asks for.
+/// Records the field names of a struct.
 struct NameProbe<'a>(&'a mut &'static [&'static str]);
 
 impl<'de> Deserializer<'de> for NameProbe<'_> {
@@ -113,7 +112,7 @@ impl<'de> Deserializer<'de> for NameProbe<'_> {
     }
 }
 
-/// Notes the kind of value that a field asks for.
+/// Records the value type of a field.
 struct KindProbe<'a>(&'a mut Kind);
 
 impl KindProbe<'_> {
@@ -134,7 +133,7 @@ impl<'de> IntoDeserializer<'de, Error> for KindProbe<'_> {
 impl<'de> Deserializer<'de> for KindProbe<'_> {
     type Error = Error;
 
-    // A value of one of two types says which in its errors.
+    // A value of one of two types, which its error text names.
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let expected: &dyn Expected = &visitor;
         self.note(if expected.to_string() == SWITCH_OR_AUTO { Kind::SwitchOrAuto } else { Kind::Structured })
@@ -148,7 +147,7 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
         self.note(Kind::Integer { max: i64::from(u32::MAX) })
     }
 
-    // Integers end where those of TOML end.
+    // Integers have the range of TOML.
     fn deserialize_u64<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
         self.note(Kind::Integer { max: i64::MAX })
     }
@@ -157,13 +156,13 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
         self.note(Kind::Number)
     }
 
-    // Texts and paths are asked for alike; only what stands in their errors differs.
+    // Strings and paths use the same call; only their error texts differ.
     fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let expected: &dyn Expected = &visitor;
         self.note(if expected.to_string() == "path string" { Kind::File } else { Kind::Text })
     }
 
-    // Of all types that settings have, only addresses read themselves from text.
+    // Of all setting types, only addresses deserialize from text.
     fn deserialize_str<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
         self.note(Kind::Address)
     }

@@ -1,8 +1,8 @@
-//! Settings from a file, the environment over it, and flags over both.
+//! Settings loader: file, overridden by the environment, overridden by flags.
 //!
-//! Owns where each value came from. Promises that loading is a pure function of its arguments, that every problem is
-//! named at once, and that what is printed loads again to the same settings. Leaves reading files and the environment
-//! to `main`, and the rules to [`Settings::validate`].
+//! Loading is a pure function of its arguments. It tracks the origin of each value and reports all problems at a time;
+//! printed settings load again to the same values. `main` reads file and environment; [`Settings::validate`] has the
+//! rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -20,10 +20,10 @@ use super::{
     AdminSettings, GatewaySettings, LogFormat, ModelSettings, SettingError, Settings, TenantSettings, TokensSettings,
 };
 
-/// The tables at the top of the file.
+/// Top-level tables of the file.
 const TABLES: [&str; 5] = ["gateway", "admin", "router", "models", "tenants"];
 
-/// What settings are made of.
+/// Sources of settings.
 ///
 /// ```
 /// use pointsman_gateway::settings::{ConfigFile, Sources};
@@ -37,39 +37,39 @@ const TABLES: [&str; 5] = ["gateway", "admin", "router", "models", "tenants"];
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// The TOML file.
+    /// TOML file.
     pub file: Option<ConfigFile>,
-    /// The environment; variables of others are left alone.
+    /// Environment; unrelated variables are ignored.
     pub variables: Vec<(String, String)>,
-    /// Settings of single flags; of two for one setting the last one counts.
+    /// Flags for single settings; the last flag of a setting applies.
     pub flags: Vec<Flag>,
-    /// A model given by flags alone: its name, and its workers' addresses.
+    /// A model given by flags: its name and worker addresses.
     pub model: Option<(String, Vec<String>)>,
-    /// What paths in variables and flags are relative to.
+    /// Base directory of paths in variables and flags.
     pub directory: PathBuf,
 }
 
-/// A file's content, and what its paths are relative to.
+/// File content and the base directory of its paths.
 #[derive(Clone, Debug)]
 pub struct ConfigFile {
-    /// TOML.
+    /// TOML text.
     pub text: String,
-    /// Where it stands.
+    /// Directory of the file.
     pub directory: PathBuf,
 }
 
 /// A setting on the command line.
 #[derive(Clone, Debug)]
 pub struct Flag {
-    /// As problems name it: `--listen`.
+    /// Flag name for problems: `--listen`.
     pub name: String,
-    /// The setting with its section: `gateway.listen`.
+    /// Setting with its section: `gateway.listen`.
     pub setting: String,
-    /// The value, written as in a variable.
+    /// Value in the form of a variable.
     pub value: String,
 }
 
-/// Settings that follow every rule, and where they came from. It is shown as TOML, a setting a line.
+/// Valid settings with their origins. Displayed as TOML, one setting per line.
 #[derive(Clone, Debug)]
 pub struct Loaded {
     /// The settings.
@@ -78,8 +78,8 @@ pub struct Loaded {
 }
 
 impl Sources {
-    /// How log lines are written, also where other settings are wrong: problems are reported in this format. Text where the
-    /// setting itself is wrong.
+    /// Log format, even if other settings are invalid, because problems are reported in it. Text if the setting itself
+    /// is invalid.
     #[must_use]
     pub fn log_format(&self) -> LogFormat {
         let flag = self.flags.iter().rev().find(|flag| flag.setting == "gateway.log_format");
@@ -93,10 +93,10 @@ impl Sources {
         if given.as_deref() == Some("json") { LogFormat::Json } else { LogFormat::Text }
     }
 
-    /// Reads everything.
+    /// Loads all sources.
     ///
     /// # Errors
-    /// Every problem of the file, of the variables, of the flags, and of the values that result.
+    /// All problems of file, variables, flags and the resulting values.
     pub fn load(self) -> Result<Loaded, LoadErrors> {
         let mut loading = Loading::default();
         if let Some(file) = &self.file {
@@ -120,7 +120,7 @@ impl Sources {
     }
 }
 
-/// A model's own settings; its router's and its tokens' have sections of their own.
+/// Settings of a model; router and tokens have their own sections.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct ModelFields {
@@ -161,7 +161,7 @@ impl ModelSections {
         self.own.read(table, directory, problems);
     }
 
-    /// The router's settings in force: its own over those of all routers.
+    /// Effective router settings: those of the model over those of all routers.
     fn router_config(&self, all: &Section, name: &str) -> RouterConfig {
         let mut values = all.values.clone();
         values.extend(self.router.values.clone());
@@ -178,7 +178,7 @@ impl ModelSections {
     }
 }
 
-/// The fields of a section that variables and flags can set; none where it is no such section.
+/// Fields of a section that variables and flags can set; none for an unknown section.
 fn simple_fields(section: &str) -> Vec<Field> {
     match section {
         "gateway" => fields_of::<GatewaySettings>(),
@@ -188,7 +188,7 @@ fn simple_fields(section: &str) -> Vec<Field> {
     }
 }
 
-/// A model's name as metrics can carry it.
+/// Pool label of a model name.
 fn pool_name(model: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '_' };
     let name: String = model.chars().map(plain).collect();
@@ -198,7 +198,7 @@ fn pool_name(model: &str) -> String {
 #[derive(Clone, Debug)]
 struct Sections {
     gateway: Section,
-    /// There is an admin listener once anything of it is set.
+    /// Present once any setting of it is given.
     admin: Option<Section>,
     router: Section,
     models: Vec<ModelSections>,
@@ -218,7 +218,7 @@ impl Default for Sections {
 }
 
 impl Sections {
-    /// One that variables and flags can set.
+    /// A section that variables and flags can set.
     fn simple(&mut self, name: &str) -> Option<&mut Section> {
         match name {
             "gateway" => Some(&mut self.gateway),
@@ -233,7 +233,7 @@ impl Sections {
         [&self.gateway, &self.router].into_iter().chain(&self.admin).chain(models).chain(&self.tenants)
     }
 
-    /// The section and the field of a setting such as `models[0].router.queue_classes[1].name`.
+    /// Section and field of a setting such as `models[0].router.queue_classes[1].name`.
     fn find(&self, setting: &str) -> Option<(&Section, &'static str)> {
         self.all().find_map(|section| {
             let rest = setting.strip_prefix(&section.path)?.strip_prefix('.')?;
@@ -243,11 +243,11 @@ impl Sections {
     }
 }
 
-/// What has been read so far.
+/// Loader state.
 #[derive(Default)]
 struct Loading {
     sections: Sections,
-    /// Whether the file, or a list of it, could not be looked at: nobody knows what is missing.
+    /// Whether the file or a list in it could not be read, so that missing settings are unknown.
     is_partial: bool,
     problems: Vec<LoadError>,
 }
@@ -384,7 +384,7 @@ impl Loading {
         if problems.is_empty() { Ok(Loaded { settings, sections }) } else { Err(LoadErrors(problems)) }
     }
 
-    /// Adds the rules that are broken, as far as all is known that they speak of.
+    /// Adds violated rules whose settings are all known.
     fn judge(&mut self, settings: &Settings) {
         let mut broken = settings.validate().err().map_or(Vec::new(), |errors| errors.0);
         if settings.models.is_empty() {
@@ -401,7 +401,7 @@ impl Loading {
         for SettingError { setting, value, rule } in broken {
             let setting = self.given_as(setting);
             let found = self.sections.find(&setting);
-            // A rule that speaks of an unread setting might hold, did we know that setting's value.
+            // A rule on an unread setting may hold with its actual value.
             let is_unread = found.is_some_and(|(section, name)| section.unread.contains(&name));
             if is_unread || unread.iter().any(|unread| rule.contains(unread)) {
                 continue;
@@ -414,7 +414,7 @@ impl Loading {
         }
     }
 
-    /// The place to change: a model's router has most settings from all routers'.
+    /// The place to change: most settings of a model's router come from the shared router section.
     fn given_as(&self, setting: String) -> String {
         let Some((section, name)) = self.sections.find(&setting) else { return setting };
         let is_inherited = !section.mentions(name) && (name != "pool" || self.sections.router.mentions(name));
@@ -434,7 +434,7 @@ fn not_a(setting: &str, value: &Value, rule: &str) -> LoadError {
     LoadError::Value { setting, value, rule, origin: Origin::File }
 }
 
-/// Workers, read as a file of them would be.
+/// Parses workers like a worker file.
 fn read_workers(section: &Section, workers: Vec<Table>, problems: &mut Vec<LoadError>) -> Vec<NamedWorker> {
     let read = |workers: Vec<Table>| {
         let file = Table::from_iter([("workers".to_owned(), Value::from(workers))]);
@@ -447,7 +447,7 @@ fn read_workers(section: &Section, workers: Vec<Table>, problems: &mut Vec<LoadE
     for (n, worker) in workers.iter().enumerate() {
         let Err(error) = read(vec![worker.clone()]) else { continue };
         is_refused = true;
-        // Its line and its position would be those of a file that nobody has.
+        // Line and position would refer to a nonexistent file.
         let reason = match error {
             FileError::Line { line: _, reason } | FileError::Worker { position: _, url: _, rule: reason } => reason,
             FileError::Url { position: _, error } => error.to_string(),
@@ -480,7 +480,7 @@ impl fmt::Display for Loaded {
         }
         writeln!(f, "\n[router]")?;
         let router: RouterConfig = sections.router.parsed();
-        // Each model has a pool of its own, unless one name was given to all.
+        // Each model has its own pool, unless one name was given to all.
         let is_shown = |name: &str| name != "pool" || sections.router.mentions(name);
         let of_all = |name| is_shown(name).then(|| sections.router.origin(name));
         sections.router.write_lines(f, &router, of_all)?;
@@ -503,8 +503,8 @@ impl fmt::Display for Loaded {
     }
 }
 
-/// Whether a variable is one that Kubernetes gives every container of a namespace with a service `pointsman-gateway`: its
-/// host, its ports. No setting is called so.
+/// Whether Kubernetes injects the variable for a service named `pointsman-gateway` (host, ports). No setting has such a
+/// name.
 fn is_of_a_service(setting: &str) -> bool {
     let is_numbered = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
     setting == "PORT"

@@ -1,8 +1,7 @@
-//! What an operator sets: the gateway's listeners and limits, the models and their workers, the tenants.
+//! Settings of the gateway: listeners and limits, models and workers, tenants.
 //!
-//! Owns the settings as data, their defaults and their rules. Promises that settings which validate can be served.
-//! Leaves where values come from (file, environment, flags) to the loader, and the router's own fields to
-//! [`RouterConfig`].
+//! Plain data with defaults and rules; validated settings can be served. The loader merges file, environment and flags.
+//! [`RouterConfig`] has the fields of the router.
 
 mod error;
 mod fields;
@@ -27,16 +26,16 @@ pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 pub use section::Origin;
 pub use validate::{SettingError, SettingErrors};
 
-/// Everything.
+/// All settings.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// `[gateway]`: the listener for clients, limits and time-outs.
+    /// `[gateway]`: the clients' listener, limits and timeouts.
     pub gateway: GatewaySettings,
-    /// `[admin]`: the listener for operators; `None` where there is none.
+    /// `[admin]`: the administration listener; `None` disables it.
     pub admin: Option<AdminSettings>,
     /// `[[models]]`: one pool of workers each.
     pub models: Vec<ModelSettings>,
-    /// `[[tenants]]`: who may ask; empty: anybody.
+    /// `[[tenants]]`; the API is open if empty.
     pub tenants: Vec<TenantSettings>,
 }
 
@@ -44,70 +43,70 @@ pub struct Settings {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GatewaySettings {
-    /// Where clients connect.
+    /// Listen address for clients.
     pub listen: SocketAddr,
-    /// PEM file of the certificate chain; with it clients speak TLS.
+    /// PEM file of the certificate chain; enables TLS for clients.
     pub tls_certificate_file: Option<PathBuf>,
-    /// PEM file of its key.
+    /// PEM file of the private key.
     pub tls_key_file: Option<PathBuf>,
-    /// PEM file of authorities that workers' certificates must come from. Default: the system's.
+    /// PEM file with the CA bundle for worker certificates. Default: the system bundle.
     pub worker_ca_file: Option<PathBuf>,
-    /// File with the key that workers want (`Authorization: Bearer`). Clients' own keys are then not passed on.
+    /// File with the API key of the workers (`Authorization: Bearer`). Client keys are then not forwarded.
     pub worker_api_key_file: Option<PathBuf>,
-    /// File with the secret that tenants' salts are derived from; at least 16 bytes. Needed where there are tenants.
+    /// File with the secret for tenant salts, at least 16 bytes. Required with tenants.
     pub salt_secret_file: Option<PathBuf>,
-    /// Whether `/metrics` is served on the clients' listener, too.
+    /// Whether the clients' listener also serves `/metrics`.
     pub metrics_public: bool,
-    /// Open connections of clients; those beyond are refused with 503, and probes on them answered. Lowered where the
-    /// process has too few descriptors.
+    /// Limit of client connections; further ones are rejected with 503 except for probes. Lowered if the process has
+    /// too few descriptors.
     pub connections_max: u32,
-    /// Longest request body, in bytes.
+    /// Maximum length of a request body, in bytes.
     pub body_bytes_max: u64,
-    /// Bytes of all request bodies in memory at once: an exhausted budget leads to 503. Default: an eighth of the memory of
-    /// the machine or cgroup, at least four times `body_bytes_max`.
+    /// Memory budget of all request bodies in bytes; above it bodies are rejected with 503. Default: an eighth of the
+    /// memory of the machine or cgroup, at least four times `body_bytes_max`.
     pub body_budget_bytes: Option<u64>,
-    /// How long a request's head may take to come, and a connection be idle before it: longer than the idle time-out of a
-    /// load balancer in front, which would else use connections that are just being closed.
+    /// Timeout of a request head, and of an idle connection. Must exceed the idle timeout of a load balancer in front,
+    /// which otherwise reuses connections that are being closed.
     pub head_timeout_ms: u64,
-    /// How long the body may be silent while it comes; ten times as long it may take in all.
+    /// Idle timeout while receiving a body; the total limit is ten times as long.
     pub body_timeout_ms: u64,
-    /// How long a connection to a worker may take.
+    /// Timeout for connecting to a worker.
     pub connect_timeout_ms: u64,
-    /// How long a worker may take until the first token of a streamed answer.
+    /// Timeout for the first token of a streamed response.
     pub first_byte_timeout_ms: u64,
-    /// How long a worker may take for an answer that is not streamed, whose first byte comes when all of it is there.
+    /// Timeout for a response that is not streamed.
     pub answer_timeout_ms: u64,
-    /// How long a request may wait to be placed, where it says no deadline of its own that is shorter.
+    /// Timeout for placement, unless the request has a shorter deadline.
     pub queue_timeout_ms: u64,
-    /// How long an answer may be silent once it has begun, and how long a client may take nothing of it.
+    /// Timeout between parts of a started response, and of a client that does not read.
     pub idle_timeout_ms: u64,
-    /// Attempts of one request, the first included; only until a valid answer has begun.
+    /// Attempts per request, including the first, until a valid response starts.
     pub attempts_max: u32,
-    /// Retries for each request, on average over the last ten seconds; ten retries are always allowed in them.
+    /// Retries per request, averaged over the last ten seconds; ten retries in that time are always allowed.
     pub retry_share_max: f64,
-    /// After the signal to end: how long `/ready` says no before the listener closes.
+    /// Time from the termination signal, when `/ready` becomes 503, to the close of the listener.
     pub drain_delay_ms: u64,
-    /// After that: how long requests in flight may take.
+    /// Time limit for requests in flight after that.
     pub drain_timeout_ms: u64,
-    /// From the start on: how long to wait for caches to be known before `/ready` says yes anyway.
+    /// Maximum time after startup that `/ready` waits for known caches.
     pub warm_up_ms: u64,
-    /// How much is logged: `error`, `warn`, `info`, `debug` or `trace`, or targets with levels (`info,pointsman=debug`).
+    /// Log level: `error`, `warn`, `info`, `debug` or `trace`, or targets with levels (`info,pointsman=debug`).
     pub log_level: String,
-    /// How.
+    /// Log format.
     pub log_format: LogFormat,
-    /// Where the access log goes, one JSON object a line for each request: `stdout`, `stderr`, `off`, or the absolute
-    /// path of a file.
+    /// Destination of the access log, one JSON object per request: `stdout`, `stderr`, `off`, or the absolute path of a
+    /// file.
     pub access_log: String,
 }
 
-/// How log lines are written.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogFormat {
-    /// For people.
+    /// Plain text.
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
@@ -143,13 +142,13 @@ impl Default for GatewaySettings {
     }
 }
 
-/// `[admin]`: needs a token, always.
+/// `[admin]`: always requires a token.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdminSettings {
-    /// Where operators connect.
+    /// Listen address for operators.
     pub listen: SocketAddr,
-    /// File with the token that they show (`Authorization: Bearer`); at least 16 bytes.
+    /// File with the operator token (`Authorization: Bearer`); at least 16 bytes.
     pub token_file: PathBuf,
 }
 
@@ -162,7 +161,7 @@ impl AdminSettings {
 }
 
 impl Default for AdminSettings {
-    /// The default address, and no token: [`Settings::validate`] wants one.
+    /// The default address without a token, which [`Settings::validate`] requires.
     fn default() -> Self {
         Self { listen: Self::default_listen(), token_file: PathBuf::new() }
     }
@@ -171,28 +170,28 @@ impl Default for AdminSettings {
 /// One of `[[models]]`: a pool of interchangeable ranks.
 #[derive(Clone, Debug)]
 pub struct ModelSettings {
-    /// What clients call it.
+    /// Name for clients.
     pub name: String,
-    /// What they may call it, too.
+    /// Further names for clients.
     pub aliases: Vec<String>,
-    /// What workers call it. Default: `name`.
+    /// Name at the workers. Default: `name`.
     pub upstream_name: Option<String>,
-    /// The pool's router: `[router]`, and `[models.router]` over it.
+    /// Router configuration: `[router]` with overrides from `[models.router]`.
     pub router: RouterConfig,
-    /// Workers given here.
+    /// Workers in the configuration.
     pub workers: Vec<NamedWorker>,
-    /// A file that names workers, read again when it changes.
+    /// File with workers, read again after each change.
     pub workers_file: Option<PathBuf>,
-    /// Addresses of workers that are asked what they are.
+    /// Addresses of probed workers.
     pub worker_urls: Vec<String>,
-    /// `HOST:PORT` of names with an address for each worker, which is asked what it is.
+    /// DNS names as `HOST:PORT`; each address is a probed worker.
     pub worker_names: Vec<String>,
-    /// Where the tokens come from that prompts are compared by.
+    /// Tokenization for routing.
     pub tokens: TokensSettings,
 }
 
 impl ModelSettings {
-    /// A model without workers, all else default.
+    /// A model with defaults and without workers.
     #[must_use]
     pub fn named(name: impl Into<String>) -> Self {
         Self {
@@ -208,7 +207,7 @@ impl ModelSettings {
         }
     }
 
-    /// What workers call it.
+    /// Name at the workers.
     #[must_use]
     pub fn upstream_name(&self) -> &str {
         self.upstream_name.as_deref().unwrap_or(&self.name)
@@ -219,35 +218,35 @@ impl ModelSettings {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TokensSettings {
-    /// Which source, for requests that do not bring token ids.
+    /// Token source for requests without token ids.
     pub source: TokenSourceChoice,
     /// The model's `tokenizer.json`.
     pub tokenizer_file: Option<PathBuf>,
-    /// Its chat template: a Jinja file, or the `tokenizer_config.json` that holds one. Default: the
-    /// `tokenizer_config.json` or `chat_template.jinja` beside `tokenizer_file`.
+    /// Chat template: a Jinja file or a `tokenizer_config.json`. Default: `tokenizer_config.json` or
+    /// `chat_template.jinja` beside `tokenizer_file`.
     pub chat_template_file: Option<PathBuf>,
-    /// Threads that tokenise.
+    /// Tokenizer threads.
     pub threads: u32,
-    /// Bytes that tokens of earlier conversations may take.
+    /// Byte limit of the tokenizer cache.
     pub cache_bytes_max: u64,
-    /// How long a worker may take for `/tokenize`.
+    /// Timeout of `/tokenize`.
     pub engine_timeout_ms: u64,
-    /// Whether the tokenizer is compared with the engine's at the start.
+    /// Whether the tokenizer is compared with the engine's at startup.
     pub parity_check: bool,
 }
 
-/// Where tokens come from.
+/// Token source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenSourceChoice {
-    /// `local` where there is a `tokenizer_file`, else `engine` where a worker answers, else `none`.
+    /// `local` with a `tokenizer_file`, else `engine` if a worker responds, else `none`.
     #[default]
     Auto,
     /// The tokenizer file.
     Local,
-    /// The engines' own `/tokenize`.
+    /// `/tokenize` of the engines.
     Engine,
-    /// Nowhere: requests without token ids go by load alone.
+    /// No tokens: routing by load alone.
     None,
 }
 
@@ -265,17 +264,16 @@ impl Default for TokensSettings {
     }
 }
 
-/// One of `[[tenants]]`. By default it has neither name nor keys: [`Settings::validate`] wants both.
+/// One of `[[tenants]]`. The default lacks name and keys, which [`Settings::validate`] requires.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TenantSettings {
-    /// Its name, for logs and for its salt.
+    /// Name in logs, and input of the salt.
     pub name: String,
-    /// File with its keys, one a line.
+    /// File with the keys of the tenant, one per line.
     pub keys_file: PathBuf,
-    /// The policy class of its requests; they may not choose another. Default: as the request's header says.
+    /// Fixed queue class of its requests. Default: the request header selects it.
     pub policy_class: Option<String>,
-    /// The highest strict priority that its requests get; those that ask for more get this much. Where it is 0 they may not
-    /// jump the queue either.
+    /// Maximum strict priority; higher values are lowered to it. 0 also disables priority jumps.
     pub strict_priority_max: u32,
 }

@@ -1,7 +1,7 @@
-//! Which settings a running gateway can change.
+//! Settings that a reload can change.
 //!
-//! Owns the list. Promises that a setting which is not on it keeps its running value and is named, so that a setting that is
-//! added later needs a restart until somebody makes it changeable. Leaves applying the others to the gateway.
+//! Other settings keep their running value and are reported, so a new setting needs a restart until it is listed here.
+//! The gateway applies the changes.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -9,8 +9,8 @@ use toml::Table;
 
 use super::{AdminSettings, ModelSettings, Settings};
 
-/// Settings of `[gateway]` that a reload changes. Connections that are open keep `head_timeout_ms`, `idle_timeout_ms` and
-/// their certificate.
+/// Reloadable settings of `[gateway]`. Open connections keep `head_timeout_ms`, `idle_timeout_ms` and their
+/// certificate.
 pub(super) const RELOADED: &[&str] = &[
     "tls_certificate_file",
     "tls_key_file",
@@ -33,7 +33,7 @@ pub(super) const RELOADED: &[&str] = &[
 ];
 
 impl Settings {
-    /// These settings as far as they can be put in force over the running ones, and the names of those that need a restart.
+    /// New settings limited to the reloadable ones, and the names of settings that need a restart.
     #[must_use]
     pub fn reloaded_over(mut self, running: &Self) -> (Self, Vec<String>) {
         let mut restart = Vec::new();
@@ -62,7 +62,7 @@ impl Settings {
 }
 
 impl ModelSettings {
-    /// Only names and workers change under a router.
+    /// Under a router only names and workers change.
     fn keep(&mut self, running: &Self, path: &str, restart: &mut Vec<String>) {
         if self.upstream_name() != running.upstream_name() {
             restart.push(format!("{path}.upstream_name"));
@@ -73,7 +73,7 @@ impl ModelSettings {
     }
 }
 
-/// `new` with the running value of each setting that is not in `reloaded`. Those that differ are added to `restart`.
+/// `new` with the running value of each setting outside `reloaded`. Differences are added to `restart`.
 fn kept<T: Serialize + DeserializeOwned + Clone>(
     path: &str,
     new: &T,
@@ -92,7 +92,7 @@ fn kept<T: Serialize + DeserializeOwned + Clone>(
         if !is_reloaded && new.get(name) != running.get(name) {
             restart.push(format!("{path}.{name}"));
         }
-        // What is absent is not set.
+        // An absent value is unset.
         let value = if is_reloaded { new.get(name) } else { running.get(name) };
         result.extend(value.map(|value| (name.clone(), value.clone())));
     }

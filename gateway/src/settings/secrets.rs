@@ -1,8 +1,7 @@
-//! The secrets that settings name files of.
+//! Secrets referenced by settings.
 //!
-//! Owns reading these files and what their content must be. Promises that content is never printed: not by `Debug`, not
-//! by errors, which name the setting, the file and the rule. Leaves certificates to TLS, and who may do what to whoever
-//! compares.
+//! Reads and validates the secret files. Contents are never printed, neither by `Debug` nor in errors, which name
+//! setting, file and rule. Certificates belong to TLS.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,33 +14,33 @@ use ring::hmac;
 
 use super::Settings;
 
-/// Fewest bytes of a secret that somebody could try to guess.
+/// Minimum length of a guessable secret.
 pub const SECRET_BYTES_MIN: usize = 16;
 
-/// Most bytes of one secret.
+/// Maximum length of one secret.
 const SECRET_BYTES_MAX: usize = 4 << 10;
 
-/// Most bytes of a file of keys.
+/// Maximum length of a key file.
 const KEYS_BYTES_MAX: usize = 1 << 20;
 
-/// What only those may know who are meant to.
+/// A secret value.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Box<[u8]>);
 
 impl Secret {
-    /// A secret with this content.
+    /// Wraps the content.
     #[must_use]
     pub fn new(content: impl Into<Vec<u8>>) -> Self {
         Self(content.into().into_boxed_slice())
     }
 
-    /// Its content, for whoever hashes or sends it.
+    /// Content for hashing or sending.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// Whether `shown` is the same. The time it takes says nothing of the secret.
+    /// Constant-time comparison.
     ///
     /// ```
     /// use pointsman_gateway::settings::Secret;
@@ -58,7 +57,7 @@ impl Secret {
         hmac::verify(&key, &self.0, tag.as_ref()).is_ok()
     }
 
-    /// `Authorization: Bearer` with it, marked so that nobody prints it; `None` where it cannot stand in a header.
+    /// `Authorization: Bearer` header, marked sensitive; `None` if the content is invalid in a header.
     #[must_use]
     pub fn bearer(&self) -> Option<HeaderValue> {
         let mut value = HeaderValue::from_bytes(&[b"Bearer ", self.as_bytes()].concat()).ok()?;
@@ -73,59 +72,59 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A file that is not what it must be.
+/// Invalid secret file.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
-    /// It cannot be read.
+    /// Unreadable file.
     #[error("{setting} is {}, which cannot be read: {error}", .file.display())]
     Unreadable {
-        /// The setting that names it.
+        /// Setting that references the file.
         setting: String,
-        /// The file.
+        /// Path of the file.
         file: PathBuf,
-        /// What the system says.
+        /// System error.
         error: std::io::Error,
     },
-    /// Its content breaks a rule.
+    /// Content that violates a rule.
     #[error("{setting} is {}, which must {rule}", .file.display())]
     Content {
-        /// The setting that names it.
+        /// Setting that references the file.
         setting: String,
-        /// The file.
+        /// Path of the file.
         file: PathBuf,
-        /// The rule.
+        /// Violated rule.
         rule: &'static str,
     },
-    /// A line of it breaks a rule.
+    /// A line that violates a rule.
     #[error("{setting} is {}, whose line {line} must {rule}", .file.display())]
     Line {
-        /// The setting that names it.
+        /// Setting that references the file.
         setting: String,
-        /// The file.
+        /// Path of the file.
         file: PathBuf,
-        /// The line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The rule.
+        /// Violated rule.
         rule: &'static str,
     },
 }
 
-/// Every secret of the settings.
+/// All secrets of the settings.
 #[derive(Clone, Debug, Default)]
 pub struct Secrets {
-    /// What workers want to be shown: printable ASCII.
+    /// API key of the workers: printable ASCII.
     pub worker_api_key: Option<Secret>,
-    /// What tenants' salts are derived from: at least [`SECRET_BYTES_MIN`] bytes of any kind.
+    /// Secret of tenant salts: at least [`SECRET_BYTES_MIN`] arbitrary bytes.
     pub salt_secret: Option<Secret>,
-    /// What operators show: printable ASCII, at least [`SECRET_BYTES_MIN`] bytes.
+    /// Operator token: printable ASCII, at least [`SECRET_BYTES_MIN`] bytes.
     pub admin_token: Option<Secret>,
-    /// What clients of each tenant show, in the order of [`Settings::tenants`]: at least one each, as operators' token,
-    /// and none of two tenants.
+    /// Keys of each tenant in the order of [`Settings::tenants`]: at least one each, in the format of the operator
+    /// token, unique over all tenants.
     pub tenant_keys: Vec<Vec<Secret>>,
 }
 
 impl Secrets {
-    /// Reads every file that the settings name. Waits for the disk.
+    /// Reads all referenced files. Blocking.
     ///
     /// # Errors
     /// The first of [`Secrets::problems`].
@@ -134,7 +133,7 @@ impl Secrets {
         problems.into_iter().next().map_or(Ok(secrets), Err)
     }
 
-    /// Every file that is not what it must be.
+    /// Problems of all referenced files.
     #[must_use]
     pub fn problems(settings: &Settings) -> Vec<SecretError> {
         Self::gather(settings).1
@@ -164,7 +163,7 @@ impl Secrets {
     }
 }
 
-/// What the content of a file must be.
+/// Content rule of a secret file.
 #[derive(Clone, Copy)]
 enum ContentRule {
     Printable,
@@ -173,7 +172,7 @@ enum ContentRule {
 }
 
 impl ContentRule {
-    /// The rule that `content` breaks, if any.
+    /// The rule that `content` violates, if any.
     fn broken_by(self, content: &[u8]) -> Option<&'static str> {
         let is_long = content.len() >= SECRET_BYTES_MIN;
         let is_printable = !content.is_empty() && content.iter().all(u8::is_ascii_graphic);
@@ -186,7 +185,7 @@ impl ContentRule {
     }
 }
 
-/// A file, and the setting that names it.
+/// A file and the setting that references it.
 struct Source {
     setting: String,
     file: PathBuf,
@@ -202,7 +201,7 @@ impl Source {
         }
     }
 
-    /// Its keys, and what is wrong with it. `is_own` says whether a key is nobody else's.
+    /// Keys and problems of the file. `is_own` returns whether a key belongs to no other tenant.
     fn keys(self, mut is_own: impl FnMut(&[u8]) -> bool) -> (Vec<Secret>, Vec<SecretError>) {
         let content = match self.content(KEYS_BYTES_MAX, "be at most 1048576 bytes long") {
             Ok(content) => content,
@@ -253,7 +252,7 @@ mod tests {
     use super::*;
     use crate::settings::{AdminSettings, TenantSettings};
 
-    /// A file of this test's own.
+    /// A file for this test.
     fn written(name: &str, content: &[u8]) -> PathBuf {
         let directory = std::env::temp_dir().join(format!("pointsman-secrets-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory of the test's own");

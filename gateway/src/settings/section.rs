@@ -1,7 +1,7 @@
-//! One table of settings: what it was given, and by whom.
+//! One table of settings: given values and their origins.
 //!
-//! Owns which of a struct's fields have a value, and where it came from. Promises that it holds only values that their
-//! fields can hold, so that the struct can be read from them. Leaves rules to the struct's validation.
+//! Contains only values that fit their fields, so that the struct can be read from them. The struct's validation has
+//! the rules.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,19 +14,19 @@ use toml::{Table, Value};
 use super::error::{LoadError, nearest};
 use super::fields::{Field, Kind, fields_of};
 
-/// Where a value came from.
+/// Origin of a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Origin {
-    /// Nobody gave one.
+    /// Default.
     #[default]
     Default,
-    /// The file.
+    /// File.
     File,
-    /// The variable of that name.
+    /// Variable of that name.
     Environment(String),
-    /// The flag of that name.
+    /// Flag of that name.
     Flag(String),
-    /// Pools are called as their models unless they are given a name.
+    /// Pool name derived from the model name.
     ModelName,
 }
 
@@ -42,19 +42,19 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A struct's settings as far as they are given.
+/// Given settings of a struct.
 #[derive(Clone, Debug)]
 pub(super) struct Section {
-    /// As problems name it: `gateway`, `models[0].router`.
+    /// Path in problems: `gateway`, `models[0].router`.
     pub(super) path: String,
     pub(super) fields: Vec<Field>,
-    /// Keys that are tables with sections of their own.
+    /// Keys that are tables with their own sections.
     tables: &'static [&'static str],
-    /// Whether a table of one setting can be read as the struct.
+    /// Whether a table with one setting deserializes to the struct.
     fits: fn(Table) -> Result<(), String>,
     pub(super) values: Table,
     pub(super) origins: BTreeMap<&'static str, Origin>,
-    /// Settings whose value could not be read.
+    /// Settings with unreadable values.
     pub(super) unread: Vec<&'static str>,
 }
 
@@ -87,12 +87,12 @@ impl Section {
         self.origins.get(name).cloned().unwrap_or_default()
     }
 
-    /// Whether somebody has tried to give it.
+    /// Whether the setting was given, valid or not.
     pub(super) fn mentions(&self, name: &str) -> bool {
         self.values.contains_key(name) || self.unread.contains(&name)
     }
 
-    /// Takes the settings of a table of the file. Relative paths are relative to `directory`.
+    /// Reads a table of the file. Relative paths are relative to `directory`.
     pub(super) fn read(&mut self, table: Table, directory: &Path, problems: &mut Vec<LoadError>) {
         for (key, value) in table {
             let Some(&Field { name, kind }) = self.fields.iter().find(|field| field.name == key) else {
@@ -116,7 +116,7 @@ impl Section {
         }
     }
 
-    /// Takes one setting from a variable or a flag.
+    /// Reads one setting from a variable or a flag.
     pub(super) fn read_text(
         &mut self,
         Field { name, kind }: Field,
@@ -150,18 +150,18 @@ impl Section {
         self.origins.insert(name, origin);
     }
 
-    /// A value that is known to fit.
+    /// Inserts a value that is known to fit.
     pub(super) fn insert(&mut self, name: &'static str, value: Value, origin: Origin) {
         self.values.insert(name.to_owned(), value);
         self.origins.insert(name, origin);
     }
 
-    /// The struct, defaults filled in.
+    /// The struct with defaults for missing settings.
     pub(super) fn parsed<T: DeserializeOwned>(&self) -> T {
         self.values.clone().try_into().expect("every value has been read by itself, and every field has a default")
     }
 
-    /// What keeps `value` out of the field: of a list each element that does.
+    /// Reasons why `value` does not fit the field; for lists, per element.
     fn refused_parts(&self, name: &'static str, kind: Kind, value: &Value) -> Vec<LoadError> {
         let is_empty_path = kind == Kind::File && value.as_str() == Some("");
         let (setting, shown, origin) = (self.setting(name), value.to_string(), Origin::File);
@@ -183,12 +183,12 @@ impl Section {
         if parts.is_empty() { vec![LoadError::Structure { setting, value: shown, reason, origin }] } else { parts }
     }
 
-    /// Whether a field can hold the value, or why not.
+    /// Whether a field accepts the value, with the reason otherwise.
     fn read_alone(&self, name: &str, value: Value) -> Result<(), String> {
         (self.fits)(Table::from_iter([(name.to_owned(), value)]))
     }
 
-    /// A line for each of these fields of `values`, as TOML, with its origin behind it.
+    /// One TOML line per field of `values`, with its origin as a comment.
     pub(super) fn write_lines(
         &self,
         f: &mut impl fmt::Write,

@@ -10,7 +10,7 @@ use super::*;
 
 const MODEL: &str = "\n[[models]]\nname = \"m\"\nworker_urls = [\"http://e:8000\"]\n";
 
-/// Sources with a file in `/etc`, and a working directory `/home`.
+/// Sources with a file in `/etc` and the working directory `/home`.
 fn sources(text: &str, env: &[(&str, &str)], flags: &[(&str, &str)]) -> Sources {
     let variables = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     let flags = flags.iter().map(|(setting, value)| Flag {
@@ -22,7 +22,7 @@ fn sources(text: &str, env: &[(&str, &str)], flags: &[(&str, &str)]) -> Sources 
     Sources { file, variables, flags: flags.collect(), model: None, directory: "/home".into() }
 }
 
-/// What a file with one plain model besides gives.
+/// Result for a file with one additional plain model.
 fn loaded(text: &str, env: &[(&str, &str)]) -> Loaded {
     sources(&format!("{text}{MODEL}"), env, &[]).load().unwrap_or_else(|errors| panic!("{errors}"))
 }
@@ -36,7 +36,7 @@ fn problems(text: &str, env: &[(&str, &str)]) -> Vec<String> {
     refused(sources(&format!("{text}{MODEL}"), env, &[]))
 }
 
-/// The line of a setting in a section of what is printed.
+/// Line of a setting within a printed section.
 fn line<'a>(printed: &'a str, section: &str, setting: &str) -> &'a str {
     let mut lines = printed.lines().skip_while(|line| line.split(' ').next() != Some(section)).skip(1);
     let mut lines = lines.by_ref().take_while(|line| !line.starts_with('['));
@@ -91,7 +91,7 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
     }
 }
 
-/// A value that the field does not have by default, as it is written in a variable.
+/// A non-default value of the field in the form of a variable.
 fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<String> {
     let value = match kind {
         Kind::SwitchOrAuto => "auto".to_owned(),
@@ -140,7 +140,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
             ];
             for (sources, origin) in ways.into_iter().zip(["file", "environment: ", "flag: --set "]) {
                 let shown = match sources.load() {
-                    // Some settings want others beside them; then the problem still knows where the value came from.
+                    // Some settings require others; the problem still contains the origin.
                     Ok(loaded) => line(&loaded.to_string(), &format!("[{section}]"), &format!("{name} = ")).to_owned(),
                     Err(errors) => errors.to_string(),
                 };
@@ -372,7 +372,7 @@ fn each_bad_element_of_a_list_is_named() {
         "models[0].workers[2] is { url = \"e\" }, which cannot be read: url \"e\" is refused",
         "models[0].workers[3] is ",
     ];
-    // That the model has no workers left is not said as well.
+    // The resulting lack of workers is not reported separately.
     assert_eq!(told.len(), expected.len(), "{told:?}");
     for (told, expected) in told.iter().zip(expected) {
         assert!(told.starts_with(expected) && told.ends_with("(file)"), "{told}");

@@ -1,8 +1,7 @@
-//! The rules of settings, beyond their types.
+//! Rules of settings beyond their types.
 //!
-//! Owns every range, and what goes with what. Promises that all broken rules are told at once, each with the setting, its
-//! value and the rule. Leaves the router's own settings to [`RouterConfig::validate`](pointsman::RouterConfig::validate),
-//! and what stands in files to their readers.
+//! Checks ranges and combinations, and reports all violations at a time with setting, value and rule.
+//! [`RouterConfig::validate`](pointsman::RouterConfig::validate) checks router settings; readers check file contents.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,37 +17,37 @@ use super::{ModelSettings, Settings, TokenSourceChoice};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
-/// Longest name of a model or a tenant, in bytes.
+/// Maximum length of a model or tenant name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
 
 const NAME_RULE: &str = "1 to 256 bytes without control characters";
 
-/// A setting that breaks its rule.
+/// A setting that violates its rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting} is {value}, must be {rule}")]
 pub struct SettingError {
-    /// The setting with its section, such as `models[0].name`.
+    /// Setting with its section, such as `models[0].name`.
     pub setting: String,
-    /// Its value.
+    /// Value.
     pub value: String,
-    /// What it must be.
+    /// Rule.
     pub rule: String,
 }
 
-/// Every setting that breaks its rule.
+/// All violations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SettingErrors(pub Vec<SettingError>);
 
 impl std::error::Error for SettingErrors {}
 
-/// One a line.
+/// One violation per line.
 impl fmt::Display for SettingErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|error| writeln!(f, "{error}"))
     }
 }
 
-/// Broken rules, as they are found.
+/// Collects violations.
 #[derive(Default)]
 struct Rules(Vec<SettingError>);
 
@@ -70,7 +69,7 @@ impl Rules {
 }
 
 impl Settings {
-    /// Checks every rule. Files are not looked at.
+    /// Checks every rule without reading files.
     ///
     /// ```
     /// use pointsman_gateway::settings::{ModelSettings, Settings};
@@ -85,7 +84,7 @@ impl Settings {
     /// ```
     ///
     /// # Errors
-    /// Every setting that breaks its rule.
+    /// All violations.
     pub fn validate(&self) -> Result<(), SettingErrors> {
         let mut rules = Rules::default();
         self.check_gateway(&mut rules);
@@ -150,7 +149,7 @@ impl Settings {
         rules.text("admin.token_file", "", is_given, "the path of a file: there is no admin listener without a token");
     }
 
-    /// That a name, and a pool, is one model's.
+    /// Checks that names and pools are unique.
     fn check_names(&self, rules: &mut Rules) {
         let (mut names, mut pools) = (BTreeMap::new(), BTreeMap::new());
         for (n, model) in self.models.iter().enumerate() {
@@ -187,7 +186,7 @@ impl Settings {
         }
     }
 
-    /// What is allowed and probably not meant.
+    /// Warnings about valid but probably unintended settings.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
@@ -224,7 +223,7 @@ impl Settings {
         warnings
     }
 
-    /// The files that the settings name and that must be there at the start, with their settings; secrets apart.
+    /// Files that must exist at startup, with their settings; excludes secrets.
     #[must_use]
     pub fn files(&self) -> Vec<(String, &Path)> {
         let gateway = &self.gateway;
@@ -247,7 +246,7 @@ impl ModelSettings {
         has_lists || !self.workers.is_empty() || self.workers_file.is_some()
     }
 
-    /// Whether a limit may rest on the built-in assumption about a worker's `max_num_batched_tokens`.
+    /// Whether a limit may depend on the built-in assumption for a worker's `max_num_batched_tokens`.
     fn assumes_batched_tokens(&self) -> bool {
         let by_hand = |worker: &pointsman::discovery::NamedWorker| worker.config.max_num_batched_tokens.is_some();
         let all_stated = self.has_fixed_workers_only() && self.workers.iter().all(by_hand);
@@ -255,7 +254,7 @@ impl ModelSettings {
         is_built_in && !all_stated && self.router.depends_on_batched_tokens()
     }
 
-    /// Whether every worker is written down in the settings, with what it is.
+    /// Whether all workers are fully described in the settings.
     fn has_fixed_workers_only(&self) -> bool {
         !self.workers.is_empty()
             && self.workers_file.is_none()
@@ -310,7 +309,7 @@ fn is_name(name: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&name.len()) && !name.chars().any(char::is_control)
 }
 
-/// Whether only one of the two can be listened at.
+/// Whether both addresses cannot be bound together.
 fn collide(one: SocketAddr, other: SocketAddr) -> bool {
     let same_ip = one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified();
     one.port() != 0 && one.port() == other.port() && same_ip
