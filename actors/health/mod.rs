@@ -25,7 +25,7 @@ use crate::actors::views::fleet::Fleet;
 use crate::actors::views::published::Published;
 use crate::actors::views::rank::{RankEntry, RankTable};
 use crate::config::RouterConfig;
-use crate::health::{Cause, Change, Exclusions, Input, Member, Monitor, Outcome, RankHealth, Rules};
+use crate::health::{Cause, Exclusions, HealthChange, HealthInput, HealthRules, Member, Monitor, Outcome, RankHealth};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
@@ -88,7 +88,7 @@ impl HealthActor {
         myself: &Arc<Strand<Self>>,
     ) -> Self {
         Self {
-            monitor: Monitor::new(Rules::of(config)),
+            monitor: Monitor::new(HealthRules::of(config)),
             meters: Ejections::new(pool),
             pool: config.pool.clone(),
             myself: Arc::downgrade(myself),
@@ -99,12 +99,12 @@ impl HealthActor {
     }
 
     /// Tells the monitor, bringing it up to date on who there is before, where it matters.
-    fn step_monitor(&mut self, input: Input, replies: &mut HealthReplies) {
+    fn step_monitor(&mut self, input: HealthInput, replies: &mut HealthReplies) {
         let (now, mut changes) = (self.dependencies.clock.now(), Vec::new());
         let matters =
-            input != Input::Wake || self.monitor.next_wake().is_some() || !self.monitor.exclusions().is_empty();
+            input != HealthInput::Wake || self.monitor.next_wake().is_some() || !self.monitor.exclusions().is_empty();
         if matters && std::mem::take(&mut self.behind) {
-            self.monitor.step(Input::Members(self.members()), now, &mut changes);
+            self.monitor.step(HealthInput::Members(self.members()), now, &mut changes);
         }
         self.monitor.step(input, now, &mut changes);
         for change in changes {
@@ -114,14 +114,14 @@ impl HealthActor {
         self.arm_wake(now);
     }
 
-    fn report(&self, change: Change) {
+    fn report(&self, change: HealthChange) {
         let pool = self.pool.as_str();
         let url = |rank: WorkerRank| {
             let workers = self.dependencies.fleet.workers();
             workers.iter().find(|known| known.worker == rank.worker).map(|known| known.config.endpoint.clone())
         };
         match change {
-            Change::Ejected { rank, cause } => {
+            HealthChange::Ejected { rank, cause } => {
                 match cause {
                     Cause::Probe => self.meters.probe.increment(1),
                     Cause::Outcomes => self.meters.outcomes.increment(1),
@@ -129,7 +129,7 @@ impl HealthActor {
                 let (cause, worker) = (cause.name(), url(rank));
                 tracing::warn!(pool, worker, worker_id = %rank.worker, rank = rank.rank, cause, "rank ejected");
             }
-            Change::Returned { rank } => {
+            HealthChange::Returned { rank } => {
                 tracing::info!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank recovered");
             }
         }
@@ -167,12 +167,12 @@ impl HealthActor {
         if self.wake_at == Some(at) {
             self.wake_at = None;
         }
-        self.step_monitor(Input::Wake, replies);
+        self.step_monitor(HealthInput::Wake, replies);
     }
 
     fn on_members_changed(&mut self, replies: &mut HealthReplies) {
         self.behind = true;
-        self.step_monitor(Input::Wake, replies);
+        self.step_monitor(HealthInput::Wake, replies);
     }
 
     fn on_outcome(
@@ -183,13 +183,13 @@ impl HealthActor {
         replies: &mut HealthReplies,
     ) {
         let (rank, incarnation) = (entry.rank, entry.incarnation());
-        self.step_monitor(Input::Outcome { rank, incarnation, outcome, began }, replies);
+        self.step_monitor(HealthInput::Outcome { rank, incarnation, outcome, began }, replies);
         entry.failing.store(self.monitor.counts_failures_of(rank), Ordering::Relaxed);
     }
 
     fn on_report(&mut self, answer: oneshot::Sender<Vec<RankHealth>>, replies: &mut HealthReplies) {
         self.behind = false;
-        self.step_monitor(Input::Members(self.members()), replies);
+        self.step_monitor(HealthInput::Members(self.members()), replies);
         replies.report = Some((answer, self.monitor.report()));
     }
 
@@ -219,7 +219,7 @@ impl ActorState for HealthActor {
         match msg {
             HealthMsg::MembersChanged => self.on_members_changed(&mut replies),
             HealthMsg::Probed { worker, prober, answer } => {
-                self.step_monitor(Input::Probed { worker, prober, answer }, &mut replies);
+                self.step_monitor(HealthInput::Probed { worker, prober, answer }, &mut replies);
             }
             HealthMsg::Outcome { entry, outcome, began, permit } => {
                 self.on_outcome(&entry, outcome, began, &mut replies);

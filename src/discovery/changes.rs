@@ -1,12 +1,12 @@
-//! What a source that looks again and again has to say.
+//! Change detection for sources that poll repeatedly.
 //!
-//! Owns what was said last. Promises that a set is said when it has changed, a complaint when it has changed, and
-//! that what was complained of no longer is unsaid by saying the set again.
+//! Keeps the last reported set and error. A set is reported when it has changed, and so is an error. When an error is
+//! resolved, the set is reported again.
 
 use super::DiscoveryError;
 use crate::protocol::WorkerMap;
 
-/// The last set and the last complaint of one source.
+/// The last set and the last error of one source.
 ///
 /// ```
 /// use pointsman::discovery::{Changes, DiscoveryError};
@@ -22,23 +22,23 @@ use crate::protocol::WorkerMap;
 pub struct Changes {
     said: Option<WorkerMap>,
     complaint: Option<DiscoveryError>,
-    /// A complaint that follows the set just said.
+    /// An error to report after the current set.
     pending: Option<DiscoveryError>,
 }
 
 impl Changes {
-    /// What must still be said after the last look.
+    /// The error to report after the set of the last poll.
     pub fn pending(&mut self) -> Option<DiscoveryError> {
         self.pending.take()
     }
 
-    /// Forgets what was said, so that the next look says it all again.
+    /// Resets the state, so that the next poll reports everything again.
     pub fn forget(&mut self) {
         *self = Self::default();
     }
 
-    /// What to say after a look that found this set (`None`: none that could be used) and this to complain of. A set
-    /// goes before its complaint, which is then [pending](Self::pending).
+    /// The report after a poll with this set (`None` if unusable) and this error. A set is reported before its error,
+    /// which is then [pending](Self::pending).
     pub fn look(
         &mut self,
         found: Option<WorkerMap>,
@@ -64,19 +64,19 @@ mod tests {
     use crate::protocol::{WorkerConfig, WorkerId};
 
     #[test]
-    fn sets_and_complaints_are_said_when_they_change() {
+    fn sets_and_errors_are_reported_when_they_change() {
         let set = |n: u64| WorkerMap::from([(WorkerId(n), WorkerConfig::at("x"))]);
         let wrong = |what: &str| DiscoveryError::Other(what.to_owned());
         let mut changes = Changes::default();
         assert_eq!(changes.look(Some(set(1)), Some(wrong("a"))), Some(Ok(set(1))));
         assert_eq!((changes.pending(), changes.pending()), (Some(wrong("a")), None));
-        assert_eq!(changes.look(Some(set(1)), Some(wrong("a"))), None, "all of it is known");
+        assert_eq!(changes.look(Some(set(1)), Some(wrong("a"))), None, "no change");
         assert_eq!(changes.look(Some(set(1)), Some(wrong("b"))), Some(Err(wrong("b"))));
         assert_eq!(changes.look(Some(set(2)), Some(wrong("b"))), Some(Ok(set(2))));
-        assert_eq!(changes.pending(), Some(wrong("b")), "a set unsays complaints, so it is said again");
-        assert_eq!(changes.look(Some(set(2)), None), Some(Ok(set(2))), "mended");
+        assert_eq!(changes.pending(), Some(wrong("b")), "a set resolves errors, so the error is repeated");
+        assert_eq!(changes.look(Some(set(2)), None), Some(Ok(set(2))), "resolved");
         assert_eq!(changes.look(None, Some(wrong("c"))), Some(Err(wrong("c"))));
-        assert_eq!(changes.look(Some(set(2)), None), Some(Ok(set(2))), "mended again");
+        assert_eq!(changes.look(Some(set(2)), None), Some(Ok(set(2))), "resolved again");
         changes.forget();
         assert_eq!(changes.look(Some(set(2)), None), Some(Ok(set(2))));
     }

@@ -1,33 +1,33 @@
-//! What can be wrong with a source of workers.
+//! Errors of worker sources.
 
 #[cfg(feature = "discovery")]
 use super::FileError;
 use super::{DuplicateId, HttpUrlError};
 
-/// Why a source has no new set of workers, or why its set lacks some. Its last good one stands.
+/// Reason for which a source has no new set of workers, or an incomplete one. The last good set remains in use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
-    /// An address that is none.
+    /// An invalid address.
     #[error(transparent)]
     Url(#[from] HttpUrlError),
-    /// Two workers with one id.
+    /// Two workers with the same id.
     #[error(transparent)]
     DuplicateId(#[from] DuplicateId),
-    /// A file that is there and makes no sense.
+    /// A file with invalid content.
     #[cfg(feature = "discovery")]
     #[error("{path}: {error}")]
     File {
         /// The file.
         path: String,
-        /// What is wrong in it.
+        /// The defect.
         error: FileError,
     },
-    /// A file that cannot be read.
+    /// An unreadable file.
     #[error("{path} cannot be read: {reason}")]
     Unreadable {
         /// The file.
         path: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
     /// A name without addresses.
@@ -35,31 +35,31 @@ pub enum DiscoveryError {
     Resolve {
         /// The name.
         name: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// Engines that were asked and cannot be used as they answered, or did not answer.
+    /// Engines that did not respond to the probe or gave unusable responses.
     #[error("{}", Engines(.0))]
     Engines(Vec<EngineError>),
-    /// The source itself panicked. It is asked again.
+    /// The source panicked. It is polled again.
     #[error("the source panicked")]
     Panicked,
-    /// What sources of embedders have to say.
+    /// Error of an embedder's source.
     #[error("{0}")]
     Other(String),
 }
 
-/// What is wrong with one engine.
+/// Error of one engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{url}: {reason}")]
 pub struct EngineError {
-    /// Where it was asked.
+    /// The probed address.
     pub url: String,
-    /// What is wrong, in words.
+    /// The error message.
     pub reason: String,
 }
 
-/// Engines that are shown by name; more are counted.
+/// Maximum number of engines in a message; further ones are counted.
 const SHOWN_MAX: usize = 8;
 
 struct Engines<'a>(&'a [EngineError]);

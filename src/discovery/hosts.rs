@@ -1,12 +1,12 @@
-//! Sockets that an engine names by the interface it listens on, turned into ones that can be connected to.
+//! Conversion of an engine's listening addresses to reachable addresses.
 
 use super::HttpUrl;
 use crate::protocol::{LoadSource, WorkerConfig};
 
-/// Hosts that mean "any interface of mine".
+/// Hosts that represent all interfaces.
 const WILDCARDS: &[&str] = &["*", "0.0.0.0", "[::]", "::"];
 
-/// `host`, in brackets where it is an IPv6 address; the worker's own where it is a wildcard.
+/// `host`, in brackets if it is an IPv6 address; the worker's host if it is a wildcard.
 pub(super) fn reachable_host(host: &str, url: &HttpUrl) -> String {
     if WILDCARDS.contains(&host) {
         return url.host_in_url().to_owned();
@@ -14,7 +14,7 @@ pub(super) fn reachable_host(host: &str, url: &HttpUrl) -> String {
     if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() }
 }
 
-/// Puts the worker's own host in place of wildcards in the addresses of its sockets.
+/// Replaces wildcard hosts in the worker's socket addresses by its own host.
 pub(super) fn reach(config: &mut WorkerConfig, url: &HttpUrl) {
     let replace = |endpoint: &mut String| {
         let Some((scheme, rest)) = endpoint.split_once("://") else { return };

@@ -1,13 +1,13 @@
-//! Ids of workers that nobody gave one.
+//! Derived ids for workers without an explicit id.
 //!
-//! Owns their derivation. Promises the same id for the same endpoint in every process and release, and that no worker
-//! silently takes another's place.
+//! The same endpoint has the same id in every process and release. Duplicate ids are errors, so no worker silently
+//! replaces another.
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
-/// The id of a worker that has none of its own: xxh3-64, seed 0, of its endpoint as it is written.
+/// Id of a worker without an explicit one: xxh3-64 of its endpoint text, with seed 0.
 ///
 /// ```
 /// use pointsman::discovery::derived_id;
@@ -19,22 +19,22 @@ pub fn derived_id(endpoint: &str) -> WorkerId {
     WorkerId(xxh3_64(endpoint.as_bytes()))
 }
 
-/// Two workers with one id.
+/// Two workers with the same id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("workers at {first:?} and {second:?} both have the id {worker}, ids must differ")]
 pub struct DuplicateId {
     /// The id.
     pub worker: WorkerId,
-    /// Endpoint of the one.
+    /// Endpoint of the first worker.
     pub first: String,
-    /// Endpoint of the other.
+    /// Endpoint of the second worker.
     pub second: String,
 }
 
-/// A set of workers from those with an id and those without, whose id is [derived](derived_id).
+/// Builds a set from workers with an explicit id and workers with a [derived](derived_id) one.
 ///
 /// # Errors
-/// Two workers with one id, given or derived.
+/// Two workers with the same id, explicit or derived.
 pub fn worker_map(
     workers: impl IntoIterator<Item = (Option<WorkerId>, WorkerConfig)>,
 ) -> Result<WorkerMap, DuplicateId> {

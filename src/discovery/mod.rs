@@ -1,8 +1,7 @@
-//! What discovery reads, as data in and data out: addresses, files of workers, what engines say of themselves, and what
-//! several sources want together.
+//! Pure part of discovery: addresses, worker files, probe responses of engines, and the union of several sources.
 //!
-//! Owns the parsing and the comparing. Promises that nothing read from outside can make it panic, and errors that name
-//! the value and its rule. Leaves waiting, files and sockets to the actors.
+//! Parsing and comparison only. No external input causes a panic, and errors contain the value and the violated rule.
+//! The actors wait and access files and sockets.
 
 mod changes;
 mod error;

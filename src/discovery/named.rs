@@ -1,23 +1,23 @@
-//! A worker as a source names it.
+//! Workers named by a source.
 
 use super::hosts::reach;
 use super::{HttpUrl, HttpUrlError};
 use crate::protocol::{WorkerConfig, WorkerId};
 
-/// A worker that a source names, before it has been asked for the rest.
+/// A worker from a source, before it is probed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedWorker {
-    /// Its id, where it has been given one.
+    /// Its id, if the source has one.
     pub id: Option<WorkerId>,
-    /// What is known of it.
+    /// Its known configuration.
     pub config: WorkerConfig,
-    /// Whether it is to be asked for the rest.
+    /// Whether to probe the engine for the missing configuration.
     pub probe: bool,
 }
 
 impl NamedWorker {
-    /// A worker at `url`, `http` or `https`, of which everything but the endpoint is `given`. Wildcard hosts of its sockets, such as `*`,
-    /// become its own.
+    /// A worker at `url` (`http` or `https`) with the configuration `given` apart from the endpoint. Wildcard hosts of
+    /// its sockets, such as `*`, are replaced by its own host.
     ///
     /// ```
     /// use pointsman::discovery::NamedWorker;
@@ -30,7 +30,7 @@ impl NamedWorker {
     /// ```
     ///
     /// # Errors
-    /// An address that is none.
+    /// An invalid address.
     pub fn at(url: &str, given: &WorkerConfig) -> Result<Self, HttpUrlError> {
         let parsed = HttpUrl::parse_endpoint(url)?;
         let mut config = WorkerConfig { endpoint: url.to_owned(), ..given.clone() };
@@ -38,10 +38,10 @@ impl NamedWorker {
         Ok(Self { id: None, config, probe: false })
     }
 
-    /// The same, to be asked for the rest.
+    /// The same worker, to be probed.
     ///
     /// # Errors
-    /// An endpoint that is not plain `http`: engines are not asked over TLS.
+    /// An endpoint other than plain `http`: engines are not probed over TLS.
     pub fn probed(self) -> Result<Self, HttpUrlError> {
         match HttpUrl::parse(&self.config.endpoint) {
             Ok(_) => Ok(Self { probe: true, ..self }),

@@ -1,7 +1,7 @@
-//! What several sources want together.
+//! Union of the worker sets of several sources.
 //!
-//! Owns the last good set of each source, in the order in which the sources were given. Promises that of two sources
-//! that name one worker the first is heard, and that each such conflict is reported once.
+//! Keeps the last good set of each source, in the configured order of the sources. If two sources name the same worker,
+//! the first takes precedence, and each conflict is reported once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,24 +21,24 @@ use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 /// ```
 #[derive(Debug, Default)]
 pub struct DesiredSets {
-    /// By source; absent until it has said something.
+    /// By source; absent before its first set.
     sets: BTreeMap<usize, WorkerMap>,
     known_conflicts: BTreeSet<Conflict>,
 }
 
-/// A worker that two sources name.
+/// A worker named by two sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
     /// The worker.
     pub worker: WorkerId,
-    /// The source that is heard.
+    /// The source that takes precedence.
     pub heard: usize,
-    /// The source that is not.
+    /// The source that is ignored.
     pub ignored: usize,
 }
 
 impl DesiredSets {
-    /// Replaces what `source` wants. Returns the conflicts that were not there before.
+    /// Replaces the set of `source`. Returns the new conflicts.
     pub fn set(&mut self, source: usize, workers: WorkerMap) -> Vec<Conflict> {
         self.sets.insert(source, workers);
         let conflicts = self.conflicts();
@@ -47,13 +47,13 @@ impl DesiredSets {
         new
     }
 
-    /// What `source` wants; `None` while it has said nothing.
+    /// The set of `source`; `None` before its first one.
     #[must_use]
     pub fn of(&self, source: usize) -> Option<&WorkerMap> {
         self.sets.get(&source)
     }
 
-    /// Every worker wanted, with the source that is heard of it. Linear in all sets.
+    /// Every desired worker with its source. Linear in all sets.
     #[must_use]
     pub fn union(&self) -> BTreeMap<WorkerId, (usize, &WorkerConfig)> {
         let mut union = BTreeMap::new();

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-/// An address that can be asked over plain HTTP.
+/// An address for requests over plain HTTP.
 ///
 /// ```
 /// use pointsman::discovery::HttpUrl;
@@ -18,15 +18,15 @@ use std::fmt;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HttpUrl {
-    /// As it was written, in brackets where it is an IPv6 address.
+    /// As written, in brackets if it is an IPv6 address.
     host: String,
     port: u16,
-    /// With its query, `/` at least.
+    /// Including the query; at least `/`.
     path: String,
 }
 
-/// The address with `***` in place of a user and a password, for messages and logs. Texts that are no addresses lose
-/// whatever stands before their last `@`, so that a mistyped address does not show a password either.
+/// The address with `***` in place of user and password, for messages and logs. Invalid addresses lose all text before
+/// their last `@`, so that a mistyped address does not reveal a password.
 ///
 /// ```
 /// use pointsman::discovery::without_password;
@@ -44,30 +44,29 @@ pub fn without_password(url: &str) -> String {
     }
 }
 
-/// Why a text is no address.
+/// Reason for rejecting an address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("url {url:?} is refused: {rule}")]
 pub struct HttpUrlError {
-    /// The text [without a password](without_password), cut to [`HttpUrl::BYTES_MAX`] bytes.
+    /// The text [without a password](without_password), truncated to [`HttpUrl::BYTES_MAX`] bytes.
     pub url: String,
-    /// The rule that it breaks.
+    /// The violated rule.
     pub rule: String,
 }
 
 impl HttpUrl {
-    /// Longest address.
+    /// Maximum length in bytes.
     pub const BYTES_MAX: usize = 2048;
 
-    /// Reads an address. Without a port it is 80; without a path it is `/`.
+    /// Parses an address. The default port is 80, the default path `/`.
     ///
     /// # Errors
-    /// A scheme other than `http`, a login, a fragment, no host, a port that is none, or characters that belong into no
-    /// address.
+    /// A scheme other than `http`, credentials, a fragment, a missing host, an invalid port, or invalid characters.
     pub fn parse(url: &str) -> Result<Self, HttpUrlError> {
         Self::parse_of(url, &["http"])
     }
 
-    /// An address of requests, which may be `https` too: where it is, but not to be asked in plain HTTP.
+    /// Parses a worker endpoint, which may also be `https`. Such an endpoint cannot be probed.
     #[cfg(feature = "discovery")]
     pub(super) fn parse_endpoint(url: &str) -> Result<Self, HttpUrlError> {
         Self::parse_of(url, &["http", "https"])
@@ -121,7 +120,7 @@ impl HttpUrl {
         self.host.trim_start_matches('[').trim_end_matches(']')
     }
 
-    /// The host as an address writes it: in brackets where it is an IPv6 address.
+    /// The host with brackets around an IPv6 address.
     #[cfg(feature = "discovery")]
     pub(super) fn host_in_url(&self) -> &str {
         &self.host
@@ -139,13 +138,13 @@ impl HttpUrl {
         &self.path
     }
 
-    /// Host and port, as a request names them.
+    /// Host and port for the `Host` header.
     #[must_use]
     pub fn authority(&self) -> String {
         format!("{}:{}", self.host, self.port)
     }
 
-    /// The address of `path` below this one, whose query is dropped. `path` begins with `/`.
+    /// The address of `path` below this one, without its query. `path` starts with `/`.
     #[must_use]
     pub fn below(&self, path: &str) -> Self {
         let base = self.path.split('?').next().unwrap_or_default().trim_end_matches('/');
@@ -159,7 +158,7 @@ impl fmt::Display for HttpUrl {
     }
 }
 
-/// Host, and port where one is written; the colons of an IPv6 address stand in brackets.
+/// Host and optional port; the colons of an IPv6 address are inside brackets.
 fn split_port(authority: &str) -> (&str, Option<&str>) {
     match authority.rfind(':') {
         Some(at) if !authority[at..].contains(']') => (&authority[..at], Some(&authority[at + 1..])),
@@ -167,7 +166,7 @@ fn split_port(authority: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Whether an address may write its host so.
+/// Whether the text is a valid host.
 pub(super) fn is_host(host: &str) -> bool {
     if host.len() > HttpUrl::BYTES_MAX {
         return false;

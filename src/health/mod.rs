@@ -1,16 +1,15 @@
-//! Health: who is well enough to be sent requests.
+//! Health of ranks: ejection and back-off derived from probes and request outcomes.
 //!
-//! Owns, for each rank, what probes of its engine and requests on it have shown, and the [`Exclusions`] that follow:
+//! For each rank, the results of probes and requests determine the [`Exclusions`]:
 //!
-//! - *down*: probes fail, or connections cannot be made. Chosen after all other ranks, however many are down.
-//! - *ejected on suspicion*: requests on it fail in another way. Not chosen. The last rank that can serve is never ejected
-//!   on suspicion, nor more than a set share of all ranks; a rank beyond that limit stays in service, *suspected*.
-//! - *refusing*: it has just refused a request. Chosen after the ranks that do not, until a back-off ends.
+//! - *down*: probes fail, or connections cannot be made. Selected after all other ranks, for any number of down ranks.
+//! - *ejected on suspicion*: requests fail in another way. Not selected. Neither the last serving rank nor more than a
+//!   configured share of all ranks is ejected on suspicion; a rank beyond that limit remains in service as *suspected*.
+//! - *refusing*: the rank has recently refused a request. Selected after ranks that do not, until a back-off ends.
 //!
-//! Promises that each of them ends: by time, by good probes, by an answered request, or because nobody probes any more;
-//! and that nothing is computed while nothing fails. Pure: `now` is an argument. Leaves to embedders to report how
-//! requests went, to `actors/health.rs` to probe, and to `schedule` to keep requests away from those excluded and to let
-//! those that return start slowly.
+//! Each of these states ends: by time, by successful probes, by an answered request, or when probing stops. Without
+//! failures nothing is computed. Pure: `now` is an argument. Embedders report request outcomes, `actors/health.rs`
+//! probes, and `schedule` applies the exclusions and the slow start.
 
 mod monitor;
 mod record;
@@ -23,61 +22,61 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use monitor::{Change, Input, Member, Monitor};
+pub use monitor::{HealthChange, HealthInput, Member, Monitor};
 
 use crate::config::RouterConfig;
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// The longest that failed requests put a rank out of service, however often they do.
-/// (reference: Envoy's outlier detection, max_ejection_time)
+/// Maximum ejection time after failed requests. (reference: Envoy's outlier detection, max_ejection_time)
 pub const EJECTION_MAX: Duration = Duration::from_millis(RouterConfig::EJECTION_MS_MAX);
 
-/// Back-off after a first refused request; each further one in a row doubles it.
+/// Back-off after the first refused request; doubled by each further consecutive one.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(1);
 
-/// The longest back-off, unless the engine requests a longer one.
+/// Maximum back-off, unless the engine requests a longer one.
 const REFUSAL_BACKOFF_MAX: Duration = Duration::from_secs(16);
 
-/// The longest back-off that an engine can request with `Retry-After`.
+/// Maximum back-off that an engine can request with `Retry-After`.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 
-/// How a request that was sent to a rank went, as far as it tells of the rank's health.
+/// Outcome of a request with respect to the health of its rank.
 ///
-/// What the engine refuses for the request's own sake (a status of 4xx) is [`Outcome::Ok`]: it has answered. Exceptions:
-/// 429 is [`Outcome::Refused`]; 401, 403 and 404 are [`Outcome::Misconfigured`] if another worker accepts the request.
+/// A response that rejects the request itself (status 4xx) is [`Outcome::Ok`], because the engine responded.
+/// Exceptions: 429 is [`Outcome::Refused`]; 401, 403 and 404 are [`Outcome::Misconfigured`] if another worker accepts
+/// the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// It was answered.
+    /// The engine responded.
     Ok,
-    /// No connection could be made.
+    /// The connection failed.
     ConnectFailed,
-    /// No answer came in time.
+    /// No response in time.
     Timeout,
-    /// The answer was a status of 500 or above.
+    /// A response with status 500 or above.
     ServerError,
-    /// The connection broke off before the answer's end.
+    /// The connection was lost before the end of the response.
     Reset,
     /// The engine refused the request for lack of capacity (status 429 or 503).
     Refused {
-        /// The delay that the engine requested in `Retry-After`; absent if it sent none.
+        /// The delay in `Retry-After`; `None` if not sent.
         retry_after: Option<Duration>,
     },
-    /// The engine answered with status 401, 403 or 404, and another worker accepted the same request.
+    /// The engine responded with status 401, 403 or 404, and another worker accepted the same request.
     Misconfigured,
-    /// The answer had a success status but no valid content: wrong content type, a body that does not parse, or a
-    /// stream that ended without its end mark.
+    /// A response with a success status but without valid content: wrong content type, an unparsable body, or a stream
+    /// without its end mark.
     InvalidAnswer,
 }
 
 impl Outcome {
-    /// Whether it speaks for the rank.
+    /// Whether the outcome is a success.
     #[must_use]
     pub fn is_ok(self) -> bool {
         self == Self::Ok
     }
 
-    /// What happened, in words.
+    /// Description for messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -92,7 +91,7 @@ impl Outcome {
         }
     }
 
-    /// Its name in labels and log fields.
+    /// Name in labels and log fields.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -108,18 +107,18 @@ impl Outcome {
     }
 }
 
-/// What speaks against a rank.
+/// Cause of an ejection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// Its engine does not answer probes.
+    /// The engine does not respond to probes.
     Probe,
-    /// Requests on it failed, one after the other.
+    /// Consecutive requests failed.
     Outcomes,
 }
 
 impl Cause {
-    /// Its name in labels.
+    /// Name in labels.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -129,26 +128,26 @@ impl Cause {
     }
 }
 
-/// What must hold before anybody is ejected, and for how long.
+/// Thresholds and durations of ejections.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rules {
-    /// Failed probes in a row that eject an engine's ranks.
+pub struct HealthRules {
+    /// Consecutive failed probes that eject an engine's ranks.
     pub probe_failures_max: u32,
-    /// Good probes in a row that end that.
+    /// Consecutive successful probes that end this ejection.
     pub probe_successes_min: u32,
-    /// How long a probe's word counts. A prober that hangs keeps nobody out for longer.
+    /// Validity of a probe result. A prober that hangs ejects a rank for at most this time.
     pub probe_stale: Duration,
-    /// Failed requests in a row that eject a rank; 0 for never.
+    /// Consecutive failed requests that eject a rank; 0 disables this.
     pub outcome_failures_max: u32,
-    /// For how long, the first time; the n-th time n times as long, up to [`EJECTION_MAX`].
+    /// Duration of the first ejection; the n-th lasts n times as long, up to [`EJECTION_MAX`].
     pub ejection: Duration,
-    /// Share of all ranks that may be ejected on suspicion at once, in [0, 1]; above 0 it lets at least one of two go.
-    /// Ranks that are down do not count.
+    /// Maximum share of all ranks ejected on suspicion at the same time, in [0, 1]; above 0, at least one of two ranks
+    /// may be ejected. Down ranks do not count.
     pub ejected_share_max: f64,
 }
 
-impl Rules {
-    /// Those of a validated configuration.
+impl HealthRules {
+    /// The rules of a validated configuration.
     #[must_use]
     pub fn of(config: &RouterConfig) -> Self {
         let probe = config.health_probe_interval_ms.saturating_add(config.health_probe_timeout_ms);
@@ -163,19 +162,19 @@ impl Rules {
     }
 }
 
-/// The ranks that requests keep away from because of their health.
+/// The ranks excluded from normal selection because of their health.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exclusions {
-    /// Ejected on suspicion: not chosen while any other rank serves.
+    /// Ejected on suspicion: not selected while any other rank serves.
     pub ejected: BTreeSet<WorkerRank>,
-    /// Down: not reachable, or failing their probes. A request for which no other rank is left may be sent to them.
+    /// Down: unreachable, or failing probes. Selected only if no other rank is left for a request.
     pub down: BTreeSet<WorkerRank>,
-    /// Refusing: in a back-off after refused requests. Chosen after the ranks that are not.
+    /// Refusing: in a back-off after refused requests. Selected after other ranks.
     pub refusing: BTreeSet<WorkerRank>,
 }
 
 impl Exclusions {
-    /// Whether nobody is excluded.
+    /// Whether no rank is excluded.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ejected.is_empty() && self.down.is_empty() && self.refusing.is_empty()
@@ -187,7 +186,7 @@ impl Exclusions {
         self.ejected.contains(&rank) || self.down.contains(&rank)
     }
 
-    /// The ranks that are out of service: ejected on suspicion, or down.
+    /// All ranks out of service: ejected on suspicion, or down.
     #[must_use]
     pub fn out_of_service(&self) -> BTreeSet<WorkerRank> {
         self.ejected.union(&self.down).copied().collect()
@@ -204,34 +203,34 @@ impl Exclusions {
     }
 }
 
-/// Whether a rank is sent requests, as far as its health goes.
+/// Effect of a rank's health on selection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HealthState {
-    /// Nothing is held against it.
+    /// No restriction.
     Healthy,
-    /// It should be out of service, but too many are, or nobody else is left.
+    /// Should be ejected, but the ejection limit is reached or no other rank is left.
     Suspected,
-    /// It has just refused requests, and is chosen after the ranks that have not.
+    /// Recently refused requests; selected after other ranks.
     Refusing {
-        /// The end of its back-off.
+        /// End of the back-off.
         until: Timestamp,
     },
-    /// It is out of service: ejected on suspicion, or down.
+    /// Out of service: ejected on suspicion, or down.
     Ejected {
-        /// When it comes back by itself; absent while that depends on probes.
+        /// End of the ejection; `None` if it depends on probes.
         until: Option<Timestamp>,
     },
 }
 
-/// How one rank is, and why.
+/// Health of one rank with its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RankHealth {
     /// The rank.
     pub rank: WorkerRank,
-    /// What follows for it.
+    /// The resulting state.
     pub state: HealthState,
-    /// What is held against it, in words; empty where it is healthy.
+    /// The reason; empty for a healthy rank.
     pub why: String,
 }
 

@@ -1,114 +1,115 @@
-//! The state machine: what was seen in, who is ejected out.
+//! Health state machine: probe results and request outcomes in, ejections out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::record::{ProbeRecord, RankRecord};
-use super::{Cause, Exclusions, HealthState, Outcome, RankHealth, Rules};
+use super::{Cause, Exclusions, HealthRules, HealthState, Outcome, RankHealth};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
-/// What the monitor is told.
+/// Input of the monitor.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Input {
-    /// These are the ranks, all of them.
+pub enum HealthInput {
+    /// The complete set of ranks.
     Members(BTreeMap<WorkerRank, Member>),
-    /// A probe of a worker's engine has ended.
+    /// A finished probe of a worker's engine.
     Probed {
         /// The worker.
         worker: WorkerId,
-        /// Which prober speaks: a later one probes another engine of that name, and what earlier ones say is ignored.
+        /// Number of the prober. A later prober probes another engine under the same name; results of earlier ones are
+        /// ignored.
         prober: u64,
-        /// How it went; what went wrong, in words.
+        /// The result, with an error message for a failure.
         answer: Result<(), String>,
     },
-    /// A request has ended.
+    /// A finished request.
     Outcome {
-        /// Where it was.
+        /// Its rank.
         rank: WorkerRank,
-        /// Which incarnation of the rank; what befell an earlier one is ignored.
+        /// Incarnation of the rank; outcomes of an earlier one are ignored.
         incarnation: u64,
-        /// How it went.
+        /// Its outcome.
         outcome: Outcome,
-        /// When it was sent to the rank, where that is known.
+        /// Time at which it was sent to the rank, if known.
         began: Option<Timestamp>,
     },
     /// Time has passed.
     Wake,
 }
 
-/// A rank as the monitor must know it.
+/// Facts about a rank that the monitor requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Another number is another engine, of which nothing is known yet.
+    /// A changed number means another engine without history.
     pub incarnation: u64,
-    /// Whether it could serve if it were well: it is not drained, and nobody else keeps it out of service.
+    /// Whether the rank could serve apart from its health: not drained, and not excluded by other conditions.
     pub available: bool,
 }
 
-/// What has changed for a rank.
+/// Change of a rank's service state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
-    /// It is out of service from now on.
+pub enum HealthChange {
+    /// The rank is out of service.
     Ejected {
         /// The rank.
         rank: WorkerRank,
-        /// What spoke against it.
+        /// The cause.
         cause: Cause,
     },
-    /// It is back.
+    /// The rank is in service again.
     Returned {
         /// The rank.
         rank: WorkerRank,
     },
 }
 
-/// Who is ejected, and who should be. Tell it with [`Monitor::step`].
+/// health monitor of all ranks. Input: [`Monitor::step`].
 ///
 /// ```
 /// use pointsman::RouterConfig;
-/// use pointsman::health::{Input, Member, Monitor, Outcome, Rules};
+/// use pointsman::health::{HealthInput, Member, Monitor, Outcome, HealthRules};
 /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 ///
-/// let mut monitor = Monitor::new(Rules::of(&RouterConfig::default()));
+/// let mut monitor = Monitor::new(HealthRules::of(&RouterConfig::default()));
 /// let ranks = [1, 2].map(|worker| WorkerRank::new(WorkerId(worker), 0));
 /// let member = Member { incarnation: 0, available: true };
-/// monitor.step(Input::Members(ranks.map(|rank| (rank, member)).into()), Timestamp(0), &mut Vec::new());
+/// monitor.step(HealthInput::Members(ranks.map(|rank| (rank, member)).into()), Timestamp(0), &mut Vec::new());
 /// for _ in 0..5 {
-///     let failed = Input::Outcome { rank: ranks[0], incarnation: 0, outcome: Outcome::Timeout, began: None };
+///     let failed = HealthInput::Outcome { rank: ranks[0], incarnation: 0, outcome: Outcome::Timeout, began: None };
 ///     monitor.step(failed, Timestamp(1), &mut Vec::new());
 /// }
 /// assert!(monitor.exclusions().ejected.contains(&ranks[0]));
-/// monitor.step(Input::Wake, Timestamp(30_000_000_001), &mut Vec::new());
+/// monitor.step(HealthInput::Wake, Timestamp(30_000_000_001), &mut Vec::new());
 /// assert!(monitor.exclusions().is_empty());
 /// ```
 #[derive(Debug)]
 pub struct Monitor {
-    rules: Rules,
+    rules: HealthRules,
     ranks: BTreeMap<WorkerRank, RankRecord>,
-    /// Workers that have been probed, and not too long ago.
+    /// Recently probed workers.
     probes: BTreeMap<WorkerId, ProbeRecord>,
     exclusions: Exclusions,
-    /// When something ends by itself.
+    /// Earliest time at which a state ends.
     next_wake: Option<Timestamp>,
 }
 
 impl Monitor {
-    /// A monitor that knows of nobody yet.
+    /// Creates a monitor without ranks.
     #[must_use]
-    pub fn new(rules: Rules) -> Self {
+    pub fn new(rules: HealthRules) -> Self {
         let (ranks, probes, exclusions) = (BTreeMap::new(), BTreeMap::new(), Exclusions::default());
         Self { rules, ranks, probes, exclusions, next_wake: None }
     }
 
-    /// Takes one input and appends what follows from it. Visits every rank where something may follow, and one where
-    /// nothing can.
-    pub fn step(&mut self, input: Input, now: Timestamp, changes: &mut Vec<Change>) {
+    /// Processes one input and appends the resulting changes. Visits every rank if the exclusions may change, otherwise
+    /// one rank.
+    pub fn step(&mut self, input: HealthInput, now: Timestamp, changes: &mut Vec<HealthChange>) {
         let matters = match input {
-            Input::Members(members) => self.on_members(members, now),
-            Input::Probed { worker, prober, answer } => self.on_probed(worker, prober, answer, now),
-            Input::Outcome { rank, incarnation, outcome, began } => {
+            HealthInput::Members(members) => self.on_members(members, now),
+            HealthInput::Probed { worker, prober, answer } => self.on_probed(worker, prober, answer, now),
+            HealthInput::Outcome { rank, incarnation, outcome, began } => {
                 self.on_outcome(rank, incarnation, outcome, began, now)
             }
-            Input::Wake => false,
+            HealthInput::Wake => false,
         };
         if matters || self.next_wake.is_some_and(|at| at <= now) {
             self.settle(now, changes);
@@ -116,25 +117,25 @@ impl Monitor {
         debug_assert_eq!(self.check_invariants(), Ok(()));
     }
 
-    /// The ranks that requests keep away from.
+    /// The current exclusions.
     #[must_use]
     pub fn exclusions(&self) -> &Exclusions {
         &self.exclusions
     }
 
-    /// When [`Input::Wake`] will change something, if nothing comes before.
+    /// Time at which [`HealthInput::Wake`] has an effect, without earlier inputs.
     #[must_use]
     pub fn next_wake(&self) -> Option<Timestamp> {
         self.next_wake
     }
 
-    /// Whether a request that went well would change anything: something is counted against the rank.
+    /// Whether a successful request would have an effect, because failures are counted for the rank.
     #[must_use]
     pub fn counts_failures_of(&self, rank: WorkerRank) -> bool {
         self.ranks.get(&rank).is_some_and(RankRecord::has_failures)
     }
 
-    /// How each rank is, in rank order.
+    /// Health of each rank, in rank order.
     #[must_use]
     pub fn report(&self) -> Vec<RankHealth> {
         let row = |(&rank, known): (&WorkerRank, &RankRecord)| {
@@ -175,7 +176,7 @@ impl Monitor {
         let reborn = |(rank, known): (&WorkerRank, &RankRecord)| {
             members.get(rank).is_none_or(|member| member.incarnation != known.member.incarnation).then_some(rank.worker)
         };
-        // Another engine, or none: what the old one's prober found is not its own.
+        // Removes probe results of replaced or removed engines.
         let reborn: BTreeSet<WorkerId> = self.ranks.iter().filter_map(reborn).collect();
         let workers: BTreeSet<WorkerId> = members.keys().map(|rank| rank.worker).collect();
         self.probes.retain(|worker, _| workers.contains(worker) && !reborn.contains(worker));
@@ -183,7 +184,7 @@ impl Monitor {
         for (rank, member) in members {
             let known = earlier.remove(&rank).filter(|known| known.member.incarnation == member.incarnation);
             if known.is_none() {
-                self.exclusions.forget(rank); // whoever it was
+                self.exclusions.forget(rank); // exclusions belong to an earlier incarnation
             }
             let known = known.map_or_else(|| RankRecord::new(member, now), |known| RankRecord { member, ..known });
             self.ranks.insert(rank, known);
@@ -211,7 +212,7 @@ impl Monitor {
             Ok(()) => {
                 (known.failures, known.contradicted) = (0, false);
                 known.successes = known.successes.saturating_add(1);
-                // Where nobody serves, the first sign of life will do.
+                // If no rank serves, a single success is sufficient.
                 let is_back = known.successes >= self.rules.probe_successes_min || nobody_serves;
                 known.down &= !is_back;
                 return was_down || is_back && self.lift_unreachable(worker, now);
@@ -227,7 +228,7 @@ impl Monitor {
         known.down || was_down
     }
 
-    /// Connections can be made again: ends the sentences that were for nothing else.
+    /// Ends the ejections caused by failed connections, after a connection succeeded.
     fn lift_unreachable(&mut self, worker: WorkerId, now: Timestamp) -> bool {
         let mut any = false;
         for (_, known) in self.ranks.range_mut(ranks_of(worker)).filter(|(_, known)| known.is_unreachable()) {
@@ -262,7 +263,7 @@ impl Monitor {
         if let Some(probe) = self.probes.get_mut(&rank.worker) {
             probe.contradicted = false;
             if is_unreachable && !was_unreachable {
-                probe.successes = 0; // what was before is not a sign of life
+                probe.successes = 0; // earlier successes do not count after a failed connection
             }
         }
         backs_off || is_sentenced || is_unreachable != was_unreachable
@@ -273,7 +274,8 @@ impl Monitor {
             return false;
         };
         if let Some(down_since) = known.down_since {
-            // What began before it went down is no sign of life; what was sent since, for want of others, is.
+            // A request sent before the rank went down is no sign of recovery; one sent later, because no other rank
+            // was left, is.
             if began.is_none_or(|began| began < down_since) {
                 return false;
             }
@@ -285,12 +287,12 @@ impl Monitor {
             return true;
         }
         if self.exclusions.ejected.contains(&rank) {
-            return false; // sent there before: what began before the ejection does not end it
+            return false; // sent before the ejection, which it therefore does not end
         }
         known.succeeded(began, now)
     }
 
-    /// Whether some other rank serves and has refused nothing since it last accepted a request.
+    /// Whether another rank serves and has refused no request since it last accepted one.
     fn others_accept(&self, rank: WorkerRank) -> bool {
         let mut others = self.ranks.iter().filter(|(other, _)| **other != rank);
         others.any(|(other, known)| self.serves(*other, known) && known.refusals.in_a_row == 0)
@@ -300,8 +302,8 @@ impl Monitor {
         self.probes.get(&worker).is_some_and(|probe| probe.down)
     }
 
-    /// Ends what is over, lets back in who must come back, and ejects who should go while the floor lets it.
-    fn settle(&mut self, now: Timestamp, changes: &mut Vec<Change>) {
+    /// Ends expired states, returns ranks that the limits require, and ejects suspected ranks within the limits.
+    fn settle(&mut self, now: Timestamp, changes: &mut Vec<HealthChange>) {
         let before = self.exclusions.out_of_service();
         let stale = self.rules.probe_stale;
         self.probes.retain(|_, probe| !probe.down || now.since(probe.heard_at) < stale);
@@ -329,17 +331,17 @@ impl Monitor {
         }
         self.eject_while_allowed();
         let after = self.exclusions.out_of_service();
-        changes.extend(before.difference(&after).map(|rank| Change::Returned { rank: *rank }));
+        changes.extend(before.difference(&after).map(|rank| HealthChange::Returned { rank: *rank }));
         changes.extend(after.difference(&before).map(|rank| {
             let cause = if self.is_probed_down(rank.worker) { Cause::Probe } else { Cause::Outcomes };
-            Change::Ejected { rank: *rank, cause }
+            HealthChange::Ejected { rank: *rank, cause }
         }));
         let of_ranks = self.ranks.values().flat_map(|known| [known.sentence, known.refusals.until]).flatten();
         let silences = self.probes.values().filter(|probe| probe.down).map(|probe| probe.heard_at + stale);
         self.next_wake = of_ranks.chain(silences).min();
     }
 
-    /// Ejects those suspected, whoever has waited longest first. Those beyond the floor stay in.
+    /// Ejects suspected ranks, longest waiting first. Ranks beyond the limits stay in service.
     fn eject_while_allowed(&mut self) {
         let candidates = self.ranks.iter().filter(|(rank, _)| !self.exclusions.ejected.contains(rank));
         let mut candidates: Vec<(Timestamp, WorkerRank)> =
@@ -360,7 +362,7 @@ impl Monitor {
         self.ranks.get(&rank).and_then(|known| known.wanted_since)
     }
 
-    /// How many may be ejected on suspicion at once.
+    /// Maximum number of ranks ejected on suspicion.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -375,7 +377,7 @@ impl Monitor {
         ((ranks as f64 * share) as usize).clamp(1, ranks - 1)
     }
 
-    /// Ranks that can serve.
+    /// Number of serving ranks.
     fn serving(&self) -> usize {
         self.ranks.iter().filter(|(rank, known)| self.serves(**rank, known)).count()
     }
@@ -388,7 +390,7 @@ impl Monitor {
         self.ranks.get(&rank).is_some_and(|known| known.member.available)
     }
 
-    /// Somebody ejected whom the floor, as it is now, wants back: whoever has been out longest.
+    /// The ejected rank to return because of the current limits: the one ejected longest.
     fn one_too_many(&self) -> Option<WorkerRank> {
         let ejected = &self.exclusions.ejected;
         let since = |rank: &&WorkerRank| (self.wanted_since(**rank), **rank);
@@ -398,10 +400,10 @@ impl Monitor {
         spare.or_else(|| too_many.then(|| ejected.iter().min_by_key(since)).flatten()).copied()
     }
 
-    /// Whether the promises of the module's head hold.
+    /// Checks the guarantees of the module.
     ///
     /// # Errors
-    /// The promise that does not, in words.
+    /// A description of the violated guarantee.
     pub fn check_invariants(&self) -> Result<(), String> {
         let Exclusions { ejected, down, refusing } = &self.exclusions;
         if ejected.len() > self.ejected_max() {
@@ -409,14 +411,14 @@ impl Monitor {
         }
         let could = |(rank, known): (&WorkerRank, &RankRecord)| known.member.available && !down.contains(rank);
         if self.serving() == 0 && self.ranks.iter().any(could) {
-            return Err("nobody serves though somebody could".to_owned());
+            return Err("no rank serves although one could".to_owned());
         }
         if let Some(rank) = ejected.intersection(down).next() {
             return Err(format!("{rank} is down, and counted as ejected on suspicion"));
         }
         let unfounded = |rank: &&WorkerRank| self.ranks.get(*rank).is_none_or(|known| !known.has_failures());
         match ejected.iter().chain(refusing).find(unfounded) {
-            Some(rank) => Err(format!("{rank} is kept from requests and nothing is held against it")),
+            Some(rank) => Err(format!("{rank} is excluded without a counted failure")),
             None => Ok(()),
         }
     }

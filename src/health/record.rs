@@ -1,49 +1,50 @@
-//! Per-rank and per-worker records: failures, sentences, refusals, probes.
+//! Health records per rank and per worker: failures, ejection periods, refusals, probes.
 //!
-//! Owns the counters and their arithmetic. Leaves to `monitor` which ranks are out of service because of them.
+//! Counters and their arithmetic; `monitor` derives the ranks out of service.
 
 use std::time::Duration;
 
 use super::{EJECTION_MAX, Member, Outcome, REFUSAL_BACKOFF, REFUSAL_BACKOFF_MAX, RETRY_AFTER_MAX};
 use crate::protocol::Timestamp;
 
-/// What requests on one rank have shown.
+/// Results of the requests on one rank.
 #[derive(Debug)]
 pub(super) struct RankRecord {
     pub(super) member: Member,
-    /// Failed requests in a row.
+    /// Consecutive failed requests.
     pub(super) failures: u32,
     pub(super) last_failure: Outcome,
-    /// Its failed requests want it out until then. Whether it is, is for the floor to say.
+    /// End of the ejection period from failed requests. The ejection limits decide whether it takes effect.
     pub(super) sentence: Option<Timestamp>,
-    /// Whether that is because connections could not be made.
+    /// Whether failed connections caused it.
     pub(super) is_unreachable: bool,
-    /// Sentences so far; one fewer for each time that it could have served one more and was not sentenced.
+    /// Number of ejection periods, reduced by one for each period length spent without a new one.
     pub(super) sentences: u32,
-    /// When the last one was over.
+    /// End of the last period.
     pub(super) free_since: Timestamp,
-    /// Since when it should be ejected on suspicion.
+    /// Time since which the rank should be ejected on suspicion.
     pub(super) wanted_since: Option<Timestamp>,
-    /// Since when it cannot be reached.
+    /// Time since which the rank is unreachable.
     pub(super) down_since: Option<Timestamp>,
     pub(super) refusals: Refusals,
 }
 
-/// Refused requests in a row, and the back-off that follows.
+/// Consecutive refused requests and the resulting back-off.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Refusals {
-    /// Back-offs in a row without an accepted request between.
+    /// Consecutive back-offs without an accepted request in between.
     pub(super) in_a_row: u32,
-    /// When the first of them began.
+    /// Start of the first of them.
     since: Timestamp,
-    /// The end of the running back-off.
+    /// End of the current back-off.
     pub(super) until: Option<Timestamp>,
     /// Whether the engine requested that end with `Retry-After`.
     is_requested: bool,
 }
 
 impl Refusals {
-    /// Counts a refusal. Returns whether it begins a new back-off; within a running one it only extends a `Retry-After`.
+    /// Counts a refusal. Returns whether it starts a new back-off; during a back-off it can only extend the end by
+    /// `Retry-After`.
     fn add(&mut self, retry_after: Option<Duration>, now: Timestamp) -> bool {
         let requested = retry_after.map(|after| after.min(RETRY_AFTER_MAX));
         if let Some(until) = self.until.filter(|until| *until > now) {
@@ -62,8 +63,8 @@ impl Refusals {
         true
     }
 
-    /// Counts an answered request that was sent at `began`. One that was sent after the first refusal ends the row, and
-    /// with it a back-off that the engine did not request. Returns whether a back-off has ended.
+    /// Counts an answered request sent at `began`. A request sent after the first refusal ends the sequence, and a
+    /// back-off that the engine did not request. Returns whether a back-off has ended.
     fn accepted(&mut self, began: Option<Timestamp>) -> bool {
         if self.in_a_row == 0 || began.is_some_and(|began| began < self.since) {
             return false;
@@ -89,25 +90,25 @@ impl RankRecord {
         }
     }
 
-    /// Whether its sentence is for connections that could not be made.
+    /// Whether failed connections caused the current ejection period.
     pub(super) fn is_unreachable(&self) -> bool {
         self.sentence.is_some() && self.is_unreachable
     }
 
-    /// Whether anything is counted against it.
+    /// Whether any failure is counted.
     pub(super) fn has_failures(&self) -> bool {
         let Refusals { in_a_row, until, .. } = self.refusals;
         self.failures > 0 || in_a_row > 0 || until.is_some() || self.down_since.is_some()
     }
 
-    /// Counts a request that was answered. Returns whether its sentence or its back-off has ended.
+    /// Counts an answered request. Returns whether an ejection period or a back-off has ended.
     pub(super) fn succeeded(&mut self, began: Option<Timestamp>, now: Timestamp) -> bool {
         let accepts = self.refusals.accepted(began);
         self.failures = 0;
         self.lift_sentence(now) || accepts
     }
 
-    /// Ends a sentence before its time.
+    /// Ends an ejection period early.
     pub(super) fn lift_sentence(&mut self, now: Timestamp) -> bool {
         let had_one = self.sentence.take().is_some();
         if had_one {
@@ -118,8 +119,8 @@ impl RankRecord {
         had_one
     }
 
-    /// Counts a request that failed. A refusal counts as a failure if it begins a back-off and `others_accept`: a fleet
-    /// that is full as a whole is not broken. Returns whether a back-off has begun or been extended.
+    /// Counts a failed request. A refusal counts as a failure only if it starts a back-off and `others_accept`: an
+    /// entirely full fleet is not broken. Returns whether a back-off was started or extended.
     pub(super) fn failed(
         &mut self,
         outcome: Outcome,
@@ -127,7 +128,7 @@ impl RankRecord {
         others_accept: bool,
         now: Timestamp,
     ) -> bool {
-        // A rank that should be ejected and may not is held back in the same way, unless it was only slow.
+        // A suspected rank that the limits keep in service also backs off, except after timeouts.
         let is_suspected = self.sentence.is_some() && outcome != Outcome::Timeout;
         let (before, mut counts) = (self.refusals.until, true);
         match outcome {
@@ -147,12 +148,12 @@ impl RankRecord {
         if outcome == Outcome::ConnectFailed {
             self.is_unreachable |= self.sentence.is_some();
         } else if began.zip(self.down_since).is_some_and(|(began, down_since)| began >= down_since) {
-            self.is_unreachable = false; // it failed in another way, so a connection was made
+            self.is_unreachable = false; // another type of failure implies a successful connection
         }
         self.refusals.until != before
     }
 
-    /// Ends what is over.
+    /// Ends expired states.
     pub(super) fn expire(&mut self, now: Timestamp) {
         if self.sentence.is_some_and(|until| until <= now) {
             (self.sentence, self.is_unreachable, self.failures, self.free_since) = (None, false, 0, now);
@@ -168,16 +169,16 @@ impl RankRecord {
     }
 }
 
-/// What probes of one worker's engine have shown.
+/// Results of the probes of one worker's engine.
 #[derive(Debug)]
 pub(super) struct ProbeRecord {
     pub(super) prober: u64,
     pub(super) heard_at: Timestamp,
     pub(super) failures: u32,
     pub(super) successes: u32,
-    /// Enough probes in a row have failed, and not enough have succeeded since.
+    /// Whether enough consecutive probes failed without enough successes since.
     pub(super) down: bool,
-    /// Requests were answered though probes failed: failed probes count for nothing until one succeeds or a request fails.
+    /// Requests were answered while probes failed: failed probes are ignored until one succeeds or a request fails.
     pub(super) contradicted: bool,
     pub(super) why: String,
 }
@@ -188,7 +189,7 @@ impl ProbeRecord {
         Self { prober, heard_at: now, failures, successes, down, contradicted, why: String::new() }
     }
 
-    /// A request was answered by an engine whose probes fail.
+    /// Records a request answered by an engine whose probes fail.
     pub(super) fn contradict(&mut self) {
         (self.down, self.failures, self.contradicted) = (false, 0, true);
     }

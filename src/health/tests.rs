@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::protocol::WorkerId;
 
-const RULES: Rules = Rules {
+const RULES: HealthRules = HealthRules {
     probe_failures_max: 3,
     probe_successes_min: 2,
     probe_stale: Duration::from_secs(21),
@@ -31,24 +31,24 @@ fn at(seconds: u64) -> Timestamp {
 struct Pool {
     monitor: Monitor,
     members: BTreeMap<WorkerRank, Member>,
-    changes: Vec<Change>,
+    changes: Vec<HealthChange>,
 }
 
 impl Pool {
-    fn new(rules: Rules, ranks: u64) -> Self {
+    fn new(rules: HealthRules, ranks: u64) -> Self {
         let members = (0..ranks).map(|worker| (rank(worker), Member { incarnation: 0, available: true })).collect();
         let mut pool = Self { monitor: Monitor::new(rules), members, changes: Vec::new() };
         pool.tell_members(at(0));
         pool
     }
 
-    fn step(&mut self, input: Input, now: Timestamp) {
+    fn step(&mut self, input: HealthInput, now: Timestamp) {
         self.monitor.step(input, now, &mut self.changes);
         self.monitor.check_invariants().expect("the floor holds");
     }
 
     fn tell_members(&mut self, now: Timestamp) {
-        self.step(Input::Members(self.members.clone()), now);
+        self.step(HealthInput::Members(self.members.clone()), now);
     }
 
     fn set(&mut self, worker: u64, member: Member, now: Timestamp) {
@@ -58,13 +58,13 @@ impl Pool {
 
     fn outcome(&mut self, worker: u64, outcome: Outcome, now: Timestamp) {
         let incarnation = self.members.get(&rank(worker)).map_or(0, |member| member.incarnation);
-        self.step(Input::Outcome { rank: rank(worker), incarnation, outcome, began: None }, now);
+        self.step(HealthInput::Outcome { rank: rank(worker), incarnation, outcome, began: None }, now);
     }
 
     /// A request that was sent at `began` is answered at `now`.
     fn answered(&mut self, worker: u64, began: Timestamp, now: Timestamp) {
         let incarnation = self.members[&rank(worker)].incarnation;
-        let input = Input::Outcome { rank: rank(worker), incarnation, outcome: Outcome::Ok, began: Some(began) };
+        let input = HealthInput::Outcome { rank: rank(worker), incarnation, outcome: Outcome::Ok, began: Some(began) };
         self.step(input, now);
     }
 
@@ -74,7 +74,7 @@ impl Pool {
 
     fn probe(&mut self, worker: u64, is_well: bool, now: Timestamp) {
         let answer = if is_well { Ok(()) } else { Err("status 503".to_owned()) };
-        self.step(Input::Probed { worker: WorkerId(worker), prober: 1, answer }, now);
+        self.step(HealthInput::Probed { worker: WorkerId(worker), prober: 1, answer }, now);
     }
 
     fn ejected(&self) -> Vec<u64> {
@@ -97,7 +97,7 @@ fn five_failures_in_a_row_eject_and_a_success_between_resets() {
     assert_eq!(pool.ejected(), NOBODY);
     pool.outcome(0, Outcome::Reset, at(1));
     assert_eq!(pool.ejected(), [0]);
-    assert_eq!(pool.changes, [Change::Ejected { rank: rank(0), cause: Cause::Outcomes }]);
+    assert_eq!(pool.changes, [HealthChange::Ejected { rank: rank(0), cause: Cause::Outcomes }]);
     assert_eq!(pool.of(0).state, HealthState::Ejected { until: Some(at(31)) });
     assert_eq!(
         pool.of(0).to_string(),
@@ -125,10 +125,10 @@ fn each_ejection_lasts_longer_up_to_a_cap_and_good_times_are_counted_in() {
     for expected in [30, 60, 90, 120, 150, 180, 210, 240, 270, 300, 300] {
         pool.fail(0, 5, at(now));
         assert_eq!(pool.monitor.next_wake(), Some(at(now + expected)));
-        pool.step(Input::Wake, at(now + expected - 1));
+        pool.step(HealthInput::Wake, at(now + expected - 1));
         assert_eq!(pool.ejected(), [0]);
         now += expected;
-        pool.step(Input::Wake, at(now));
+        pool.step(HealthInput::Wake, at(now));
         assert_eq!(pool.ejected(), NOBODY);
     }
     now += 9 * 30;
@@ -143,8 +143,8 @@ fn what_ends_while_a_rank_is_out_changes_nothing() {
     pool.outcome(0, Outcome::Ok, at(2));
     pool.fail(0, 50, at(3));
     assert_eq!(pool.of(0).state, HealthState::Ejected { until: Some(at(31)) });
-    pool.step(Input::Wake, at(31));
-    assert_eq!(pool.changes.last(), Some(&Change::Returned { rank: rank(0) }));
+    pool.step(HealthInput::Wake, at(31));
+    assert_eq!(pool.changes.last(), Some(&HealthChange::Returned { rank: rank(0) }));
     pool.fail(0, 4, at(32));
     assert_eq!(pool.ejected(), NOBODY, "counted anew");
 }
@@ -174,7 +174,7 @@ fn a_prober_that_falls_silent_keeps_nobody_out() {
     let mut pool = Pool::new(RULES, 4);
     (0..3).for_each(|n| pool.probe(0, false, at(n)));
     assert_eq!((pool.ejected(), pool.monitor.next_wake()), (vec![0], Some(at(23))));
-    pool.step(Input::Wake, at(23));
+    pool.step(HealthInput::Wake, at(23));
     assert_eq!((pool.ejected(), pool.monitor.next_wake()), (vec![], None));
 }
 
@@ -193,13 +193,13 @@ fn the_last_rank_and_half_of_them_stay_in_and_are_suspected() {
     assert_eq!(pool.of(4).state, HealthState::Suspected);
     pool.outcome(4, Outcome::Ok, at(7));
     assert_eq!(pool.of(4).state, HealthState::Healthy, "it has answered");
-    pool.step(Input::Wake, at(31));
+    pool.step(HealthInput::Wake, at(31));
     assert_eq!(pool.ejected(), [1, 2], "whoever has waited longest takes the place");
 
-    let mut pair = Pool::new(Rules { ejected_share_max: 0.01, ..RULES }, 2);
+    let mut pair = Pool::new(HealthRules { ejected_share_max: 0.01, ..RULES }, 2);
     pair.fail(1, 5, at(1));
     assert_eq!(pair.ejected(), [1], "one of two may always go");
-    let mut never = Pool::new(Rules { ejected_share_max: 0.0, ..RULES }, 2);
+    let mut never = Pool::new(HealthRules { ejected_share_max: 0.0, ..RULES }, 2);
     never.fail(1, 5, at(1));
     assert_eq!(never.ejected(), NOBODY, "unless nobody may");
 }
@@ -224,10 +224,10 @@ fn another_engine_under_the_same_name_starts_well() {
     (0..3).for_each(|n| pool.probe(0, false, at(n)));
     pool.set(0, Member { incarnation: 1, available: true }, at(2));
     assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Healthy));
-    let late = Input::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::Timeout, began: None };
+    let late = HealthInput::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::Timeout, began: None };
     (0..9).for_each(|_| pool.step(late.clone(), at(3)));
     assert!(!pool.monitor.counts_failures_of(rank(0)));
-    pool.step(Input::Probed { worker: WorkerId(0), prober: 2, answer: Ok(()) }, at(4));
+    pool.step(HealthInput::Probed { worker: WorkerId(0), prober: 2, answer: Ok(()) }, at(4));
     (0..9).for_each(|_| pool.probe(0, false, at(4)));
     assert_eq!(pool.ejected(), NOBODY, "an earlier prober's word is of another engine");
 }
@@ -262,7 +262,8 @@ fn a_connection_that_breaks_after_refused_ones_does_not_make_a_rank_reachable() 
     let mut pool = three_of_four_unreachable();
     pool.outcome(0, Outcome::Reset, at(4));
     assert_eq!(pool.ejected(), [0, 1, 2], "it was made before");
-    let later = Input::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::ServerError, began: Some(at(5)) };
+    let later =
+        HealthInput::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::ServerError, began: Some(at(5)) };
     pool.step(later, at(5));
     assert_eq!(pool.monitor.exclusions().ejected, [rank(0)].into(), "it can be reached, and is suspected");
 }
@@ -331,7 +332,7 @@ fn a_refusal_backs_off_and_each_in_a_row_for_twice_as_long() {
         assert_eq!((pool.refusing(), pool.ejected()), (vec![0], vec![]), "{n}");
         assert_eq!(pool.monitor.next_wake(), Some(at(now + expected)), "{n}");
         assert_eq!(pool.of(0).state, HealthState::Refusing { until: at(now + expected) });
-        pool.step(Input::Wake, at(now + expected));
+        pool.step(HealthInput::Wake, at(now + expected));
         assert_eq!(pool.refusing(), NOBODY);
         now += expected;
     }
@@ -348,7 +349,7 @@ fn an_engine_says_itself_when_to_come_back_up_to_a_minute() {
     pool.answered(0, at(2), at(3));
     assert_eq!(pool.refusing(), [0], "as it has asked");
     pool.outcome(1, refused(Some(3_600)), at(1));
-    pool.step(Input::Wake, at(8));
+    pool.step(HealthInput::Wake, at(8));
     assert_eq!((pool.refusing(), pool.monitor.next_wake()), (vec![1], Some(at(61))));
 }
 
@@ -356,7 +357,7 @@ fn an_engine_says_itself_when_to_come_back_up_to_a_minute() {
 fn an_accepted_request_ends_a_back_off() {
     let mut pool = Pool::new(RULES, 4);
     pool.outcome(0, refused(None), at(1));
-    pool.step(Input::Wake, at(2));
+    pool.step(HealthInput::Wake, at(2));
     pool.outcome(0, refused(None), at(2));
     pool.answered(0, at(0), at(3));
     assert_eq!(pool.refusing(), [0], "sent before it was full");
@@ -374,14 +375,14 @@ fn a_fleet_that_refuses_as_a_whole_is_full_and_not_broken() {
         (0..4).for_each(|worker| pool.outcome(worker, refused(None), at(now)));
         assert_eq!(pool.refusing(), [0, 1, 2, 3]);
         now = pool.monitor.next_wake().expect("back-offs end").0 / 1_000_000_000;
-        pool.step(Input::Wake, at(now));
+        pool.step(HealthInput::Wake, at(now));
         assert_eq!(pool.ejected(), NOBODY);
     }
 }
 
 #[test]
 fn whoever_should_be_ejected_and_may_not_is_held_back() {
-    let mut pool = Pool::new(Rules { ejected_share_max: 0.0, ..RULES }, 4);
+    let mut pool = Pool::new(HealthRules { ejected_share_max: 0.0, ..RULES }, 4);
     (0..5).for_each(|_| pool.outcome(0, Outcome::ServerError, at(1)));
     assert_eq!((pool.of(0).state, pool.refusing()), (HealthState::Suspected, vec![]));
     pool.outcome(0, Outcome::ServerError, at(2));
@@ -436,7 +437,7 @@ proptest! {
         share in prop_oneof![Just(0.0), Just(0.5), Just(1.0), 0.0..1.0f64],
         history in prop::collection::vec(acts(), 1..120),
     ) {
-        let rules = Rules { ejected_share_max: share, ..RULES };
+        let rules = HealthRules { ejected_share_max: share, ..RULES };
         let (mut pool, mut now) = (Pool::new(rules, ranks), 0);
         let mut incarnation = 0;
         for act in history {
@@ -467,7 +468,7 @@ proptest! {
                 }
                 Act::Pass(seconds) => {
                     now += seconds;
-                    pool.step(Input::Wake, at(now));
+                    pool.step(HealthInput::Wake, at(now));
                 }
             }
             let (ejected, ranks) = (pool.monitor.exclusions().ejected.len(), pool.members.len());
@@ -480,7 +481,7 @@ proptest! {
         // The faults are over: nothing is reported but time, as the monitor asks for it.
         let mut steps = 0;
         while let Some(at) = pool.monitor.next_wake() {
-            pool.step(Input::Wake, at);
+            pool.step(HealthInput::Wake, at);
             steps += 1;
             prop_assert!(steps <= 40, "each rank, back-off and prober ends once");
         }

@@ -1,21 +1,21 @@
-//! KV events: what an engine's cache says about itself.
+//! KV events: changes of an engine's cache.
 
 use serde::{Deserialize, Serialize};
 
 use super::{BlockHash, EngineHash, WorkerRank};
 
-/// Where a block lies. A store on a second tier is a second residence, not a move.
+/// Storage tier of a block. A store in a second tier adds a copy there; it does not move the block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StorageTier {
-    /// Accelerator memory: a hit costs nothing.
+    /// Accelerator memory; hits have no transfer cost.
     #[default]
     Device,
     /// Pinned host memory.
     HostPinned,
     /// Local disk.
     Disk,
-    /// A network or shared store.
+    /// Network or shared storage.
     External,
 }
 
@@ -44,35 +44,35 @@ impl StorageTier {
 pub struct RouterEvent {
     /// The rank whose cache changed.
     pub rank: WorkerRank,
-    /// The tier it changed in. A [`KvEvent::Cleared`] clears every tier of the rank.
+    /// The tier of the change. A [`KvEvent::Cleared`] clears every tier of the rank.
     #[serde(default)]
     pub tier: StorageTier,
-    /// What changed.
+    /// The change.
     pub data: KvEvent,
 }
 
-/// What changed in a rank's cache.
+/// Type of a cache change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvEvent {
-    /// Blocks were stored, one after the other, behind `parent` (at the start of a prompt when absent).
+    /// Consecutive blocks stored behind `parent`, or at the start of a prompt without one.
     Stored {
-        /// The engine's name of the block that the first stored one follows.
+        /// Engine hash of the block before the first stored one.
         parent: Option<EngineHash>,
         /// The stored blocks, in prompt order.
         blocks: Vec<StoredBlock>,
     },
-    /// Blocks were removed, in any order.
+    /// Removed blocks, in any order.
     Removed {
-        /// The engine's names of the removed blocks.
+        /// Engine hashes of the removed blocks.
         blocks: Vec<EngineHash>,
     },
-    /// The rank's whole cache was dropped.
+    /// The rank's whole cache was cleared.
     Cleared,
 }
 
 impl KvEvent {
-    /// Number of blocks the event names: what applying it costs.
+    /// Number of blocks in the event, which determines its cost.
     #[must_use]
     pub fn block_count(&self) -> usize {
         match self {
@@ -83,11 +83,11 @@ impl KvEvent {
     }
 }
 
-/// One stored block: the engine's name for it, and the hash of its content that requests are matched by.
+/// One stored block: its engine hash and its content hash for matching requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredBlock {
-    /// The engine's own name, used by later parents and removals.
+    /// The engine's name, used by later parents and removals.
     pub engine_hash: EngineHash,
-    /// Content of the block, as [`crate::hashing`] computes it from the event's tokens.
+    /// Content hash, computed by [`crate::hashing`] from the event's tokens.
     pub block_hash: BlockHash,
 }

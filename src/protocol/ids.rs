@@ -1,4 +1,4 @@
-//! Ids and hashes, each its own type so that none can stand in for another.
+//! Ids and hashes, each with a type of its own.
 
 use std::fmt;
 
@@ -24,17 +24,17 @@ id! {
     WorkerId(u64)
 }
 id! {
-    /// Content of one complete block of tokens, whatever stands before it. See [`crate::hashing`].
+    /// Content hash of one complete block of tokens, independent of the preceding ones. See [`crate::hashing`].
     BlockHash(u64)
 }
 id! {
-    /// Content of the whole prefix up to and including one block: equal sequence hashes, equal prefixes.
-    /// See [`crate::hashing`].
+    /// Hash of the whole prefix up to and including one block: equal sequence hashes mean equal prefixes. See
+    /// [`crate::hashing`].
     SequenceHash(u64)
 }
 id! {
-    /// The engine's own name for one of its blocks, as its KV events carry it. Opaque: it need not agree
-    /// between engines, nor with any hash of ours. Signed hashes on the wire are bit-cast.
+    /// The engine's name of a block in KV events. Opaque: not comparable between engines or with other hashes. Signed
+    /// hashes on the wire are bit-cast.
     EngineHash(u64)
 }
 id! {
@@ -42,16 +42,16 @@ id! {
     Slot(u32)
 }
 id! {
-    /// Incarnation of whatever occupies a [`Slot`]. A message for an earlier generation is ignored.
+    /// Incarnation of the occupant of a [`Slot`]. Messages for an earlier generation are ignored.
     Generation(u32)
 }
 id! {
-    /// Number of one booking attempt, unique inside one router and growing with arrival.
+    /// Number of one booking attempt, unique within one router and ascending by arrival.
     BookingId(u64)
 }
 
 impl Slot {
-    /// The slot as a position in a dense table.
+    /// The slot as an index in a dense table.
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
@@ -60,7 +60,7 @@ impl Slot {
 
 /// One data-parallel rank of a worker: the unit of indexing, load, selection, dispatch and metrics.
 ///
-/// Ordered by worker, then rank; candidates always stand in this order.
+/// Ordered by worker, then rank; candidates always have this order.
 ///
 /// ```
 /// use pointsman::protocol::{WorkerId, WorkerRank};
@@ -78,7 +78,7 @@ pub struct WorkerRank {
 }
 
 impl WorkerRank {
-    /// Names rank `rank` of `worker`.
+    /// Rank `rank` of `worker`.
     #[must_use]
     pub const fn new(worker: WorkerId, rank: u32) -> Self {
         Self { worker, rank }

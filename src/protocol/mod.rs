@@ -1,8 +1,7 @@
-//! The words that every part of Pointsman shares: ids, hashes, storage tiers, KV events, workers.
+//! Shared vocabulary: ids, hashes, storage tiers, KV events, workers.
 //!
-//! Owns the vocabulary and nothing else: plain values, no behaviour beyond parsing and arithmetic that
-//! cannot fail. What a word means is fixed in `ARCHITECTURE.md`, Words; the same word stands for the same
-//! thing in code, logs, metrics and errors. Leaves to others what is done with these values.
+//! Plain values, without behaviour beyond parsing and arithmetic that cannot fail. `ARCHITECTURE.md` defines the terms,
+//! which are the same in code, logs, metrics and errors.
 
 mod event;
 mod ids;

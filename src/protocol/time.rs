@@ -1,10 +1,10 @@
-//! Monotonic time as a plain number, so that nothing under `src/` reads a clock.
+//! Monotonic time as a plain number, so that code in `src/` reads no clock.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Nanoseconds since an epoch that the owner of the clock chose (a router's start). Monotonic.
+/// Nanoseconds since an epoch chosen by the owner of the clock (the router's start). Monotonic.
 ///
 /// ```
 /// use std::time::Duration;
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 pub struct Timestamp(pub u64);
 
 impl Timestamp {
-    /// Time passed since `earlier`; zero when `earlier` is in fact later.
+    /// Time since `earlier`; zero if `earlier` is later.
     #[must_use]
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
@@ -30,7 +30,7 @@ impl Timestamp {
 impl std::ops::Add<Duration> for Timestamp {
     type Output = Self;
 
-    /// Saturates at the end of time, which is some 584 years after the epoch.
+    /// Saturates at the maximum, about 584 years after the epoch.
     fn add(self, by: Duration) -> Self {
         Self(self.0.saturating_add(u64::try_from(by.as_nanos()).unwrap_or(u64::MAX)))
     }

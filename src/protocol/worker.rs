@@ -1,4 +1,4 @@
-//! What a worker says of itself when it joins.
+//! Configuration of a worker.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,24 +6,24 @@ use serde::{Deserialize, Serialize};
 
 use super::{WorkerId, WorkerRank};
 
-/// The desired set of workers, as a discovery source states it: the whole truth, not a change.
+/// The desired set of workers from a discovery source: complete, not incremental.
 pub type WorkerMap = BTreeMap<WorkerId, WorkerConfig>;
 
-/// How strictly a decode request must stay in its prefill's KV-transfer domain.
+/// Strictness of keeping a decode request in the KV-transfer domain of its prefill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvTransferEnforcement {
-    /// Ranks outside the domain are not considered.
+    /// Ranks outside the domain are excluded.
     Required,
     /// Ranks inside the domain are preferred.
     #[default]
     Preferred,
 }
 
-/// Where an engine publishes its KV events.
+/// Endpoints at which an engine publishes its KV events.
 ///
-/// vLLM and SGLang publish each data-parallel rank on a port of its own: rank `r` at the port given plus `r`, and
-/// answers to replay requests likewise.
+/// vLLM and SGLang publish each data-parallel rank on a separate port: rank `r` at the configured port plus `r`, for
+/// replays as well.
 ///
 /// ```
 /// use pointsman::protocol::KvEventsConfig;
@@ -37,10 +37,10 @@ pub enum KvTransferEnforcement {
 pub struct KvEventsConfig {
     /// `tcp://HOST:PORT` of rank 0's publisher.
     pub endpoint: String,
-    /// `tcp://HOST:PORT` of rank 0's replay socket. Without it nothing that was lost can be asked for again.
+    /// `tcp://HOST:PORT` of rank 0's replay socket. Without it, lost messages cannot be recovered.
     #[serde(default)]
     pub replay_endpoint: Option<String>,
-    /// Prefix of the topics to subscribe to. Default empty: everything.
+    /// Topic prefix of the subscription. Default: empty, all topics.
     #[serde(default)]
     pub topic: String,
 }
@@ -49,7 +49,7 @@ impl KvEventsConfig {
     /// The endpoints of one rank.
     ///
     /// # Errors
-    /// An endpoint that is not of the form `tcp://HOST:PORT`, or whose port plus `rank` is none.
+    /// An endpoint that is not of the form `tcp://HOST:PORT`, or whose port plus `rank` is invalid.
     pub fn of_rank(&self, rank: u32) -> Result<Self, WorkerConfigError> {
         let replay_endpoint = self.replay_endpoint.as_deref().map(|endpoint| endpoint_of_rank(endpoint, rank));
         Ok(Self {
@@ -61,7 +61,7 @@ impl KvEventsConfig {
 }
 
 impl LoadSource {
-    /// The load socket of one rank; `None` where load is asked for over HTTP.
+    /// The load socket of one rank; `None` if load is polled over HTTP.
     ///
     /// # Errors
     /// As [`KvEventsConfig::of_rank`].
@@ -84,13 +84,13 @@ fn endpoint_of_rank(endpoint: &str, rank: u32) -> Result<String, WorkerConfigErr
     }
 }
 
-/// Where an engine says how busy it is.
+/// Source of an engine's load reports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LoadSource {
-    /// Its Prometheus page: `http://HOST:PORT/metrics`, of all ranks together.
+    /// The Prometheus page of all ranks: `http://HOST:PORT/metrics`.
     Metrics(String),
-    /// SGLang's load socket: `tcp://HOST:PORT` of rank 0, rank `r` at the port plus `r`.
+    /// SGLang's load socket: `tcp://HOST:PORT` of rank 0; rank `r` uses the port plus `r`.
     Socket(String),
 }
 
@@ -107,7 +107,7 @@ pub enum LoadSource {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WorkerConfig {
-    /// Where to send requests: opaque to the router, handed back with every placement.
+    /// Address for requests: opaque to the router, returned with every placement.
     pub endpoint: String,
     /// First data-parallel rank. Default 0.
     #[serde(default)]
@@ -115,48 +115,48 @@ pub struct WorkerConfig {
     /// Number of data-parallel ranks, 1 to [`WorkerConfig::RANKS_MAX`]. Default 1.
     #[serde(default = "one")]
     pub data_parallel_size: u32,
-    /// Tokens one engine step may hold (`max_num_batched_tokens`), where known. At least 1.
+    /// Tokens per engine step (`max_num_batched_tokens`), if known. At least 1.
     #[serde(default)]
     pub max_num_batched_tokens: Option<u32>,
-    /// KV blocks of one rank, where known. At least 1.
+    /// KV blocks of one rank, if known. At least 1.
     #[serde(default)]
     pub total_kv_blocks: Option<u32>,
-    /// Longest sequence that its model takes, prompt and output together, in tokens (`max_model_len`), where known. At
-    /// least 1. A prompt that is longer than that of every worker is refused.
+    /// Longest sequence of the model, prompt and output together, in tokens (`max_model_len`), if known. At least 1. A
+    /// prompt longer than that of every worker is rejected.
     #[serde(default)]
     pub max_model_len: Option<u32>,
     /// Labels that requests may require or prefer.
     #[serde(default)]
     pub taints: BTreeSet<String>,
-    /// LoRA adapters that the worker has loaded. Requests for one go to workers that have it, overloaded or not, while
-    /// there are any; else to anybody.
+    /// LoRA adapters loaded by the worker. Requests for an adapter are sent to workers that have it, overloaded or not;
+    /// without such a worker, to any worker.
     #[serde(default)]
     pub lora_adapters: BTreeSet<String>,
     /// A name that survives restarts of the worker, for placement that must be stable across them.
     #[serde(default)]
     pub stable_routing_id: Option<String>,
-    /// Topology: domain kind (`zone`, `rack`, ...) to the value that holds for this worker.
+    /// Topology: the worker's value of each domain kind (`zone`, `rack`, ...).
     #[serde(default)]
     pub topology_domains: BTreeMap<String, String>,
-    /// Which kind of topology domain KV transfers should stay inside.
+    /// Kind of the topology domain that KV transfers should stay inside.
     #[serde(default)]
     pub kv_transfer_domain: Option<String>,
-    /// How strictly.
+    /// Strictness of this.
     #[serde(default)]
     pub kv_transfer_enforcement: KvTransferEnforcement,
-    /// Weight of the preference when it is only preferred; finite.
+    /// Weight of the preference in preferred mode; finite.
     #[serde(default)]
     pub kv_transfer_preferred_weight: Option<f64>,
-    /// Whether the worker hashes EAGLE windows; must agree with the pool's setting when given.
+    /// Whether the worker hashes EAGLE windows; must match the pool's setting if given.
     #[serde(default)]
     pub is_eagle: Option<bool>,
-    /// Where it publishes its KV events. Default none: the embedder brings them, or nobody does.
+    /// KV event endpoints. Default: none; the embedder may provide events.
     #[serde(default)]
     pub kv_events: Option<KvEventsConfig>,
-    /// Where it says how busy it is. Default none: only what was booked counts.
+    /// Source of load reports. Default: none; only bookings count.
     #[serde(default)]
     pub load: Option<LoadSource>,
-    /// Path below `endpoint` that answers 200 while the engine is well. Default `/health`.
+    /// Path below `endpoint` that returns 200 while the engine is healthy. Default: `/health`.
     #[serde(default = "health_path")]
     pub health_path: String,
 }
@@ -169,13 +169,13 @@ fn health_path() -> String {
     "/health".to_owned()
 }
 
-/// Why a worker's configuration was refused.
+/// Reason for rejecting a worker's configuration.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum WorkerConfigError {
-    /// No ranks, or more than the router will index.
+    /// No ranks, or more than the supported maximum.
     #[error("data_parallel_size is {0}, must be 1 to {max}", max = WorkerConfig::RANKS_MAX)]
     DataParallelSize(u32),
-    /// The last rank would not fit.
+    /// The last rank number overflows.
     #[error("data_parallel_start_rank {start} plus data_parallel_size {size} exceeds {max}", max = u32::MAX)]
     RankOverflow {
         /// First rank.
@@ -189,38 +189,38 @@ pub enum WorkerConfigError {
         /// The field's name.
         field: &'static str,
     },
-    /// A socket that cannot be found.
+    /// An invalid socket address.
     #[error("endpoint {endpoint:?} of rank {rank} must be tcp://HOST:PORT with PORT + {rank} from 1 to 65535")]
     Endpoint {
         /// The base endpoint.
         endpoint: String,
-        /// The rank whose port it gives.
+        /// The rank of the address.
         rank: u32,
     },
-    /// Nobody here reads events.
+    /// The build has no KV event reader.
     #[error("kv_events is given, but this build lacks the feature `zmq` that reads them")]
     NoReader,
-    /// A path that is none.
+    /// An invalid path.
     #[error("health_path is {0:?}, must begin with /")]
     HealthPath(String),
-    /// A weight that is no number.
+    /// A weight that is not finite.
     #[error("kv_transfer_preferred_weight is {0}, must be finite")]
     Weight(f64),
-    /// The worker and the pool disagree about EAGLE hashing, so nothing would ever match.
+    /// Worker and pool differ in EAGLE hashing, so no block would match.
     #[error("is_eagle is {worker}, but the pool hashes with is_eagle = {pool}")]
     Eagle {
-        /// What the worker says.
+        /// The worker's setting.
         worker: bool,
-        /// What the pool does.
+        /// The pool's setting.
         pool: bool,
     },
 }
 
 impl WorkerConfig {
-    /// Most data-parallel ranks of one worker.
+    /// Maximum number of data-parallel ranks of one worker.
     pub const RANKS_MAX: u32 = 4096;
 
-    /// A single-rank worker at `endpoint`, all else default.
+    /// A single-rank worker at `endpoint`, with defaults otherwise.
     #[must_use]
     pub fn at(endpoint: impl Into<String>) -> Self {
         Self {
@@ -250,10 +250,10 @@ impl WorkerConfig {
         (start..start.saturating_add(self.data_parallel_size)).map(move |rank| WorkerRank::new(worker, rank))
     }
 
-    /// Checks every rule.
+    /// Checks all rules.
     ///
     /// # Errors
-    /// The first rule broken, with the value that broke it.
+    /// The first violated rule, with its value.
     pub fn validate(&self) -> Result<(), WorkerConfigError> {
         let (start, size) = (self.data_parallel_start_rank, self.data_parallel_size);
         if size == 0 || size > Self::RANKS_MAX {
@@ -274,7 +274,7 @@ impl WorkerConfig {
         if !self.health_path.starts_with('/') {
             return Err(WorkerConfigError::HealthPath(self.health_path.clone()));
         }
-        // If the first rank and the last have a port, so have those between.
+        // If the first and the last rank have valid ports, so do the ranks in between.
         for rank in [start, start + size - 1] {
             if let Some(kv_events) = &self.kv_events {
                 kv_events.of_rank(rank)?;

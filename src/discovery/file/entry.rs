@@ -1,7 +1,7 @@
-//! One entry of a file: a worker's configuration under other names, and two keys beside it.
+//! Deserialization of one file entry: a worker configuration with `url`, `id` and `probe`.
 //!
-//! Owns the difference between the two. Promises that fields added to [`WorkerConfig`] are known here at once, and that
-//! errors keep the place that the format gives them.
+//! Passes all other fields to the deserializer of [`WorkerConfig`], so that new fields are supported automatically, and
+//! errors keep the position reported by the format.
 
 use std::fmt;
 
@@ -37,7 +37,7 @@ impl<'de> Visitor<'de> for EntryVisitor {
     }
 }
 
-/// What an entry says beside the configuration.
+/// Fields of an entry beside the configuration.
 #[derive(Default)]
 struct Beside {
     id: Option<WorkerId>,
@@ -45,7 +45,7 @@ struct Beside {
     has_url: bool,
 }
 
-/// The entry as a configuration sees it.
+/// The entry as seen by the deserializer of the configuration.
 struct Fields<'a, A> {
     map: A,
     beside: &'a mut Beside,
@@ -79,7 +79,7 @@ enum Key<T> {
 }
 
 struct KeySeed<'a, K> {
-    /// Taken by the first key that is the configuration's.
+    /// Taken by the first configuration key.
     seed: &'a mut Option<K>,
     beside: &'a mut Beside,
 }

@@ -1,9 +1,8 @@
-//! Files that name workers.
+//! Worker files.
 //!
-//! Owns the format: a list `workers`, each with `url`, an optional `id`, `probe`, and the fields of
-//! [`WorkerConfig`](crate::protocol::WorkerConfig).
-//! Promises that a file is taken whole or refused whole, with the line or the worker and the rule that it breaks, and
-//! that nothing in it is ignored. Leaves reading it to the actors.
+//! The format is a list `workers`, each with `url`, an optional `id`, `probe`, and the fields of
+//! [`WorkerConfig`](crate::protocol::WorkerConfig). A file is accepted or rejected as a whole, with the line or the
+//! worker and the violated rule; unknown keys are errors. The actors read the files.
 
 mod entry;
 #[cfg(test)]
@@ -13,7 +12,7 @@ use serde::Deserialize;
 
 use super::{DuplicateId, HttpUrlError, NamedWorker, worker_map};
 
-/// How a file is written.
+/// File format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileFormat {
     /// TOML.
@@ -22,45 +21,45 @@ pub enum FileFormat {
     Json,
 }
 
-/// Why a file was refused.
+/// Reason for rejecting a file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FileError {
-    /// Nobody knows how it is written.
+    /// The file name has an unknown extension.
     #[error("its name must end in .toml or .json")]
     Format,
-    /// Longer than a list of workers can be.
+    /// The file exceeds the maximum size.
     #[error("it is longer than {0} bytes")]
     TooLong(usize),
-    /// Not text.
+    /// The file is not text.
     #[error("it is not UTF-8")]
     NotText,
-    /// Not TOML or JSON, a key that is not known, or a value of the wrong type.
+    /// Invalid TOML or JSON, an unknown key, or a value of the wrong type.
     #[error("line {line}: {reason}")]
     Line {
         /// The line, from 1.
         line: usize,
-        /// What is wrong there.
+        /// The parser's message.
         reason: String,
     },
-    /// A worker without a usable address.
+    /// A worker with an invalid address.
     #[error("workers[{position}]: {error}")]
     Url {
         /// The worker's position, from 0.
         position: usize,
-        /// What is wrong with it.
+        /// The defect of the address.
         error: HttpUrlError,
     },
-    /// A worker whose settings break a rule.
+    /// A worker whose settings violate a rule.
     #[error("workers[{position}] at {url:?}: {rule}")]
     Worker {
         /// The worker's position, from 0.
         position: usize,
         /// Its address.
         url: String,
-        /// The setting, its value and the rule, in words.
+        /// The setting, its value and the rule.
         rule: String,
     },
-    /// Two workers with one id.
+    /// Two workers with the same id.
     #[error(transparent)]
     DuplicateId(#[from] DuplicateId),
 }
@@ -72,13 +71,13 @@ struct File {
 }
 
 impl FileFormat {
-    /// Longest file.
+    /// Maximum size in bytes.
     pub const BYTES_MAX: usize = 8 << 20;
 
-    /// How a file of this name is written.
+    /// The format for a file name.
     ///
     /// # Errors
-    /// When its extension is neither `toml` nor `json`.
+    /// If the extension is neither `toml` nor `json`.
     pub fn of_name(name: &str) -> Result<Self, FileError> {
         match name.rsplit_once('.') {
             Some((_, extension)) if extension.eq_ignore_ascii_case("toml") => Ok(Self::Toml),
@@ -87,7 +86,7 @@ impl FileFormat {
         }
     }
 
-    /// Reads a file's content.
+    /// Parses a file.
     ///
     /// ```
     /// use pointsman::discovery::FileFormat;
@@ -104,7 +103,7 @@ impl FileFormat {
     /// ```
     ///
     /// # Errors
-    /// The first thing that is wrong. A file without `workers` is cut off, not empty; no workers are `workers = []`.
+    /// The first defect. A file without `workers` counts as truncated, not as empty; an empty list is `workers = []`.
     pub fn parse(self, content: &[u8]) -> Result<Vec<NamedWorker>, FileError> {
         if content.len() > Self::BYTES_MAX {
             return Err(FileError::TooLong(Self::BYTES_MAX));

@@ -1,7 +1,7 @@
-//! What an engine says of itself, and what it must say to belong to a pool.
+//! Probe responses of engines and their comparison with the pool.
 //!
-//! Owns the reading of the answers and the comparison with the pool. Promises that what was given by hand stands,
-//! except for the number of ranks, which the engine knows better. Leaves the asking to the actors.
+//! Parses the responses and completes the worker's configuration. Explicitly configured values take precedence, except
+//! for the number of ranks, which the engine determines. The actors send the probes.
 
 mod page;
 mod sglang;
@@ -15,101 +15,101 @@ use super::HttpUrl;
 use super::hosts::reach;
 use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerConfigError};
 
-/// Which engine answered.
+/// Type of the responding engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
-    /// By `/v1/models` and `/metrics`.
+    /// Detected by `/v1/models` and `/metrics`.
     Vllm,
-    /// By `/server_info`.
+    /// Detected by `/server_info`.
     Sglang,
 }
 
-/// What an engine says of itself.
+/// Configuration reported by an engine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Described {
-    /// Which it is.
+    /// Type of the engine.
     pub engine: Engine,
-    /// Names under which it serves its model.
+    /// Names of the served model.
     pub models: BTreeSet<String>,
-    /// LoRA adapters that it has loaded.
+    /// Loaded LoRA adapters.
     pub lora_adapters: BTreeSet<String>,
-    /// Tokens a block of its cache, where it says so and it matters.
+    /// Tokens per cache block, if reported and relevant.
     pub block_size: Option<u32>,
-    /// Tokens that the cache of one rank holds.
+    /// Cache capacity of one rank in tokens.
     pub cache_tokens: Option<u64>,
     /// First data-parallel rank.
     pub data_parallel_start_rank: u32,
     /// Number of data-parallel ranks.
     pub data_parallel_size: u32,
-    /// Tokens one step may hold.
+    /// Maximum tokens per step.
     pub max_num_batched_tokens: Option<u32>,
-    /// Longest sequence that its model takes, in tokens.
+    /// Longest sequence of the model in tokens.
     pub max_model_len: Option<u32>,
-    /// Where it publishes its KV events.
+    /// KV event endpoints.
     pub kv_events: Option<KvEventsConfig>,
-    /// Where it says how busy it is.
+    /// Source of load reports.
     pub load: Option<LoadSource>,
 }
 
-/// What an engine must be to belong to a pool.
+/// Requirements of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expected {
-    /// A name under which it must serve. None: any model.
+    /// Required model name; `None` accepts any model.
     pub model: Option<String>,
-    /// Tokens a block of the pool.
+    /// Tokens per block of the pool.
     pub block_size: u32,
-    /// Whether its own must be the same, for its events to mean anything.
+    /// Whether the engine's block size must be equal, as required for its KV events.
     pub block_size_must_match: bool,
 }
 
-/// Why an engine's answers are of no use.
+/// Reason for rejecting an engine's responses.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProbeError {
-    /// An answer that is not what it should be.
+    /// An invalid response.
     #[error("the answer of {path} is broken: {reason}")]
     Broken {
-        /// What was asked.
+        /// The path of the request.
         path: &'static str,
-        /// What is wrong.
+        /// The defect.
         reason: String,
     },
-    /// Another model.
+    /// A different model.
     #[error("it serves {served:?}, must serve {expected:?}")]
     Model {
-        /// What it serves.
+        /// The served names.
         served: BTreeSet<String>,
-        /// What it must.
+        /// The required name.
         expected: String,
     },
-    /// Blocks of another size: its events would never match a prompt.
+    /// A different block size: the events would never match a prompt.
     #[error("its block size is {engine}, must be {pool}, which is the pool's")]
     BlockSize {
-        /// The engine's.
+        /// The engine's block size.
         engine: u32,
-        /// The pool's.
+        /// The pool's block size.
         pool: u32,
     },
-    /// Ranks that are not in a row.
+    /// Rank numbers that are not consecutive.
     #[error("its ranks are {0:?}, must be in a row")]
     Ranks(BTreeSet<u32>),
-    /// What it says makes no valid configuration.
+    /// The reported values do not form a valid configuration.
     #[error(transparent)]
     Config(#[from] WorkerConfigError),
 }
 
 impl Described {
-    /// Longest answer that is read, of any question.
+    /// Maximum response size in bytes.
     pub const BYTES_MAX: usize = 4 << 20;
 
-    /// Reads SGLang's answer to `/server_info` (`/get_server_info` before). `None` when it is another engine's answer.
+    /// Parses SGLang's response to `/server_info` (formerly `/get_server_info`). `None` if another engine responded.
     ///
     /// # Errors
-    /// When it is SGLang's and makes no sense.
+    /// An invalid response of SGLang.
     pub fn of_sglang(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Self>, ProbeError> {
         sglang::describe(url, server_info)
     }
 
-    /// Reads vLLM's answers to `/v1/models` and `/metrics`.
+    /// Parses vLLM's responses to `/v1/models` and `/metrics`.
     ///
     /// ```
     /// use pointsman::discovery::{Described, HttpUrl};
@@ -122,15 +122,15 @@ impl Described {
     /// ```
     ///
     /// # Errors
-    /// When they make no sense.
+    /// Invalid responses.
     pub fn of_vllm(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<Self, ProbeError> {
         vllm::describe(url, models, metrics)
     }
 
-    /// The configuration of the worker at `url`: what was `given` of it, and what it says for the rest.
+    /// The configuration of the worker at `url`: the `given` values, completed by the reported ones.
     ///
     /// # Errors
-    /// When it does not belong to the pool.
+    /// If the engine does not meet the requirements of the pool.
     pub fn complete(
         self,
         given: &WorkerConfig,

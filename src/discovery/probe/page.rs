@@ -1,6 +1,6 @@
 //! Names and labels of a metrics page, without the values.
 //!
-//! Owns the cutting of lines. Promises to skip what it does not understand, and a cost linear in the page.
+//! Malformed lines are skipped. Linear in the size of the page.
 
 /// One sample: `name{label="value",...} ...`.
 pub(super) struct Sample<'a> {
@@ -8,7 +8,7 @@ pub(super) struct Sample<'a> {
     labels: &'a str,
 }
 
-/// The samples of a page whose names begin with `prefix`, in order.
+/// The samples whose names start with `prefix`, in order.
 pub(super) fn samples<'a>(page: &'a str, prefix: &'static str) -> impl Iterator<Item = Sample<'a>> {
     page.lines().filter(move |line| line.starts_with(prefix)).map(|line| {
         let end = line.find(['{', ' ', '\t']).unwrap_or(line.len());
@@ -17,7 +17,7 @@ pub(super) fn samples<'a>(page: &'a str, prefix: &'static str) -> impl Iterator<
 }
 
 impl<'a> Sample<'a> {
-    /// The value of a label, as it is written; none of those that matter here needs escaping.
+    /// The value of a label, without unescaping; the required labels contain no escapes.
     pub(super) fn label(&self, name: &str) -> Option<&'a str> {
         let mut rest = self.labels;
         loop {
@@ -34,7 +34,7 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// Where the quote is that ends a value: the first that no backslash escapes.
+/// Position of the closing quote of a value: the first unescaped one.
 fn end_of_value(text: &str) -> Option<usize> {
     let mut is_escaped = false;
     text.bytes().position(|byte| {

@@ -1,4 +1,4 @@
-//! SGLang: everything in `/server_info`.
+//! SGLang: parser of `/server_info`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -9,10 +9,10 @@ use crate::discovery::hosts::reachable_host;
 use crate::discovery::url::is_host;
 use crate::protocol::{KvEventsConfig, LoadSource};
 
-/// Keys that no other engine answers with.
+/// Keys that only SGLang's response contains.
 const ITS_OWN: &[&str] = &["kv_events", "max_total_num_tokens", "page_size"];
 
-/// What the publisher of KV events says of itself. Other keys come and go.
+/// Configuration of the KV event publisher. Other keys vary between versions.
 #[derive(Deserialize)]
 struct KvEvents {
     #[serde(default)]
@@ -43,7 +43,7 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         None | Some(Value::Null) => None,
         Some(said) => Some(KvEvents::deserialize(said).map_err(|error| broken(format!("kv_events: {error}")))?),
     };
-    // Anything else does not publish to a socket.
+    // Other publishers do not use a socket.
     let kv_events = kv_events.filter(|said| said.publisher.as_deref().is_none_or(|publisher| publisher == "zmq"));
     let host = kv_events.as_ref().map(|said| reachable_host(&said.endpoint_host, url));
     if host.as_deref().is_some_and(|host| !is_host(host)) {
@@ -64,7 +64,7 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         engine: Engine::Sglang,
         models: name.map(str::to_owned).into_iter().collect(),
         lora_adapters: Default::default(),
-        // Without events nobody compares blocks, and its pages may be of one token.
+        // Without events the block size is irrelevant, and pages may have one token.
         block_size: kv_events.as_ref().and_then(|said| said.block_size.or_else(|| small("page_size"))),
         cache_tokens: number("max_total_num_tokens"),
         data_parallel_start_rank: 0,

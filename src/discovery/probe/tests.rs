@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// An answer of a recent SGLang, shortened.
+/// Response of a recent SGLang version, shortened.
 const SERVER_INFO: &str = r#"{
     "model_path": "/models/qwen", "served_model_name": "qwen", "page_size": 16, "dp_size": 2, "tp_size": 2,
     "chunked_prefill_size": 8192, "max_prefill_tokens": 16384, "max_running_requests": null, "enable_metrics": true,

@@ -1,4 +1,4 @@
-//! vLLM: its list of models, and the labels of its metrics.
+//! vLLM: parser of the model list and of metric labels.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ struct Models {
 #[derive(Deserialize)]
 struct Model {
     id: String,
-    /// The base model, for an adapter.
+    /// The base model of an adapter.
     #[serde(default)]
     parent: Option<String>,
     #[serde(default)]
@@ -46,7 +46,7 @@ pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<D
         }
         if sample.name == "vllm:cache_config_info" {
             block_size = block_size.or(sample.label("block_size").and_then(|size| size.parse().ok()));
-            // `None` is among the values; and the smallest rank counts.
+            // The value may be `None`; the smallest rank counts.
             let of_rank = sample.label("num_gpu_blocks").and_then(|blocks| blocks.parse::<u32>().ok()).map(u64::from);
             blocks = [blocks, of_rank].into_iter().flatten().min();
         }
@@ -70,7 +70,7 @@ pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<D
     })
 }
 
-/// First rank and number of ranks; without labels there is one.
+/// First rank and number of ranks; a single rank without labels.
 fn in_a_row(ranks: &BTreeSet<u32>) -> Result<(u32, u32), ProbeError> {
     let (Some(&first), Some(&last)) = (ranks.first(), ranks.last()) else { return Ok((0, 1)) };
     let size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
