@@ -141,11 +141,11 @@ impl Gauges {
         self.eligible_ranks.0.set(as_f64(views.eligible_ranks() as u64));
         self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
         self.leases.0.set(as_f64(directory.len() as u64));
-        let waiting = u64::from(config.requests_max) - waiting_room.available_permits() as u64;
+        let waiting = u64::from(config.queue.requests_max) - waiting_room.available_permits() as u64;
         self.requests_gate.0.set(as_f64(waiting));
         self.events_gate.0.set(as_f64(shards.queued_blocks()));
         // One query at a time: a hung scheduler accumulates none.
-        if config.queueing() && Arc::strong_count(&self.queue_asked) == 1 {
+        if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {
             scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
         }
     }

@@ -41,10 +41,10 @@ impl LeaseEnder {
         Self {
             directory: Arc::clone(directory),
             sequences: Arc::clone(sequences),
-            scheduler: config.queueing().then(|| Arc::clone(scheduler)),
+            scheduler: config.queue.is_enabled().then(|| Arc::clone(scheduler)),
             shards: holds_bookings.then(|| Arc::clone(shards)),
             output_lengths: Arc::clone(output_lengths),
-            track_output_blocks: config.track_output_blocks,
+            track_output_blocks: config.load.track_output_blocks,
             block_size_tokens: config.block_size,
         }
     }

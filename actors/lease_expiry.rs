@@ -1,7 +1,7 @@
 //! Expiry of bookings by request id that are no longer reported on.
 //!
 //! A placement keeps its booking for as long as it is held, so long requests keep their load. A booking by id lasts while
-//! its embedder reports on it, and ends within one and a quarter of `booking_liveness_ms` of the last report.
+//! its embedder reports on it, and ends within one and a quarter of `load.booking_liveness_ms` of the last report.
 
 use std::sync::Arc;
 use std::time::Duration;

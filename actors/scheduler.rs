@@ -27,7 +27,7 @@ use crate::actors::sequence::{
 use crate::actors::telemetry::{PhaseTimestamps, QueueMeters};
 use crate::actors::views::published::Published;
 use crate::actors::views::wake_flag::WakeFlag;
-use crate::config::RouterConfig;
+use crate::config::{LoadConfig, RouterConfig};
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
 use crate::load::PromptBlocks;
@@ -213,9 +213,9 @@ impl Scheduler {
         myself: &Arc<Strand<Self>>,
     ) -> Self {
         Self {
-            load_query_timeout: config.load_query_timeout(),
-            queueing: config.queueing(),
-            queue_meters: config.queueing().then(|| QueueMeters::new(&config)),
+            load_query_timeout: LoadConfig::QUERY_TIMEOUT,
+            queueing: config.queue.is_enabled(),
+            queue_meters: config.queue.is_enabled().then(|| QueueMeters::new(&config)),
             schedule: Schedule::new(config, incarnation, extensions),
             loads: LiveLoads::default(),
             sequences: Vec::new(),

@@ -23,12 +23,12 @@ pub(crate) struct Strands {
 impl Strands {
     /// Strands without state; the supervisor opens them.
     pub(crate) fn new(config: &RouterConfig) -> Self {
-        let shards = if config.has_index() { config.index_shards } else { 0 };
+        let shards = if config.has_index() { config.index.shards } else { 0 };
         Self {
             scheduler: Strand::closed(),
             health: Strand::closed(),
             engine_loads: Strand::closed(),
-            shards: Arc::new(Shards::new(shards, config.event_blocks_max)),
+            shards: Arc::new(Shards::new(shards, config.events.blocks_max)),
             sequences: Arc::default(),
         }
     }

@@ -11,6 +11,7 @@
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
+use pointsman::config::HealthConfig;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -62,7 +63,11 @@ fn stored(rank: u32, prompt: &HashedPrompt, blocks: u32) -> RouterEvent {
 async fn busy(ranks: u32) -> (Router, Vec<Placement>) {
     let defaults = RouterConfig::default();
     // The engines do not exist, so they cannot be probed.
-    let config = RouterConfig { block_size: BLOCK_SIZE, health_probe_interval_ms: 0, ..defaults };
+    let config = RouterConfig {
+        block_size: BLOCK_SIZE,
+        health: HealthConfig { probe_interval_ms: 0, ..defaults.health },
+        ..defaults
+    };
     let mut builder = Router::builder(config);
     for worker in 0..u64::from(ranks) {
         builder = builder.worker(WorkerId(worker), WorkerConfig::at(format!("http://engine-{worker}")));

@@ -8,13 +8,14 @@
 //!
 //! The number of queried ranks is printed on stderr.
 
+use pointsman::policy::{KvConfig, PolicyConfig};
 use std::collections::VecDeque;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use pointsman::config::RouterConfig;
+use pointsman::config::{LoadConfig, RouterConfig};
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
@@ -101,7 +102,7 @@ struct Fleet {
 impl Fleet {
     /// Creates `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
     fn busy(config: RouterConfig, ranks: usize) -> Self {
-        let assume_kv_reuse = config.assume_kv_reuse;
+        let assume_kv_reuse = config.load.assume_kv_reuse;
         let mut fleet = Self {
             schedule: Schedule::new(config, 0, Extensions::default()),
             loads: LiveLoads::default(),
@@ -178,7 +179,7 @@ struct Still {
 
 impl Still {
     fn new(config: RouterConfig, ranks: usize) -> Self {
-        let assume_kv_reuse = config.assume_kv_reuse;
+        let assume_kv_reuse = config.load.assume_kv_reuse;
         let fleet = Fleet::busy(config, ranks);
         let asked: Vec<Asked> =
             (0..PROMPTS).map(|n| asked(n % (2 * ranks as u64), u64::MAX - n, ranks, assume_kv_reuse)).collect();
@@ -240,7 +241,11 @@ fn cost(criterion: &mut Criterion) {
         shared_cache_blocks: 0,
     };
     for (name, overlap_score_credit_decay) in [("as it comes", 0.0), ("decaying credit", 0.5)] {
-        let cost = RouterConfig { overlap_score_credit_decay, ..RouterConfig::default() }.kv_cost();
+        let cost = RouterConfig {
+            policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay, ..KvConfig::default() }).into(),
+            ..RouterConfig::default()
+        }
+        .kv_cost();
         group.bench_function(name, |bencher| bencher.iter(|| black_box(&cost).cost(black_box(&facts))));
     }
     group.finish();
@@ -268,7 +273,7 @@ fn pick(criterion: &mut Criterion) {
 fn decide(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("select/scheduler's share");
     let kv = RouterConfig::default();
-    let board_only = RouterConfig { assume_kv_reuse: false, ..kv.clone() };
+    let board_only = RouterConfig { load: LoadConfig { assume_kv_reuse: false, ..kv.clone().load }, ..kv.clone() };
     for (name, config) in [("kv", kv), ("kv, no reuse assumed", board_only)] {
         for ranks in [8, 64, 512, 2_048] {
             let mut still = Still::new(config.clone(), ranks);

@@ -8,8 +8,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{ConfigErrors, Problems};
+use crate::config::ConfigErrors;
 use crate::error::RouteError;
+use crate::validation::Problems;
 
 /// What speaks against a remote prefill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -54,10 +54,10 @@
 //! - Every query visits every index shard: shards spread events only.
 //! - A prompt run that many ranks hold and one gives up block by block from its end is checked against the others'
 //!   holdings each time.
-//! - With a temperature, a decaying credit or `fanout = all` each decision asks every rank.
+//! - With a temperature or a decaying credit each decision queries every rank.
 //! - Where requests may have to wait they are decided one at a time, and a step that finds everybody busy looks at each
 //!   lane that waits.
-//! - Without `index_bytes_max` the index grows with what engines report.
+//! - Without `index.bytes_max` the index grows with what engines report.
 
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]
@@ -76,12 +76,14 @@ pub mod ingest;
 pub mod load;
 pub mod membership;
 pub mod message;
+pub mod policy;
 pub mod predict;
 pub mod protocol;
 pub mod queue;
 pub mod schedule;
 pub mod select;
 pub mod session;
+mod validation;
 pub mod wire;
 pub mod zmtp;
 

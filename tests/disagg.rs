@@ -10,7 +10,8 @@ use crate::common::{assert_at_rest, config, loads, rank, router, stored, tokens}
 
 /// Prefill workers 0 to `prefills` − 1, and decode workers likewise, which know what they have cached.
 async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregated {
-    let decode = RouterConfig { overlap_score_credit: 1.0, ..config().for_decode() };
+    let mut decode = config().for_decode();
+    decode.index.enabled = true;
     let (prefill, decode) = (router(config().for_prefill(), prefills).await, router(decode, decodes).await);
     Disaggregated::new(prefill, decode, disagg).expect("the rules are kept")
 }
@@ -169,7 +170,7 @@ async fn pools_that_do_not_fit_are_refused() {
     let blind = Disaggregated::new(prefill.clone(), decode.clone(), enabled(SkipPolicy::IslBounding));
     assert_eq!(
         blind.expect_err("blind").to_string(),
-        "decode.overlap_score_credit is 0, must be above 0 where policy is isl_bounding or isl_or_load"
+        "decode.index.enabled is false, must be true where policy is isl_bounding or isl_or_load, with an overlap credit above 0"
     );
     Disaggregated::new(prefill, decode, enabled(SkipPolicy::PrefillLoad)).expect("load needs no index");
 }

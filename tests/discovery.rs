@@ -2,6 +2,7 @@
 //!
 //! Owns nothing. Waits for what must come about, never for a time; where a period must pass, the clock is paused.
 
+use pointsman::config::{DiscoveryConfig, SupervisionConfig};
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::time::Duration;
@@ -131,7 +132,11 @@ async fn workers_removed_by_hand_stay_away_until_they_are_no_longer_named() {
 #[tokio::test(start_paused = true)]
 async fn news_that_was_missed_is_made_up_for_at_the_next_pass() {
     let (source, seen) = watch::channel(set(&[(1, "a")]));
-    let router = start(RouterConfig { min_initial_workers: 1, discovery_interval_ms: 7_000, ..config() }, seen).await;
+    let router = start(
+        RouterConfig { min_initial_workers: 1, discovery: DiscoveryConfig { interval_ms: 7_000 }, ..config() },
+        seen,
+    )
+    .await;
     let mut workers = running(&router);
     for round in 2..5_u64 {
         assert!(router.miss_next_discovery());
@@ -283,7 +288,11 @@ async fn a_discovery_actor_that_dies_loses_nothing() {
 async fn a_discovery_actor_that_dies_too_often_takes_the_router_with_it() {
     without_reports_of_drills();
     let (_source, seen) = watch::channel(set(&[(1, "a")]));
-    let router = start(RouterConfig { restarts_max: 2, min_initial_workers: 1, ..config() }, seen).await;
+    let router = start(
+        RouterConfig { min_initial_workers: 1, supervision: SupervisionConfig { restarts_max: 2 }, ..config() },
+        seen,
+    )
+    .await;
     crate::common::until("failure of the router", async || {
         router.inject(Fault::Discovery(0));
         router.health().state.is_err()

@@ -10,56 +10,102 @@ use std::path::Path;
 
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, UncachedBucket};
+use pointsman::policy::PolicyConfig;
+use pointsman::select::Policy;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 const PAGE: &str = "docs/configuration.md";
 
-/// A struct whose fields one table lists.
+/// Settings that one table lists.
 struct Subject {
     /// The heading that the table stands under.
     heading: &'static str,
+    /// By path, with defaults.
     fields: Vec<(String, Value)>,
-    /// What to add to a configuration so that this field, and no other of the subject, has this value.
-    place: fn(&str, &Value) -> Value,
+    /// Returns a configuration in which this field, and no other of the subject, has this value.
+    place: Box<dyn Fn(&str, &Value) -> Value>,
     /// What the names of its fields begin with in errors.
     prefix: &'static str,
     has_variables: bool,
 }
 
-fn subjects() -> [Subject; 3] {
+fn subjects() -> Vec<Subject> {
+    let config = RouterConfig::default();
+    let mut subjects = vec![
+        section("## Router settings", "", &config),
+        section("## Index", "index.", &config.index),
+        section("## Speculative entries", "index.speculative.", &config.index.speculative),
+        section("## KV events", "events.", &config.events),
+        section("## Load", "load.", &config.load),
+        section("## Engine-reported load", "engine_load.", &config.engine_load),
+        section("## Queue", "queue.", &config.queue),
+        section("## Overload", "overload.", &config.overload),
+        section("## Health", "health.", &config.health),
+        section("## Slow start", "slow_start.", &config.slow_start),
+        section("## Shared cache", "shared_cache.", &config.shared_cache),
+        section("## Sessions", "session.", &config.session),
+        section("## Discovery", "discovery.", &config.discovery),
+        section("## Supervision", "supervision.", &config.supervision),
+    ];
+    subjects.extend([("## Settings of `kv`", Policy::Kv), ("## Settings of `latency`", Policy::Latency)].map(
+        |(heading, policy)| {
+            let settings = fields_in_order(&PolicyConfig::from(policy));
+            let settings = settings.into_iter().filter(|(name, _)| name != "name");
+            Subject {
+                heading,
+                fields: settings.map(|(name, value)| (format!("policy.{name}"), value)).collect(),
+                place: Box::new(move |path, value| {
+                    let mut config = placed(path, value);
+                    config["policy"]["name"] = json!(policy.name());
+                    config
+                }),
+                prefix: "",
+                has_variables: true,
+            }
+        },
+    ));
     let bucket = UncachedBucket { min_tokens: 0, bucket: "short".to_owned() };
-    [
-        Subject {
-            heading: "## Router settings",
-            fields: fields_in_order(&RouterConfig::default()),
-            place: |field, value| json!({ field: value }),
-            prefix: "",
-            has_variables: true,
-        },
-        // Two elements with the same value, so that rules between them are broken as well.
-        Subject {
-            heading: "## Queue classes",
-            fields: fields_in_order(&QueueClass::named("a")),
-            place: |field, value| {
-                let elements = ["a", "b"].map(|name| changed(json!({ "name": name }), field, value));
-                json!({ "queue_classes": elements })
-            },
-            prefix: "queue_classes[1].",
-            has_variables: false,
-        },
-        Subject {
-            heading: "## Buckets of uncached tokens",
-            fields: fields_in_order(&bucket),
-            place: |field, value| {
-                let elements =
-                    [0, 1].map(|min_tokens| changed(json!({ "min_tokens": min_tokens, "bucket": "a" }), field, value));
-                json!({ "queue_uncached_buckets": elements })
-            },
-            prefix: "queue_uncached_buckets[1].",
-            has_variables: false,
-        },
-    ]
+    // Two elements with the same value, so that rules between them are broken as well.
+    subjects.push(Subject {
+        heading: "## Queue classes",
+        fields: fields_in_order(&QueueClass::named("a")),
+        place: Box::new(|field, value| {
+            let elements = ["a", "b"].map(|name| changed(json!({ "name": name }), field, value));
+            json!({ "queue": { "classes": elements } })
+        }),
+        prefix: "queue.classes[1].",
+        has_variables: false,
+    });
+    subjects.push(Subject {
+        heading: "## Buckets of uncached tokens",
+        fields: fields_in_order(&bucket),
+        place: Box::new(|field, value| {
+            let elements =
+                [0, 1].map(|min_tokens| changed(json!({ "min_tokens": min_tokens, "bucket": "a" }), field, value));
+            json!({ "queue": { "uncached_buckets": elements } })
+        }),
+        prefix: "queue.uncached_buckets[1].",
+        has_variables: false,
+    });
+    subjects
+}
+
+/// The fields of a section that are no sections themselves.
+fn section(heading: &'static str, path: &str, section: &impl serde::Serialize) -> Subject {
+    let fields = fields_in_order(section).into_iter().filter(|(_, value)| !value.is_object());
+    Subject {
+        heading,
+        fields: fields.map(|(name, value)| (format!("{path}{name}"), value)).collect(),
+        place: Box::new(placed),
+        prefix: "",
+        has_variables: true,
+    }
+}
+
+/// `{ "queue": { "order": value } }` for `queue.order`.
+fn placed(path: &str, value: &Value) -> Value {
+    path.rsplit('.').fold(value.clone(), |value, name| json!({ name: value }))
 }
 
 #[test]
@@ -72,7 +118,8 @@ fn every_table_lists_its_settings() {
 
 #[test]
 fn settings_that_came_from_the_peer_exist() {
-    let known: BTreeSet<String> = subjects().into_iter().flat_map(|s| s.fields).map(|(name, _)| name).collect();
+    let mut known: BTreeSet<String> = subjects().into_iter().flat_map(|s| s.fields).map(|(name, _)| name).collect();
+    known.insert("policy".to_owned());
     let page = read(PAGE);
     let rows =
         ["## Coming from Dynamo", "## Coming from Dynamo's policy file"].map(|heading| rows_under(&page, heading));
@@ -138,7 +185,7 @@ impl Row {
         };
         let variable = subject.has_variables.then(|| match kind.as_str() {
             "list" => "file only".to_owned(),
-            _ => format!("`POINTSMAN_ROUTER_{}`", name.to_ascii_uppercase()),
+            _ => format!("`POINTSMAN_ROUTER_{}`", name.replace('.', "_").to_ascii_uppercase()),
         });
         let rules = rules_of(&format!("{}{name}", subject.prefix), &variants, place);
         Self { name: format!("`{name}`"), kind: format!("{kind}{optional}"), default, rules, variable }
@@ -180,7 +227,6 @@ fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
     }
     let kind = match expected {
         "a boolean" => "boolean",
-        "true, false or auto" => "boolean or `auto`",
         "a sequence" => "list",
         other => other,
     };
@@ -192,16 +238,24 @@ fn rules_of(field: &str, variants: &[String], place: impl Fn(&Value) -> Value) -
     let numbers = [json!(0), json!(1), json!(-1.0), json!(0.5), json!(1e300), json!(u32::MAX)];
     let words = ["a", "a b"].map(Value::from);
     let probes = numbers.into_iter().chain(words).chain(variants.iter().map(|variant| json!(variant)));
-    let opposite: Map<String, Value> = fields_in_order(&RouterConfig::default())
-        .into_iter()
-        .filter_map(|(name, value)| value.as_bool().map(|value| (name, json!(!value))))
-        .collect();
-    let bases = [Map::new(), opposite];
+    let config = serde_json::to_value(RouterConfig::default()).expect("settings can be written");
+    let mut opposite = json!({});
+    for (section, value) in config.as_object().expect("a map") {
+        if let Some(value) = value.as_bool() {
+            opposite[section] = json!(!value);
+        }
+        for (name, value) in value.as_object().into_iter().flatten() {
+            if let Some(value) = value.as_bool() {
+                opposite[section][name] = json!(!value);
+            }
+        }
+    }
+    let bases = [json!({}), opposite];
     let configs = probes.flat_map(|probe| {
         let placed = place(&probe);
         bases.clone().map(|mut base| {
-            base.extend(placed.as_object().expect("settings are a map").clone());
-            Value::Object(base)
+            merge(&mut base, &placed);
+            base
         })
     });
     let readable = configs.filter_map(|config| serde_json::from_value::<RouterConfig>(config).ok());
@@ -209,11 +263,27 @@ fn rules_of(field: &str, variants: &[String], place: impl Fn(&Value) -> Value) -
     errors.filter(|error| error.field == field).map(|error| error.rule).collect()
 }
 
+/// Puts the settings of `over` over those of `base`, section by section.
+fn merge(base: &mut Value, over: &Value) {
+    match (base.as_object_mut(), over.as_object()) {
+        (Some(base), Some(over)) => {
+            for (name, value) in over {
+                merge(base.entry(name.clone()).or_insert(Value::Null), value);
+            }
+        }
+        _ => *base = over.clone(),
+    }
+}
+
 /// Whether the struct cannot be read without the field.
 fn is_required(subject: &Subject, name: &str) -> bool {
+    if subject.has_variables {
+        return false; // sections have a default for every field
+    }
     let some_other = subject.fields.iter().find(|(other, _)| other != name).expect("more than one field");
     let mut config = (subject.place)(&some_other.0, &some_other.1);
-    let elements = config.as_object_mut().expect("a map").values_mut().filter_map(Value::as_array_mut).flatten();
+    let queue = config["queue"].as_object_mut().expect("a map");
+    let elements = queue.values_mut().filter_map(Value::as_array_mut).flatten();
     elements.for_each(|element| drop(element.as_object_mut().expect("a map").remove(name)));
     serde_json::from_value::<RouterConfig>(config).is_err()
 }
@@ -273,9 +343,11 @@ impl<'de> Deserialize<'de> for InOrder {
 
 /// The text that rules are written in.
 fn rule_sources() -> String {
-    let directory = root().join("src/config");
-    let files = fs::read_dir(directory).expect("the directory is there").map(|entry| entry.expect("readable").path());
-    files.map(|path| fs::read_to_string(path).expect("sources are UTF-8")).collect()
+    let validation = fs::read_to_string(root().join("src/validation.rs")).expect("sources are UTF-8");
+    let directories = ["src/config", "src/policy"].map(|directory| root().join(directory));
+    let files = directories.into_iter().flat_map(|directory| fs::read_dir(directory).expect("the directory is there"));
+    let files = files.map(|entry| entry.expect("readable").path());
+    files.map(|path| fs::read_to_string(path).expect("sources are UTF-8")).chain([validation]).collect()
 }
 
 fn read(path: &str) -> String {

@@ -1,5 +1,6 @@
 //! Bodies that hold their placement, and the layer that places requests: whatever happens to them, the booking ends.
 
+use pointsman::config::{HealthConfig, QueueConfig};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::{pending, poll_fn};
@@ -126,7 +127,9 @@ async fn output_counts_for_less_as_its_end_comes_near() {
 #[tokio::test]
 async fn nothing_stays_booked_wherever_a_body_stops() {
     const FRAMES: usize = 12;
-    let router = router(RouterConfig { outcome_failures_max: 0, ..config() }, 2).await;
+    let router =
+        router(RouterConfig { health: HealthConfig { outcome_failures_max: 0, ..config().health }, ..config() }, 2)
+            .await;
     for stop in 0..=FRAMES {
         for knows_its_end in [false, true] {
             // Dropped after so many frames.
@@ -173,7 +176,7 @@ async fn the_bytes_and_the_trailers_stay_as_they_are() {
 async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) -> usize {
     let router = router(config(), 2).await;
     let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
-    for _ in 0..router.config().outcome_failures_max {
+    for _ in 0..router.config().health.outcome_failures_max {
         let prompt = Prompt::Tokens(&[1]);
         let request = RouteRequest { constraints: Some(&elsewhere), ..RouteRequest::new("a", prompt) };
         let placement = router.route(request).await.expect("placed");
@@ -220,7 +223,7 @@ async fn a_chunk_with_only_a_role_does_not_complete_the_prefill() {
 /// What is held against a rank after bodies that end without an error, each with these frames.
 async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool) -> usize {
     let router = router(config(), 2).await;
-    for n in 0..2 * router.config().outcome_failures_max {
+    for n in 0..2 * router.config().health.outcome_failures_max {
         let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
         let (id, prompt) = (n.to_string(), Prompt::Tokens(&[1]));
         let request = RouteRequest { constraints: Some(&elsewhere), ..RouteRequest::new(&id, prompt) };
@@ -340,7 +343,7 @@ async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
     ] {
         let router = router(config(), 2).await;
         let service = layer_of(router.clone()).layer(failing);
-        for _ in 0..2 * router.config().outcome_failures_max {
+        for _ in 0..2 * router.config().health.outcome_failures_max {
             let refused = service.clone().oneshot(asking("a")).await.expect_err("it fails");
             assert!(matches!(&refused, PlaceError::Inner(error) if error.to_string() == "no route"), "{refused}");
             assert_at_rest(&router).await;
@@ -358,7 +361,8 @@ async fn poll_once<F: Future>(mut future: Pin<&mut F>) -> bool {
 #[tokio::test]
 async fn a_request_whose_future_is_dropped_leaves_nothing() {
     let worker = WorkerConfig { max_num_batched_tokens: Some(10), ..WorkerConfig::at("http://a") };
-    let router = Router::builder(RouterConfig { queue_threshold: Some(0.5), ..config() });
+    let router =
+        Router::builder(RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() });
     let router = router.worker(WorkerId(0), worker).start().await.expect("valid");
     let hung = service_fn(async |_: Request<()>| pending::<Result<Response<Empty<Bytes>>, Infallible>>().await);
     let service = PlacementLayer::new(router.clone()).layer(hung);

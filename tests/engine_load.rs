@@ -2,6 +2,7 @@
 //!
 //! Owns nothing. Time is paused but where pages are read over loopback.
 
+use pointsman::config::{EngineLoadConfig, OverloadConfig, QueueConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -48,7 +49,10 @@ async fn a_report_is_shown_with_its_age_and_grows_stale() {
 
 #[tokio::test(start_paused = true)]
 async fn a_full_engine_is_overloaded_and_a_silent_one_is_unknown() {
-    let limits = RouterConfig { overload_engine_waiting: Some(4), overload_engine_kv_usage: Some(0.9), ..config() };
+    let limits = RouterConfig {
+        overload: OverloadConfig { engine_waiting: Some(4), engine_kv_usage: Some(0.9), ..config().overload },
+        ..config()
+    };
     let router = router(limits, 4).await;
     router.report_engine_load(rank(0), waiting(5));
     router.report_engine_load(rank(1), waiting(4));
@@ -71,7 +75,11 @@ async fn a_full_engine_is_overloaded_and_a_silent_one_is_unknown() {
 
 #[tokio::test(start_paused = true)]
 async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
-    let limits = RouterConfig { queue_threshold: Some(0.0), overload_engine_waiting: Some(4), ..config() };
+    let limits = RouterConfig {
+        queue: QueueConfig { threshold: Some(0.0), ..config().queue },
+        overload: OverloadConfig { engine_waiting: Some(4), ..config().overload },
+        ..config()
+    };
     let router = router(limits, 1).await;
     let first = router.route(RouteRequest::new("first", Prompt::Tokens(&[1]))).await.expect("placed");
     let handle = router.clone();
@@ -170,7 +178,10 @@ mod pages {
             "vllm:num_requests_waiting{engine=\"7\"} 1\nvllm:num_requests_waiting{engine=\"8\"} NaN\n",
         ]
         .map(|page| Arc::new(Mutex::new(page.to_owned())));
-        let mut builder = Router::builder(RouterConfig { engine_load_interval_ms: 1, ..config() });
+        let mut builder = Router::builder(RouterConfig {
+            engine_load: EngineLoadConfig { interval_ms: 1, ..config().engine_load },
+            ..config()
+        });
         for (worker, page) in [(0, &page), (1, &others)] {
             let load = Some(LoadSource::Metrics(serving(Arc::clone(page)).await));
             let config = WorkerConfig { data_parallel_size: 2, load, ..WorkerConfig::at("") };
@@ -189,7 +200,10 @@ mod pages {
     async fn an_engine_that_stops_answering_grows_stale() {
         let page = Arc::new(Mutex::new("vllm:num_requests_waiting 1\n".to_owned()));
         let load = Some(LoadSource::Metrics(serving(Arc::clone(&page)).await));
-        let config = RouterConfig { engine_load_interval_ms: 1, engine_load_stale_ms: 50, ..config() };
+        let config = RouterConfig {
+            engine_load: EngineLoadConfig { interval_ms: 1, stale_ms: 50, ..config().engine_load },
+            ..config()
+        };
         let worker = WorkerConfig { load, ..WorkerConfig::at("") };
         let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
         until(&router, |facts| facts[0].is_some()).await;

@@ -1,5 +1,6 @@
 //! Kill tests: every kind of actor dies under load, and what was promised still holds.
 
+use pointsman::config::{EventsConfig, IndexConfig, LoadConfig, QueueConfig, SupervisionConfig};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -150,7 +151,7 @@ async fn die_in_bursts(router: &Router, callers: usize, bursts: u64, faults: &[F
 }
 
 async fn kill_again_and_again(fault: Fault) {
-    let router = router(RouterConfig { index_shards: 2, ..config() }, WORKERS).await;
+    let router = router(RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }, WORKERS).await;
     die_in_bursts(&router, 8, 4, &[fault]).await;
     let prompt = tokens(99, 5);
     drop(router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("routing goes on"));
@@ -213,7 +214,7 @@ async fn a_restored_prefill_has_not_lost_its_progress() {
 
 #[tokio::test]
 async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
-    let router = router(RouterConfig { index_shards: 2, ..config() }, 4).await;
+    let router = router(RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }, 4).await;
     let prompt = tokens(1, 10);
     for worker in 0..4 {
         router.apply_events(vec![stored(rank(worker), &prompt)]).await.expect("up");
@@ -240,7 +241,7 @@ async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
 
 #[tokio::test]
 async fn when_the_restart_budget_is_spent_the_router_fails_whole_and_says_so() {
-    let router = router(RouterConfig { restarts_max: 2, ..config() }, 2).await;
+    let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 2 }, ..config() }, 2).await;
     for restarts in 1..=2 {
         assert!(router.inject(Fault::Scheduler));
         restarted(&router, restarts).await;
@@ -293,7 +294,7 @@ async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail:
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn callers_that_wait_when_the_router_fails_are_answered() {
-    let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
+    let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 2).await;
     with_callers_waiting(&router, 200, Down::Failed, async || {
         assert!(router.inject(Fault::Supervisor));
         down(&router).await;
@@ -343,7 +344,7 @@ async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive(
         () = std::future::ready(()) => {}
     }
     let scheduler = router.hang(Fault::Scheduler).expect("there is one");
-    let timeout = router.config().load_query_timeout();
+    let timeout = LoadConfig::QUERY_TIMEOUT;
     tokio::time::sleep(timeout * 2).await; // the timer's message is in the inbox
     drop(sequence); // returns once the answer is there too
     drop(scheduler);
@@ -460,7 +461,7 @@ async fn callers_that_leave_early_leave_nothing_behind() {
 
 #[tokio::test]
 async fn requests_beyond_the_waiting_room_are_refused_by_name() {
-    let router = router(RouterConfig { requests_max: 1, ..config() }, 1).await;
+    let router = router(RouterConfig { queue: QueueConfig { requests_max: 1, ..config().queue }, ..config() }, 1).await;
     let hang = router.hang(Fault::Scheduler).expect("there is one");
     let waiting = tokio::spawn({
         let router = router.clone();
@@ -476,7 +477,15 @@ async fn requests_beyond_the_waiting_room_are_refused_by_name() {
 
 #[tokio::test]
 async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
-    let router = router(RouterConfig { event_blocks_max: 15, index_shards: 2, ..config() }, 2).await;
+    let router = router(
+        RouterConfig {
+            events: EventsConfig { blocks_max: 15, ..config().events },
+            index: IndexConfig { shards: 2, ..config().index },
+            ..config()
+        },
+        2,
+    )
+    .await;
     let hang = router.hang(Fault::Radix(rank(0))).expect("there is one");
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(0), &prompt)]).await.expect("room for ten blocks of fifteen");

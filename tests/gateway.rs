@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::{PrefillModel, RouterConfigOverride};
+use pointsman::config::{LoadConfig, PrefillModel, QueueConfig, RouterConfigOverride};
 use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
 use pointsman::health::Outcome;
 use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
@@ -84,7 +84,11 @@ async fn ranks_that_can_serve_are_counted_without_waiting() {
 
 #[tokio::test(start_paused = true)]
 async fn a_rank_that_is_slow_to_prefill_is_expected_to_be() {
-    let router = router(RouterConfig { prefill_load_model: PrefillModel::Learned, ..config() }, 1).await;
+    let router = router(
+        RouterConfig { load: LoadConfig { prefill_model: PrefillModel::Learned, ..config().load }, ..config() },
+        1,
+    )
+    .await;
     let mut expected = Vec::new();
     for n in 0..128 {
         let (id, prompt) = (n.to_string(), tokens(n, 250));
@@ -316,7 +320,8 @@ async fn overrides_hold_for_their_request_alone() {
 
 #[tokio::test]
 async fn messages_do_what_calls_do() {
-    let router = router(RouterConfig { queue_threshold: Some(0.0), ..config() }, 1).await;
+    let router =
+        router(RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..config().queue }, ..config() }, 1).await;
     let prompt = PromptMessage { tokens: Some(tokens(1, 4)), do_not_queue: true, ..PromptMessage::default() };
     let new = || RouterRequest::New(Box::new(prompt.clone()));
     let placed = router.handle("a", new()).await.expect("placed");
@@ -347,7 +352,8 @@ async fn messages_do_what_calls_do() {
 
 #[tokio::test(start_paused = true)]
 async fn a_booking_ends_when_nothing_is_heard_of_it_and_not_before() {
-    let router = router(RouterConfig { booking_liveness_ms: 60_000, ..config() }, 1).await;
+    let router =
+        router(RouterConfig { load: LoadConfig { booking_liveness_ms: 60_000, ..config().load }, ..config() }, 1).await;
     let prompt = tokens(1, 4);
     let held = router.route(RouteRequest::new("held", Prompt::Tokens(&prompt))).await.expect("placed");
     for id in ["silent", "alive"] {

@@ -4,6 +4,7 @@
 
 #![allow(clippy::print_stdout, reason = "shares are there to be read")]
 
+use pointsman::config::{HealthConfig, SlowStartConfig};
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -83,7 +84,9 @@ async fn failed_requests_put_a_rank_out_and_it_comes_back_slowly() {
 
 #[tokio::test(start_paused = true)]
 async fn a_return_is_at_once_where_that_is_wanted() {
-    let router = router(RouterConfig { slow_start_return_ms: 0, ..config() }, 2).await;
+    let router =
+        router(RouterConfig { slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start }, ..config() }, 2)
+            .await;
     fail(&router, 0);
     assert_eq!(open(&router).await, [1]);
     pass(Duration::from_secs(30)).await;
@@ -143,7 +146,7 @@ const STEPS: usize = 64;
 /// Sends a request every 50 ms to four ranks of which `refusers` refuse theirs at once. Returns how many each rank drew,
 /// and how many it had drawn when it was first ejected.
 async fn draws(policy: Policy, refusers: &[u64], requests: usize) -> ([usize; 4], [Option<usize>; 4]) {
-    let router = router(RouterConfig { policy, ..config() }, 4).await;
+    let router = router(RouterConfig { policy: policy.into(), ..config() }, 4).await;
     let (mut running, mut drawn, mut ejected) = (VecDeque::new(), [0; 4], [None; 4]);
     for n in 0..requests {
         pass(Duration::from_millis(50)).await;
@@ -194,7 +197,9 @@ async fn a_fleet_that_refuses_as_a_whole_is_spread_over_and_stays_in_service() {
 
 #[tokio::test(start_paused = true)]
 async fn unreachable_ranks_are_passed_over_whatever_the_share_and_return_with_an_answer() {
-    let router = router(RouterConfig { slow_start_return_ms: 0, ..config() }, 4).await;
+    let router =
+        router(RouterConfig { slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start }, ..config() }, 4)
+            .await;
     let refuse = |worker| (0..5).for_each(|_| router.report_outcome(rank(worker), Outcome::ConnectFailed));
     let long = router.route(RouteRequest::new("long", Prompt::Tokens(&[1]))).await.expect("placed");
     pass(Duration::from_millis(1)).await;
@@ -222,7 +227,9 @@ async fn another_engine_under_a_name_is_not_held_to_what_the_first_did() {
 
 #[tokio::test(start_paused = true)]
 async fn no_failures_are_counted_where_that_is_off() {
-    let router = router(RouterConfig { outcome_failures_max: 0, ..config() }, 2).await;
+    let router =
+        router(RouterConfig { health: HealthConfig { outcome_failures_max: 0, ..config().health }, ..config() }, 2)
+            .await;
     (0..100).for_each(|_| fail(&router, 0));
     assert_eq!(states(&router).await, [HealthState::Healthy; 2]);
     let ranks: BTreeSet<_> = router.rank_health().await.expect("serving").iter().map(|row| row.rank).collect();
@@ -297,7 +304,10 @@ mod probes {
 
     fn probing() -> RouterConfig {
         // The time-out is far from what loopback takes: nothing here depends on it.
-        RouterConfig { health_probe_interval_ms: 1, health_probe_timeout_ms: 60_000, ..config() }
+        RouterConfig {
+            health: HealthConfig { probe_interval_ms: 1, probe_timeout_ms: 60_000, ..config().health },
+            ..config()
+        }
     }
 
     async fn until(router: &Router, holds: impl Fn(&[HealthState]) -> bool) {
@@ -307,7 +317,10 @@ mod probes {
     #[tokio::test]
     async fn an_engine_that_says_it_is_not_well_is_left_alone_until_it_is() {
         let wells = [true, true, true].map(|is_well| Arc::new(AtomicBool::new(is_well)));
-        let mut builder = Router::builder(RouterConfig { slow_start_return_ms: 0, ..probing() });
+        let mut builder = Router::builder(RouterConfig {
+            slow_start: SlowStartConfig { return_ms: 0, ..probing().slow_start },
+            ..probing()
+        });
         for (worker, is_well) in (0..).zip(&wells) {
             let at = WorkerConfig::at(engine(Arc::clone(is_well)).await);
             builder = builder.worker(WorkerId(worker), WorkerConfig { health_path: "/healthz".to_owned(), ..at });

@@ -2,6 +2,7 @@
 //!
 //! Owns nothing. Waits for what must come to pass and never for a time; the clock only bounds how long a failure takes.
 
+use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -199,7 +200,8 @@ async fn release(hang: Hang) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() {
-    let (router, mut fleet) = fleet(RouterConfig { restarts_max: 0, ..config() }, 3, 100).await;
+    let (router, mut fleet) =
+        fleet(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 3, 100).await;
     kill_reader(&router, &fleet[1]).await;
     for engine in &mut fleet {
         engine.work();
@@ -229,7 +231,8 @@ async fn a_reader_that_dies_where_the_past_is_gone_leaves_nothing_of_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
-    let (router, mut fleet) = fleet(RouterConfig { restarts_max: 0, ..config() }, 3, 100).await;
+    let (router, mut fleet) =
+        fleet(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 3, 100).await;
     for _ in 0..5 {
         kill_reader(&router, &fleet[1]).await;
         until("well again", &router, || is(&router, rank(1), StreamState::Live)).await;
@@ -264,7 +267,8 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shard_that_dies_asks_its_sources_again() {
-    let (router, mut fleet) = fleet(RouterConfig { index_shards: 2, ..config() }, 4, 100).await;
+    let (router, mut fleet) =
+        fleet(RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }, 4, 100).await;
     for death in 1..=3 {
         assert!(router.inject(Fault::Radix(rank(1))));
         until("restarted", &router, || router.health().restarts == death).await;
@@ -334,7 +338,11 @@ async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobody() {
-    let config = RouterConfig { event_blocks_max: 8, index_shards: 2, ..config() };
+    let config = RouterConfig {
+        events: EventsConfig { blocks_max: 8, ..config().events },
+        index: IndexConfig { shards: 2, ..config().index },
+        ..config()
+    };
     let (router, mut fleet) = fleet(config, 3, 100).await;
     let stuck = hang(&router, Fault::Radix(rank(1))).await;
     let received = |router: &Router| source(router, rank(1)).map(|source| source.messages);
@@ -435,7 +443,8 @@ async fn a_router_that_is_dropped_leaves_no_connection() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tiny_gate_lets_events_through_and_decisions_past() {
-    let (router, mut fleet) = fleet(RouterConfig { event_blocks_max: 8, ..config() }, 3, 1_000).await;
+    let (router, mut fleet) =
+        fleet(RouterConfig { events: EventsConfig { blocks_max: 8, ..config().events }, ..config() }, 3, 1_000).await;
     for round in 0..50 {
         for engine in &mut fleet {
             engine.work();

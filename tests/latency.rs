@@ -15,7 +15,7 @@ use crate::common::{config, rank, router, tokens};
 const BLOCKS: u32 = 2_000;
 
 fn latency() -> RouterConfig {
-    RouterConfig { policy: Policy::Latency, ..config() }
+    RouterConfig { policy: Policy::Latency.into(), ..config() }
 }
 
 async fn explained(router: &Router, prompt: &[u32]) -> Explanation {

@@ -17,7 +17,7 @@ use crate::common::{config, rank, router, stored_in_blocks};
 const BLOCK_SIZE: u32 = 64;
 
 fn with(policy: Policy) -> RouterConfig {
-    RouterConfig { policy, block_size: BLOCK_SIZE, ..config() }
+    RouterConfig { block_size: BLOCK_SIZE, policy: policy.into(), ..config() }
 }
 
 /// A prompt whose content follows from `seed`; prompts of one seed begin alike.

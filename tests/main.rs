@@ -11,6 +11,8 @@ mod fleet;
 mod msgpack;
 #[path = "common/world.rs"]
 mod world;
+#[path = "common/world_config.rs"]
+mod world_config;
 #[cfg(feature = "zmq")]
 #[path = "common/zmtp.rs"]
 mod zmtp;

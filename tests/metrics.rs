@@ -3,6 +3,7 @@
 //! Owns nothing. Each test runs a router on one thread, where a recorder of its own sees every handle made, and checks
 //! all that was recorded against the page.
 
+use pointsman::config::QueueConfig;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -217,7 +218,7 @@ fn what_is_not_placed_is_counted_by_its_reason() {
 #[test]
 fn the_queue_shows_who_waits_who_may_not_and_who_has_left() {
     record(async |snapshotter| {
-        let config = RouterConfig { queue_threshold: Some(0.5), ..config() };
+        let config = RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() };
         let worker = WorkerConfig { max_num_batched_tokens: Some(16), ..WorkerConfig::at("") };
         let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
         let prompt = tokens(1, 10);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
-use pointsman::config::{ApproximatePolicy, UseKvEvents};
+use pointsman::config::{EventMode, EventsConfig, IndexConfig, SpeculativeConfig, SpeculativeModel};
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
@@ -15,15 +15,27 @@ use pointsman::{AddRequest, Placement, Prompt, RouteRequest, Router, RouterConfi
 use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
 
 fn without_events() -> RouterConfig {
-    RouterConfig { use_kv_events: false.into(), ..config() }
+    RouterConfig { events: EventsConfig { mode: EventMode::Off, ..config().events }, ..config() }
 }
 
 fn beside_events() -> RouterConfig {
-    RouterConfig { predicted_ttl_ms: Some(1_000), ..config() }
+    RouterConfig {
+        index: IndexConfig {
+            speculative: SpeculativeConfig { with_events_ttl_ms: Some(1_000), ..config().index.speculative },
+            ..config().index
+        },
+        ..config()
+    }
 }
 
 fn modelled() -> RouterConfig {
-    RouterConfig { approximate_policy: ApproximatePolicy::Lru, ..without_events() }
+    RouterConfig {
+        index: IndexConfig {
+            speculative: SpeculativeConfig { model: SpeculativeModel::Lru, ..without_events().index.speculative },
+            ..without_events().index
+        },
+        ..without_events()
+    }
 }
 
 async fn route(router: &Router, id: &str, prompt: &[u32]) -> Placement {
@@ -87,7 +99,11 @@ impl Counters {
 #[tokio::test]
 async fn without_events_a_prompt_goes_where_it_went_before() {
     for index_shards in [1, 3] {
-        let router = router(RouterConfig { index_shards, ..without_events() }, 8).await;
+        let router = router(
+            RouterConfig { index: IndexConfig { shards: index_shards, ..without_events().index }, ..without_events() },
+            8,
+        )
+        .await;
         let prompt = tokens(1, 20);
         let first = route(&router, "a", &prompt).await;
         assert_eq!(first.cached_tokens(), 0);
@@ -116,7 +132,17 @@ async fn without_events_those_that_come_are_counted_and_nothing_else() {
 async fn a_belief_lasts_its_time_and_is_refreshed_by_prefix() {
     let counters = Counters::default();
     let _guard = metrics::set_default_local_recorder(&counters);
-    let router = router(RouterConfig { approximate_ttl_ms: 1_000, ..without_events() }, 4).await;
+    let router = router(
+        RouterConfig {
+            index: IndexConfig {
+                speculative: SpeculativeConfig { ttl_ms: 1_000, ..without_events().index.speculative },
+                ..without_events().index
+            },
+            ..without_events()
+        },
+        4,
+    )
+    .await;
     let prompt = tokens(1, 20);
     let chosen = route(&router, "a", &prompt).await.rank();
     tokio::time::advance(Duration::from_millis(900)).await;
@@ -197,7 +223,8 @@ async fn decisions_made_elsewhere_can_be_recorded() {
 async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
     let counters = Counters::default();
     let _guard = metrics::set_default_local_recorder(&counters);
-    let router = router(RouterConfig { use_kv_events: UseKvEvents::Auto, ..config() }, 4).await;
+    let router =
+        router(RouterConfig { events: EventsConfig { mode: EventMode::Auto, ..config().events }, ..config() }, 4).await;
     let (published, routed) = (tokens(1, 20), tokens(2, 10));
     router.apply_events(vec![stored(rank(1), &published)]).await.expect("up");
     assert_eq!(best(&router, &published).await, (rank(1), 20));
@@ -221,8 +248,9 @@ async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
 /// A worker that serves and of which no event comes is named, unless it is idle or events are off.
 #[tokio::test]
 async fn a_worker_that_serves_without_events_is_in_doubt() {
-    for (events, is_doubted) in [(UseKvEvents::Yes, true), (UseKvEvents::Auto, true), (UseKvEvents::No, false)] {
-        let router = router(RouterConfig { use_kv_events: events, ..config() }, 1).await;
+    for (events, is_doubted) in [(EventMode::On, true), (EventMode::Auto, true), (EventMode::Off, false)] {
+        let router =
+            router(RouterConfig { events: EventsConfig { mode: events, ..config().events }, ..config() }, 1).await;
         assert_eq!(router.health().doubts, [""; 0], "{events}: it has served nothing");
         let placement = route(&router, "a", &tokens(1, 4)).await;
         placement.prefill_completed();

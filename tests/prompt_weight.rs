@@ -15,7 +15,7 @@ use crate::common::{BLOCK_SIZE, config, loads, rank, tokens};
 const HUGE_BLOCKS: u32 = 1_000_000 / BLOCK_SIZE;
 
 async fn with(policy: Policy, workers: u64, worker: impl Fn(WorkerConfig) -> WorkerConfig) -> Router {
-    let mut builder = Router::builder(RouterConfig { policy, ..config() });
+    let mut builder = Router::builder(RouterConfig { policy: policy.into(), ..config() });
     for n in 0..workers {
         builder = builder.worker(WorkerId(n), worker(WorkerConfig::at(format!("http://engine-{n}"))));
     }

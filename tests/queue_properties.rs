@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueClass, QueueOrder};
+use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
 use pointsman::protocol::Timestamp;
 use pointsman::queue::{ClassId, Depth, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
@@ -23,7 +23,10 @@ fn class(n: usize, order: QueueOrder, quantum_tokens: u32) -> QueueClass {
 }
 
 fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
-    let config = RouterConfig { queue_classes, ..RouterConfig::default() };
+    let config = RouterConfig {
+        queue: QueueConfig { classes: queue_classes, ..QueueConfig::default() },
+        ..RouterConfig::default()
+    };
     config.validate().expect("a configuration that holds");
     config
 }
@@ -83,7 +86,7 @@ impl Row {
 
 impl Model {
     fn new(config: &RouterConfig) -> Self {
-        let classes = config.classes();
+        let classes = config.queue.classes_or_default();
         let (deficits, last) = (vec![0; classes.len()], classes.len() - 1);
         let (clocks, starts) = (vec![0; classes.len()], BTreeMap::new());
         Self { classes, rows: Vec::new(), deficits, last, pushed: 0, clocks, starts }

@@ -3,7 +3,7 @@
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
 use pointsman::RouterConfig;
-use pointsman::config::QueueClass;
+use pointsman::config::{QueueClass, QueueConfig};
 use pointsman::protocol::Timestamp;
 use pointsman::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
@@ -15,7 +15,10 @@ fn config_of(quanta: &[u32]) -> RouterConfig {
         quantum_tokens: *quantum,
         ..QueueClass::named(format!("class-{n}"))
     };
-    RouterConfig { queue_classes: quanta.iter().enumerate().map(class).collect(), ..RouterConfig::default() }
+    RouterConfig {
+        queue: QueueConfig { classes: quanta.iter().enumerate().map(class).collect(), ..QueueConfig::default() },
+        ..RouterConfig::default()
+    }
 }
 
 /// One class's requests for the backlog tests: the fewest and the most that one costs.

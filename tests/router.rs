@@ -1,8 +1,9 @@
 //! The handle's promises, each by an example: the whole actor system on a runtime.
 
+use pointsman::policy::{KvConfig, PolicyConfig};
 use std::time::Duration;
 
-use pointsman::config::Fanout;
+use pointsman::config::{IndexConfig, LoadConfig};
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::schedule::Rejection;
@@ -10,7 +11,7 @@ use pointsman::select::Policy;
 use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, cleared, config, loads, rank, router, stored, tokens, until};
+use crate::common::{assert_at_rest, cleared, config, loads, rank, router, started, stored, tokens, until};
 
 #[tokio::test]
 async fn a_request_goes_where_its_prefix_is() {
@@ -120,7 +121,11 @@ async fn modelled_prefill_falls_with_time_and_without_a_message() {
 async fn prefills_of_different_rates_hold_up_no_decision() {
     tokio::time::pause();
     for (assume_kv_reuse, track_active_blocks) in [(false, true), (true, false), (true, true)] {
-        let router = router(RouterConfig { assume_kv_reuse, track_active_blocks, ..config() }, 1).await;
+        let router = router(
+            RouterConfig { load: LoadConfig { assume_kv_reuse, track_active_blocks, ..config().load }, ..config() },
+            1,
+        )
+        .await;
         for (id, blocks, seconds) in [("a", 250, 10), ("b", 125, 1)] {
             let prompt = tokens(1, blocks);
             let request = AddRequest::new(id, rank(0), Prompt::Tokens(&prompt));
@@ -135,7 +140,7 @@ async fn prefills_of_different_rates_hold_up_no_decision() {
 
 #[tokio::test]
 async fn without_reuse_common_prefixes_count_for_each_request() {
-    let config = RouterConfig { assume_kv_reuse: false, ..config() };
+    let config = RouterConfig { load: LoadConfig { assume_kv_reuse: false, ..config().load }, ..config() };
     let router = router(config, 1).await;
     let prompt = tokens(1, 10);
     let first = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
@@ -147,7 +152,10 @@ async fn without_reuse_common_prefixes_count_for_each_request() {
 
 #[tokio::test]
 async fn without_credit_no_index_is_kept() {
-    let config = RouterConfig { overlap_score_credit: 0.0, ..config() };
+    let config = RouterConfig {
+        policy: PolicyConfig::Kv(KvConfig { overlap_score_credit: 0.0, ..KvConfig::default() }).into(),
+        ..config()
+    };
     let router = router(config, 2).await;
     router.apply_events(vec![stored(rank(1), &tokens(1, 5))]).await.expect("ignored");
     router.flush().await.expect("nothing to wait for");
@@ -173,7 +181,7 @@ async fn salts_and_adapters_keep_caches_apart() {
 
 #[tokio::test]
 async fn dumps_and_flushes_reflect_what_was_accepted() {
-    let config = RouterConfig { index_shards: 3, ..config() };
+    let config = RouterConfig { index: IndexConfig { shards: 3, ..config().index }, ..config() };
     let router = router(config.clone(), 6).await;
     for worker in 0..6 {
         router.apply_events(vec![stored(rank(worker), &tokens(worker as u32 / 2, 8))]).await.expect("up");
@@ -291,8 +299,9 @@ async fn shutdown_waits_for_bookings_up_to_its_deadline() {
 #[tokio::test]
 async fn every_policy_places_and_leaves_nothing_behind() {
     for policy in Policy::ALL {
-        for fanout in [Fanout::Shortlist, Fanout::All] {
-            let router = router(RouterConfig { policy, fanout, ..config() }, 5).await;
+        for queries_every_rank in [false, true] {
+            let config = RouterConfig { policy: policy.into(), ..config() };
+            let router = started(Router::builder(config).queries_every_rank(queries_every_rank), 5).await;
             let mut held = Vec::new();
             for n in 0..50u32 {
                 let (id, prompt) = (n.to_string(), tokens(n % 7, 10 + n % 5));
@@ -308,8 +317,8 @@ async fn every_policy_places_and_leaves_nothing_behind() {
 }
 
 /// 1,000 requests of a few families, so that prefixes are shared, with events and frees between them.
-async fn place_a_thousand(config: RouterConfig) -> Vec<WorkerRank> {
-    let router = router(config, 12).await;
+async fn place_a_thousand(config: RouterConfig, queries_every_rank: bool) -> Vec<WorkerRank> {
+    let router = started(Router::builder(config).queries_every_rank(queries_every_rank), 12).await;
     let (mut placed, mut held) = (Vec::new(), std::collections::VecDeque::new());
     for n in 0..1000u32 {
         let (id, prompt) = (n.to_string(), tokens(n * n % 23, 5 + n % 17));
@@ -337,11 +346,15 @@ async fn place_a_thousand(config: RouterConfig) -> Vec<WorkerRank> {
 async fn a_thousand_requests_go_the_same_way_whoever_is_asked() {
     for policy in Policy::ALL {
         for assume_kv_reuse in [true, false] {
-            let config = RouterConfig { policy, assume_kv_reuse, ..config() };
-            let shortlist = place_a_thousand(RouterConfig { fanout: Fanout::Shortlist, ..config.clone() }).await;
-            let all = place_a_thousand(RouterConfig { fanout: Fanout::All, ..config.clone() }).await;
+            let config = RouterConfig {
+                load: LoadConfig { assume_kv_reuse, ..config().load },
+                policy: policy.into(),
+                ..config()
+            };
+            let shortlist = place_a_thousand(config.clone(), false).await;
+            let all = place_a_thousand(config.clone(), true).await;
             assert_eq!(shortlist, all, "{policy:?}, reuse {assume_kv_reuse}");
-            assert_eq!(shortlist, place_a_thousand(config).await, "same seed, same inputs, same decisions");
+            assert_eq!(shortlist, place_a_thousand(config, false).await, "same seed, same inputs, same decisions");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! A router that fails or shuts down under load: every call that waits for an answer returns, whatever it waits for.
 
+use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
 use std::time::Duration;
 
 use pointsman::error::{Down, FlushError, RouteError};
@@ -12,7 +13,7 @@ const HANG: Duration = Duration::from_secs(20);
 
 /// Eight callers route without pause while the router goes down. Returns how many of them got no answer.
 async fn hung_callers(round: u32) -> usize {
-    let router = router(RouterConfig { restarts_max: 0, ..config() }, 2).await;
+    let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 2).await;
     let call = |router: Router, caller: u32| async move {
         for n in 0.. {
             let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 7, 3));
@@ -88,7 +89,15 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
     without_reports_of_drills();
-    let router = router(RouterConfig { event_blocks_max: 4, index_shards: 1, ..config() }, 2).await;
+    let router = router(
+        RouterConfig {
+            events: EventsConfig { blocks_max: 4, ..config().events },
+            index: IndexConfig { shards: 1, ..config().index },
+            ..config()
+        },
+        2,
+    )
+    .await;
     let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
     let prompt = tokens(1, 3);
     let query = RouteRequest::query(Prompt::Tokens(&prompt));

@@ -1,13 +1,17 @@
 //! What a choice is made by and how it is told: overrides, the shared cache, the embedder's selector, explanations and
 //! traces, and that the shortlist places like asking everyone whatever requests ask for.
 
+use pointsman::policy::{KvConfig, PolicyConfig};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::config::{Fanout, PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
+use pointsman::config::{
+    LoadConfig, OverloadConfig, PoolRole, QueueClass, QueueConfig, RouterConfigOverride, SessionAffinity,
+    SessionConfig, SlowStartConfig,
+};
 use pointsman::health::Exclusions;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, ResolvedOptions, Target};
@@ -70,7 +74,10 @@ fn overrides_change_one_requests_choice() {
     let shared = RouterConfigOverride { shared_cache_multiplier: Some(1.0), ..RouterConfigOverride::default() };
     let idle: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 1);
     let ask = Ask { shared_cache, ..warm };
-    let none = RouterConfig { shared_cache_multiplier: Some(0.0), ..config() };
+    let none = RouterConfig {
+        policy: PolicyConfig::Kv(KvConfig { shared_cache_multiplier: 0.0, ..KvConfig::default() }).into(),
+        ..config()
+    };
     assert_eq!(with_and_without(none, idle, &ask, shared), [1, 0], "all of it is in the shared cache");
 }
 
@@ -102,7 +109,11 @@ fn an_override_of_the_temperature_spreads_one_request() {
 /// Which formula holds for a decode pool follows from tracking and credit as they are for the request.
 #[test]
 fn overrides_reach_the_formula_of_decode_pools() {
-    let decode = RouterConfig { role: PoolRole::Decode, track_prefill_tokens: false, ..config() };
+    let decode = RouterConfig {
+        role: PoolRole::Decode,
+        load: LoadConfig { track_prefill_tokens: false, ..config().load },
+        ..config()
+    };
     let terms_of = |overrides: RouterConfigOverride| {
         let mut fleet = Fleet::new(decode.clone(), 1);
         let ask = Ask { cached: vec![(0, 1)], purpose: Purpose::Explain, ..overriding(overrides) };
@@ -204,7 +215,7 @@ fn a_selectors_wrong_answer_is_one_requests_error() {
 
 fn busy_above(tokens: u64) -> RouterConfig {
     let class = QueueClass { busy_prefill_tokens: Some(tokens), ..QueueClass::named("only") };
-    RouterConfig { queue_classes: vec![class], ..config() }
+    RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }
 }
 
 #[test]
@@ -253,7 +264,13 @@ fn an_explanation_says_why_nobody_is_chosen() {
 
 #[test]
 fn an_explanation_has_the_decayed_credit() {
-    let mut fleet = Fleet::new(RouterConfig { overlap_score_credit_decay: 1.0, ..config() }, 2);
+    let mut fleet = Fleet::new(
+        RouterConfig {
+            policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay: 1.0, ..KvConfig::default() }).into(),
+            ..config()
+        },
+        2,
+    );
     occupy(&mut fleet, 9, 0, 5);
     occupy(&mut fleet, 8, 1, 1);
     // 4 blocks busier than the least, by a prompt of 4: half the credit.
@@ -327,11 +344,12 @@ fn some_options(noise: u64, workers: u64) -> ResolvedOptions {
 /// many come before answers do, and nothing else happens.
 fn placed(
     config: &RouterConfig,
+    queries_every_rank: bool,
     workers: u64,
     seeds: &[u64],
     burst: Option<usize>,
 ) -> (Vec<Option<WorkerRank>>, usize) {
-    let mut fleet = Fleet::new(config.clone(), 0);
+    let mut fleet = Fleet::with(config.clone(), 0, Extensions { queries_every_rank, ..Extensions::default() });
     for worker in 0..workers {
         let mut traits = RankTraits { total_kv_blocks: Some(60), ..RankTraits::default() };
         traits.taints.extend((worker % 2 == 1).then(|| "odd".to_owned()));
@@ -400,18 +418,10 @@ proptest! {
         workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..80), slow: bool, hard: bool, overload: bool,
         policy in prop::sample::select(vec![Policy::Kv, Policy::Latency, Policy::PowerOfTwo]),
     ) {
-        let config = RouterConfig {
-            slow_start_fill: if slow { 0.6 } else { 0.0 },
-            slow_start_max_ms: 1_000,
-            session_affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft },
-            overload_prefill_tokens: overload.then_some(300),
-            overload_blocks_frac: overload.then_some(0.5),
-            policy,
-            ..config()
-        };
+        let config = RouterConfig { slow_start: SlowStartConfig { fill: if slow { 0.6 } else { 0.0 }, max_ms: if slow { 1_000 } else { 60_000 }, ..config().slow_start }, session: SessionConfig { affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft }, ..config().session }, overload: OverloadConfig { prefill_tokens: overload.then_some(300), blocks_frac: overload.then_some(0.5), ..config().overload }, policy: policy.into(), ..config() };
         let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();
-        let (everyone, asked_all) = placed(&RouterConfig { fanout: Fanout::All, ..config.clone() }, workers, &seeds, None);
-        let (shortlist, asked) = placed(&config, workers, &seeds, None);
+        let (everyone, asked_all) = placed(&config, true, workers, &seeds, None);
+        let (shortlist, asked) = placed(&config, false, workers, &seeds, None);
         prop_assert_eq!(everyone, shortlist);
         prop_assert!(asked <= asked_all);
     }
@@ -420,16 +430,10 @@ proptest! {
         workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..60), burst in 2usize..20,
         hard: bool, everyone: bool, policy in prop::sample::select(vec![Policy::Kv, Policy::PowerOfTwo]),
     ) {
-        let config = RouterConfig {
-            session_affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft },
-            fanout: if everyone { Fanout::All } else { Fanout::Shortlist },
-            overload_prefill_tokens: Some(600),
-            policy,
-            ..config()
-        };
+        let config = RouterConfig { session: SessionConfig { affinity: if hard { SessionAffinity::Hard } else { SessionAffinity::Soft }, ..config().session }, overload: OverloadConfig { prefill_tokens: Some(600), ..config().overload }, policy: policy.into(), ..config() };
         let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();
-        let (serial, _) = placed(&config, workers, &seeds, Some(1));
-        let (batched, _) = placed(&config, workers, &seeds, Some(burst));
+        let (serial, _) = placed(&config, everyone, workers, &seeds, Some(1));
+        let (batched, _) = placed(&config, everyone, workers, &seeds, Some(burst));
         prop_assert_eq!(serial, batched);
     }
 }

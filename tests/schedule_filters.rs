@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueClass, SessionAffinity};
+use pointsman::config::{QueueClass, QueueConfig, SessionAffinity, SessionConfig, SlowStartConfig};
 use pointsman::error::ErrorKind;
 use pointsman::health::Exclusions;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
@@ -51,7 +51,7 @@ fn of_session(id: &str) -> ResolvedOptions {
 /// A rank is busy with more than `tokens` to prefill.
 fn busy_above(tokens: u64) -> RouterConfig {
     let class = QueueClass { busy_prefill_tokens: Some(tokens), ..QueueClass::named("only") };
-    RouterConfig { queue_classes: vec![class], ..config() }
+    RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }
 }
 
 /// Gives a rank one block to prefill and hold.
@@ -146,9 +146,9 @@ fn a_request_that_is_tried_again_goes_elsewhere() {
 fn overload_is_judged_by_tokens_by_steps_and_by_blocks() {
     let traits = RankTraits { max_num_batched_tokens: Some(64), total_kv_blocks: Some(10), ..RankTraits::default() };
     let limits: [fn(&mut RouterConfig); 3] = [
-        |config| config.overload_prefill_tokens = Some(31),
-        |config| config.overload_prefill_frac = Some(0.49),
-        |config| config.overload_blocks_frac = Some(0.19),
+        |config| config.overload.prefill_tokens = Some(31),
+        |config| config.overload.prefill_frac = Some(0.49),
+        |config| config.overload.blocks_frac = Some(0.19),
     ];
     for (n, limit) in limits.into_iter().enumerate() {
         let mut config = config();
@@ -299,7 +299,8 @@ fn a_soft_session_can_be_overruled_by_cost() {
     fleet.free(3);
     fleet.ask(4, &chat);
     assert_eq!(fleet.worker(4), 0, "and from now on there");
-    let off = RouterConfig { session_affinity: SessionAffinity::Off, ..config() };
+    let off =
+        RouterConfig { session: SessionConfig { affinity: SessionAffinity::Off, ..config().session }, ..config() };
     let mut fleet = Fleet::new(off, 2);
     fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
     fleet.ask(1, &Ask { cached: vec![(0, 1)], ..chat });
@@ -308,7 +309,8 @@ fn a_soft_session_can_be_overruled_by_cost() {
 
 #[test]
 fn a_hard_session_stays_until_its_rank_is_gone() {
-    let hard = RouterConfig { session_affinity: SessionAffinity::Hard, ..config() };
+    let hard =
+        RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() };
     let chat = Ask { prompt: 3, ..asks(of_session("chat")) };
     for leave in [Fleet::drain as fn(&mut Fleet, usize), Fleet::retire] {
         let mut fleet = Fleet::new(hard.clone(), 2);
@@ -328,7 +330,11 @@ fn a_hard_session_stays_until_its_rank_is_gone() {
 #[test]
 fn a_session_begun_in_the_same_batch_is_found() {
     for threshold in [None, Some(1.0)] {
-        let hard = RouterConfig { session_affinity: SessionAffinity::Hard, queue_threshold: threshold, ..config() };
+        let hard = RouterConfig {
+            session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session },
+            queue: QueueConfig { threshold, ..config().queue },
+            ..config()
+        };
         let mut fleet = Fleet::new(hard, 2);
         occupy(&mut fleet, 90, 0);
         occupy(&mut fleet, 91, 1);
@@ -346,7 +352,13 @@ fn a_session_begun_in_the_same_batch_is_found() {
 /// Both wait while the session has no rank yet; where the first goes the second follows, even to wait there.
 #[test]
 fn waiting_requests_of_one_hard_session_end_on_one_rank() {
-    let mut fleet = Fleet::new(RouterConfig { session_affinity: SessionAffinity::Hard, ..busy_above(0) }, 2);
+    let mut fleet = Fleet::new(
+        RouterConfig {
+            session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
+            ..busy_above(0)
+        },
+        2,
+    );
     occupy(&mut fleet, 90, 0);
     occupy(&mut fleet, 91, 1);
     fleet.ask(0, &asks(of_session("chat")));
@@ -364,7 +376,13 @@ fn waiting_requests_of_one_hard_session_end_on_one_rank() {
 
 #[test]
 fn who_waits_for_a_sessions_rank_that_goes_is_free() {
-    let mut fleet = Fleet::new(RouterConfig { session_affinity: SessionAffinity::Hard, ..busy_above(0) }, 2);
+    let mut fleet = Fleet::new(
+        RouterConfig {
+            session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
+            ..busy_above(0)
+        },
+        2,
+    );
     fleet.ask(0, &Ask { cached: vec![(0, 1)], ..asks(of_session("chat")) });
     assert_eq!(fleet.worker(0), 0);
     fleet.ask(1, &asks(of_session("chat")));
@@ -375,7 +393,10 @@ fn who_waits_for_a_sessions_rank_that_goes_is_free() {
 
 #[test]
 fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
-    let mut fleet = Fleet::new(RouterConfig { slow_start_return_ms: 1_000, ..config() }, 3);
+    let mut fleet = Fleet::new(
+        RouterConfig { slow_start: SlowStartConfig { return_ms: 1_000, ..config().slow_start }, ..config() },
+        3,
+    );
     let eject = |fleet: &mut Fleet, workers: &[u64]| {
         let ejected = workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
         fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, ..Exclusions::default() })));
@@ -406,7 +427,14 @@ fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
 #[test]
 fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy() {
     for policy in Policy::ALL {
-        let mut fleet = Fleet::new(RouterConfig { policy, slow_start_return_ms: 0, ..config() }, 4);
+        let mut fleet = Fleet::new(
+            RouterConfig {
+                slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start },
+                policy: policy.into(),
+                ..config()
+            },
+            4,
+        );
         fleet.prompt_answers = true;
         let mut id = 0;
         let mut draws = |fleet: &mut Fleet, [down, refusing]: [&[u64]; 2], only: Option<u64>| {
@@ -439,7 +467,10 @@ fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy(
 
 #[test]
 fn a_session_stays_with_a_rank_that_refuses_and_leaves_one_that_is_down() {
-    let mut fleet = Fleet::new(RouterConfig { session_affinity: SessionAffinity::Hard, ..config() }, 2);
+    let mut fleet = Fleet::new(
+        RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() },
+        2,
+    );
     fleet.ask(0, &Ask { cached: vec![(0, 1)], ..asks(of_session("chat")) });
     let only = || BTreeSet::from([rank(0)]);
     fleet.step(Input::Exclusions(Arc::new(Exclusions { refusing: only(), ..Exclusions::default() })));
@@ -458,7 +489,8 @@ fn new_ranks_cost(fleet: &mut Fleet, id: u64) -> f64 {
 
 #[test]
 fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
-    let slow = RouterConfig { slow_start_fill: 0.5, slow_start_max_ms: 1_000, ..config() };
+    let slow =
+        RouterConfig { slow_start: SlowStartConfig { fill: 0.5, max_ms: 1_000, ..config().slow_start }, ..config() };
     let capacity = RankTraits { total_kv_blocks: Some(100), ..RankTraits::default() };
     let mut fleet = Fleet::new(slow.clone(), 1);
     let position = fleet.admit(rank(1), capacity.clone());
@@ -481,7 +513,8 @@ fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
 
 #[test]
 fn the_median_rank_says_what_an_unknown_capacity_must_hold() {
-    let mut fleet = Fleet::new(RouterConfig { slow_start_fill: 0.5, ..config() }, 3);
+    let mut fleet =
+        Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 3);
     fleet.ask(9, &Ask::default()); // they start empty, together: nothing to catch up with
     for (node, held) in [(0, 80), (1, 100), (2, 400)] {
         fleet.nodes[node].holdings.publish(held, fleet.now);
@@ -493,7 +526,8 @@ fn the_median_rank_says_what_an_unknown_capacity_must_hold() {
 
 #[test]
 fn a_rank_that_joins_while_others_are_asked_is_charged_as_new() {
-    let mut fleet = Fleet::new(RouterConfig { slow_start_fill: 0.5, ..config() }, 1);
+    let mut fleet =
+        Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 1);
     occupy(&mut fleet, 90, 0);
     fleet.prompt_answers = false;
     fleet.ask(0, &Ask { prompt: 990, blocks: 2, ..Ask::default() });
@@ -508,8 +542,9 @@ fn a_rank_that_joins_while_others_are_asked_is_charged_as_new() {
 
 #[test]
 fn backpressure_names_class_limit_current_and_when_to_come_back() {
-    let class = QueueClass { requests_max_per_rank: Some(1), ..busy_above(0).queue_classes[0].clone() };
-    let mut fleet = Fleet::new(RouterConfig { queue_classes: vec![class], ..config() }, 2);
+    let class = QueueClass { requests_max_per_rank: Some(1), ..busy_above(0).queue.classes[0].clone() };
+    let mut fleet =
+        Fleet::new(RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }, 2);
     occupy(&mut fleet, 90, 0);
     occupy(&mut fleet, 91, 1);
     (0..3).for_each(|id| fleet.ask(id, &Ask::default()));
@@ -523,7 +558,7 @@ fn backpressure_names_class_limit_current_and_when_to_come_back() {
     fleet.ask(4, &asks(ResolvedOptions { policy_class: Some("gold".into()), ..ResolvedOptions::default() }));
     assert_eq!(
         fleet.rejection(4).to_string(),
-        "class is \"gold\", must be the name or the family of one of queue_classes"
+        "class is \"gold\", must be the name or the family of one of queue.classes"
     );
     assert!(!fleet.left.iter().any(|(_, outcome)| matches!(outcome, Outcome::Booked(d, _) if d.request > 2)));
     assert_eq!(u64::from(BLOCK_SIZE) * 8, fleet.schedule.depths().map(|(_, depth)| depth.raw_tokens).sum::<u64>());

@@ -1,6 +1,7 @@
 //! Replay of the pure scheduler: the same inputs, times and load reads give the same effects, even if the loads change
 //! concurrently during the recorded run.
 
+use pointsman::config::{OverloadConfig, QueueConfig, SlowStartConfig};
 use std::cell::RefCell;
 use std::collections::{BTreeSet, VecDeque};
 use std::mem::{Discriminant, discriminant};
@@ -175,12 +176,12 @@ fn publish(cells: &[RankCells], loads: &[BoardLoad], n: u64) {
 
 fn config(policy: Policy) -> RouterConfig {
     RouterConfig {
-        policy,
         block_size: 16,
         seed: 5,
-        queue_threshold: Some(0.4),
-        overload_engine_waiting: Some(10),
-        slow_start_fill: 0.5,
+        policy: policy.into(),
+        queue: QueueConfig { threshold: Some(0.4), ..QueueConfig::default() },
+        overload: OverloadConfig { engine_waiting: Some(10), ..OverloadConfig::default() },
+        slow_start: SlowStartConfig { fill: 0.5, ..SlowStartConfig::default() },
         ..RouterConfig::default()
     }
 }

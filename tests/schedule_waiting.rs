@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueClass, QueueOrder};
+use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
 use pointsman::protocol::{BookingId, WorkerId};
 use pointsman::schedule::{Input, Purpose, ResolvedOptions, Target};
 use pointsman::select::{Pin, PinMode};
@@ -49,7 +49,11 @@ fn one_at_a_time(classes: &[(&str, u32)]) -> RouterConfig {
         quantum_tokens: *quantum_tokens,
         ..QueueClass::named(*name)
     };
-    RouterConfig { queue_classes: classes.iter().map(class).collect(), block_size: 1, ..config() }
+    RouterConfig {
+        block_size: 1,
+        queue: QueueConfig { classes: classes.iter().map(class).collect(), ..config().queue },
+        ..config()
+    }
 }
 
 fn of_class(class: &str, blocks: u32) -> Ask {
@@ -218,8 +222,11 @@ fn ten_thousand_wait_half_are_cancelled_and_the_rest_are_served_in_order() {
 
 #[test]
 fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
-    let wspt = QueueClass { order: QueueOrder::Wspt, ..one_at_a_time(&[("only", 2_048)]).queue_classes[0].clone() };
-    let config = RouterConfig { queue_classes: vec![wspt], overlap_refresh_after_ms: 100, ..config() };
+    let wspt = QueueClass { order: QueueOrder::Wspt, ..one_at_a_time(&[("only", 2_048)]).queue.classes[0].clone() };
+    let config = RouterConfig {
+        queue: QueueConfig { classes: vec![wspt], overlap_refresh_after_ms: 100, ..config().queue },
+        ..config()
+    };
     let mut fleet = Fleet::new(config, 1);
     occupy(&mut fleet, 90..91);
     let after = |fleet: &mut Fleet, millis: u64| {
@@ -254,8 +261,11 @@ fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
 fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
     let options = |do_not_queue| ResolvedOptions { do_not_queue, ..ResolvedOptions::default() };
     let limited = |requests_max_per_rank| {
-        let class = one_at_a_time(&[("only", 2_048)]).queue_classes[0].clone();
-        RouterConfig { queue_classes: vec![QueueClass { requests_max_per_rank, ..class }], ..config() }
+        let class = one_at_a_time(&[("only", 2_048)]).queue.classes[0].clone();
+        RouterConfig {
+            queue: QueueConfig { classes: vec![QueueClass { requests_max_per_rank, ..class }], ..config().queue },
+            ..config()
+        }
     };
     let asked_about = |config: RouterConfig, ask: &Ask| {
         let mut fleet = Fleet::new(config, 2);

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
-use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
+use pointsman::config::{LoadConfig, PrefillModel, QueueClass, QueueConfig, QueueOrder};
 use pointsman::error::RouteError;
 use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
@@ -19,7 +19,7 @@ type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a
 
 /// One rank is busy from the first prompt of 25 blocks on.
 fn waits() -> RouterConfig {
-    RouterConfig { queue_threshold: Some(0.5), ..config() }
+    RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() }
 }
 
 async fn fleet(config: RouterConfig, workers: u64) -> Router {
@@ -125,7 +125,7 @@ impl PrefillEstimator for TenSeconds {
 
 #[tokio::test(start_paused = true)]
 async fn load_that_falls_with_time_alone_ends_a_wait() {
-    assert_eq!(waits().prefill_load_model, PrefillModel::None, "the estimator stands in for it");
+    assert_eq!(waits().load.prefill_model, PrefillModel::None, "the estimator stands in for it");
     let at = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
     let builder = Router::builder(waits()).prefill_estimator(std::sync::Arc::new(TenSeconds));
     let router = builder.worker(WorkerId(0), at).start().await.expect("valid");
@@ -143,7 +143,8 @@ async fn load_that_falls_with_time_alone_ends_a_wait() {
 #[tokio::test]
 async fn limits_and_refusals_name_what_was_full() {
     let class = QueueClass { requests_max_per_rank: Some(1), ..QueueClass::named("batch") };
-    let router = fleet(RouterConfig { queue_classes: vec![class], ..waits() }, 1).await;
+    let router =
+        fleet(RouterConfig { queue: QueueConfig { classes: vec![class], ..waits().queue }, ..waits() }, 1).await;
     let prompt = tokens(1, 25);
     let request = |id| RouteRequest::new(id, Prompt::Tokens(&prompt));
     let busy = router.route(request("a")).await.expect("idle");
@@ -169,7 +170,8 @@ async fn limits_and_refusals_name_what_was_full() {
 
 #[tokio::test]
 async fn warm_requests_leave_first_where_the_order_is_by_work() {
-    let router = fleet(RouterConfig { queue_policy: QueueOrder::Wspt, ..waits() }, 1).await;
+    let router =
+        fleet(RouterConfig { queue: QueueConfig { order: QueueOrder::Wspt, ..waits().queue }, ..waits() }, 1).await;
     let (cold, warm, busy) = (tokens(1, 20), tokens(2, 20), tokens(3, 25));
     router.apply_events(vec![stored(rank(0), &warm[..20])]).await.expect("up");
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&busy))).await.expect("idle");
@@ -191,7 +193,8 @@ async fn warm_requests_leave_first_where_the_order_is_by_work() {
 #[tokio::test]
 async fn of_ten_thousand_who_wait_half_leave() {
     const WAITING: usize = 10_000;
-    let router = fleet(RouterConfig { track_active_blocks: false, ..waits() }, 1).await;
+    let router =
+        fleet(RouterConfig { load: LoadConfig { track_active_blocks: false, ..waits().load }, ..waits() }, 1).await;
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("busy", Prompt::Tokens(&prompt))).await.expect("idle");
     let ids: Vec<String> = (0..WAITING).map(|n| n.to_string()).collect();

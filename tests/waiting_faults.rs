@@ -1,5 +1,6 @@
 //! Waiting while parts of the router die or stand still: whoever waits is served, answered or gone.
 
+use pointsman::config::QueueConfig;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,7 +17,10 @@ type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a
 
 /// A prompt of 25 blocks keeps a rank busy, and nothing but what happens ends a wait.
 fn waits() -> RouterConfig {
-    RouterConfig { queue_threshold: Some(0.5), overlap_refresh_after_ms: 0, ..config() }
+    RouterConfig {
+        queue: QueueConfig { threshold: Some(0.5), overlap_refresh_after_ms: 0, ..config().queue },
+        ..config()
+    }
 }
 
 fn engine() -> WorkerConfig {
@@ -96,7 +100,11 @@ async fn load_that_begins_to_fall_when_it_is_booked_ends_a_wait() {
 #[tokio::test(start_paused = true)]
 async fn a_restored_prefill_goes_on_from_its_booking_and_not_its_arrival() {
     without_reports_of_drills();
-    let router = estimated(Takes(Duration::from_secs(2)), RouterConfig { queue_threshold: Some(0.0), ..waits() }).await;
+    let router = estimated(
+        Takes(Duration::from_secs(2)),
+        RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..waits().queue }, ..waits() },
+    )
+    .await;
     let prompt = tokens(1, 25);
     let first = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
     let waited = under_way(&router, "b", &prompt).await;

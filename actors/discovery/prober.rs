@@ -44,7 +44,7 @@ impl ProbeOptions {
         let expected = Expected {
             model: None,
             block_size: pool.block_size,
-            block_size_must_match: pool.use_kv_events.reads_events(),
+            block_size_must_match: pool.events.mode.reads_events(),
         };
         Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2) }
     }

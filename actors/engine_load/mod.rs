@@ -94,9 +94,9 @@ impl EngineLoadSources {
         #[cfg(feature = "zmq")]
         socket::watch(&self);
         let config = &self.config;
-        let limits = config.overload_engine_waiting.is_some() || config.overload_engine_kv_usage.is_some();
-        if limits && config.queueing() {
-            let (stale, interval) = (config.engine_load_stale_ms, config.engine_load_interval_ms);
+        let limits = config.overload.engine_waiting.is_some() || config.overload.engine_kv_usage.is_some();
+        if limits && config.queue.is_enabled() {
+            let (stale, interval) = (config.engine_load.stale_ms, config.engine_load.interval_ms);
             let period = Duration::from_millis((stale / 2).min(interval.max(1)).max(50));
             tokio::spawn(wake_waiting(self.status, self.scheduler, period));
         }

@@ -22,7 +22,7 @@ struct PageQuery {
 
 /// Starts to ask the workers, unless that is off. It ends with the router.
 pub(super) fn watch(sources: &EngineLoadSources) {
-    if sources.config.engine_load_interval_ms > 0 {
+    if sources.config.engine_load.interval_ms > 0 {
         worker_tasks::watch(&sources.fleet, &sources.status, sources.clone(), page_query_of, ask);
     }
 }
@@ -41,7 +41,7 @@ fn page_query_of(worker: &WorkerEntry) -> Option<PageQuery> {
 
 async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQuery) {
     let EngineLoadSources { config, clock, meters, engine_loads, .. } = sources;
-    let [interval, timeout] = [config.engine_load_interval_ms, config.engine_load_stale_ms].map(Duration::from_millis);
+    let [interval, timeout] = [config.engine_load.interval_ms, config.engine_load.stale_ms].map(Duration::from_millis);
     tokio::time::sleep(first_delay(worker, interval)).await;
     loop {
         let asked_at = clock.now();

@@ -75,7 +75,7 @@ impl RouterBuilder {
     /// Follows a discovery source: each value it gives is the whole set of workers that it wants, beside those of other
     /// sources and those added by hand. Of two sources that name one worker the first given is heard.
     ///
-    /// What is wanted is compared with what runs at each value, and every `discovery_interval_ms`.
+    /// What is wanted is compared with what runs at each value, and every `discovery.interval_ms`.
     pub fn discovery(mut self, source: impl DiscoverySource) -> Self {
         self.sources.push((source.name(), Box::new(source)));
         self
@@ -94,9 +94,16 @@ impl RouterBuilder {
         self
     }
 
-    /// Says how long prefills take, in place of what `prefill_load_model` would.
+    /// Says how long prefills take, in place of what `load.prefill_model` would.
     pub fn prefill_estimator(mut self, estimator: Arc<dyn PrefillEstimator>) -> Self {
         self.extensions.estimator = Some(estimator);
+        self
+    }
+
+    /// Queries the exact load of every rank, also where bounds decide.
+    #[cfg(feature = "test-support")]
+    pub fn queries_every_rank(mut self, queries_every_rank: bool) -> Self {
+        self.extensions.queries_every_rank = queries_every_rank;
         self
     }
 
@@ -176,7 +183,7 @@ async fn start_actors(
     let intake = Intake::new(&config, Arc::clone(&directory), output_lengths);
     let (status, expired) = (Arc::clone(&views.status), meters.expired.clone());
     LeaseExpiry { clock, directory: Arc::clone(&directory), ender: Arc::clone(&ender), status, expired }
-        .watch(Duration::from_millis(config.booking_liveness_ms));
+        .watch(Duration::from_millis(config.load.booking_liveness_ms));
     GaugeSources {
         config: Arc::clone(&config),
         clock,

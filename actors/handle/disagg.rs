@@ -18,12 +18,13 @@ use tokio::time::Instant;
 use super::placement::Placement;
 use super::request::{Prompt, RouteRequest};
 use super::router::Router;
-use crate::config::{ConfigErrors, PoolRole, Problems};
+use crate::config::{ConfigErrors, PoolRole};
 use crate::disagg::{DisaggConfig, DisaggError, DisaggFacts, RemotePrefill, Side, WhyLocal, decide};
 use crate::error::{RequestError, RouteError};
 use crate::protocol::{WorkerConfig, WorkerRank};
 use crate::schedule::{PotentialLoad, Rejection};
 use crate::select::Constraints;
+use crate::validation::Problems;
 
 /// A prefill and a decode pool that serve requests together. Cheap to clone.
 ///
@@ -70,8 +71,8 @@ impl Disaggregated {
         problems.check("prefill.role", role(prefills), prefills == PoolRole::Prefill, "prefill");
         problems.check("decode.role", role(decodes), decodes == PoolRole::Decode, "decode");
         let knows = decode.config().has_index() || !(config.enabled && config.policy.looks_at_isl());
-        let rule = "above 0 where policy is isl_bounding or isl_or_load";
-        problems.check("decode.overlap_score_credit", decode.config().overlap_score_credit, knows, rule);
+        let rule = "true where policy is isl_bounding or isl_or_load, with an overlap credit above 0";
+        problems.check("decode.index.enabled", decode.config().has_index(), knows, rule);
         problems.into_result()?;
         Ok(Self { prefill, decode, config: Arc::new(config) })
     }
@@ -114,7 +115,7 @@ impl Disaggregated {
         let request = RouteRequest {
             // One deadline for both sides, and a class where the pool has it.
             deadline: request.deadline.map(|deadline| deadline.saturating_sub(started.elapsed())),
-            policy_class: request.policy_class.filter(|name| self.prefill.config().knows_class(name)),
+            policy_class: request.policy_class.filter(|name| self.prefill.config().queue.knows_class(name)),
             ..request
         };
         let prefill = match self.place_prefill(request, prefill, &decode).await {

@@ -41,8 +41,11 @@ impl Edge {
 
     /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes nothing sends no message.
     pub(super) fn report_outcome(&self, entry: &Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>) {
-        let matters =
-            if outcome.is_ok() { entry.failing.load(Ordering::Relaxed) } else { self.config.outcome_failures_max > 0 };
+        let matters = if outcome.is_ok() {
+            entry.failing.load(Ordering::Relaxed)
+        } else {
+            self.config.health.outcome_failures_max > 0
+        };
         if !matters {
             return;
         }

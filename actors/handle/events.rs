@@ -15,15 +15,15 @@ use crate::schedule::Rejection;
 impl Router {
     /// Applies KV events, each rank's in the order given, also across calls that were awaited one after the other.
     ///
-    /// Waits while a shard has `event_blocks_max` blocks of events waiting. Does nothing where no index is kept, and
-    /// nothing but count where `use_kv_events` is false. What is odd about an event is counted, not an error:
+    /// Waits while a shard has `events.blocks_max` blocks of events waiting. Does nothing where no index is kept, and
+    /// nothing but count if `events.mode` is `off`. What is odd about an event is counted, not an error:
     /// `pointsman_kv_events_refused_total`.
     ///
     /// # Errors
     /// When the router is down.
     pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
         self.views().status.up()?;
-        if !self.edge().config.use_kv_events.reads_events() {
+        if !self.edge().config.events.mode.reads_events() {
             self.edge().meters.unused_events.increment(events.len() as u64);
             return Ok(());
         }
@@ -51,10 +51,10 @@ impl Router {
     }
 
     /// Records that the embedder has sent a prompt to a rank by itself, without a booking: where decisions are guesses
-    /// (`use_kv_events` is false, or `auto` and the rank publishes no events, or `predicted_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
+    /// (`events.mode` is `off`, or `auto` and the rank publishes no events, or `index.speculative.with_events_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
     /// there now. Again only refreshes it. Does nothing elsewhere. Requests that are booked are recorded by that.
     ///
-    /// Waits while the rank's shard has `event_blocks_max` blocks waiting.
+    /// Waits while the rank's shard has `events.blocks_max` blocks waiting.
     ///
     /// # Errors
     /// An unknown rank, a prompt that cannot be hashed, or a router that is down.

@@ -77,7 +77,7 @@ impl Router {
     /// What each rank's engine last said of its load, in rank order; `None` where it never has.
     #[must_use]
     pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {
-        let (now, stale_after) = (self.edge().clock.now(), Duration::from_millis(self.config().engine_load_stale_ms));
+        let (now, stale_after) = (self.edge().clock.now(), Duration::from_millis(self.config().engine_load.stale_ms));
         let fact = |entry: &Arc<RankEntry>| entry.engine_load.read().map(|load| load.fact(now, stale_after));
         let mut entries = self.views().ranks.all();
         entries.sort_by_key(|entry| (entry.rank, std::cmp::Reverse(entry.since)));

@@ -28,11 +28,11 @@ impl Intake {
     pub(super) fn new(config: &RouterConfig, directory: Arc<Directory>, output_lengths: Arc<OutputLengths>) -> Self {
         Self {
             directory,
-            waiting_room: Arc::new(Semaphore::new(config.requests_max as usize)),
+            waiting_room: Arc::new(Semaphore::new(config.queue.requests_max as usize)),
             output_lengths,
-            queueing: config.queueing(),
+            queueing: config.queue.is_enabled(),
             speculates: SpeculationModel::of(config).is_some(),
-            requests_max: config.requests_max,
+            requests_max: config.queue.requests_max,
         }
     }
 

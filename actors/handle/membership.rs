@@ -16,7 +16,7 @@ use crate::actors::views::kv_source::KvSourceStatus;
 use crate::actors::views::rank::RankEntry;
 use crate::actors::views::status::RouterPhase;
 use crate::actors::views::worker::WorkerEntry;
-use crate::config::{PoolRole, RouterConfig, UseKvEvents};
+use crate::config::{EventMode, PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
 use crate::membership::{DiscoveryStatus, MembershipInput};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerRank};
@@ -175,10 +175,10 @@ impl Router {
     /// Ranks that serve and of which no KV event was ever applied, though events are to be used.
     fn unread(&self) -> Vec<String> {
         let config = self.config();
-        let consequence = match config.use_kv_events {
-            UseKvEvents::Yes if config.has_index() => "it is routed to by load only",
-            UseKvEvents::Auto if config.has_index() => "its cache is predicted from routing decisions",
-            UseKvEvents::Yes | UseKvEvents::Auto | UseKvEvents::No => return Vec::new(),
+        let consequence = match config.events.mode {
+            EventMode::On if config.has_index() => "it is routed to by load only",
+            EventMode::Auto if config.has_index() => "its cache is predicted from routing decisions",
+            EventMode::On | EventMode::Auto | EventMode::Off => return Vec::new(),
         };
         let mut entries = self.views().ranks.all();
         entries.retain(|entry| entry.source.is_unread() && entry.holdings.changed_at().is_none());
@@ -186,7 +186,7 @@ impl Router {
         let doubt = |entry: &Arc<RankEntry>| {
             format!(
                 "no KV event of rank {} ({}) was ever applied though it serves requests, so {consequence}: give its \
-                 worker an event endpoint (kv_events), or set use_kv_events to auto or false",
+                 worker an event endpoint (kv_events), or set events.mode to auto or off",
                 entry.rank, entry.endpoint
             )
         };

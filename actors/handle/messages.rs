@@ -13,7 +13,7 @@ impl Router {
     /// Carries out one message. `context_id` is the id of the request that the embedder is serving: what is booked is
     /// booked under it, and marks without an id are meant for it.
     ///
-    /// A booking made here lasts until it is marked free, or nothing is heard of it for `booking_liveness_ms`.
+    /// A booking made here lasts until it is marked free, or nothing is heard of it for `load.booking_liveness_ms`.
     ///
     /// # Errors
     /// What is no outcome of routing: a message without prompt, a duplicate id, no eligible rank, a router that is down.

@@ -152,7 +152,7 @@ impl Placement {
         }
     }
 
-    /// How the request went, as far as it tells of the rank's health: after `outcome_failures_max` failures in a row the
+    /// How the request went, as far as it tells of the rank's health: after `health.outcome_failures_max` failures in a row the
     /// rank is kept out of service for a while. Only the first report counts; none is needed, and one that went well costs
     /// next to nothing.
     pub fn outcome(&self, outcome: Outcome) {
@@ -169,7 +169,7 @@ impl Placement {
     /// A decay outside [0, 1].
     pub fn output_block(&self, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
-        if !self.guard.edge().config.track_output_blocks {
+        if !self.guard.edge().config.load.track_output_blocks {
             return Ok(());
         }
         self.guard.lease().push_output_block(decay);

@@ -61,7 +61,7 @@ pub struct RouteRequest<'a> {
     pub do_not_queue: bool,
     /// Who may serve it, and who should.
     pub constraints: Option<&'a Constraints>,
-    /// Its session, of at most 256 bytes: see `session_affinity`.
+    /// Its session, of at most 256 bytes: see `session.affinity`.
     pub session_id: Option<&'a str>,
     /// Output tokens that the caller expects, where it knows better than the router, which otherwise expects what the
     /// request's session, its tenant or the pool had on average.
@@ -94,7 +94,7 @@ impl<'a> RouteRequest<'a> {
     fn resolve(&self, preparation: &Preparation<'_>) -> Result<Option<Box<ResolvedOptions>>, RouteError> {
         let Preparation { config, now, output_lengths, .. } = *preparation;
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
-        let tenant = self.tenant.filter(|_| config.queueing()).map(TenantKey::of); // elsewhere nobody waits
+        let tenant = self.tenant.filter(|_| config.queue.is_enabled()).map(TenantKey::of); // elsewhere nobody waits
         let asks = tenant.is_some()
             || self.strict_priority != 0
             || self.priority_jump != 0.0
@@ -112,7 +112,7 @@ impl<'a> RouteRequest<'a> {
         if !asks {
             return Ok(None);
         }
-        if let Some(name) = self.policy_class.filter(|name| !config.knows_class(name)) {
+        if let Some(name) = self.policy_class.filter(|name| !config.queue.knows_class(name)) {
             return Err(Rejection::UnknownClass(UnknownClass(name.to_owned())).into());
         }
         if !self.priority_jump.is_finite() {
@@ -121,7 +121,7 @@ impl<'a> RouteRequest<'a> {
         let constraints = self.constraints.cloned().unwrap_or_default();
         constraints.validate()?;
         let overrides = self.overrides.copied().unwrap_or_default();
-        overrides.validate()?;
+        overrides.validate(&config.policy)?;
         Ok(Some(Box::new(ResolvedOptions {
             tenant: tenant.unwrap_or_default(),
             strict_priority: self.strict_priority,
@@ -227,7 +227,7 @@ pub struct BestMatch {
 
 impl BestMatch {
     pub(super) fn new(decision: &Decision, config: &RouterConfig, routing_hashes: Option<HashedPrompt>) -> Self {
-        let (overlap, weights) = (decision.overlap, config.tier_weights());
+        let (overlap, weights) = (decision.overlap, config.index.tier_weights());
         Self {
             decision: decision.request,
             rank: decision.rank,
@@ -358,8 +358,8 @@ impl Prepared {
             Prompt::Tokens(tokens) => tokens.len(),
             Prompt::Hashed(hashed) => hashed.isl_tokens(),
         };
-        let assume_kv_reuse = overrides.assume_kv_reuse.unwrap_or(config.assume_kv_reuse);
-        let shares_blocks = config.track_active_blocks && assume_kv_reuse;
+        let assume_kv_reuse = overrides.assume_kv_reuse.unwrap_or(config.load.assume_kv_reuse);
+        let shares_blocks = config.load.track_active_blocks && assume_kv_reuse;
         let wants_overlap = config.has_index() && overrides.overlap_score_credit != Some(0.0);
         let wants_hashes = config.has_index() || shares_blocks || request.routing_hashes;
         let hashes = match request.prompt {
@@ -382,7 +382,7 @@ impl Prepared {
         // It weighs no more than a rank can hold, in blocks and in tokens, however long it is.
         let blocks_max = weight_tokens.div_ceil(config.block_size);
         let prompt = match &hashes {
-            _ if !config.track_active_blocks => PromptBlocks::Counted(0),
+            _ if !config.load.track_active_blocks => PromptBlocks::Counted(0),
             Some(hashed) if shares_blocks && blocks <= blocks_max => {
                 PromptBlocks::Hashed(Arc::clone(hashed.sequence_hashes()))
             }

@@ -97,7 +97,7 @@ impl Router {
     }
 
     /// Books a request on a rank that the embedder has chosen. The booking lasts until [`Router::free`], or until nothing
-    /// was heard of it for `booking_liveness_ms`.
+    /// was heard of it for `load.booking_liveness_ms`.
     ///
     /// # Errors
     /// See [`RouteError`]; [`UnknownRank`](crate::schedule::Rejection::UnknownRank) when the rank is not registered.
@@ -143,7 +143,7 @@ impl Router {
     pub fn add_output_block(&self, request_id: &str, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
         let lease = self.lease(request_id)?;
-        if !self.edge().config.track_output_blocks {
+        if !self.edge().config.load.track_output_blocks {
             return Ok(());
         }
         lease.push_output_block(decay);
@@ -306,7 +306,7 @@ impl Router {
         if !hashes.is_empty() {
             if let Some(cache) = self.shared_cache().filter(|_| with_shared_cache) {
                 let (cache, meters) = (Arc::clone(cache), self.edge().meters.shared_cache.clone());
-                let timeout_ms = self.config().shared_cache_timeout_ms;
+                let timeout_ms = self.config().shared_cache.timeout_ms;
                 tokio::spawn(query_shared_cache(cache, timeout_ms, meters, first.fork()));
             }
             for shard in self.strands().shards.iter() {

@@ -1,7 +1,7 @@
 //! A cache that the whole pool shares, asked beside the index.
 //!
 //! Owns the question and its deadline. Promises that a request never waits longer for the shared cache than
-//! `shared_cache_timeout_ms`, and never fails for it: errors and lateness are counted, and the request goes on without.
+//! `shared_cache.timeout_ms`, and never fails for it: errors and lateness are counted, and the request goes on without.
 //! Leaves to the embedder what the cache is and how it is reached.
 
 use std::future::Future;

@@ -25,8 +25,8 @@ const WHY_CHARS_MAX: usize = 200;
 
 /// Starts to probe the workers, unless that is off. It ends with the router.
 pub(crate) fn watch(config: &RouterConfig, fleet: &Fleet, status: &RouterStatus, health: &Arc<Strand<HealthActor>>) {
-    if config.health_probe_interval_ms > 0 {
-        let [interval, timeout] = [config.health_probe_interval_ms, config.health_probe_timeout_ms];
+    if config.health.probe_interval_ms > 0 {
+        let [interval, timeout] = [config.health.probe_interval_ms, config.health.probe_timeout_ms];
         let prober = ProbeDependencies {
             health: Arc::clone(health),
             interval: Duration::from_millis(interval),

@@ -58,7 +58,7 @@ impl Arguments {
         worker: &WorkerConfig,
     ) -> Result<Option<Self>, WorkerConfigError> {
         let Some(kv_events) =
-            worker.kv_events.as_ref().filter(|_| config.use_kv_events.reads_events() && config.has_index())
+            worker.kv_events.as_ref().filter(|_| config.events.mode.reads_events() && config.has_index())
         else {
             return Ok(None);
         };

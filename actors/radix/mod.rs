@@ -396,8 +396,8 @@ pub(crate) struct ShardBudget {
 impl ShardBudget {
     /// An even share of what all shards may take.
     pub(crate) fn of(config: &RouterConfig, shard: usize) -> Self {
-        let shards = u64::from(config.index_shards.max(1));
-        Self { shard, bytes_max: config.index_bytes_max.map(|bytes| bytes / shards) }
+        let shards = u64::from(config.index.shards.max(1));
+        Self { shard, bytes_max: config.index.bytes_max.map(|bytes| bytes / shards) }
     }
 
     fn gauges(&self, pool: &Pool) -> Option<BudgetGauges> {

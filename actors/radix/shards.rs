@@ -23,7 +23,7 @@ struct Shard {
 }
 
 impl Shards {
-    /// `event_blocks_max`: blocks that the queued events of one shard may name.
+    /// `events.blocks_max`: blocks that the queued events of one shard may name.
     pub(crate) fn new(shards: u32, event_blocks_max: u32) -> Self {
         let gate = || Arc::new(Semaphore::new(event_blocks_max as usize));
         let shards = (0..shards).map(|_| Shard { strand: Strand::closed(), gate: gate() }).collect();

@@ -8,7 +8,7 @@
 
 use crate::actors::io::clock::Clock;
 use crate::actors::telemetry::Pool;
-use crate::config::RouterConfig;
+use crate::config::{RouterConfig, SpeculativeConfig};
 use crate::index::{Index, Overlaps};
 use crate::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
 use crate::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, WorkerRank};
@@ -25,7 +25,7 @@ impl SpeculativeEntries {
     /// Nothing at all where a configuration predicts nothing.
     pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock, pool: &Pool) -> Option<Self> {
         // Each shard has its share of the bound, as it has of the ranks.
-        let blocks_max = u64::from(config.predicted_blocks_max / config.index_shards.max(1)).max(1);
+        let blocks_max = u64::from(SpeculativeConfig::BLOCKS_MAX / config.index.shards.max(1)).max(1);
         let predictions = SpeculativePrompts::new(SpeculationModel::of(config)?, blocks_max);
         Some(Self {
             predictions,

@@ -38,7 +38,7 @@ impl State {
             board: Arc::clone(&entry.board),
             learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
             block_size: config.block_size,
-            wakes: config.queueing().then(wakes),
+            wakes: config.queue.is_enabled().then(wakes),
             directory: Arc::clone(directory),
             clock: *clock,
         };
@@ -174,7 +174,7 @@ impl State {
                 if let Some(rank) = self.ranks.get_mut(&slot) {
                     rank.actor = actor;
                 }
-                if self.dependencies.config.queueing() {
+                if self.dependencies.config.queue.is_enabled() {
                     // Bookings may have ended without a report of falling load.
                     self.dependencies.strands.scheduler.tell(SchedulerMsg::Wake { at: None });
                 }

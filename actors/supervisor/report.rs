@@ -14,7 +14,7 @@ impl State {
                 tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker left");
             }
             MembershipReport::CapacityUnstated { endpoint } => {
-                let assumed = self.dependencies.config.batched_tokens_where_unstated();
+                let assumed = self.dependencies.config.queue.unstated_batched_tokens();
                 tracing::info!(pool, worker = endpoint, assumed, "worker states no max_num_batched_tokens");
             }
             MembershipReport::Conflict { worker, endpoint, used, ignored } => {

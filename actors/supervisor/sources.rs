@@ -52,10 +52,10 @@ impl State {
         Ok(actor)
     }
 
-    /// Applies lost or rejected values at the latest after `discovery_interval_ms`.
+    /// Applies lost or rejected values at the latest after `discovery.interval_ms`.
     fn reconcile_periodically(&self) {
         let (myself, status) = (self.myself.clone(), Arc::clone(&self.dependencies.views.status));
-        let interval = Duration::from_millis(self.dependencies.config.discovery_interval_ms);
+        let interval = Duration::from_millis(self.dependencies.config.discovery.interval_ms);
         tokio::spawn(async move {
             loop {
                 tokio::select! {

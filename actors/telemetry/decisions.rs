@@ -196,7 +196,7 @@ impl Decisions {
                 BackpressureCount { class: class.name.clone(), limit, count }
             })
         };
-        let classes = if config.queueing() { config.classes() } else { Vec::new() };
+        let classes = if config.queue.is_enabled() { config.queue.classes_or_default() } else { Vec::new() };
         Self {
             counts: Verdict::ALL.into_iter().map(count).collect(),
             backpressure: classes.into_iter().flat_map(of_class).collect(),

@@ -151,13 +151,13 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter(
         "pointsman_bookings_expired_total",
         &[],
-        "Bookings by id that expired without a report for `booking_liveness_ms`.",
+        "Bookings by id that expired without a report for `load.booking_liveness_ms`.",
     ),
     gauge(
         "pointsman_gate_permits",
         Unit::Count,
         &["gate"],
-        "Permits in use: `requests` of `requests_max`, and blocks of `events` of `event_blocks_max` over all shards.",
+        "Permits in use: `requests` of `queue.requests_max`, and blocks of `events` of `events.blocks_max` over all shards.",
     ),
     counter("pointsman_kv_event_blocks_total", &["result"], "Blocks named by KV events, by result in the index."),
     counter("pointsman_kv_events_refused_total", &["reason"], "KV events without effect, by `reason`."),
@@ -191,7 +191,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter(
         "pointsman_index_evicted_blocks_total",
         &["shard"],
-        "Blocks evicted by an index shard because of `index_bytes_max`.",
+        "Blocks evicted by an index shard because of `index.bytes_max`.",
     ),
     histogram(
         "pointsman_shared_cache_hit_rate",

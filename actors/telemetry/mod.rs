@@ -258,7 +258,7 @@ impl QueueMeters {
                 oldest_age: gauge("pointsman_queue_oldest_age_seconds"),
             }
         };
-        Self(config.classes().into_iter().map(class).collect())
+        Self(config.queue.classes_or_default().into_iter().map(class).collect())
     }
 
     pub(crate) fn show<'a>(&self, depths: impl Iterator<Item = (&'a str, Depth)>, now: Timestamp) {

@@ -5,7 +5,7 @@ use super::decisions::Verdict;
 use super::instruments::{INSTRUMENTS, Instrument, InstrumentKind};
 use super::predictions::{NEVER_MATCHED_AFTER, PredictionMeters, PromptKind};
 use super::{Meters, Pool};
-use crate::config::RouterConfig;
+use crate::config::{QueueConfig, RouterConfig};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 
 const PAGE: &str = "docs/metrics.md";
@@ -106,6 +106,9 @@ fn an_incomplete_index_that_predicts_nothing_raises_no_alarm() {
 #[test]
 fn making_every_handle_stays_within_the_table() {
     // Handles outside it do not pass their assertion.
-    let config = RouterConfig { queue_threshold: Some(1.0), ..RouterConfig::default() };
+    let config = RouterConfig {
+        queue: QueueConfig { threshold: Some(1.0), ..QueueConfig::default() },
+        ..RouterConfig::default()
+    };
     drop((Meters::new(&config, true), super::QueueMeters::new(&config)));
 }

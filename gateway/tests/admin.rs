@@ -400,7 +400,7 @@ async fn reports_say_what_is_there_and_no_secrets() {
     assert_eq!((&health["ranks"], &health["discovery"]), (&json!([rank]), &json!([])));
 
     let config = asked.ask("GET", "/admin/models/mock/config", "").await.json();
-    assert_eq!((&config["block_size"], &config["index_shards"]), (&json!(4), &json!(2)));
+    assert_eq!((&config["block_size"], &config["index"]["shards"]), (&json!(4), &json!(2)));
     let settings = asked.ask("GET", "/admin/config", "").await;
     assert!(!String::from_utf8_lossy(&settings.body).contains(TOKEN));
     let settings = settings.json();

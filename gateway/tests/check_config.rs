@@ -42,7 +42,7 @@ fn the_example_is_accepted_and_printed() {
     let output = check_config(&example(), &env);
     assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
     let printed = text(&output.stdout);
-    let settings = ["block_size = 32", "queue_threshold = 2.0", "seed = 0", "# index_bytes_max is not set"];
+    let settings = ["block_size = 32", "queue.threshold = 2.0", "seed = 0", "# index.bytes_max is not set"];
     let origins = ["environment: POINTSMAN_ROUTER_BLOCK_SIZE", "file", "default", "default"];
     for (setting, origin) in settings.into_iter().zip(origins) {
         let line = printed.lines().find(|line| line.starts_with(setting)).unwrap_or_else(|| panic!("{printed}"));
@@ -56,7 +56,7 @@ fn the_example_is_accepted_and_printed() {
 fn a_broken_file_is_refused_with_every_problem() {
     let broken = written(
         "broken.toml",
-        "[server]\nport = 1\n[router]\nblok_size = 16\ntemperature = -1.0\n[[router.queue_classes]]\nname = \"a b\"\n\
+        "[server]\nport = 1\n[router]\nblok_size = 16\npolicy.temperature = -1.0\n[[router.queue.classes]]\nname = \"a b\"\n\
          [[models]]\nname = \"m\"\n",
     );
     let env = [("POINTSMAN_ROUTER_SEED", "x"), ("POINTSMAN_ROUTER_SEAD", "1"), ("POINTSMAN_ROUTER_QUEUE_CLASSES", "")];
@@ -67,7 +67,7 @@ fn a_broken_file_is_refused_with_every_problem() {
         [
             "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)",
             "server is not a known key, must be gateway, admin, router, models or tenants (file)",
-            "router.queue_classes is \"\", must be absent here: it can be set in the file only \
+            "router.queue.classes is \"\", must be absent here: it can be set in the file only \
              (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)",
             "POINTSMAN_ROUTER_SEAD is not a known variable, must end in the name of a setting in upper case, \
              perhaps POINTSMAN_ROUTER_SEED",
@@ -75,15 +75,15 @@ fn a_broken_file_is_refused_with_every_problem() {
              (environment: POINTSMAN_ROUTER_SEED)",
             "models[0] is without workers, must be given workers, workers_file, worker_urls or worker_names, \
              unless [admin] can add some (default)",
-            "router.temperature is -1, must be between 0 and 1e9 (file)",
-            "router.queue_classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
+            "router.policy.temperature is -1, must be between 0 and 1e9 (file)",
+            "router.queue.classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
         ]
     );
 }
 
 #[test]
 fn a_queue_that_rests_on_an_assumed_capacity_is_warned_of() {
-    let args = ["--model", "m", "--worker", "http://e:8000", "--set", "router.queue_threshold=2"];
+    let args = ["--model", "m", "--worker", "http://e:8000", "--set", "router.queue.threshold=2"];
     let output = run(&args.map(OsStr::new), &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
     let (code, warnings) = (output.status.code(), text(&output.stderr));
     assert_eq!((code, warnings.lines().count()), (Some(0), 1), "{warnings}");

@@ -64,7 +64,7 @@ impl Limited {
         let text = format!(
             "[gateway]\nlisten = \"127.0.0.1:0\"\nlog_format = \"json\"\nwarm_up_ms = 0\n\
              [admin]\nlisten = \"{admin}\"\ntoken_file = {token:?}\n\
-             [router]\nhealth_probe_interval_ms = 100\nhealth_failures_max = 2\nengine_load_interval_ms = 0\n\
+             [router]\nhealth.probe_interval_ms = 100\nhealth.probe_failures_max = 2\nengine_load.interval_ms = 0\n\
              [[models]]\nname = \"m\"\n[[models.workers]]\nurl = \"{engine}\"\n[models.tokens]\nsource = \"none\"\n"
         );
         fs::write(&config, text).expect("the target directory can be written");

@@ -1,5 +1,6 @@
 //! Engines that nobody describes: their addresses are known, the rest they are asked.
 
+use pointsman::config::{EngineLoadConfig, HealthConfig};
 use std::time::Duration;
 
 use pointsman::discovery::derived_id;
@@ -57,8 +58,8 @@ async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() 
     let (good, other) = (engine(BLOCK_SIZE).await, engine(2 * BLOCK_SIZE).await);
     let config = RouterConfig {
         block_size: BLOCK_SIZE,
-        health_probe_interval_ms: 20,
-        engine_load_interval_ms: 20,
+        health: HealthConfig { probe_interval_ms: 20, ..HealthConfig::default() },
+        engine_load: EngineLoadConfig { interval_ms: 20, ..EngineLoadConfig::default() },
         ..RouterConfig::default()
     };
     let options = ProbeOptions::of(&config).model("mock");

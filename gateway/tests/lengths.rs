@@ -37,7 +37,7 @@ async fn a_ceiling_on_the_output_draws_no_request_from_its_cache() {
         let hangs = move |_| [stream(&[first]), vec![Act::Hang]].concat();
         let workers = [Scripted::start(hangs).await, Scripted::start(hangs).await];
         let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
-        settings.models[0].router.policy = Policy::Latency;
+        settings.models[0].router.policy = Policy::Latency.into();
         let gateway = gateway(settings).await;
         let asked = || workers.each_ref().map(|worker| worker.requests().len());
         let turn = turn(&gateway, headers, 6_400, max_tokens).await;

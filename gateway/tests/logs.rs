@@ -160,7 +160,7 @@ async fn each_request_writes_one_access_line() {
         gateway.salt_secret_file = "salt"
         [router]
         policy = "round_robin"
-        health_probe_interval_ms = 0
+        health.probe_interval_ms = 0
         [[models]]
         name = "mock"
         [[models.workers]]
@@ -297,7 +297,7 @@ async fn the_log_follows_workers_by_their_endpoints() {
         listen = "127.0.0.1:0"
         token_file = "token"
         [router]
-        health_probe_interval_ms = 20
+        health.probe_interval_ms = 20
         [[models]]
         name = "mock"
         workers_file = "workers.json"
@@ -350,7 +350,7 @@ async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
     let mut worker = worker(1, &engine.url(), 1);
     worker.config.kv_events = Some(unread);
     let mut settings = settings(vec![worker]);
-    settings.models[0].router.policy = Policy::Latency; // which looks prompts up in the index
+    settings.models[0].router.policy = Policy::Latency.into(); // which looks prompts up in the index
     let gateway = gateway(settings).await;
     // As many as raise it where index and engine hash differently; each is new to the gateway, which so predicts nothing.
     for n in 0..65 {

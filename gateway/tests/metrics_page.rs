@@ -1,6 +1,7 @@
 //! What a gateway that has done something shows on its metrics page stands in the documents, and what they name of the
 //! gateway is in its code.
 
+use pointsman::config::EventMode;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -44,7 +45,7 @@ async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
     let engine = engine.await.expect("the engine starts");
     let mut settings = settings(Vec::new());
     settings.models[0].tokens.source = TokenSourceChoice::Engine;
-    settings.models[0].router.use_kv_events = true.into();
+    settings.models[0].router.events.mode = EventMode::On;
     settings.gateway.metrics_public = true;
     let name = settings.models[0].name.clone();
     let upstream_is_mock = settings.models[0].upstream_name() == "mock";

@@ -248,7 +248,7 @@ async fn a_late_answer_that_is_not_streamed_is_not_begun_anew_and_counts() {
     let workers = [Scripted::start(|_| vec![Act::Hang]).await, Scripted::start(|_| vec![Act::Hang]).await];
     let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
     settings.gateway.answer_timeout_ms = 300;
-    settings.models[0].router.outcome_failures_max = 1;
+    settings.models[0].router.health.outcome_failures_max = 1;
     let gateway = gateway(settings).await;
     let answer = post(&gateway, CHAT, &chat("mock", false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (504, "worker_timeout"));

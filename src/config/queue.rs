@@ -1,10 +1,125 @@
-//! Settings of the waiting queue: classes, their order, shares and limits.
+//! `[queue]`: waiting requests, their classes, order, shares and limits.
 
 use serde::{Deserialize, Serialize};
 
-use super::Problems;
+use crate::validation::Problems;
 
-/// In which order the requests of one class leave the queue. A strict priority and a deadline come before it.
+/// Settings of the queue.
+///
+/// ```
+/// use pointsman::config::QueueConfig;
+///
+/// let queue = QueueConfig { threshold: Some(2.0), ..QueueConfig::default() };
+/// let classes = queue.classes_or_default();
+/// assert_eq!((classes[0].name.as_str(), classes[0].busy_prefill_frac), ("default", Some(2.0)));
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct QueueConfig {
+    /// Requests without a response at the same time; one more is refused. Default 65,536, at least 1.
+    pub requests_max: u32,
+    /// Share of a rank's `max_num_batched_tokens` in pending prefill tokens beyond which it is busy, so that requests
+    /// wait. Default none: no request waits. Not negative.
+    pub threshold: Option<f64>,
+    /// `max_num_batched_tokens` of ranks whose worker does not state it. Default none: [`Self::UNSTATED_BATCHED_TOKENS`].
+    /// At least 1.
+    pub unstated_batched_tokens: Option<u32>,
+    /// Order of the queue without classes. Default `fcfs`.
+    pub order: QueueOrder,
+    /// Classes of waiting requests. Default none: one class, `default`. No request waits while neither a class nor
+    /// `threshold` defines when a rank is busy.
+    pub classes: Vec<QueueClass>,
+    /// Family of requests that name no class. Default none: the first class.
+    pub default_family: Option<String>,
+    /// Buckets of uncached tokens, by which a family chooses among its classes.
+    pub uncached_buckets: Vec<UncachedBucket>,
+    /// Age at which the index is queried again for a waiting request, in milliseconds; 0 never. Default 10,000.
+    pub overlap_refresh_after_ms: u64,
+}
+
+impl Default for QueueConfig {
+    fn default() -> Self {
+        Self {
+            requests_max: 65_536,
+            threshold: None,
+            unstated_batched_tokens: None,
+            order: QueueOrder::default(),
+            classes: Vec::new(),
+            default_family: None,
+            uncached_buckets: Vec::new(),
+            overlap_refresh_after_ms: 10_000,
+        }
+    }
+}
+
+impl QueueConfig {
+    /// `max_num_batched_tokens` of a rank whose worker does not state it, if nothing is configured: the default of
+    /// `vllm serve` on GPUs with 70 GiB or more (2,048 on smaller ones), and of SGLang's `chunked_prefill_size` on many.
+    pub const UNSTATED_BATCHED_TOKENS: u32 = 8_192;
+
+    /// `max_num_batched_tokens` of a rank whose worker does not state it.
+    #[must_use]
+    pub fn unstated_batched_tokens(&self) -> u32 {
+        self.unstated_batched_tokens.unwrap_or(Self::UNSTATED_BATCHED_TOKENS)
+    }
+
+    /// The classes in use: those configured, or the class `default`.
+    #[must_use]
+    pub fn classes_or_default(&self) -> Vec<QueueClass> {
+        let mut classes = self.classes.clone();
+        if classes.is_empty() {
+            classes.push(QueueClass { order: self.order, ..QueueClass::named("default") });
+        }
+        for class in classes.iter_mut().filter(|class| !class.has_threshold()) {
+            class.busy_prefill_frac = self.threshold;
+        }
+        classes
+    }
+
+    /// Whether this is the name of a class or family.
+    #[must_use]
+    pub fn knows_class(&self, name: &str) -> bool {
+        let named = |class: &QueueClass| class.name == name || class.family.as_deref() == Some(name);
+        self.classes_or_default().iter().any(named)
+    }
+
+    /// Whether any request may have to wait for a rank.
+    #[must_use]
+    pub fn is_enabled(&self) -> bool {
+        self.threshold.is_some() || self.classes.iter().any(QueueClass::has_threshold)
+    }
+
+    /// Adds broken rules. `uses_batched_tokens`: whether a limit is a share of `max_num_batched_tokens`.
+    pub(super) fn check(&self, uses_batched_tokens: bool, problems: &mut Problems) {
+        let default = Self::default();
+        problems.positive("queue.requests_max", self.requests_max);
+        problems.threshold("queue.threshold", self.threshold);
+        let applies = self.classes.is_empty() || !self.classes.iter().all(QueueClass::has_threshold);
+        let rule = "absent where every class has a threshold of its own";
+        problems.check_given("queue.threshold", self.threshold, |_| applies, rule);
+        let unstated = self.unstated_batched_tokens;
+        problems.check_given("queue.unstated_batched_tokens", unstated, |tokens| *tokens > 0, "at least 1");
+        let rule = "absent unless a limit is a share of max_num_batched_tokens";
+        problems.check_given("queue.unstated_batched_tokens", unstated, |_| uses_batched_tokens, rule);
+        let holds = self.classes.is_empty() || self.order == default.order;
+        problems.check(
+            "queue.order",
+            self.order.name(),
+            holds,
+            "fcfs where there are queue.classes with orders of their own",
+        );
+        check_classes(&self.classes, &self.uncached_buckets, problems);
+        if let Some(family) = &self.default_family {
+            let known = self.classes.iter().any(|class| class.family.as_ref() == Some(family));
+            problems.check("queue.default_family", family, known, "the family of one of queue.classes");
+        }
+        let (refresh_ms, default_ms) = (self.overlap_refresh_after_ms, default.overlap_refresh_after_ms);
+        let rule = "10000 unless a threshold makes requests wait";
+        problems.unused("queue.overlap_refresh_after_ms", refresh_ms, default_ms, self.is_enabled(), rule);
+    }
+}
+
+/// Order in which the requests of one class leave the queue, after strict priority and deadline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueueOrder {
@@ -15,6 +130,16 @@ pub enum QueueOrder {
     Lcfs,
     /// Weighted shortest processing time: fewest uncached tokens first.
     Wspt,
+}
+
+impl QueueOrder {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Fcfs => "fcfs",
+            Self::Lcfs => "lcfs",
+            Self::Wspt => "wspt",
+        }
+    }
 }
 
 /// One class of waiting requests: its share of the fleet, its order, and how much of it may wait.
@@ -34,7 +159,7 @@ pub struct QueueClass {
     /// The family it belongs to. A request that asks for a family gets that family's class for its bucket.
     #[serde(default)]
     pub family: Option<String>,
-    /// The bucket of uncached tokens (see `queue_uncached_buckets`) that it serves within its family.
+    /// The bucket of uncached tokens (see `queue.uncached_buckets`) that it serves within its family.
     #[serde(default)]
     pub bucket: Option<String>,
     /// In which order its requests leave. Default `fcfs`.
@@ -46,7 +171,7 @@ pub struct QueueClass {
     /// A rank with more prefill tokens than this to compute is busy for this class.
     #[serde(default)]
     pub busy_prefill_tokens: Option<u64>,
-    /// The same as a share of the rank's `max_num_batched_tokens`. Default: the router's `queue_threshold`.
+    /// The same as a share of the rank's `max_num_batched_tokens`. Default: `queue.threshold`.
     #[serde(default)]
     pub busy_prefill_frac: Option<f64>,
     /// Requests that may wait, for each rank of the pool; 0 never waits. Default: no limit.
@@ -106,9 +231,9 @@ pub(super) fn is_name(name: &str) -> bool {
 
 pub(super) const NAME_RULE: &str = "one or more letters, digits, _, . or -";
 
-pub(super) fn check_classes(classes: &[QueueClass], buckets: &[UncachedBucket], problems: &mut Problems) {
+fn check_classes(classes: &[QueueClass], buckets: &[UncachedBucket], problems: &mut Problems) {
     for (n, class) in classes.iter().enumerate() {
-        let field = |name: &str| format!("queue_classes[{n}].{name}");
+        let field = |name: &str| format!("queue.classes[{n}].{name}");
         problems.check(field("name"), &class.name, is_name(&class.name), NAME_RULE);
         let again = classes[..n].iter().any(|other| other.name == class.name);
         problems.check(field("name"), &class.name, !again, "named once");
@@ -128,11 +253,11 @@ pub(super) fn check_classes(classes: &[QueueClass], buckets: &[UncachedBucket], 
         }
         if let Some(bucket) = &class.bucket {
             let known = buckets.iter().any(|known| known.bucket == *bucket);
-            problems.check(field("bucket"), bucket, known, "the name of one of queue_uncached_buckets");
+            problems.check(field("bucket"), bucket, known, "the name of one of queue.uncached_buckets");
         }
     }
     for (n, bucket) in buckets.iter().enumerate() {
-        let field = format!("queue_uncached_buckets[{n}].min_tokens");
+        let field = format!("queue.uncached_buckets[{n}].min_tokens");
         let holds = n.checked_sub(1).map_or(bucket.min_tokens == 0, |n| buckets[n].min_tokens < bucket.min_tokens);
         problems.check(field, bucket.min_tokens, holds, "0 for the first, and higher for each next one");
     }

@@ -81,7 +81,7 @@ pub struct EngineLoadFact {
     pub kv_usage: Option<f64>,
     /// Age of the report.
     pub age: Duration,
-    /// Whether the report is too old to count (`engine_load_stale_ms`): the current load is then unknown.
+    /// Whether the report is too old to count (`engine_load.stale_ms`): the current load is then unknown.
     pub is_stale: bool,
 }
 

@@ -24,11 +24,11 @@ use serde::{Deserialize, Serialize};
 
 pub use monitor::{HealthChange, HealthInput, Member, Monitor};
 
-use crate::config::RouterConfig;
+use crate::config::{HealthConfig, RouterConfig};
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// Maximum ejection time after failed requests. (reference: Envoy's outlier detection, max_ejection_time)
-pub const EJECTION_MAX: Duration = Duration::from_millis(RouterConfig::EJECTION_MS_MAX);
+pub const EJECTION_MAX: Duration = Duration::from_millis(HealthConfig::EJECTION_MS_MAX);
 
 /// Back-off after the first refused request; doubled by each further consecutive one.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(1);
@@ -150,14 +150,14 @@ impl HealthRules {
     /// The rules of a validated configuration.
     #[must_use]
     pub fn of(config: &RouterConfig) -> Self {
-        let probe = config.health_probe_interval_ms.saturating_add(config.health_probe_timeout_ms);
+        let probe = config.health.probe_interval_ms.saturating_add(config.health.probe_timeout_ms);
         Self {
-            probe_failures_max: config.health_failures_max,
-            probe_successes_min: config.health_successes_min,
+            probe_failures_max: config.health.probe_failures_max,
+            probe_successes_min: config.health.probe_successes_min,
             probe_stale: Duration::from_millis(probe.saturating_mul(3)),
-            outcome_failures_max: config.outcome_failures_max,
-            ejection: Duration::from_millis(config.ejection_ms),
-            ejected_share_max: config.ejected_share_max,
+            outcome_failures_max: config.health.outcome_failures_max,
+            ejection: Duration::from_millis(config.health.ejection_ms),
+            ejected_share_max: config.health.ejected_share_max,
         }
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Child, Membership, MembershipEffect, MembershipReport, RestartBudget};
-use crate::config::UseKvEvents;
+use crate::config::EventMode;
 use crate::protocol::{KvEventsConfig, Slot, Timestamp, WorkerConfig, WorkerRank};
 
 /// Restarts of one reader within [`READER_RESTART_WINDOW`].
@@ -92,9 +92,9 @@ impl<R> Membership<R> {
     /// Ranks whose blocks must be sent again. Index entries that follow the router's own decisions fill up by themselves.
     fn lost_ranks(&self, shard_ranks: &BTreeMap<WorkerRank, bool>) -> Vec<WorkerRank> {
         let is_lost = |has_events: bool| match self.rules.use_kv_events {
-            UseKvEvents::No => false,
-            UseKvEvents::Yes => true,
-            UseKvEvents::Auto => has_events,
+            EventMode::Off => false,
+            EventMode::On => true,
+            EventMode::Auto => has_events,
         };
         let is_running =
             |rank: &WorkerRank| self.workers.get(&rank.worker).is_some_and(|worker| worker.slots.contains_key(rank));

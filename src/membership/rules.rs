@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::config::{RouterConfig, UseKvEvents};
+use crate::config::{EventMode, RouterConfig, SupervisionConfig};
 use crate::protocol::{WorkerConfig, WorkerConfigError};
 
 /// Settings of a router that membership depends on.
@@ -15,7 +15,7 @@ pub struct MembershipRules {
     /// True if the router reads the KV events of workers that publish some.
     pub reads_kv_events: bool,
     /// Decides which ranks are cold after the loss of an index shard.
-    pub use_kv_events: UseKvEvents,
+    pub use_kv_events: EventMode,
     /// True if a limit is a share of `max_num_batched_tokens`, so that a worker without this value is reported.
     pub needs_batched_tokens: bool,
     /// Restarts within `restart_window` before the router fails. KV event readers have a budget of their own.
@@ -31,11 +31,11 @@ impl MembershipRules {
         Self {
             is_eagle: config.is_eagle,
             has_reader,
-            reads_kv_events: has_reader && config.use_kv_events.reads_events() && config.has_index(),
-            use_kv_events: config.use_kv_events,
-            needs_batched_tokens: config.depends_on_batched_tokens(),
-            restarts_max: config.restarts_max,
-            restart_window: Duration::from_millis(config.restart_window_ms),
+            reads_kv_events: has_reader && config.events.mode.reads_events() && config.has_index(),
+            use_kv_events: config.events.mode,
+            needs_batched_tokens: config.uses_batched_tokens(),
+            restarts_max: config.supervision.restarts_max,
+            restart_window: SupervisionConfig::RESTART_WINDOW,
         }
     }
 

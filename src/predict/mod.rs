@@ -31,7 +31,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::{ApproximatePolicy, RouterConfig, UseKvEvents};
+use crate::config::{EventMode, RouterConfig, SpeculativeModel};
 use crate::hashing::HashedPrompt;
 use crate::index::depth::Depths;
 use crate::index::{Index, Overlaps};
@@ -73,8 +73,9 @@ impl SpeculationModel {
     /// use pointsman::RouterConfig;
     /// use pointsman::predict::SpeculationModel;
     ///
-    /// assert_eq!(SpeculationModel::of(&RouterConfig::default()), None);
-    /// let config = RouterConfig { use_kv_events: false.into(), ..RouterConfig::default() };
+    /// let mut config = RouterConfig::default();
+    /// assert_eq!(SpeculationModel::of(&config), None);
+    /// config.events.mode = pointsman::config::EventMode::Off;
     /// assert!(matches!(SpeculationModel::of(&config), Some(SpeculationModel::Ttl { .. })));
     /// ```
     #[must_use]
@@ -82,14 +83,16 @@ impl SpeculationModel {
         if !config.has_index() {
             return None;
         }
-        let ttl = Duration::from_millis(config.approximate_ttl_ms);
-        match (config.use_kv_events, config.approximate_policy) {
-            (UseKvEvents::Yes, _) => {
-                config.predicted_ttl_ms.map(|ttl_ms| Self::BesideEvents { ttl: Duration::from_millis(ttl_ms) })
-            }
-            (UseKvEvents::Auto, _) => Some(Self::UntilEvents { ttl }),
-            (UseKvEvents::No, ApproximatePolicy::Ttl) => Some(Self::Ttl { ttl }),
-            (UseKvEvents::No, ApproximatePolicy::Lru) => Some(Self::Lru { fallback_ttl: ttl }),
+        let ttl = Duration::from_millis(config.index.speculative.ttl_ms);
+        match (config.events.mode, config.index.speculative.model) {
+            (EventMode::On, _) => config
+                .index
+                .speculative
+                .with_events_ttl_ms
+                .map(|ttl_ms| Self::BesideEvents { ttl: Duration::from_millis(ttl_ms) }),
+            (EventMode::Auto, _) => Some(Self::UntilEvents { ttl }),
+            (EventMode::Off, SpeculativeModel::Ttl) => Some(Self::Ttl { ttl }),
+            (EventMode::Off, SpeculativeModel::Lru) => Some(Self::Lru { fallback_ttl: ttl }),
         }
     }
 

@@ -9,7 +9,7 @@ use super::ClassId;
 
 /// The requested class does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("class is {0:?}, must be the name or the family of one of queue_classes")]
+#[error("class is {0:?}, must be the name or the family of one of queue.classes")]
 pub struct UnknownClass(
     /// The requested name.
     pub String,
@@ -24,8 +24,8 @@ pub(super) struct Classifier {
 impl Classifier {
     pub(super) fn new(config: &RouterConfig) -> Self {
         Self {
-            default_family: config.queue_default_family.clone(),
-            buckets: config.queue_uncached_buckets.as_slice().into(),
+            default_family: config.queue.default_family.clone(),
+            buckets: config.queue.uncached_buckets.as_slice().into(),
         }
     }
 
@@ -61,9 +61,10 @@ impl Classifier {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::QueueConfig;
 
     fn class_of(config: &RouterConfig, name: Option<&str>, uncached_tokens: u32) -> Result<String, UnknownClass> {
-        let classes = config.classes();
+        let classes = config.queue.classes_or_default();
         let class = Classifier::new(config).class_of(&classes, name, uncached_tokens)?;
         Ok(classes[class.0 as usize].name.clone())
     }
@@ -76,14 +77,17 @@ mod tests {
         };
         let bucket = |min_tokens, bucket: &str| UncachedBucket { min_tokens, bucket: bucket.to_owned() };
         RouterConfig {
-            queue_classes: vec![
-                class("chat-warm", "chat", Some("short")),
-                class("chat-cold", "chat", Some("long")),
-                class("batch", "offline", Some("short")),
-                class("chat", "offline", None),
-            ],
-            queue_default_family: default_family.map(str::to_owned),
-            queue_uncached_buckets: vec![bucket(0, "short"), bucket(1000, "long")],
+            queue: QueueConfig {
+                classes: vec![
+                    class("chat-warm", "chat", Some("short")),
+                    class("chat-cold", "chat", Some("long")),
+                    class("batch", "offline", Some("short")),
+                    class("chat", "offline", None),
+                ],
+                default_family: default_family.map(str::to_owned),
+                uncached_buckets: vec![bucket(0, "short"), bucket(1000, "long")],
+                ..QueueConfig::default()
+            },
             ..RouterConfig::default()
         }
     }
@@ -102,7 +106,7 @@ mod tests {
             assert_eq!(class_of(&config, name, uncached_tokens).unwrap(), expected, "{name:?} {uncached_tokens}");
         }
         let mut config = self::config(None);
-        config.queue_classes.pop();
+        config.queue.classes.pop();
         assert_eq!(class_of(&config, Some("chat"), 999).unwrap(), "chat-warm");
         assert_eq!(class_of(&config, Some("chat"), 1000).unwrap(), "chat-cold");
         assert_eq!(class_of(&config, None, 5000).unwrap(), "chat-warm", "no default family: the first class");
@@ -112,7 +116,7 @@ mod tests {
     #[test]
     fn unknown_names_are_rejected() {
         let refused = class_of(&config(None), Some("chatt"), 0).unwrap_err();
-        let text = "class is \"chatt\", must be the name or the family of one of queue_classes";
+        let text = "class is \"chatt\", must be the name or the family of one of queue.classes";
         assert_eq!(refused.to_string(), text);
         assert_eq!(class_of(&RouterConfig::default(), Some(""), 0), Err(UnknownClass(String::new())));
     }

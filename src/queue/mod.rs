@@ -187,7 +187,7 @@ impl<E> Queue<E> {
     /// Creates an empty queue with the classes of a validated configuration.
     #[must_use]
     pub fn new(config: &RouterConfig) -> Self {
-        let settings: Box<[QueueClass]> = config.classes().into();
+        let settings: Box<[QueueClass]> = config.queue.classes_or_default().into();
         Self {
             classes: settings.iter().map(Class::new).collect(),
             classifier: Classifier::new(config),
@@ -209,7 +209,7 @@ impl<E> Queue<E> {
 
     /// The class of a request with class name `name` and `uncached_tokens` to compute: the class of that name; else,
     /// for a family name, the family's class for the bucket, or its first class if it has none for the bucket. Without
-    /// a name, the same for `queue_default_family`, or else the first class. O(classes).
+    /// a name, the same for `queue.default_family`, or else the first class. O(classes).
     ///
     /// # Errors
     ///

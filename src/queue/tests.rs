@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::config::QueueOrder;
+use crate::config::{QueueConfig, QueueOrder};
 
 const ANY: LaneKey = LaneKey(0);
 
@@ -16,7 +16,10 @@ fn class(n: usize, order: QueueOrder, quantum_tokens: u32) -> QueueClass {
 }
 
 fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
-    let config = RouterConfig { queue_classes, ..RouterConfig::default() };
+    let config = RouterConfig {
+        queue: QueueConfig { classes: queue_classes, ..QueueConfig::default() },
+        ..RouterConfig::default()
+    };
     config.validate().expect("a configuration that holds");
     config
 }
@@ -28,7 +31,10 @@ fn prompt(isl_tokens: u32) -> QueueEntry {
 #[test]
 fn worked_examples_leave_in_order() {
     let order = |queue_policy, requests: [QueueEntry; 2]| {
-        let mut queue = Queue::new(&RouterConfig { queue_policy, ..RouterConfig::default() });
+        let mut queue = Queue::new(&RouterConfig {
+            queue: QueueConfig { order: queue_policy, ..QueueConfig::default() },
+            ..RouterConfig::default()
+        });
         for (id, entry) in requests.into_iter().enumerate() {
             queue.push(id as u64, ClassId(0), ANY, entry, ());
         }

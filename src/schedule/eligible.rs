@@ -149,27 +149,27 @@ impl Verdicts {
 
 impl Rules {
     pub(super) fn new(config: &RouterConfig, classes: &[QueueClass]) -> Self {
-        let unstated_batched_tokens = config.batched_tokens_where_unstated();
+        let unstated_batched_tokens = config.queue.unstated_batched_tokens();
         let limits = |prefill_tokens, prefill_frac| Limits { prefill_tokens, prefill_frac, unstated_batched_tokens };
         let busy = |class: &QueueClass| limits(class.busy_prefill_tokens, class.busy_prefill_frac);
-        let longest = Duration::from_millis(config.slow_start_max_ms);
-        let slow_start = SlowStart { fill: config.slow_start_fill, longest };
-        let overload = limits(config.overload_prefill_tokens, config.overload_prefill_frac);
-        let overloads = overload.any() || config.overload_blocks_frac.is_some();
+        let longest = Duration::from_millis(config.slow_start.max_ms);
+        let slow_start = SlowStart { fill: config.slow_start.fill, longest };
+        let overload = limits(config.overload.prefill_tokens, config.overload.prefill_frac);
+        let overloads = overload.any() || config.overload.blocks_frac.is_some();
         Self {
-            lenient: !overloads && config.slow_start_fill == 0.0,
+            lenient: !overloads && config.slow_start.fill == 0.0,
             overload,
-            overload_blocks_frac: config.overload_blocks_frac,
+            overload_blocks_frac: config.overload.blocks_frac,
             busy: classes.iter().map(busy).collect(),
-            slow_start: (config.slow_start_fill > 0.0).then_some(slow_start),
-            slow_return: Some(Duration::from_millis(config.slow_start_return_ms)).filter(|longest| !longest.is_zero()),
+            slow_start: (config.slow_start.fill > 0.0).then_some(slow_start),
+            slow_return: Some(Duration::from_millis(config.slow_start.return_ms)).filter(|longest| !longest.is_zero()),
             engine: EngineLimits {
-                waiting: config.overload_engine_waiting,
-                kv_usage: config.overload_engine_kv_usage,
-                stale_after: Duration::from_millis(config.engine_load_stale_ms),
+                waiting: config.overload.engine_waiting,
+                kv_usage: config.overload.engine_kv_usage,
+                stale_after: Duration::from_millis(config.engine_load.stale_ms),
             },
-            session_affinity: config.session_affinity,
-            session_factor: preference_factor(config.session_weight),
+            session_affinity: config.session.affinity,
+            session_factor: preference_factor(config.session.weight),
         }
     }
 

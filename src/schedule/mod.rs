@@ -58,6 +58,24 @@ pub struct Extensions {
     pub selector: Option<Arc<dyn WorkerSelector>>,
     /// Says how long prefills take, in place of what is learned.
     pub estimator: Option<Arc<dyn PrefillEstimator>>,
+    /// Whether the exact load of every rank is queried, also where bounds decide. For comparison with the shortlist:
+    /// both place alike.
+    #[cfg(any(test, feature = "test-support"))]
+    pub queries_every_rank: bool,
+}
+
+impl Extensions {
+    /// The facts that a decision needs, if its policy needs `needs`.
+    #[cfg(any(test, feature = "test-support"))]
+    fn needs(&self, needs: Needs) -> Needs {
+        if self.queries_every_rank { Needs::All } else { needs }
+    }
+
+    /// The facts that a decision needs, if its policy needs `needs`.
+    #[cfg(not(any(test, feature = "test-support")))]
+    fn needs(&self, needs: Needs) -> Needs {
+        needs
+    }
 }
 
 impl std::fmt::Debug for Extensions {
@@ -124,18 +142,18 @@ struct Settings {
 const TIE_FACTOR: f64 = 1.05;
 
 impl Settings {
-    fn of(config: &RouterConfig) -> Self {
+    fn of(config: &RouterConfig, extensions: &Extensions) -> Self {
         Self {
             cost: config.kv_cost(),
-            temperature: config.temperature,
+            temperature: config.policy.temperature(),
             seed: config.seed,
             decision_trace: config.decision_trace,
-            needs: config.needs_at(0.0),
-            needs_at_temperature: config.needs_at(f64::MIN_POSITIVE),
-            policy: config.policy,
+            needs: extensions.needs(config.needs_at(0.0)),
+            needs_at_temperature: extensions.needs(config.needs_at(f64::MIN_POSITIVE)),
+            policy: config.policy.kind(),
             role: config.role,
             models_prefill: config.learns_speed(),
-            tie_factor: if config.policy == Policy::Latency { TIE_FACTOR } else { 1.0 },
+            tie_factor: if config.policy.kind() == Policy::Latency { TIE_FACTOR } else { 1.0 },
         }
     }
 }
@@ -171,15 +189,17 @@ impl<T> Schedule<T> {
     #[must_use]
     pub fn new(config: RouterConfig, incarnation: u32, extensions: Extensions) -> Self {
         let base = u64::from(incarnation) << 32;
-        let rules = Rules::new(&config, &config.classes());
-        let refresh_after = Duration::from_millis(config.overlap_refresh_after_ms);
+        let rules = Rules::new(&config, &config.queue.classes_or_default());
+        let settings = Settings::of(&config, &extensions);
+        let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
         Self {
-            queueing: config.queueing(),
+            settings,
+            queueing: config.queue.is_enabled(),
             rules,
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
             extensions,
             ranks: Ranks::default(),
-            sessions: Sessions::new(Duration::from_millis(config.session_ttl_ms), config.sessions_max),
+            sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
             arrivals: VecDeque::new(),
             again: VecDeque::new(),
             queue: Queue::new(&config),
@@ -192,7 +212,6 @@ impl<T> Schedule<T> {
             typical: Typical::new(EngineSpeed::prior(config.block_size)),
             now: Timestamp::default(),
             scratch: decide::Scratch::default(),
-            settings: Settings::of(&config),
         }
     }
 

@@ -7,9 +7,10 @@ use proptest::prelude::*;
 
 use super::rank::Candidate;
 use super::*;
-use crate::config::Fanout;
+use crate::config::{LoadConfig, QueueConfig};
 use crate::hashing::sequence_hashes;
 use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
+use crate::policy::{KvConfig, PolicyConfig};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId};
 use crate::select::{CostFacts, Policy, RankOverlap, TierOverlap};
 
@@ -37,8 +38,12 @@ struct Fleet {
 
 impl Fleet {
     fn new(config: RouterConfig, ranks: usize) -> Self {
+        Self::with(config, ranks, Extensions::default())
+    }
+
+    fn with(config: RouterConfig, ranks: usize, extensions: Extensions) -> Self {
         let mut fleet = Self {
-            schedule: Schedule::new(config, 0, Extensions::default()),
+            schedule: Schedule::new(config, 0, extensions),
             loads: LiveLoads::default(),
             nodes: Vec::new(),
             effects: VecDeque::new(),
@@ -99,7 +104,7 @@ impl Fleet {
         let blocks: Vec<BlockHash> = asked.prompt.iter().copied().map(BlockHash).collect();
         let hashes = sequence_hashes(&blocks);
         let blocks = hashes.len() as u32;
-        let shared = config.assume_kv_reuse;
+        let shared = config.load.assume_kv_reuse;
         let prompt = if shared { PromptBlocks::Hashed(hashes) } else { PromptBlocks::Counted(blocks) };
         self.prompts.insert(id, prompt.clone());
         let overlap = |(slot, device_blocks): (usize, &u32)| RankOverlap {
@@ -162,8 +167,14 @@ fn asked() -> impl Strategy<Value = Asked> {
         .prop_map(|(prompt, overlaps, frees)| Asked { prompt, overlaps, frees })
 }
 
-fn config(policy: Policy, assume_kv_reuse: bool, fanout: Fanout) -> RouterConfig {
-    RouterConfig { policy, assume_kv_reuse, fanout, block_size: 4, seed: 11, ..RouterConfig::default() }
+fn config(policy: Policy, assume_kv_reuse: bool) -> RouterConfig {
+    RouterConfig {
+        block_size: 4,
+        seed: 11,
+        policy: policy.into(),
+        load: LoadConfig { assume_kv_reuse, ..LoadConfig::default() },
+        ..RouterConfig::default()
+    }
 }
 
 fn deterministic_policy() -> impl Strategy<Value = Policy> {
@@ -172,7 +183,15 @@ fn deterministic_policy() -> impl Strategy<Value = Policy> {
 
 /// One request after the other, each answered before the next comes.
 fn serially(config: &RouterConfig, ranks: usize, requests: &[Asked]) -> Fleet {
-    let mut fleet = Fleet::new(config.clone(), ranks);
+    serially_in(Fleet::new(config.clone(), ranks), config, requests)
+}
+
+/// Queries the load of every rank for each decision.
+fn every_rank() -> Extensions {
+    Extensions { queries_every_rank: true, ..Extensions::default() }
+}
+
+fn serially_in(mut fleet: Fleet, config: &RouterConfig, requests: &[Asked]) -> Fleet {
     for (id, asked) in requests.iter().enumerate() {
         fleet.request(id as u64, asked, config);
         fleet.settle();
@@ -189,8 +208,9 @@ proptest! {
         policy in deterministic_policy(), reuse: bool, ranks in 1usize..9,
         requests in prop::collection::vec(asked(), 1..60),
     ) {
-        let all = serially(&config(policy, reuse, Fanout::All), ranks, &requests);
-        let shortlist = serially(&config(policy, reuse, Fanout::Shortlist), ranks, &requests);
+        let config = config(policy, reuse);
+        let all = serially_in(Fleet::with(config.clone(), ranks, every_rank()), &config, &requests);
+        let shortlist = serially(&config, ranks, &requests);
         prop_assert_eq!(&all.placed, &shortlist.placed);
         prop_assert!(shortlist.asked_ranks <= all.asked_ranks);
     }
@@ -200,7 +220,7 @@ proptest! {
     fn every_ranks_bounds_hold_the_exact_load(
         reuse: bool, ranks in 1usize..6, requests in prop::collection::vec(asked(), 1..40), newcomer in asked(),
     ) {
-        let config = config(Policy::RoundRobin, reuse, Fanout::Shortlist);
+        let config = config(Policy::RoundRobin, reuse);
         let mut fleet = serially(&config, ranks, &requests);
         fleet.schedule.ranks.refresh(&fleet.loads, NOW);
         fleet.request(u64::MAX, &newcomer, &config); // for its prompt; round robin books it somewhere
@@ -224,13 +244,14 @@ proptest! {
 
     #[test]
     fn a_batch_books_what_a_serial_run_would(
-        policy in deterministic_policy(), reuse: bool, fanout in prop::sample::select(vec![Fanout::Shortlist, Fanout::All]),
+        policy in deterministic_policy(), reuse: bool, queries_every_rank: bool,
         ranks in 1usize..9, requests in prop::collection::vec(asked(), 1..60), burst in 2usize..20,
     ) {
-        let config = config(policy, reuse, fanout);
+        let config = config(policy, reuse);
+        let extensions = Extensions { queries_every_rank, ..Extensions::default() };
         let requests: Vec<Asked> = requests.into_iter().map(|asked| Asked { frees: None, ..asked }).collect();
-        let serial = serially(&config, ranks, &requests);
-        let mut batched = Fleet::new(config.clone(), ranks);
+        let serial = serially_in(Fleet::with(config.clone(), ranks, extensions.clone()), &config, &requests);
+        let mut batched = Fleet::with(config.clone(), ranks, extensions);
         for (id, asked) in requests.iter().enumerate() {
             batched.request(id as u64, asked, &config);
             if id % burst == burst - 1 {
@@ -245,7 +266,7 @@ proptest! {
     fn nothing_is_lost_or_answered_twice_whatever_goes_missing(
         policy in deterministic_policy(), ranks in 0usize..6, steps in prop::collection::vec((0u8..10, asked()), 1..120),
     ) {
-        let config = config(policy, true, Fanout::Shortlist);
+        let config = config(policy, true);
         let mut fleet = Fleet::new(config.clone(), ranks);
         let mut requests_sent = 0;
         for (step, asked) in steps {
@@ -280,8 +301,8 @@ proptest! {
 
 #[test]
 fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
-    let config = config(Policy::Kv, true, Fanout::All);
-    let mut fleet = Fleet::new(config.clone(), 2);
+    let config = config(Policy::Kv, true);
+    let mut fleet = Fleet::with(config.clone(), 2, every_rank());
     let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
     for id in 0..2 {
         fleet.request(id, &asked(7), &config);
@@ -305,8 +326,8 @@ fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
 
 #[test]
 fn a_single_suspect_rank_is_still_better_than_none() {
-    let config = config(Policy::Kv, true, Fanout::All);
-    let mut fleet = Fleet::new(config.clone(), 1);
+    let config = config(Policy::Kv, true);
+    let mut fleet = Fleet::with(config.clone(), 1, every_rank());
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     for id in 0..3 {
         fleet.request(id, &asked, &config);
@@ -319,8 +340,7 @@ fn a_single_suspect_rank_is_still_better_than_none() {
 /// Both boards are being written when a restarted scheduler admits their ranks. Rank 0's becomes readable first.
 #[test]
 fn a_rank_whose_board_cannot_be_read_yet_is_not_taken_for_idle() {
-    let mut schedule =
-        Schedule::<u64>::new(config(Policy::LeastLoaded, true, Fanout::Shortlist), 1, Extensions::default());
+    let mut schedule = Schedule::<u64>::new(config(Policy::LeastLoaded, true), 1, Extensions::default());
     let mut effects = VecDeque::new();
     let mut loads = LiveLoads::default();
     let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
@@ -351,7 +371,10 @@ fn a_rank_whose_board_cannot_be_read_yet_is_not_taken_for_idle() {
 #[test]
 fn ranks_that_all_cost_infinitely_much_are_drawn_by_lot() {
     for prefill_load_scale in [f64::INFINITY, f64::NAN] {
-        let config = RouterConfig { prefill_load_scale, ..config(Policy::Kv, true, Fanout::Shortlist) };
+        let config = RouterConfig {
+            policy: PolicyConfig::Kv(KvConfig { prefill_load_scale, ..KvConfig::default() }),
+            ..config(Policy::Kv, true)
+        };
         let mut fleet = Fleet::new(config.clone(), 4);
         for id in 0..64 {
             fleet.request(id, &Asked { prompt: vec![id], overlaps: vec![], frees: None }, &config);
@@ -364,7 +387,10 @@ fn ranks_that_all_cost_infinitely_much_are_drawn_by_lot() {
 
 #[test]
 fn temperature_spreads_and_repeats_with_the_seed() {
-    let config = RouterConfig { temperature: 0.7, ..config(Policy::Kv, true, Fanout::Shortlist) };
+    let config = RouterConfig {
+        policy: PolicyConfig::Kv(KvConfig { temperature: 0.7, ..KvConfig::default() }),
+        ..config(Policy::Kv, true)
+    };
     let requests: Vec<Asked> =
         (0..200).map(|n| Asked { prompt: vec![n * 10], overlaps: vec![9, 3], frees: Some(0) }).collect();
     let first = serially(&config, 4, &requests).placed;
@@ -375,7 +401,7 @@ fn temperature_spreads_and_repeats_with_the_seed() {
 
 #[test]
 fn round_robin_takes_turns_in_rank_order() {
-    let config = config(Policy::RoundRobin, true, Fanout::Shortlist);
+    let config = config(Policy::RoundRobin, true);
     let requests = vec![Asked { prompt: vec![1], overlaps: vec![], frees: None }; 6];
     let placed = serially(&config, 3, &requests).placed;
     let workers: Vec<u64> = placed.iter().map(|(_, rank)| rank.worker.0).collect();
@@ -384,7 +410,7 @@ fn round_robin_takes_turns_in_rank_order() {
 
 #[test]
 fn a_dead_incarnations_books_leave_the_overlay() {
-    let config = config(Policy::LeastLoaded, true, Fanout::Shortlist);
+    let config = config(Policy::LeastLoaded, true);
     let mut schedule = Schedule::<u64>::new(config, 0, Extensions::default());
     let mut effects = VecDeque::new();
     let mut loads = LiveLoads::default();
@@ -414,11 +440,11 @@ fn a_dead_incarnations_books_leave_the_overlay() {
 
 #[test]
 fn an_answer_to_an_earlier_incarnation_is_nobodys() {
-    let config = config(Policy::Kv, true, Fanout::All);
+    let config = config(Policy::Kv, true);
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     let first_question = |incarnation| {
-        let mut fleet = Fleet::new(config.clone(), 2);
-        fleet.schedule = Schedule::new(config.clone(), incarnation, Extensions::default());
+        let mut fleet = Fleet::with(config.clone(), 2, every_rank());
+        fleet.schedule = Schedule::new(config.clone(), incarnation, every_rank());
         for slot in 0..fleet.nodes.len() {
             let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
             let admit = Input::Admit(Admission::new(rank, slot, Generation(1)));
@@ -435,8 +461,11 @@ fn an_answer_to_an_earlier_incarnation_is_nobodys() {
 #[test]
 fn ages_are_kept_only_where_overlaps_are_refreshed() {
     for (overlap_refresh_after_ms, kept) in [(0, 0), (10, 1)] {
-        let queueing = config(Policy::Kv, true, Fanout::Shortlist);
-        let config = RouterConfig { queue_threshold: Some(0.0), overlap_refresh_after_ms, ..queueing };
+        let queueing = config(Policy::Kv, true);
+        let config = RouterConfig {
+            queue: QueueConfig { threshold: Some(0.0), overlap_refresh_after_ms, ..queueing.queue },
+            ..queueing
+        };
         let mut fleet = Fleet::new(config, 1);
         for id in 0..2 {
             let block_hashes = Some([BlockHash(id)].into());

@@ -35,7 +35,7 @@ impl TierOverlap {
     }
 
     /// Effective overlap in blocks: 1 × device + host weight × host + disk weight × (disk + external).
-    /// (reference: NVIDIA Dynamo 1.6.1, `host_cache_hit_weight` and `disk_cache_hit_weight`)
+    /// (reference: NVIDIA Dynamo 1.6.1, `index.host_hit_weight` and `index.disk_hit_weight`)
     ///
     /// ```
     /// use pointsman::select::{TierOverlap, TierWeights};

@@ -17,7 +17,7 @@ use pointsman::select::{Policy, RankConditions, RankOverlap, RankTraits, SharedH
 pub(crate) const BLOCK_SIZE: u32 = 16;
 
 pub(crate) fn config() -> RouterConfig {
-    RouterConfig { policy: Policy::Kv, block_size: BLOCK_SIZE, seed: 11, ..RouterConfig::default() }
+    RouterConfig { block_size: BLOCK_SIZE, seed: 11, policy: Policy::Kv.into(), ..RouterConfig::default() }
 }
 
 pub(crate) fn rank(worker: u64) -> WorkerRank {
@@ -158,7 +158,7 @@ impl Fleet {
             rank,
             slot,
             generation,
-            active: ActiveSequences::new(self.config.assume_kv_reuse),
+            active: ActiveSequences::new(self.config.load.assume_kv_reuse),
             board: Arc::clone(&board),
             holdings: Arc::clone(&holdings),
             traits: traits.clone(),
@@ -216,7 +216,7 @@ impl Fleet {
     pub(crate) fn ask(&mut self, id: u64, ask: &Ask) {
         let blocks: Vec<BlockHash> =
             (0..u64::from(ask.blocks)).map(|n| BlockHash((ask.prompt << 32) ^ n ^ 0x5eed)).collect();
-        let prompt = if self.config.assume_kv_reuse {
+        let prompt = if self.config.load.assume_kv_reuse {
             PromptBlocks::Hashed(sequence_hashes(&blocks))
         } else {
             PromptBlocks::Counted(ask.blocks)

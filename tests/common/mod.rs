@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use pointsman::config::{HealthConfig, SupervisionConfig};
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
 use pointsman::select::Policy;
-use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Prompt, RouteRequest, Router, RouterBuilder, RouterConfig};
 
 pub(crate) const BLOCK_SIZE: u32 = 4;
 
@@ -15,7 +16,13 @@ pub(crate) fn config() -> RouterConfig {
     let defaults = RouterConfig::default();
     // Their engines are names only: nobody answers probes. Costs in blocks are the same at any time, on any machine.
     let policy = Policy::Kv;
-    RouterConfig { policy, block_size: BLOCK_SIZE, restarts_max: 1_000_000, health_probe_interval_ms: 0, ..defaults }
+    RouterConfig {
+        block_size: BLOCK_SIZE,
+        supervision: SupervisionConfig { restarts_max: 1_000_000 },
+        health: HealthConfig { probe_interval_ms: 0, ..defaults.health },
+        policy: policy.into(),
+        ..defaults
+    }
 }
 
 pub(crate) fn rank(worker: u64) -> WorkerRank {
@@ -24,7 +31,11 @@ pub(crate) fn rank(worker: u64) -> WorkerRank {
 
 /// A router with single-rank workers 0 to `workers` − 1.
 pub(crate) async fn router(config: RouterConfig, workers: u64) -> Router {
-    let mut builder = Router::builder(config);
+    started(Router::builder(config), workers).await
+}
+
+/// The same from a builder.
+pub(crate) async fn started(mut builder: RouterBuilder, workers: u64) -> Router {
     for worker in 0..workers {
         builder = builder.worker(WorkerId(worker), WorkerConfig::at(format!("http://engine-{worker}")));
     }

@@ -6,19 +6,19 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::RouterConfig;
-use pointsman::config::{Fanout, QueueClass, QueueOrder, RouterConfigOverride, SessionAffinity};
+use pointsman::config::{RouterConfigOverride, SessionAffinity};
 use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{BookingId, Generation, Timestamp, WorkerId, WorkerRank};
 use pointsman::queue::LimitKind;
 use pointsman::schedule::{Decision, Extensions, Input, LoadQuery, Purpose, Rejection, ResolvedOptions, Target};
-use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, SharedHits};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, SharedHits};
 use pointsman::session::SessionId;
 
-use crate::fleet::{Ask, BLOCK_SIZE, Fleet, Node, Outcome, config, rank, scattered};
+use crate::fleet::{Ask, BLOCK_SIZE, Fleet, Node, Outcome, rank, scattered};
+use crate::world_config::some_config;
 
 const WORKERS: u64 = 6;
-const CLASSES: [&str; 3] = ["tokens", "share", "small"];
+pub(crate) const CLASSES: [&str; 3] = ["tokens", "share", "small"];
 
 /// Numbers that look random, from one.
 pub(crate) struct Dice(u64);
@@ -28,12 +28,12 @@ impl Dice {
         Self(scattered(seed))
     }
 
-    fn below(&mut self, n: u64) -> u64 {
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
         self.0 = scattered(self.0);
         (self.0 >> 16) % n
     }
 
-    fn one_in(&mut self, n: u64) -> bool {
+    pub(crate) fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 }
@@ -74,44 +74,6 @@ pub(crate) struct World {
     pub(crate) refreshed: u64,
 }
 
-fn some_config(dice: &mut Dice) -> RouterConfig {
-    let affinities = [SessionAffinity::Off, SessionAffinity::Soft, SessionAffinity::Hard];
-    let classes = vec![
-        QueueClass {
-            busy_prefill_tokens: Some(dice.below(200)),
-            requests_max_per_rank: (!dice.one_in(3)).then_some(dice.below(4) as u32),
-            ..QueueClass::named(CLASSES[0])
-        },
-        QueueClass {
-            busy_prefill_frac: Some(0.5),
-            raw_tokens_max_per_rank: dice.one_in(2).then_some(dice.below(300)),
-            order: QueueOrder::Wspt,
-            ..QueueClass::named(CLASSES[1])
-        },
-        QueueClass {
-            busy_prefill_tokens: Some(64),
-            quantum_tokens: 32,
-            order: QueueOrder::Lcfs,
-            cached_tokens_max_per_rank: dice.one_in(2).then_some(40),
-            ..QueueClass::named(CLASSES[2])
-        },
-    ];
-    RouterConfig {
-        queue_classes: if dice.one_in(5) { Vec::new() } else { classes },
-        policy: Policy::ALL[dice.below(7) as usize],
-        session_affinity: affinities[dice.below(3) as usize],
-        fanout: if dice.one_in(4) { Fanout::All } else { Fanout::Shortlist },
-        assume_kv_reuse: !dice.one_in(4),
-        overlap_score_credit_decay: if dice.one_in(4) { 0.5 } else { 0.0 },
-        overlap_refresh_after_ms: [0, 50, 1_000][dice.below(3) as usize],
-        overload_prefill_tokens: dice.one_in(3).then_some(400),
-        overload_blocks_frac: dice.one_in(3).then_some(0.8),
-        slow_start_fill: if dice.one_in(3) { 0.3 } else { 0.0 },
-        decision_trace: 0.1,
-        ..config()
-    }
-}
-
 fn some_traits(dice: &mut Dice) -> RankTraits {
     let mut traits = RankTraits {
         max_num_batched_tokens: dice.one_in(2).then_some(256),
@@ -126,9 +88,9 @@ fn some_traits(dice: &mut Dice) -> RankTraits {
 impl World {
     pub(crate) fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
-        let config = some_config(&mut dice);
+        let (config, queries_every_rank) = some_config(&mut dice);
         let estimator = dice.one_in(3).then(|| Arc::new(Steady) as Arc<dyn PrefillEstimator>);
-        let mut fleet = Fleet::with(config, 0, Extensions { estimator, ..Extensions::default() });
+        let mut fleet = Fleet::with(config, 0, Extensions { estimator, queries_every_rank, ..Extensions::default() });
         fleet.prompt_answers = false;
         let mut world = Self {
             fleet,
@@ -274,7 +236,7 @@ impl World {
             constraints.preferred_taints.insert("gold".to_owned(), 1.0);
         }
         let class = if dice.one_in(40) { "unknown" } else { CLASSES[dice.below(3) as usize] };
-        let classes = !self.fleet.config.queue_classes.is_empty();
+        let classes = !self.fleet.config.queue.classes.is_empty();
         ResolvedOptions {
             strict_priority: dice.below(8).saturating_sub(6) as u32,
             priority_jump: if dice.one_in(4) { dice.below(5) as f64 } else { 0.0 },
@@ -387,7 +349,7 @@ impl World {
     }
 
     fn is_bound(&self, ask: &Ask) -> bool {
-        self.fleet.config.session_affinity == SessionAffinity::Hard && ask.options.session_id.is_some()
+        self.fleet.config.session.affinity == SessionAffinity::Hard && ask.options.session_id.is_some()
     }
 
     /// Nodes that may serve the request, whatever their load.
@@ -410,9 +372,9 @@ impl World {
 
     fn is_overloaded(&self, node: usize, prefill_tokens: u64, active_blocks: u32) -> bool {
         let (config, known) = (&self.fleet.config, &self.fleet.nodes[node]);
-        let full = config.overload_blocks_frac.zip(known.traits.total_kv_blocks);
+        let full = config.overload.blocks_frac.zip(known.traits.total_kv_blocks);
         self.overloaded.contains(&known.rank)
-            || config.overload_prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
+            || config.overload.prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
             || full.is_some_and(|(frac, blocks)| f64::from(active_blocks) > frac * f64::from(blocks))
     }
 
@@ -422,13 +384,13 @@ impl World {
     }
 
     fn is_busy(&self, node: usize, ask: &Ask, prefill_tokens: u64) -> bool {
-        let Some(class) = self.class(ask).and_then(|class| self.fleet.config.queue_classes.get(class)) else {
+        let Some(class) = self.class(ask).and_then(|class| self.fleet.config.queue.classes.get(class)) else {
             return false;
         };
         let step = self.fleet.nodes[node]
             .traits
             .max_num_batched_tokens
-            .unwrap_or(self.fleet.config.batched_tokens_where_unstated());
+            .unwrap_or(self.fleet.config.queue.unstated_batched_tokens());
         class.busy_prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
             || class.busy_prefill_frac.is_some_and(|frac| prefill_tokens as f64 > frac * f64::from(step))
     }
@@ -515,7 +477,7 @@ impl World {
         for id in asked {
             self.refreshed += 1;
             let known = self.pending.get_mut(&id).expect("only who waits is asked for");
-            let after = Duration::from_millis(self.fleet.config.overlap_refresh_after_ms);
+            let after = Duration::from_millis(self.fleet.config.queue.overlap_refresh_after_ms);
             assert!(known.ask.refreshes && !after.is_zero() && known.overlaps_at + after <= self.fleet.now);
             known.overlaps_at = self.fleet.now;
         }
@@ -531,7 +493,7 @@ impl World {
             assert_eq!(depth.requests, of_class().count() as u64);
             assert_eq!(depth.raw_tokens, of_class().map(tokens).sum::<u64>());
             assert_eq!(depth.oldest.is_some(), depth.requests > 0);
-            let Some(settings) = self.fleet.config.queue_classes.get(class) else { continue };
+            let Some(settings) = self.fleet.config.queue.classes.get(class) else { continue };
             let newly = || of_class().filter(|known| !known.waited);
             if let Some(smallest) = newly().map(tokens).min() {
                 let within = |max: Option<u64>, before: u64| max.is_none_or(|max| before < max * ranks);

@@ -7,7 +7,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-use pointsman::config::ApproximatePolicy;
+use pointsman::config::{EventMode, SpeculativeModel};
 use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
@@ -48,20 +48,21 @@ impl Embedded {
     /// The router rejects its configuration.
     pub async fn start(options: &Replay) -> Result<Self, Refusal> {
         let common = &options.common;
-        let defaults = RouterConfig::default();
-        let config = RouterConfig {
-            block_size: common.block_size.get(),
-            policy: common.policy,
-            index_shards: common.shards.unwrap_or(defaults.index_shards),
-            seed: common.seed,
-            restarts_max: if options.kill_every.is_some() { u32::MAX } else { defaults.restarts_max },
-            ..knowing_by(common.knowledge, defaults)
-        };
+        let mut config = knowing_by(common.knowledge, RouterConfig::default());
+        config.block_size = common.block_size.get();
+        config.policy = common.policy.into();
+        config.seed = common.seed;
+        if let Some(shards) = common.shards {
+            config.index.shards = shards;
+        }
+        if options.kill_every.is_some() {
+            config.supervision.restarts_max = u32::MAX;
+        }
         let workers = options
             .fleet()
             .worker_ids()
             .map(|worker| (worker, worker_config(worker, common.dp_size, 8_192, u32::try_from(common.kv_blocks).ok())));
-        Self::over(config, workers, options.kill_every.map(Drill::new)).await
+        Self::over(Router::builder(config), workers, options.kill_every.map(Drill::new)).await
     }
 
     /// Starts a router over a simulated fleet, with default settings except those in `setup`.
@@ -73,17 +74,18 @@ impl Embedded {
             let blocks = Some(engine.blocks_usable());
             (worker, worker_config(worker, setup.fleet.dp_size, engine.step_tokens_max, blocks))
         });
-        Self::over(setup.router_config()?, workers, None).await
+        let builder = Router::builder(setup.router_config()?).queries_every_rank(setup.router.queries_every_rank);
+        Self::over(builder, workers, None).await
     }
 
     async fn over(
-        config: RouterConfig,
+        builder: RouterBuilder,
         workers: impl Iterator<Item = (WorkerId, WorkerConfig)>,
         drill: Option<Drill>,
     ) -> Result<Self, Refusal> {
-        let knows_caches = config.has_index();
         let add = |builder: RouterBuilder, (worker, config)| builder.worker(worker, config);
-        let router = workers.fold(Router::builder(config), add).start().await?;
+        let router = workers.fold(builder, add).start().await?;
+        let knows_caches = router.config().has_index();
         Ok(Self { router, knows_caches, drill })
     }
 
@@ -95,17 +97,16 @@ impl Embedded {
 }
 
 /// Adapts `config` to a simulated fleet with the given source of cache knowledge.
-pub(crate) fn knowing_by(knowledge: Knowledge, config: RouterConfig) -> RouterConfig {
-    RouterConfig {
-        use_kv_events: (!matches!(knowledge, Knowledge::Ttl | Knowledge::Lru)).into(),
-        approximate_policy: match knowledge {
-            Knowledge::Lru => ApproximatePolicy::Lru,
-            Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => ApproximatePolicy::Ttl,
-        },
-        predicted_ttl_ms: (knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS),
-        health_probe_interval_ms: 0, // simulated workers have no endpoint to probe
-        ..config
-    }
+pub(crate) fn knowing_by(knowledge: Knowledge, mut config: RouterConfig) -> RouterConfig {
+    let has_events = !matches!(knowledge, Knowledge::Ttl | Knowledge::Lru);
+    config.events.mode = if has_events { EventMode::On } else { EventMode::Off };
+    config.index.speculative.model = match knowledge {
+        Knowledge::Lru => SpeculativeModel::Lru,
+        Knowledge::Events | Knowledge::Predicted | Knowledge::Ttl => SpeculativeModel::Ttl,
+    };
+    config.index.speculative.with_events_ttl_ms = (knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS);
+    config.health.probe_interval_ms = 0; // simulated workers have no endpoint to probe
+    config
 }
 
 fn worker_config(worker: WorkerId, dp_size: u32, step_tokens_max: u32, kv_blocks: Option<u32>) -> WorkerConfig {
@@ -286,6 +287,6 @@ mod tests {
     fn a_refused_configuration_names_the_field() {
         let arguments = Arguments::parse_from(["test", "--shards", "65"]);
         let error = arguments.replay.run(Embedded::start).expect_err("refused").to_string();
-        assert_eq!(error, "cannot start pointsman: index_shards is 65, must be 1 to 64");
+        assert_eq!(error, "cannot start pointsman: index.shards is 65, must be 1 to 64");
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ahash::AHashMap;
-use pointsman::config::UseKvEvents;
+use pointsman::config::EventMode;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
 use pointsman::{Router, RouterConfig, WorkerEntry};
@@ -280,10 +280,10 @@ pub(super) async fn warn_of_unread(current: Current) {
         let app = current.get();
         let mut unread = BTreeSet::new();
         for model in app.models.all() {
-            let events = model.router.config().use_kv_events;
+            let events = model.router.config().events.mode;
             let workers = model.router.workers();
             let endpoints = workers.iter().filter(|entry| events.reads_events() && entry.config.kv_events.is_none());
-            let is_predicted = events == UseKvEvents::Auto;
+            let is_predicted = events == EventMode::Auto;
             let named =
                 |entry: &WorkerEntry| (model.settings.name.clone(), entry.config.endpoint.clone(), is_predicted);
             unread.extend(endpoints.map(named));
@@ -293,7 +293,7 @@ pub(super) async fn warn_of_unread(current: Current) {
                 tracing::info!(
                     model,
                     endpoint,
-                    "worker has no KV event endpoint: its cache is predicted from routing decisions (use_kv_events = \
+                    "worker has no KV event endpoint: its cache is predicted from routing decisions (events.mode = \
                      \"auto\")"
                 );
             } else {
@@ -301,7 +301,7 @@ pub(super) async fn warn_of_unread(current: Current) {
                     model,
                     endpoint,
                     "worker has no KV event endpoint: it is routed to by load only; set kv_events of the worker to \
-                     where its engine publishes, or use_kv_events = \"auto\""
+                     where its engine publishes, or events.mode = \"auto\""
                 );
             }
         }

@@ -3,10 +3,15 @@
 //! New fields of the struct are known automatically. The struct's own validation has the rules beyond types.
 
 use std::fmt;
+use std::iter::once;
 use std::net::SocketAddr;
+use std::sync::LazyLock;
 
+use pointsman::RouterConfig;
+use pointsman::policy::PolicyConfig;
+use pointsman::select::Policy;
 use serde::de::value::{Error, MapDeserializer};
-use serde::de::{DeserializeOwned, Deserializer, Error as _, Expected, IntoDeserializer, Visitor};
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error as _, Expected, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use toml::Value;
 
@@ -21,8 +26,6 @@ pub(super) struct Field {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Switch,
-    /// `true`, `false` or `auto`.
-    SwitchOrAuto,
     /// 0 to `max`.
     Integer {
         max: i64,
@@ -36,36 +39,119 @@ pub(super) enum Kind {
     Address,
     /// List or table, which cannot be written in one word.
     Structured,
+    /// A struct with settings of its own.
+    Nested,
+    /// A [`PolicyConfig`].
+    Policy,
 }
 
-/// Error text of boolean settings with `auto`.
-const SWITCH_OR_AUTO: &str = "true, false or auto";
+/// The error of a [`PolicyConfig`] that is read from something else.
+const POLICY: &str = "the name of a policy, or a table with its name and settings";
 
-/// Fields of `T` in declaration order; none if `T` is not a struct.
+/// The settings of `T` in the order of their declaration, those of nested structs by path, as `index.shards`; none if `T`
+/// is not a struct. Allocates the paths for the life of the process, so use [`router_fields`] for the router.
 pub(super) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
+    let mut fields = Vec::new();
+    collect::<T>(&[], &mut fields);
+    fields
+}
+
+/// The settings of [`RouterConfig`].
+pub(super) fn router_fields() -> Vec<Field> {
+    static FIELDS: LazyLock<Vec<Field>> = LazyLock::new(fields_of::<RouterConfig>);
+    FIELDS.clone()
+}
+
+/// Adds the settings of the struct at `path` within `T`.
+fn collect<T: DeserializeOwned>(path: &[&'static str], fields: &mut Vec<Field>) {
     let mut names: &[&str] = &[];
-    // Both probes return an error once they know enough.
-    let _ = T::deserialize(NameProbe(&mut names));
-    let kind_of = |name: &'static str| {
+    // Each probe returns an error once it has its result.
+    match *path {
+        [] => drop(T::deserialize(NameProbe(&mut names))),
+        [one] => drop(T::deserialize(within(one, NameProbe(&mut names)))),
+        [one, two] => drop(T::deserialize(within(one, within(two, NameProbe(&mut names))))),
+        _ => unreachable!("sections are nested in one section at most"),
+    }
+    for name in names {
         let mut kind = Kind::Structured;
-        let _ = T::deserialize(MapDeserializer::new(std::iter::once((name, KindProbe(&mut kind)))));
-        Field { name, kind }
-    };
-    names.iter().map(|name| kind_of(name)).collect()
+        match *path {
+            [] => drop(T::deserialize(within(name, KindProbe(&mut kind)))),
+            [one] => drop(T::deserialize(within(one, within(name, KindProbe(&mut kind))))),
+            [one, two] => drop(T::deserialize(within(one, within(two, within(name, KindProbe(&mut kind)))))),
+            _ => unreachable!("as above"),
+        }
+        let path = [path, &[*name]].concat();
+        match kind {
+            Kind::Nested => collect::<T>(&path, fields),
+            Kind::Policy => fields.extend(policy_fields()),
+            kind if path.len() == 1 => fields.push(Field { name, kind }),
+            kind => fields.push(Field { name: path.join(".").leak(), kind }),
+        }
+    }
+}
+
+/// A table of one entry.
+fn within<'a, D>(name: &'static str, value: D) -> MapDeserializer<'a, std::iter::Once<(&'static str, D)>, Error>
+where
+    D: IntoDeserializer<'a, Error>,
+{
+    MapDeserializer::new(once((name, value)))
+}
+
+/// The name of the policy, and the settings of all policies, each once.
+fn policy_fields() -> Vec<Field> {
+    let mut names = Kind::Structured;
+    let _ = Policy::deserialize(KindProbe(&mut names));
+    let mut fields = vec![Field { name: "policy.name", kind: names }];
+    for policy in Policy::ALL {
+        for setting in settings_of(policy) {
+            let name = format!("policy.{setting}");
+            if fields.iter().all(|field| field.name != name) {
+                fields.push(Field { name: name.leak(), kind: Kind::Number });
+            }
+        }
+    }
+    fields
+}
+
+/// The names of a policy's settings. All are numbers.
+fn settings_of(policy: Policy) -> impl Iterator<Item = String> {
+    let table = toml::Table::try_from(PolicyConfig::from(policy)).expect("policies can be written as TOML");
+    table.into_iter().map(|(name, _)| name).filter(|name| name != "name")
+}
+
+/// The policies that have a setting such as `policy.temperature`.
+pub(super) fn policies_with(name: &str) -> impl Iterator<Item = Policy> {
+    let setting = name.strip_prefix("policy.").filter(|setting| *setting != "name").map(str::to_owned);
+    let has =
+        move |policy: &Policy| setting.as_ref().is_some_and(|setting| settings_of(*policy).any(|own| own == *setting));
+    Policy::ALL.into_iter().filter(has)
+}
+
+impl Field {
+    /// The end of the name of its variable, which is also that of `policy` for the name of the policy.
+    pub(super) fn variable(&self) -> String {
+        let name = if self.name == "policy.name" { "policy" } else { self.name };
+        name.replace('.', "_").to_ascii_uppercase()
+    }
+
+    /// Whether a flag or a key of the file means this setting: by its name, or `policy` for the name of the policy.
+    pub(super) fn is_named(&self, name: &str) -> bool {
+        self.name == name || (self.name == "policy.name" && name == "policy")
+    }
 }
 
 impl Kind {
     /// The value of `text`, if it has this type.
     pub(super) fn parse(self, text: &str) -> Option<Value> {
         match self {
-            Self::SwitchOrAuto if text == "auto" => Some(Value::from(text)),
-            Self::Switch | Self::SwitchOrAuto => text.parse().ok().map(Value::Boolean),
+            Self::Switch => text.parse().ok().map(Value::Boolean),
             Self::Integer { max } => text.parse().ok().filter(|n| (0..=max).contains(n)).map(Value::Integer),
             Self::Number => text.parse().ok().map(Value::Float),
             Self::Choice(names) => names.contains(&text).then(|| Value::from(text)),
             Self::Text | Self::File => (!text.is_empty()).then(|| Value::from(text)),
             Self::Address => text.parse::<SocketAddr>().is_ok().then(|| Value::from(text)),
-            Self::Structured => None,
+            Self::Structured | Self::Nested | Self::Policy => None,
         }
     }
 }
@@ -74,20 +160,27 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Switch => f.write_str("true or false"),
-            Self::SwitchOrAuto => f.write_str(SWITCH_OR_AUTO),
             Self::Integer { max } => write!(f, "an integer from 0 to {max}"),
             Self::Number => f.write_str("a number"),
             Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
             Self::Text => f.write_str("a text, not empty"),
             Self::File => f.write_str("the path of a file"),
             Self::Address => f.write_str("an IP address with a port, such as 127.0.0.1:8080 or [::]:8080"),
-            Self::Structured => f.write_str("a list or a table"),
+            Self::Structured | Self::Nested | Self::Policy => f.write_str("a list or a table"),
         }
     }
 }
 
 /// Records the field names of a struct.
 struct NameProbe<'a>(&'a mut &'static [&'static str]);
+
+impl<'de> IntoDeserializer<'de, Error> for NameProbe<'_> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
 
 impl<'de> Deserializer<'de> for NameProbe<'_> {
     type Error = Error;
@@ -133,10 +226,10 @@ impl<'de> IntoDeserializer<'de, Error> for KindProbe<'_> {
 impl<'de> Deserializer<'de> for KindProbe<'_> {
     type Error = Error;
 
-    // A value of one of two types, which its error text names.
+    // A policy is known by the error it would give.
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let expected: &dyn Expected = &visitor;
-        self.note(if expected.to_string() == SWITCH_OR_AUTO { Kind::SwitchOrAuto } else { Kind::Structured })
+        self.note(if expected.to_string() == POLICY { Kind::Policy } else { Kind::Structured })
     }
 
     fn deserialize_bool<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
@@ -176,25 +269,33 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
         self.note(Kind::Choice(names))
     }
 
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        _: V,
+    ) -> Result<V::Value, Error> {
+        self.note(Kind::Nested)
+    }
+
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         visitor.visit_some(self)
     }
 
     forward_to_deserialize_any! {
         i8 i16 i32 i64 i128 u8 u16 u128 f32 char bytes byte_buf unit unit_struct newtype_struct seq tuple
-        tuple_struct map struct identifier ignored_any
+        tuple_struct map identifier ignored_any
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use pointsman::RouterConfig;
-
     use super::*;
+    use crate::settings::section::flattened;
     use crate::settings::{AdminSettings, GatewaySettings};
 
     fn kind(name: &str) -> Kind {
-        fields_of::<RouterConfig>().into_iter().find(|field| field.name == name).expect("a field").kind
+        router_fields().into_iter().find(|field| field.name == name).expect("a field").kind
     }
 
     #[test]
@@ -204,12 +305,15 @@ mod tests {
         assert_eq!(kind("pool"), Kind::Text);
         assert_eq!(kind("seed"), Kind::Integer { max: i64::MAX });
         assert_eq!(kind("is_eagle"), Kind::Switch);
-        assert_eq!(kind("use_kv_events"), Kind::SwitchOrAuto);
-        assert_eq!(kind("temperature"), Kind::Number);
-        assert_eq!(kind("queue_threshold"), Kind::Number, "an optional one is of its own kind");
-        assert_eq!(kind("queue_policy"), Kind::Choice(&["fcfs", "lcfs", "wspt"]));
-        assert_eq!(kind("queue_default_family"), Kind::Text);
-        assert_eq!(kind("queue_classes"), Kind::Structured);
+        assert_eq!(kind("events.mode"), Kind::Choice(&["off", "on", "auto"]));
+        assert_eq!(kind("index.speculative.ttl_ms"), Kind::Integer { max: i64::MAX });
+        assert_eq!(kind("policy.temperature"), Kind::Number);
+        assert_eq!(kind("policy.prefill_load_scale"), Kind::Number);
+        assert!(matches!(kind("policy.name"), Kind::Choice(names) if names.contains(&"latency")));
+        assert_eq!(kind("queue.threshold"), Kind::Number, "an optional one is of its own kind");
+        assert_eq!(kind("queue.order"), Kind::Choice(&["fcfs", "lcfs", "wspt"]));
+        assert_eq!(kind("queue.default_family"), Kind::Text);
+        assert_eq!(kind("queue.classes"), Kind::Structured);
         assert!(fields_of::<u32>().is_empty());
     }
 
@@ -230,7 +334,8 @@ mod tests {
     #[test]
     fn only_lists_have_no_variable() {
         let defaults = toml::Table::try_from(RouterConfig::default()).expect("the defaults can be written");
-        for Field { name, kind } in fields_of::<RouterConfig>() {
+        let defaults = flattened(defaults);
+        for Field { name, kind } in router_fields() {
             let is_list = defaults.get(name).is_some_and(Value::is_array);
             assert_eq!(kind == Kind::Structured, is_list, "{name} wants a kind of its own, or a word in the docs");
         }
@@ -245,9 +350,6 @@ mod tests {
         }
         assert_eq!(Kind::Switch.parse("true"), Some(Value::Boolean(true)));
         assert_eq!(Kind::Switch.parse("1"), None);
-        assert_eq!(Kind::SwitchOrAuto.parse("false"), Some(Value::Boolean(false)));
-        assert_eq!(Kind::SwitchOrAuto.parse("auto"), Some(Value::from("auto")));
-        assert_eq!(Kind::SwitchOrAuto.parse("Auto"), None);
         assert_eq!(Kind::Number.parse("1e3"), Some(Value::Float(1000.0)));
         assert_eq!(Kind::Number.parse("much"), None);
         assert_eq!(Kind::Choice(&["a", "b"]).parse("b"), Some(Value::from("b")));

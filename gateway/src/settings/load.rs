@@ -10,12 +10,14 @@ use std::path::{Path, PathBuf};
 
 use pointsman::RouterConfig;
 use pointsman::discovery::{FileError, FileFormat, NamedWorker};
+use pointsman::select::Policy;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::error::{LoadError, LoadErrors, nearest};
-use super::fields::{Field, fields_of};
-use super::section::{Origin, Section};
+use super::fields::{Field, fields_of, router_fields};
+use super::moved::new_name;
+use super::section::{Origin, Section, nested};
 use super::{
     AdminSettings, GatewaySettings, LogFormat, ModelSettings, SettingError, Settings, TenantSettings, TokensSettings,
 };
@@ -144,7 +146,7 @@ impl ModelSections {
     fn new(n: usize) -> Self {
         Self {
             own: Section::of::<ModelFields>(format!("models[{n}]")).with_tables(&["router", "tokens"]),
-            router: Section::of::<RouterConfig>(format!("models[{n}].router")),
+            router: Section::of_router(format!("models[{n}].router")),
             tokens: Section::of::<TokensSettings>(format!("models[{n}].tokens")),
         }
     }
@@ -164,9 +166,12 @@ impl ModelSections {
     /// Effective router settings: those of the model over those of all routers.
     fn router_config(&self, all: &Section, name: &str) -> RouterConfig {
         let mut values = all.values.clone();
+        if self.router.policy().is_some_and(|policy| policy != policy_in_force(all, None)) {
+            values.retain(|name, _| !name.starts_with("policy.")); // they are another policy's
+        }
         values.extend(self.router.values.clone());
         values.entry("pool").or_insert_with(|| Value::from(pool_name(name)));
-        values.try_into().expect("every value has been read by itself, and every field has a default")
+        nested(values).try_into().expect("every value has been read by itself, and every field has a default")
     }
 
     fn router_origin(&self, all: &Section, name: &'static str) -> Origin {
@@ -178,12 +183,18 @@ impl ModelSections {
     }
 }
 
+/// The name of the policy that a router section gives, else the one below it, else the default.
+fn policy_in_force<'a>(section: &'a Section, below: Option<&'a Section>) -> &'a str {
+    let given = section.policy().or_else(|| below.and_then(Section::policy));
+    given.unwrap_or_else(|| Policy::default().name())
+}
+
 /// Fields of a section that variables and flags can set; none for an unknown section.
 fn simple_fields(section: &str) -> Vec<Field> {
     match section {
         "gateway" => fields_of::<GatewaySettings>(),
         "admin" => fields_of::<AdminSettings>(),
-        "router" => fields_of::<RouterConfig>(),
+        "router" => router_fields(),
         _ => Vec::new(),
     }
 }
@@ -210,7 +221,7 @@ impl Default for Sections {
         Self {
             gateway: Section::of::<GatewaySettings>("gateway"),
             admin: None,
-            router: Section::of::<RouterConfig>("router"),
+            router: Section::of_router("router"),
             models: Vec::new(),
             tenants: Vec::new(),
         }
@@ -233,12 +244,13 @@ impl Sections {
         [&self.gateway, &self.router].into_iter().chain(&self.admin).chain(models).chain(&self.tenants)
     }
 
-    /// Section and field of a setting such as `models[0].router.queue_classes[1].name`.
+    /// Section and field of a setting such as `models[0].router.queue.classes[1].name`.
     fn find(&self, setting: &str) -> Option<(&Section, &'static str)> {
         self.all().find_map(|section| {
             let rest = setting.strip_prefix(&section.path)?.strip_prefix('.')?;
-            let name = rest.split(['[', '.']).next()?;
-            section.fields.iter().find(|field| field.name == name).map(|field| (section, field.name))
+            let is_part = |tail: &str| tail.is_empty() || tail.starts_with(['[', '.']);
+            let field = section.fields.iter().find(|field| rest.strip_prefix(field.name).is_some_and(is_part))?;
+            Some((section, field.name))
         })
     }
 }
@@ -316,9 +328,11 @@ impl Loading {
             return;
         }
         let fields = simple_fields(section);
-        let Some(field) = fields.iter().find(|field| field.name.to_ascii_uppercase() == setting) else {
-            let known: Vec<String> = fields.iter().map(|field| field.name.to_ascii_uppercase()).collect();
-            let near = nearest(setting, known.iter().map(String::as_str)).map(|near| format!("{prefix}{near}"));
+        let Some(field) = fields.iter().find(|field| field.variable() == setting) else {
+            let known: Vec<String> = fields.iter().map(Field::variable).collect();
+            let moved = new_name(&setting.to_ascii_lowercase()).map(|new| new.replace('.', "_").to_ascii_uppercase());
+            let near = moved.or_else(|| nearest(setting, known.iter().map(String::as_str)).map(str::to_owned));
+            let near = near.map(|near| format!("{prefix}{near}"));
             self.problems.push(LoadError::UnknownVariable { variable, near });
             return;
         };
@@ -330,8 +344,8 @@ impl Loading {
         let origin = Origin::Flag(flag.name.clone());
         let (section, setting) = flag.setting.split_once('.').unwrap_or((&flag.setting, ""));
         let fields = simple_fields(section);
-        let Some(field) = fields.iter().find(|field| field.name == setting) else {
-            let near = nearest(setting, fields.iter().map(|field| field.name));
+        let Some(field) = fields.iter().find(|field| field.is_named(setting)) else {
+            let near = new_name(setting).or_else(|| nearest(setting, fields.iter().map(|field| field.name)));
             self.problems.push(LoadError::Unknown {
                 what: "setting",
                 name: flag.setting.clone(),
@@ -346,6 +360,13 @@ impl Loading {
     }
 
     fn finish(mut self) -> Result<Loaded, LoadErrors> {
+        let router = &mut self.sections.router;
+        let policy = policy_in_force(router, None).to_owned();
+        router.refuse_settings_of_others(&policy, &mut self.problems);
+        for model in &mut self.sections.models {
+            let policy = policy_in_force(&model.router, Some(router)).to_owned();
+            model.router.refuse_settings_of_others(&policy, &mut self.problems);
+        }
         let sections = &self.sections;
         let models = sections.models.iter().map(|model| {
             let fields: ModelFields = model.own.parsed();

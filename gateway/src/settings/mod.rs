@@ -6,6 +6,7 @@
 mod error;
 mod fields;
 mod load;
+mod moved;
 mod reload;
 mod secrets;
 mod section;

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use toml::Table;
 
+use super::section::{flattened, nested};
 use super::{AdminSettings, ModelSettings, Settings};
 
 /// Reloadable settings of `[gateway]`. Open connections keep `head_timeout_ms`, `idle_timeout_ms` and their
@@ -81,7 +82,7 @@ fn kept<T: Serialize + DeserializeOwned + Clone>(
     reloaded: &[&str],
     restart: &mut Vec<String>,
 ) -> T {
-    let table = |value: &T| Table::try_from(value).expect("what was read from TOML can be written as TOML");
+    let table = |value: &T| flattened(Table::try_from(value).expect("what was read from TOML can be written as TOML"));
     let (new, running) = (table(new), table(running));
     let mut names: Vec<&String> = new.keys().chain(running.keys()).collect();
     names.sort_unstable();
@@ -96,7 +97,7 @@ fn kept<T: Serialize + DeserializeOwned + Clone>(
         let value = if is_reloaded { new.get(name) } else { running.get(name) };
         result.extend(value.map(|value| (name.clone(), value.clone())));
     }
-    result.try_into().expect("each of its values was one of this struct")
+    nested(result).try_into().expect("each of its values was one of this struct")
 }
 
 #[cfg(test)]

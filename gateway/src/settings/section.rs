@@ -7,12 +7,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
+use pointsman::RouterConfig;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use super::error::{LoadError, nearest};
-use super::fields::{Field, Kind, fields_of};
+use super::fields::{Field, Kind, fields_of, policies_with, router_fields};
+use super::moved::new_name;
 
 /// Origin of a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -52,6 +54,7 @@ pub(super) struct Section {
     tables: &'static [&'static str],
     /// Whether a table with one setting deserializes to the struct.
     fits: fn(Table) -> Result<(), String>,
+    /// By path: `queue.threshold`.
     pub(super) values: Table,
     pub(super) origins: BTreeMap<&'static str, Origin>,
     /// Settings with unreadable values.
@@ -60,18 +63,27 @@ pub(super) struct Section {
 
 impl Section {
     pub(super) fn of<T: DeserializeOwned>(path: impl Into<String>) -> Self {
+        Self::with_fields::<T>(path.into(), fields_of::<T>())
+    }
+
+    fn with_fields<T: DeserializeOwned>(path: String, fields: Vec<Field>) -> Self {
         fn fits<T: DeserializeOwned>(table: Table) -> Result<(), String> {
-            table.try_into::<T>().map(drop).map_err(|error| error.message().to_owned())
+            nested(table).try_into::<T>().map(drop).map_err(|error| error.message().to_owned())
         }
         Self {
-            path: path.into(),
-            fields: fields_of::<T>(),
+            path,
+            fields,
             tables: &[],
             fits: fits::<T>,
             values: Table::new(),
             origins: BTreeMap::new(),
             unread: Vec::new(),
         }
+    }
+
+    /// That of a router.
+    pub(super) fn of_router(path: impl Into<String>) -> Self {
+        Self::with_fields::<RouterConfig>(path.into(), router_fields())
     }
 
     pub(super) fn with_tables(mut self, tables: &'static [&'static str]) -> Self {
@@ -94,12 +106,31 @@ impl Section {
 
     /// Reads a table of the file. Relative paths are relative to `directory`.
     pub(super) fn read(&mut self, table: Table, directory: &Path, problems: &mut Vec<LoadError>) {
+        self.read_at("", table, directory, problems);
+    }
+
+    /// Takes those of the table at a path, which ends in a dot.
+    fn read_at(&mut self, path: &str, table: Table, directory: &Path, problems: &mut Vec<LoadError>) {
         for (key, value) in table {
-            let Some(&Field { name, kind }) = self.fields.iter().find(|field| field.name == key) else {
+            let key = format!("{path}{key}");
+            let below = format!("{key}.");
+            let value = match value {
+                Value::Table(table) if self.fields.iter().any(|field| field.name.starts_with(&below)) => {
+                    self.read_at(&below, table, directory, problems);
+                    continue;
+                }
+                value => value,
+            };
+            let Some(&Field { name, kind }) = self.fields.iter().find(|field| field.is_named(&key)) else {
+                if self.fields.iter().any(|field| field.name.starts_with(&below)) {
+                    let (setting, value, rule) = (self.setting(&key), value.to_string(), "a table".to_owned());
+                    problems.push(LoadError::Value { setting, value, rule, origin: Origin::File });
+                    continue;
+                }
                 let known = self.fields.iter().map(|field| field.name).chain(self.tables.iter().copied());
                 problems.push(LoadError::Unknown {
                     what: "key",
-                    near: nearest(&key, known).map(str::to_owned),
+                    near: new_name(&key).or_else(|| nearest(&key, known)).map(str::to_owned),
                     name: self.setting(&key),
                     rule: "the name of a setting",
                     origin: Origin::File,
@@ -158,7 +189,9 @@ impl Section {
 
     /// The struct with defaults for missing settings.
     pub(super) fn parsed<T: DeserializeOwned>(&self) -> T {
-        self.values.clone().try_into().expect("every value has been read by itself, and every field has a default")
+        nested(self.values.clone())
+            .try_into()
+            .expect("every value has been read by itself, and every field has a default")
     }
 
     /// Reasons why `value` does not fit the field; for lists, per element.
@@ -185,7 +218,30 @@ impl Section {
 
     /// Whether a field accepts the value, with the reason otherwise.
     fn read_alone(&self, name: &str, value: Value) -> Result<(), String> {
-        (self.fits)(Table::from_iter([(name.to_owned(), value)]))
+        let mut table = Table::from_iter([(name.to_owned(), value)]);
+        if let Some(policy) = policies_with(name).next() {
+            table.insert("policy.name".to_owned(), Value::from(policy.name()));
+        }
+        (self.fits)(table)
+    }
+
+    /// The name of the policy that this section gives.
+    pub(super) fn policy(&self) -> Option<&str> {
+        self.values.get("policy.name").and_then(Value::as_str)
+    }
+
+    /// Drops the settings that `policy` does not have, with a problem for each.
+    pub(super) fn refuse_settings_of_others(&mut self, policy: &str, problems: &mut Vec<LoadError>) {
+        let has = |name: &str| policies_with(name).any(|with| with.name() == policy);
+        let foreign = |name: &&str| name.starts_with("policy.") && *name != "policy.name" && !has(name);
+        let names: Vec<&'static str> = self.fields.iter().map(|field| field.name).filter(foreign).collect();
+        for name in names {
+            let Some(value) = self.values.remove(name) else { continue };
+            self.unread.push(name);
+            let rule = format!("absent under policy {policy}, which has no such setting");
+            let (setting, origin) = (self.setting(name), self.origin(name));
+            problems.push(LoadError::Value { setting, value: value.to_string(), rule, origin });
+        }
     }
 
     /// One TOML line per field of `values`, with its origin as a comment.
@@ -196,14 +252,47 @@ impl Section {
         origin_of: impl Fn(&'static str) -> Option<Origin>,
     ) -> fmt::Result {
         let values = Table::try_from(values).expect("what was read from TOML can be written as TOML");
+        let values = flattened(values);
         for Field { name, .. } in &self.fields {
             let Some(origin) = origin_of(name) else { continue };
             let setting = match values.get(*name) {
                 Some(value) => format!("{name} = {value}"),
+                // A setting of another policy.
+                None if name.starts_with("policy.") => continue,
                 None => format!("# {name} is not set"),
             };
             writeln!(f, "{setting:<44} # {origin}")?;
         }
         Ok(())
     }
+}
+
+/// Tables by path: `{ "queue.threshold" = 2.0 }` becomes `{ queue = { threshold = 2.0 } }`.
+pub(super) fn nested(flat: Table) -> Table {
+    let mut tables = Table::new();
+    for (path, value) in flat {
+        let mut at = &mut tables;
+        let mut names = path.split('.');
+        let last = names.next_back().unwrap_or_default().to_owned();
+        for name in names {
+            let below = at.entry(name).or_insert_with(|| Value::Table(Table::new()));
+            at = below.as_table_mut().expect("no setting is at once a value and a table");
+        }
+        at.insert(last, value);
+    }
+    tables
+}
+
+/// The values of tables by path, the reverse of [`nested`].
+pub(super) fn flattened(tables: Table) -> Table {
+    let mut flat = Table::new();
+    for (name, value) in tables {
+        match value {
+            Value::Table(below) => {
+                flat.extend(flattened(below).into_iter().map(|(path, value)| (format!("{name}.{path}"), value)));
+            }
+            value => drop(flat.insert(name, value)),
+        }
+    }
+    flat
 }

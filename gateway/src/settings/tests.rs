@@ -1,11 +1,13 @@
+use pointsman::policy::{KvConfig, PolicyConfig};
 use std::path::{Path, PathBuf};
 
 use pointsman::RouterConfig;
-use pointsman::config::QueueOrder;
+use pointsman::config::{QueueConfig, QueueOrder};
 use serde::Serialize;
 use toml::{Table, Value};
 
-use super::fields::{Field, Kind, fields_of};
+use super::fields::{Field, Kind, fields_of, router_fields};
+use super::section::flattened;
 use super::*;
 
 const MODEL: &str = "\n[[models]]\nname = \"m\"\nworker_urls = [\"http://e:8000\"]\n";
@@ -56,7 +58,9 @@ fn nothing_given_is_the_defaults() {
 
 #[test]
 fn flags_win_over_the_environment_and_that_over_the_file() {
-    let text = format!("[router]\nblock_size = 16\nseed = 1\ntemperature = 1\nqueue_policy = \"lcfs\"\n{MODEL}");
+    let text = format!(
+        "[router]\nblock_size = 16\nseed = 1\npolicy = {{ name = \"kv\", temperature = 1 }}\nqueue.order = \"lcfs\"\n{MODEL}"
+    );
     let env = [
         ("POINTSMAN_ROUTER_BLOCK_SIZE", "32"),
         ("POINTSMAN_ROUTER_SEED", "2"),
@@ -70,10 +74,9 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
         pool: "m".to_owned(),
         block_size: 32,
         seed: 3,
-        temperature: 1.0,
-        queue_policy: QueueOrder::Lcfs,
-        queue_threshold: Some(2.5),
         is_eagle: false,
+        queue: QueueConfig { order: QueueOrder::Lcfs, threshold: Some(2.5), ..QueueConfig::default() },
+        policy: PolicyConfig::Kv(KvConfig { temperature: 1.0, ..KvConfig::default() }).into(),
         ..RouterConfig::default()
     };
     assert_eq!(loaded.settings.models[0].router, expected);
@@ -81,9 +84,10 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
     let origins = [
         ("block_size", "environment: POINTSMAN_ROUTER_BLOCK_SIZE"),
         ("seed", "flag: --set router.seed"),
-        ("temperature", "file"),
-        ("fanout", "default"),
-        ("# index_bytes_max is not set", "default"),
+        ("policy.temperature", "file"),
+        ("policy.name", "file"),
+        ("events.mode", "default"),
+        ("# index.bytes_max is not set", "default"),
     ];
     for (setting, origin) in origins {
         let line = line(&printed, "[router]", setting);
@@ -94,9 +98,8 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 /// A non-default value of the field in the form of a variable.
 fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<String> {
     let value = match kind {
-        Kind::SwitchOrAuto => "auto".to_owned(),
         Kind::Switch => (default != Some(&Value::Boolean(true))).to_string(),
-        Kind::Integer { .. } if name == "index_bytes_max" => "2000000".to_owned(),
+        Kind::Integer { .. } if name == "index.bytes_max" => "2000000".to_owned(),
         Kind::Integer { .. } => {
             default.and_then(Value::as_integer).map_or(7, |n| if n > 1 { n - 1 } else { n + 1 }).to_string()
         }
@@ -106,7 +109,7 @@ fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<Strin
         Kind::Text if name == "access_log" => "off".to_owned(),
         Kind::Text | Kind::File => "other".to_owned(),
         Kind::Address => "127.0.0.1:9".to_owned(),
-        Kind::Structured => return None,
+        Kind::Structured | Kind::Nested | Kind::Policy => return None,
     };
     Some(value)
 }
@@ -119,7 +122,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
     let sections = [
         ("gateway", fields_of::<GatewaySettings>(), table(&GatewaySettings::default())),
         ("admin", fields_of::<AdminSettings>(), table(&AdminSettings::default())),
-        ("router", fields_of::<RouterConfig>(), table(&RouterConfig::default())),
+        ("router", router_fields(), flattened(table(&RouterConfig::default()))),
     ];
     for (section, fields, defaults) in sections {
         for field in fields {
@@ -129,7 +132,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
                 Kind::Switch | Kind::Integer { .. } | Kind::Number => text.clone(),
                 _ => format!("{text:?}"),
             };
-            let variable = format!("POINTSMAN_{}_{}", section.to_uppercase(), name.to_uppercase());
+            let variable = format!("POINTSMAN_{}_{}", section.to_uppercase(), field.variable());
             let setting = format!("{section}.{name}");
             let token = if setting == "admin.listen" { "token_file = \"t\"\n" } else { "" };
             let others = if token.is_empty() { MODEL.to_owned() } else { format!("[admin]\n{token}{MODEL}") };
@@ -157,7 +160,7 @@ fn a_models_router_goes_over_the_router_of_all() {
         [router]
         block_size = 16
         seed = 1
-        queue_classes = [{ name = "a" }]
+        queue.classes = [{ name = "a" }]
         [[models]]
         name = "org/one"
         worker_urls = ["http://e:8000"]
@@ -170,13 +173,13 @@ fn a_models_router_goes_over_the_router_of_all() {
         workers_file = "two.toml"
         [models.router]
         pool = "second"
-        queue_classes = []
+        queue.classes = []
     "#;
     let loaded = sources(text, &[("POINTSMAN_ROUTER_SEED", "3")], &[]).load().expect("accepted");
     let [one, two] = &loaded.settings.models[..] else { panic!("two models") };
     assert_eq!((one.router.pool.as_str(), one.router.block_size, one.router.seed), ("org_one", 16, 2));
     assert_eq!((two.router.pool.as_str(), two.router.block_size, two.router.seed), ("second", 16, 3));
-    assert_eq!((one.router.queue_classes.len(), two.router.queue_classes.len()), (1, 0));
+    assert_eq!((one.router.queue.classes.len(), two.router.queue.classes.len()), (1, 0));
     assert_eq!(one.tokens.source, TokenSourceChoice::None);
     assert_eq!(two.workers_file.as_deref(), Some(Path::new("/etc/two.toml")));
     let printed = loaded.to_string();
@@ -193,15 +196,15 @@ fn what_is_printed_loads_again_to_the_same() {
         [admin]
         token_file = "/run/token"
         [router]
-        session_weight = 1e-7
-        queue_threshold = 2
-        queue_default_family = "chat"
-        queue_uncached_buckets = [{ min_tokens = 0, bucket = "short" }, { min_tokens = 4096, bucket = "long" }]
-        [[router.queue_classes]]
+        session.weight = 1e-7
+        queue.threshold = 2
+        queue.default_family = "chat"
+        queue.uncached_buckets = [{ min_tokens = 0, bucket = "short" }, { min_tokens = 4096, bucket = "long" }]
+        [[router.queue.classes]]
         name = "chat-short"
         family = "chat"
         bucket = "short"
-        [[router.queue_classes]]
+        [[router.queue.classes]]
         name = "batch"
         order = "wspt"
         busy_prefill_frac = 0.5
@@ -235,7 +238,7 @@ fn what_is_printed_loads_again_to_the_same() {
     assert_eq!((workers[0].config.data_parallel_size, workers[1].probe), (2, true));
     let events = workers[0].config.kv_events.as_ref().expect("given");
     assert_eq!(events.endpoint, "tcp://e:5557", "as a file of workers would be read");
-    assert_eq!(first.settings.models[1].router.queue_classes.len(), 2);
+    assert_eq!(first.settings.models[1].router.queue.classes.len(), 2);
     assert_eq!(first.settings.gateway.salt_secret_file, Some(PathBuf::from("/etc/salt")), "beside the file");
     assert_eq!(first.settings.gateway.worker_ca_file, Some(PathBuf::from("/home/ca.pem")), "where the command runs");
     assert_eq!(first.settings.tenants[0].keys_file, PathBuf::from("/etc/acme.keys"));
@@ -293,7 +296,7 @@ fn unknown_names_are_refused_with_the_nearest_known_one() {
 fn values_of_the_wrong_type_name_value_rule_and_origin() {
     let text =
         "[router]\nblock_size = \"x\"\nseed = -1\nis_eagle = 1\n[gateway]\nlisten = \"here\"\ntls_key_file = \"\"\n";
-    let env = [("POINTSMAN_ROUTER_REQUESTS_MAX", "4294967296"), ("POINTSMAN_GATEWAY_LOG_FORMAT", "xml")];
+    let env = [("POINTSMAN_ROUTER_QUEUE_REQUESTS_MAX", "4294967296"), ("POINTSMAN_GATEWAY_LOG_FORMAT", "xml")];
     assert_eq!(
         problems(text, &env),
         [
@@ -303,8 +306,8 @@ fn values_of_the_wrong_type_name_value_rule_and_origin() {
             "router.is_eagle is 1, must be true or false (file)",
             "router.seed is -1, must be an integer from 0 to 9223372036854775807 (file)",
             "gateway.log_format is \"xml\", must be one of text, json (environment: POINTSMAN_GATEWAY_LOG_FORMAT)",
-            "router.requests_max is \"4294967296\", must be an integer from 0 to 4294967295 \
-             (environment: POINTSMAN_ROUTER_REQUESTS_MAX)",
+            "router.queue.requests_max is \"4294967296\", must be an integer from 0 to 4294967295 \
+             (environment: POINTSMAN_ROUTER_QUEUE_REQUESTS_MAX)",
         ]
     );
 }
@@ -312,15 +315,15 @@ fn values_of_the_wrong_type_name_value_rule_and_origin() {
 #[test]
 fn broken_rules_name_the_place_to_change() {
     let text = format!(
-        "[router]\nblock_size = 0\n{MODEL}[models.router]\nqueue_classes = [{{ name = \"a b\" }}]\n\
+        "[router]\nblock_size = 0\n{MODEL}[models.router]\nqueue.classes = [{{ name = \"a b\" }}]\n\
          [[models]]\nname = \"n\"\nworker_urls = [\"http://f\"]\n"
     );
     assert_eq!(
-        refused(sources(&text, &[("POINTSMAN_ROUTER_TEMPERATURE", "NaN")], &[])),
+        refused(sources(&text, &[("POINTSMAN_ROUTER_POLICY_TEMPERATURE", "NaN")], &[])),
         [
-            "router.temperature is NaN, must be between 0 and 1e9 (environment: POINTSMAN_ROUTER_TEMPERATURE)",
             "router.block_size is 0, must be at least 1 (file)",
-            "models[0].router.queue_classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
+            "router.policy.temperature is NaN, must be between 0 and 1e9 (environment: POINTSMAN_ROUTER_POLICY_TEMPERATURE)",
+            "models[0].router.queue.classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
         ]
     );
     assert_eq!(
@@ -340,8 +343,8 @@ fn only_values_in_force_are_judged() {
 
 #[test]
 fn rules_about_unread_settings_are_not_judged() {
-    let text = "[router]\nuse_kv_events = \"no\"\napproximate_policy = \"lru\"\n";
-    assert_eq!(problems(text, &[]), ["router.use_kv_events is \"no\", must be true, false or auto (file)"]);
+    let text = "[router]\nevents.mode = \"no\"\n[router.index.speculative]\nmodel = \"lru\"\n";
+    assert_eq!(problems(text, &[]), ["router.events.mode is \"no\", must be one of off, on, auto (file)"]);
     let text = "[[models]]\nname = \"m\"\nworker_urls = 3\n";
     let told = refused(sources(text, &[], &[]));
     assert!(told.len() == 1 && told[0].starts_with("models[0].worker_urls is 3, which cannot be read: "), "{told:?}");
@@ -351,19 +354,19 @@ fn rules_about_unread_settings_are_not_judged() {
 fn lists_are_set_in_the_file_only() {
     assert_eq!(
         problems("", &[("POINTSMAN_ROUTER_QUEUE_CLASSES", "[]")]),
-        ["router.queue_classes is \"[]\", must be absent here: it can be set in the file only \
+        ["router.queue.classes is \"[]\", must be absent here: it can be set in the file only \
           (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)"]
     );
 }
 
 #[test]
 fn each_bad_element_of_a_list_is_named() {
-    let text = "[router]\nqueue_classes = [{ name = \"a\", quantm = 1 }, { name = \"b\" }, { order = \"fcfs\" }]\n";
+    let text = "[router]\nqueue.classes = [{ name = \"a\", quantm = 1 }, { name = \"b\" }, { order = \"fcfs\" }]\n";
     let told = problems(text, &[]);
     assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].starts_with("router.queue_classes[0] is {"), "{told:?}");
+    assert!(told[0].starts_with("router.queue.classes[0] is {"), "{told:?}");
     assert!(told[0].contains("unknown field `quantm`"), "{told:?}");
-    assert!(told[1].starts_with("router.queue_classes[2] is {"), "{told:?}");
+    assert!(told[1].starts_with("router.queue.classes[2] is {"), "{told:?}");
     let workers = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e\" }, { endpoint = \"http://e\" }, { url = \"e\" }, \
                    { url = \"http://f\", total_kv_blocks = 0 }]\n";
     let told = refused(sources(workers, &[], &[]));
@@ -495,12 +498,12 @@ fn an_assumed_capacity_is_warned_of_where_a_limit_rests_on_it() {
     };
     let probed = "worker_urls = [\"http://a:1\"]";
     let (stated, unstated) = ("{ url = \"http://a:1\", max_num_batched_tokens = 2048 }", "{ url = \"http://b:1\" }");
-    let class = "[[router.queue_classes]]\nname = \"c\"\n";
-    for router in ["queue_threshold = 2.0", "overload_prefill_frac = 9.0", &format!("{class}busy_prefill_frac = 1.0")] {
+    let class = "[[router.queue.classes]]\nname = \"c\"\n";
+    for router in ["queue.threshold = 2.0", "overload.prefill_frac = 9.0", &format!("{class}busy_prefill_frac = 1.0")] {
         assert_eq!(warned(router, probed), 1, "{router}");
         assert_eq!(warned(router, &format!("workers = [{stated}, {unstated}]")), 1, "{router}");
         assert_eq!(warned(router, &format!("workers = [{stated}]")), 0, "{router}");
-        assert_eq!(warned(&format!("unstated_batched_tokens = 2048\n{router}"), probed), 0, "{router}");
+        assert_eq!(warned(&format!("queue.unstated_batched_tokens = 2048\n{router}"), probed), 0, "{router}");
     }
     assert_eq!(warned("", probed), 0, "nothing waits");
     assert_eq!(warned(&format!("{class}busy_prefill_tokens = 9000"), probed), 0, "a limit in tokens");

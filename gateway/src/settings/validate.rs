@@ -178,7 +178,7 @@ impl Settings {
             let is_given = !tenant.keys_file.as_os_str().is_empty();
             rules.text(setting("keys_file"), "", is_given, "the path of a file");
             if let Some(class) = &tenant.policy_class {
-                let lacking = self.models.iter().find(|model| !model.router.knows_class(class));
+                let lacking = self.models.iter().find(|model| !model.router.queue.knows_class(class));
                 let lacking =
                     lacking.map(|model| format!("a class or family of every model, {:?} has none", model.name));
                 rules.text(setting("policy_class"), class, lacking.is_none(), lacking.unwrap_or_default());
@@ -213,10 +213,10 @@ impl Settings {
                 warnings.push(format!("model {name:?} has no workers until an operator adds some"));
             }
             if model.assumes_batched_tokens() {
-                let assumed = model.router.batched_tokens_where_unstated();
+                let assumed = model.router.queue.unstated_batched_tokens();
                 warnings.push(format!(
                     "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for \
-                     workers that do not state it (set router.unstated_batched_tokens; vLLM does not state it)"
+                     workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
                 ));
             }
         }
@@ -250,8 +250,8 @@ impl ModelSettings {
     fn assumes_batched_tokens(&self) -> bool {
         let by_hand = |worker: &pointsman::discovery::NamedWorker| worker.config.max_num_batched_tokens.is_some();
         let all_stated = self.has_fixed_workers_only() && self.workers.iter().all(by_hand);
-        let is_built_in = self.router.unstated_batched_tokens.is_none();
-        is_built_in && !all_stated && self.router.depends_on_batched_tokens()
+        let is_built_in = self.router.queue.unstated_batched_tokens.is_none();
+        is_built_in && !all_stated && self.router.uses_batched_tokens()
     }
 
     /// Whether all workers are fully described in the settings.

@@ -3,6 +3,7 @@
 //! Owns nothing. Asserts counts: failed requests, exported metrics, the state of `/ready`. Every wait has an end.
 #![allow(clippy::print_stdout, reason = "counts are there to be read")]
 
+use pointsman::config::HealthConfig;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -188,7 +189,10 @@ async fn no_request_fails_while_one_engine_of_four_is_alive() {
 async fn probes_alone_make_a_gateway_unready_and_ready_again() {
     let _alone = alone().await;
     let mut engines = engines().await;
-    let router = RouterConfig { health_probe_interval_ms: 20, ..RouterConfig::default() };
+    let router = RouterConfig {
+        health: HealthConfig { probe_interval_ms: 20, ..HealthConfig::default() },
+        ..RouterConfig::default()
+    };
     let gateway = proxy::gateway(before(&engines, router)).await;
     assert_eq!(get(&gateway, "/ready").await.status, 200);
     let mut dead = Vec::new();

@@ -343,7 +343,7 @@ pub(crate) async fn quiet(gateway: &Gateway) {
 
 /// Makes one failure speak against a rank, so that what the router counts can be seen.
 pub(crate) fn counting_outcomes(mut settings: Settings) -> Settings {
-    settings.models[0].router.outcome_failures_max = 1;
+    settings.models[0].router.health.outcome_failures_max = 1;
     settings
 }
 

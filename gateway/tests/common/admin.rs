@@ -2,6 +2,7 @@
 //!
 //! Owns the token and its file. Promises that every wait has a generous end. Leaves what is asked to the tests.
 
+use pointsman::config::{HealthConfig, IndexConfig};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -62,8 +63,12 @@ pub(crate) fn file(bytes: &[u8]) -> PathBuf {
 pub(crate) fn settings() -> Settings {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
     // Most workers of these tests answer nobody.
-    let router =
-        RouterConfig { health_probe_interval_ms: 0, block_size: 4, index_shards: 2, ..RouterConfig::default() };
+    let router = RouterConfig {
+        block_size: 4,
+        health: HealthConfig { probe_interval_ms: 0, ..HealthConfig::default() },
+        index: IndexConfig { shards: 2, ..IndexConfig::default() },
+        ..RouterConfig::default()
+    };
     let model = ModelSettings {
         aliases: vec![ALIAS.to_owned()],
         upstream_name: Some("mock".to_owned()),

@@ -3,6 +3,7 @@
 //! Owns engines, router and the count of requests. Promises that every request is completed, by whichever engine is
 //! there for it, and that every wait has a generous end. Leaves faults to the test.
 
+use pointsman::config::{HealthConfig, IndexConfig, SlowStartConfig};
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
@@ -44,12 +45,15 @@ impl Fleet {
     pub(crate) async fn start(formats: &[EventFormat]) -> Self {
         let config = RouterConfig {
             block_size: BLOCK_SIZE,
-            index_shards: 2,
-            // A dead engine is left alone soon, and taken back soon.
-            health_probe_interval_ms: 100,
-            health_successes_min: 1,
-            ejection_ms: 200,
-            slow_start_return_ms: 0,
+            index: IndexConfig { shards: 2, ..IndexConfig::default() },
+            health: HealthConfig {
+                // A dead engine is left alone soon, and taken back soon.
+                probe_interval_ms: 100,
+                probe_successes_min: 1,
+                ejection_ms: 200,
+                ..HealthConfig::default()
+            },
+            slow_start: SlowStartConfig { return_ms: 0, ..SlowStartConfig::default() },
             ..RouterConfig::default()
         };
         let router = Router::builder(config).start().await.expect("the router starts");

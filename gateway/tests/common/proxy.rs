@@ -3,6 +3,7 @@
 //!
 //! Owns no assertions about the proxy. Promises that every wait has a generous end. Leaves scenarios to the tests.
 
+use pointsman::config::HealthConfig;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -41,9 +42,8 @@ pub(crate) fn worker(n: u64, url: &str, data_parallel_size: u32) -> NamedWorker 
 /// tokens.
 pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     let router = RouterConfig {
-        policy: pointsman::select::Policy::RoundRobin,
-        health_probe_interval_ms: 0,
-        outcome_failures_max: 0,
+        policy: pointsman::select::Policy::RoundRobin.into(),
+        health: HealthConfig { probe_interval_ms: 0, outcome_failures_max: 0, ..HealthConfig::default() },
         ..RouterConfig::default()
     };
     let mut settings = Settings::default();

@@ -40,7 +40,7 @@ def gateway(binary, stack, engines, alone=False):
         lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{engine_port}"']
         lines += [f'kv_events = {{ endpoint = "{events["endpoint"]}", replay_endpoint = "{events["replay_endpoint"]}" }}']
     if alone:
-        lines += ["[models.tokens]", 'source = "none"', "[router]", "health_probe_interval_ms = 0"]
+        lines += ["[models.tokens]", 'source = "none"', "[router]", "health.probe_interval_ms = 0"]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".toml"))
     file.write("\n".join(lines) + "\n")
     file.flush()

@@ -183,11 +183,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::RouterConfig;
+    use crate::config::{LoadConfig, RouterConfig};
+    use crate::policy::{KvConfig, PolicyConfig};
 
-    fn cost_of(change: fn(&mut RouterConfig), facts: CostFacts) -> f64 {
-        let mut config = RouterConfig { block_size: 16, ..RouterConfig::default() };
-        change(&mut config);
+    fn cost_of(change: fn(&mut KvConfig), facts: CostFacts) -> f64 {
+        let mut kv = KvConfig::default();
+        change(&mut kv);
+        let config = RouterConfig { block_size: 16, policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
         config.kv_cost().cost(&CostFacts { isl_tokens: 1024, ..facts })
     }
 
@@ -217,10 +219,9 @@ mod tests {
     /// The reference's facade test: two shared blocks beyond the device at a multiplier of 0.5 credit one block.
     #[test]
     fn shared_blocks_beyond_the_device_are_credited_by_the_multiplier() {
-        let shared = |c: &mut RouterConfig| c.shared_cache_multiplier = Some(0.5);
         let facts = CostFacts { overlap: held(2, 0, 0), shared_cache_blocks: 2, ..CostFacts::default() };
-        let mut config = RouterConfig { block_size: 16, ..RouterConfig::default() };
-        shared(&mut config);
+        let kv = KvConfig { shared_cache_multiplier: 0.5, ..KvConfig::default() };
+        let config = RouterConfig { block_size: 16, policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
         let terms = config.kv_cost().terms(&CostFacts { isl_tokens: 1024, ..facts });
         assert_eq!(terms.credit_blocks, 3.0);
         assert_eq!(terms.total(), 61.0);
@@ -230,12 +231,14 @@ mod tests {
     fn decode_pools_take_credit_off_the_blocks_held() {
         let facts =
             CostFacts { overlap: held(10, 0, 0), potential_blocks: 64, active_requests: 2, ..CostFacts::default() };
-        let decode = |c: &mut RouterConfig| {
-            c.role = crate::config::PoolRole::Decode;
-            c.track_prefill_tokens = false;
-            c.decode_active_request_weight = 1.5;
+        let decode = RouterConfig {
+            block_size: 16,
+            role: crate::config::PoolRole::Decode,
+            load: LoadConfig { track_prefill_tokens: false, ..LoadConfig::default() },
+            policy: PolicyConfig::Kv(KvConfig { active_request_weight: 1.5, ..KvConfig::default() }),
+            ..RouterConfig::default()
         };
-        assert_eq!(cost_of(decode, facts), 57.0);
+        assert_eq!(decode.kv_cost().cost(&CostFacts { isl_tokens: 1024, ..facts }), 57.0);
     }
 
     proptest! {
@@ -245,12 +248,7 @@ mod tests {
             active in 0u64..10_000, depth in 0u64..2_000, prefill in 0u64..100_000, spread in 0u64..5_000,
             scale in 0.0..4.0, credit in 0.0..3.0, weight in 0.0..64.0, track: bool, decode: bool,
         ) {
-            let config = RouterConfig {
-                prefill_load_scale: scale, overlap_score_credit: credit, decode_active_request_weight: weight,
-                track_prefill_tokens: track,
-                role: if decode { crate::config::PoolRole::Decode } else { crate::config::PoolRole::Aggregated },
-                ..RouterConfig::default()
-            };
+            let config = RouterConfig { role: if decode { crate::config::PoolRole::Decode } else { crate::config::PoolRole::Aggregated }, policy: PolicyConfig::Kv(KvConfig { prefill_load_scale: scale, overlap_score_credit: credit, active_request_weight: weight, ..KvConfig::default() }), load: LoadConfig { track_prefill_tokens: track, ..LoadConfig::default() }, ..RouterConfig::default() };
             let cost = config.kv_cost();
             let request_blocks = isl_tokens / u64::from(config.block_size);
             let shared = depth.min(request_blocks);

@@ -17,7 +17,7 @@ use crate::simulate::{self, Simulate, SimulateError};
 /// Simulates several policies on one workload.
 #[derive(Args, Clone, Debug)]
 pub struct Compare {
-    /// Policies, optionally with settings as in kv+overlap_score_credit=0.5; the others are compared with the first
+    /// Policies, optionally with settings as in kv+policy.overlap_score_credit=0.5; the others are compared with the first
     #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...", conflicts_with_all = ["policy", "records"])]
     pub policies: Vec<Policied>,
     /// Number of seeds for each policy: --seed and its successors

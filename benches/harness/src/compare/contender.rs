@@ -9,20 +9,20 @@ use serde_json::{Map, Value};
 use crate::cli::{policy_name, policy_named};
 
 /// A policy with optional settings, so that variants of one policy can be compared: `kv`, or
-/// `kv+seed=7+overlap_score_credit=0.5`.
+/// `kv+seed=7+policy.overlap_score_credit=0.5`.
 ///
 /// ```
 /// use pointsman_bench::compare::Policied;
 ///
-/// let of: Policied = "kv+queue_policy=fcfs".parse()?;
-/// assert_eq!((of.to_string(), of.settings["queue_policy"].as_str()), ("kv+queue_policy=fcfs".into(), Some("fcfs")));
+/// let of: Policied = "kv+queue.order=fcfs".parse()?;
+/// assert_eq!((of.to_string(), of.settings["queue.order"].as_str()), ("kv+queue.order=fcfs".into(), Some("fcfs")));
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Policied {
     /// The policy.
     pub policy: Policy,
-    /// Fields of the router's configuration, by name.
+    /// Fields of the router's configuration, by path.
     pub settings: Map<String, Value>,
     name: String,
 }

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
-use pointsman::config::Fanout;
 use pointsman::select::Policy;
 use pointsman_trial::engine::EngineConfig;
 use pointsman_trial::workload::Workload;
@@ -265,33 +264,15 @@ pub struct RouterArguments {
     /// Index shards [default: the router's]
     #[arg(long)]
     pub shards: Option<u32>,
-    /// Ranks that are queried for their exact load [default: the router's]
-    #[arg(long, value_enum)]
-    pub fanout: Option<FanoutArgument>,
+    /// Query the exact load of every rank, also where bounds decide
+    #[arg(long)]
+    pub query_every_rank: bool,
     /// Seed of the router's random choices and of a generated workload
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Another setting of the router's configuration: NAME=VALUE, with the value in JSON
+    /// Any other setting of the router by its path, such as queue.threshold=2: NAME=VALUE, the value in JSON
     #[arg(long = "set", value_name = "NAME=VALUE", value_parser = unflagged_setting)]
     pub settings: Vec<(String, Value)>,
-}
-
-/// [`Fanout`] as an argument.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FanoutArgument {
-    /// Only ranks that can win
-    Shortlist,
-    /// All ranks
-    All,
-}
-
-impl From<FanoutArgument> for Fanout {
-    fn from(fanout: FanoutArgument) -> Self {
-        match fanout {
-            FanoutArgument::Shortlist => Self::Shortlist,
-            FanoutArgument::All => Self::All,
-        }
-    }
 }
 
 /// Parses NAME=VALUE. Strings may be given without quotes.
@@ -302,13 +283,8 @@ fn setting(text: &str) -> Result<(String, Value), String> {
 }
 
 /// Settings that have their own flag, because reports identify a run by them.
-const FLAGGED: [(&str, &str); 5] = [
-    ("policy", "--policy"),
-    ("seed", "--seed"),
-    ("block_size", "--block-size"),
-    ("index_shards", "--shards"),
-    ("fanout", "--fanout"),
-];
+const FLAGGED: [(&str, &str); 4] =
+    [("policy", "--policy"), ("seed", "--seed"), ("block_size", "--block-size"), ("index.shards", "--shards")];
 
 fn unflagged_setting(text: &str) -> Result<(String, Value), String> {
     let (name, value) = setting(text)?;
@@ -326,7 +302,7 @@ impl RouterArguments {
             policy: self.policy,
             knowledge: self.knowledge,
             shards: self.shards,
-            fanout: self.fanout.map(Fanout::from),
+            queries_every_rank: self.query_every_rank,
             seed: self.seed,
             settings: self.settings.iter().cloned().collect(),
         }

@@ -4,7 +4,6 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 
 use pointsman::RouterConfig;
-use pointsman::config::Fanout;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::select::Policy;
 use pointsman_trial::engine::EngineConfig;
@@ -43,11 +42,11 @@ pub struct RouterSetup {
     pub knowledge: Knowledge,
     /// Number of index shards; the router's default if none.
     pub shards: Option<u32>,
-    /// Ranks that are queried for their load; the router's default if none.
-    pub fanout: Option<Fanout>,
+    /// Whether the load of every rank is queried, also where bounds decide.
+    pub queries_every_rank: bool,
     /// Seed of the router's random choices.
     pub seed: u64,
-    /// Other fields of the router's configuration by name. They override all others.
+    /// Other fields of its configuration by path, such as `queue.threshold`. These are applied last.
     pub settings: Map<String, Value>,
 }
 
@@ -75,19 +74,17 @@ impl Setup {
     /// # Errors
     /// A setting is unknown or has the wrong type.
     pub fn router_config(&self) -> Result<RouterConfig, Refusal> {
-        let RouterSetup { policy, knowledge, shards, fanout, seed, settings } = &self.router;
-        let defaults = RouterConfig::default();
-        let config = RouterConfig {
-            block_size: self.block_size().get(),
-            policy: *policy,
-            index_shards: shards.unwrap_or(defaults.index_shards),
-            fanout: fanout.unwrap_or(defaults.fanout),
-            seed: *seed,
-            ..knowing_by(*knowledge, defaults)
-        };
+        let RouterSetup { policy, knowledge, shards, queries_every_rank: _, seed, settings } = &self.router;
+        let mut config = knowing_by(*knowledge, RouterConfig::default());
+        config.block_size = self.block_size().get();
+        config.policy = (*policy).into();
+        config.seed = *seed;
+        if let Some(shards) = shards {
+            config.index.shards = *shards;
+        }
         let mut value = serde_json::to_value(config)?;
-        if let Value::Object(fields) = &mut value {
-            fields.extend(settings.clone());
+        for (path, setting) in settings {
+            set(&mut value, path, setting)?;
         }
         Ok(serde_json::from_value(value)?)
     }
@@ -136,6 +133,18 @@ impl Setup {
         };
         names.map(rank).collect()
     }
+}
+
+/// Sets the field at a path such as `queue.threshold`.
+fn set(config: &mut Value, path: &str, setting: &Value) -> Result<(), Refusal> {
+    let (sections, name) = path.rsplit_once('.').map_or((None, path), |(sections, name)| (Some(sections), name));
+    let mut at = config;
+    for section in sections.into_iter().flat_map(|sections| sections.split('.')) {
+        at = at.get_mut(section).ok_or_else(|| format!("{path} is no setting of the router"))?;
+    }
+    let fields = at.as_object_mut().ok_or_else(|| format!("{path} is no setting of the router"))?;
+    fields.insert(name.to_owned(), setting.clone());
+    Ok(())
 }
 
 /// Extent of the warm-up.

@@ -103,13 +103,13 @@ fn the_same_seed_gives_the_same_bytes() {
 }
 
 #[test]
-fn shards_and_fanout_change_no_decision() {
+fn shards_and_queries_of_every_rank_change_no_decision() {
     let workload = chat(200, 8_000);
     let one = setup(Policy::Kv);
     let mut four = one.clone();
     four.router.shards = Some(4);
     let mut all = one.clone();
-    all.router.fanout = Some(pointsman::config::Fanout::All);
+    all.router.queries_every_rank = true;
     let runs = [one, four, all].map(|setup| serve(&setup, &workload));
     assert_eq!(runs[0].requests, runs[1].requests);
     assert_eq!(runs[0].requests, runs[2].requests);
@@ -213,7 +213,7 @@ fn slow_workers_are_slow() {
 fn requests_that_the_router_holds_back_are_placed_later() {
     let workload = workload_of((0..40).map(|id| lone(0, id, 2_000)).collect());
     let mut setup = setup(Policy::Kv);
-    setup.router.settings = [("queue_threshold".to_owned(), json!(0.5))].into_iter().collect();
+    setup.router.settings = [("queue.threshold".to_owned(), json!(0.5))].into_iter().collect();
     let run = serve(&setup, &workload);
     let waited = run.requests.iter().filter(|record| record.placed_us > Some(record.due_us)).count();
     assert!((10..40).contains(&waited), "{waited} waited");
@@ -278,7 +278,7 @@ fn in_a_closed_loop_ends_let_requests_go() {
 #[test]
 fn a_router_without_an_index_predicts_nothing() {
     let mut setup = setup(Policy::Kv);
-    setup.router.settings.insert("overlap_score_credit".to_owned(), json!(0));
+    setup.router.settings.insert("policy.overlap_score_credit".to_owned(), json!(0));
     let run = serve(&setup, &chat(20, 20_000));
     assert!(run.requests.iter().all(|record| record.predicted_cached_tokens.is_none()));
 }
@@ -408,7 +408,7 @@ fn what_names_a_run_is_set_by_its_own_flag_alone() {
         simulate: super::Simulate,
     }
     let parse = |setting: &str| Arguments::try_parse_from(["test", "--set", setting]).map(|given| given.simulate);
-    assert!(parse("queue_threshold=0.5").is_ok());
+    assert!(parse("queue.threshold=0.5").is_ok());
     for (setting, flag) in [("policy=latency", "--policy"), ("seed=9", "--seed"), ("block_size=32", "--block-size")] {
         let refused = parse(setting).map_or_else(|refused| refused.to_string(), |_| String::new());
         assert!(refused.contains(flag), "{setting}: {refused}");

@@ -20,7 +20,7 @@ const QUICK_REQUESTS: u32 = 600;
 /// Runs the workloads of the suite, each under several policies.
 #[derive(Args, Clone, Debug)]
 pub struct RunSuite {
-    /// Policies, optionally with settings as in kv+overlap_score_credit=0.5; the others are compared with the first
+    /// Policies, optionally with settings as in kv+policy.overlap_score_credit=0.5; the others are compared with the first
     #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...")]
     pub policies: Vec<Policied>,
     /// Run only this workload; repeatable

@@ -158,7 +158,7 @@ fn engine_config(config: &DemoConfig) -> MockConfig {
 fn setup(engines: &[MockEngine], policy: Policy, seed: u64) -> GatewaySetup {
     GatewaySetup {
         model: MODEL.to_owned(),
-        router: RouterConfig { block_size: BLOCK_SIZE, policy, seed, ..RouterConfig::default() },
+        router: RouterConfig { block_size: BLOCK_SIZE, policy: policy.into(), seed, ..RouterConfig::default() },
         workers: engines.iter().zip(1..).map(|(engine, id)| worker(engine, id)).collect(),
         tokenize_timeout_ms: TOKENIZE_MAX_MS,
         idle_timeout_ms: IDLE_MAX_MS,

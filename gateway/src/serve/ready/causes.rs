@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use pointsman::config::UseKvEvents;
+use pointsman::config::EventMode;
 use pointsman::health::HealthState;
 use pointsman::protocol::WorkerRank;
 use pointsman::{DiscoveryStatus, KvSourceStatus, WorkerEntry};
@@ -52,7 +52,7 @@ pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -
 /// Problems with the index of a model, independent of readiness.
 pub(super) fn warnings(model: &Model) -> Vec<String> {
     let mut warnings = Vec::new();
-    if model.router.config().use_kv_events == UseKvEvents::Yes && model.router.config().has_index() {
+    if model.router.config().events.mode == EventMode::On && model.router.config().has_index() {
         warnings.extend(of_unread(&model.router.workers()));
     }
     warnings.extend(of_sources(model.router.kv_sources()));

@@ -139,7 +139,7 @@ async fn a_client_may_leave_the_queue() {
     let _alone = alone().await;
     let worker = Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await;
     let mut settings = settings(&[worker.url()]);
-    settings.models[0].router.queue_threshold = Some(0.0);
+    settings.models[0].router.queue.threshold = Some(0.0);
     settings.models[0].workers[0].config.max_num_batched_tokens = Some(64);
     let gateway = gateway(settings).await;
     let router = faults::router(&gateway);
@@ -158,7 +158,7 @@ async fn a_client_may_leave_the_queue() {
     quiet(&gateway).await;
 }
 
-/// Prompts of 10,000 tokens before engines that state no capacity: at `queue_threshold` 2 a rank is busy with two of
+/// Prompts of 10,000 tokens before engines that state no capacity: at `queue.threshold` 2 a rank is busy with two of
 /// them, beyond 2 * 8,192 tokens. Two engines get four of twelve; the others wait until a rank has room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_queue_before_engines_that_state_no_capacity() {
@@ -167,7 +167,7 @@ async fn requests_queue_before_engines_that_state_no_capacity() {
     let answer = || Faulty::answering(vec![Step::Wait, whole("200 OK", FINE_JSON)]);
     let workers = [answer().await, answer().await];
     let mut settings = settings(&workers.each_ref().map(Faulty::url));
-    settings.models[0].router.queue_threshold = Some(2.0);
+    settings.models[0].router.queue.threshold = Some(2.0);
     assert!(settings.models[0].workers.iter().all(|worker| worker.config.max_num_batched_tokens.is_none()));
     let gateway = gateway(settings).await;
     let router = faults::router(&gateway);

@@ -127,7 +127,7 @@ async fn tenants_take_turns_in_the_queue_whatever_their_deadlines() {
     for deadline in ["", "x-pointsman-deadline-ms: 3600000\r\n"] {
         let (worker, files) = (Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await, Files::new());
         let mut settings = with_tenants(settings(&[worker.url()]), &files);
-        settings.models[0].router.queue_threshold = Some(0.0);
+        settings.models[0].router.queue.threshold = Some(0.0);
         let gateway = gateway(settings).await;
         let (router, address) = (router(&gateway), gateway.address());
         let mut clients = Vec::new();

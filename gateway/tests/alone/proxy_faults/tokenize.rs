@@ -63,8 +63,8 @@ async fn an_ejected_worker_is_sent_no_prompt_to_tokenise() {
     let _alone = alone().await;
     let (ejected, well) = (worker(true).await, worker(true).await);
     let mut settings = with_engine_tokens(&[&ejected, &well]);
-    settings.models[0].router.outcome_failures_max = 2;
-    settings.models[0].router.ejection_ms = 300_000;
+    settings.models[0].router.health.outcome_failures_max = 2;
+    settings.models[0].router.health.ejection_ms = 300_000;
     let gateway = gateway(settings).await;
     let router = router(&gateway);
     let workers = router.workers();

@@ -1,0 +1,26 @@
+//! `[discovery]`: reconciliation of discovered workers with running ones.
+
+use serde::{Deserialize, Serialize};
+
+use crate::validation::Problems;
+
+/// Settings of discovery.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DiscoveryConfig {
+    /// Interval between reconciliations, in milliseconds; a change of a source starts one at once. Default 5,000, at
+    /// least 1.
+    pub interval_ms: u64,
+}
+
+impl Default for DiscoveryConfig {
+    fn default() -> Self {
+        Self { interval_ms: 5_000 }
+    }
+}
+
+impl DiscoveryConfig {
+    pub(super) fn check(&self, problems: &mut Problems) {
+        problems.positive("discovery.interval_ms", self.interval_ms);
+    }
+}

@@ -1,0 +1,68 @@
+//! `[events]`: the engines' KV events.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::validation::Problems;
+
+/// Settings of KV events.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EventsConfig {
+    /// Workers whose KV events the index follows. Default `on`.
+    pub mode: EventMode,
+    /// Blocks in KV events that may wait for one shard; beyond, senders wait. Default 1,048,576, at least 1.
+    pub blocks_max: u32,
+}
+
+/// Workers whose KV events the index follows.
+///
+/// ```
+/// use pointsman::config::EventMode;
+///
+/// assert_eq!(serde_json::from_str::<EventMode>("\"auto\"")?, EventMode::Auto);
+/// assert!(EventMode::Auto.reads_events() && !EventMode::Off.reads_events());
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EventMode {
+    /// No worker: the index holds speculative entries only.
+    Off,
+    /// All workers. Requests are routed to a worker without events by load only.
+    #[default]
+    On,
+    /// Workers that publish events. The other workers have speculative entries.
+    Auto,
+}
+
+impl EventMode {
+    /// Whether events are read from any worker.
+    #[must_use]
+    pub fn reads_events(self) -> bool {
+        self != Self::Off
+    }
+}
+
+impl fmt::Display for EventMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::On => "on",
+            Self::Auto => "auto",
+        })
+    }
+}
+
+impl Default for EventsConfig {
+    fn default() -> Self {
+        Self { mode: EventMode::default(), blocks_max: 1 << 20 }
+    }
+}
+
+impl EventsConfig {
+    pub(super) fn check(&self, problems: &mut Problems) {
+        problems.positive("events.blocks_max", self.blocks_max);
+    }
+}
