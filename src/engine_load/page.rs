@@ -148,7 +148,7 @@ impl PageSeries<'_> {
     }
 }
 
-/// Where a quoted string ends, escapes skipped.
+/// Position of the closing quote of a string, skipping escapes.
 fn quote_end(text: &str) -> Option<usize> {
     let mut escaped = false;
     text.bytes().position(|byte| {

@@ -1,4 +1,4 @@
-//! Examples, and random histories against what the floor promises.
+//! Examples, and property tests of random histories against the ejection limits.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn at(seconds: u64) -> Timestamp {
     Timestamp(seconds * 1_000_000_000)
 }
 
-/// A monitor over single-rank workers 0 to n − 1.
+/// A monitor of single-rank workers 0 to n − 1.
 struct Pool {
     monitor: Monitor,
     members: BTreeMap<WorkerRank, Member>,
@@ -61,7 +61,7 @@ impl Pool {
         self.step(HealthInput::Outcome { rank: rank(worker), incarnation, outcome, began: None }, now);
     }
 
-    /// A request that was sent at `began` is answered at `now`.
+    /// A request sent at `began` is answered at `now`.
     fn answered(&mut self, worker: u64, began: Timestamp, now: Timestamp) {
         let incarnation = self.members[&rank(worker)].incarnation;
         let input = HealthInput::Outcome { rank: rank(worker), incarnation, outcome: Outcome::Ok, began: Some(began) };
@@ -137,7 +137,7 @@ fn each_ejection_lasts_longer_up_to_a_cap_and_good_times_are_counted_in() {
 }
 
 #[test]
-fn what_ends_while_a_rank_is_out_changes_nothing() {
+fn outcomes_during_an_ejection_are_ignored() {
     let mut pool = Pool::new(RULES, 4);
     pool.fail(0, 5, at(1));
     pool.outcome(0, Outcome::Ok, at(2));
@@ -170,7 +170,7 @@ fn failed_probes_eject_all_ranks_of_an_engine_until_enough_succeed() {
 }
 
 #[test]
-fn a_prober_that_falls_silent_keeps_nobody_out() {
+fn silent_prober_ejects_no_rank() {
     let mut pool = Pool::new(RULES, 4);
     (0..3).for_each(|n| pool.probe(0, false, at(n)));
     assert_eq!((pool.ejected(), pool.monitor.next_wake()), (vec![0], Some(at(23))));
@@ -179,7 +179,7 @@ fn a_prober_that_falls_silent_keeps_nobody_out() {
 }
 
 #[test]
-fn the_last_rank_and_half_of_them_stay_in_and_are_suspected() {
+fn ranks_beyond_the_limits_are_suspected() {
     let mut pool = Pool::new(RULES, 1);
     pool.fail(0, 9, at(1));
     assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Suspected));
@@ -205,7 +205,7 @@ fn the_last_rank_and_half_of_them_stay_in_and_are_suspected() {
 }
 
 #[test]
-fn whoever_is_ejected_comes_back_when_the_others_go() {
+fn ejected_rank_returns_when_the_others_are_removed() {
     let mut pool = Pool::new(RULES, 2);
     pool.fail(0, 5, at(1));
     pool.set(1, Member { incarnation: 0, available: false }, at(2));
@@ -218,7 +218,7 @@ fn whoever_is_ejected_comes_back_when_the_others_go() {
 }
 
 #[test]
-fn another_engine_under_the_same_name_starts_well() {
+fn new_incarnation_starts_healthy() {
     let mut pool = Pool::new(RULES, 2);
     pool.fail(0, 5, at(1));
     (0..3).for_each(|n| pool.probe(0, false, at(n)));
@@ -232,7 +232,7 @@ fn another_engine_under_the_same_name_starts_well() {
     assert_eq!(pool.ejected(), NOBODY, "an earlier prober's word is of another engine");
 }
 
-/// Four ranks of which connections to all but the last fail, one after the other.
+/// Four ranks; connections to all but the last fail in sequence.
 fn three_of_four_unreachable() -> Pool {
     let mut pool = Pool::new(RULES, 4);
     for worker in 0..3 {
@@ -250,7 +250,7 @@ fn unreachable_ranks_are_down_whatever_the_share() {
         pool.of(0).to_string(),
         "0/0 is ejected until 31.0 s after the router's start: 5 requests in a row failed, the last: could not connect"
     );
-    // The last rank that serves is suspected, never ejected: what is down does not serve.
+    // The last serving rank is suspected, never ejected; down ranks do not serve.
     pool.fail(3, 5, at(4));
     assert_eq!((pool.ejected(), pool.of(3).state), (vec![0, 1, 2], HealthState::Suspected));
     (0..5).for_each(|_| pool.outcome(3, Outcome::ConnectFailed, at(5)));
@@ -269,14 +269,14 @@ fn a_connection_that_breaks_after_refused_ones_does_not_make_a_rank_reachable() 
 }
 
 #[test]
-fn an_answer_to_a_request_that_was_sent_since_ends_it_and_an_earlier_one_does_not() {
+fn only_requests_sent_after_the_ejection_end_it() {
     let mut pool = three_of_four_unreachable();
     pool.answered(0, at(0), at(4));
     assert_eq!(pool.ejected(), [0, 1, 2]);
     pool.answered(0, at(4), at(5));
     assert_eq!(pool.ejected(), [1, 2]);
     assert_eq!(pool.of(0).state, HealthState::Healthy);
-    // Two good probes do the same, however many there were before.
+    // Two successful probes are sufficient, independent of earlier failures.
     pool.probe(1, true, at(6));
     assert_eq!(pool.ejected(), [1, 2]);
     pool.probe(1, true, at(7));
@@ -284,7 +284,7 @@ fn an_answer_to_a_request_that_was_sent_since_ends_it_and_an_earlier_one_does_no
 }
 
 #[test]
-fn where_nobody_serves_one_good_probe_is_enough() {
+fn one_successful_probe_is_sufficient_if_no_rank_serves() {
     let mut pool = Pool::new(RULES, 3);
     for worker in 0..3 {
         (0..3).for_each(|n| pool.probe(worker, false, at(1 + n)));
@@ -327,7 +327,7 @@ fn a_refusal_backs_off_and_each_in_a_row_for_twice_as_long() {
     let mut now = 1;
     for (n, expected) in [1, 2, 4, 8].into_iter().enumerate() {
         pool.outcome(0, refused(None), at(now));
-        // What was sent before the first refusal came counts once.
+        // Requests sent before the first refusal arrived count once.
         (0..20).for_each(|_| pool.outcome(0, refused(None), at(now)));
         assert_eq!((pool.refusing(), pool.ejected()), (vec![0], vec![]), "{n}");
         assert_eq!(pool.monitor.next_wake(), Some(at(now + expected)), "{n}");
@@ -342,7 +342,7 @@ fn a_refusal_backs_off_and_each_in_a_row_for_twice_as_long() {
 }
 
 #[test]
-fn an_engine_says_itself_when_to_come_back_up_to_a_minute() {
+fn retry_after_extends_the_back_off_up_to_a_minute() {
     let mut pool = Pool::new(RULES, 4);
     pool.outcome(0, refused(Some(7)), at(1));
     assert_eq!(pool.monitor.next_wake(), Some(at(8)));
@@ -368,7 +368,7 @@ fn an_accepted_request_ends_a_back_off() {
 }
 
 #[test]
-fn a_fleet_that_refuses_as_a_whole_is_full_and_not_broken() {
+fn entirely_refusing_fleet_is_not_ejected() {
     let mut pool = Pool::new(RULES, 4);
     let mut now = 1;
     for _ in 0..40 {
@@ -381,7 +381,7 @@ fn a_fleet_that_refuses_as_a_whole_is_full_and_not_broken() {
 }
 
 #[test]
-fn whoever_should_be_ejected_and_may_not_is_held_back() {
+fn suspected_rank_backs_off() {
     let mut pool = Pool::new(HealthRules { ejected_share_max: 0.0, ..RULES }, 4);
     (0..5).for_each(|_| pool.outcome(0, Outcome::ServerError, at(1)));
     assert_eq!((pool.of(0).state, pool.refusing()), (HealthState::Suspected, vec![]));
@@ -430,7 +430,7 @@ fn acts() -> impl Strategy<Value = Act> {
 }
 
 proptest! {
-    /// The floor is held after each step (`Pool::step`), and when the faults end everybody comes back.
+    /// The limits hold after each step (`Pool::step`), and when the faults end all ranks return.
     #[test]
     fn whatever_happens_the_floor_holds_and_everybody_returns(
         ranks in 1..9u64,
@@ -478,7 +478,7 @@ proptest! {
                 prop_assert_eq!(row.why.is_empty(), row.state == HealthState::Healthy, "{}", row);
             }
         }
-        // The faults are over: nothing is reported but time, as the monitor asks for it.
+        // After the faults only ticks are sent, when the monitor requires them.
         let mut steps = 0;
         while let Some(at) = pool.monitor.next_wake() {
             pool.step(HealthInput::Wake, at);

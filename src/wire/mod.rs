@@ -22,6 +22,8 @@
 //!
 //! Limits: stores without tokens, which offloading connectors may publish, are rejected. A store behind a salted block
 //! that this decoder has not decoded is treated as unsalted and matches nothing.
+//!
+//! [`RouterEvent`]: crate::protocol::RouterEvent
 
 mod decoder;
 mod event;
