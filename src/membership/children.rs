@@ -91,7 +91,7 @@ impl<R> Membership<R> {
 
     /// Ranks whose blocks must be sent again. Index entries that follow the router's own decisions fill up by themselves.
     fn lost_ranks(&self, shard_ranks: &BTreeMap<WorkerRank, bool>) -> Vec<WorkerRank> {
-        let is_lost = |has_events: bool| match self.rules.use_kv_events {
+        let is_lost = |has_events: bool| match self.rules.event_mode {
             EventMode::Off => false,
             EventMode::On => true,
             EventMode::Auto => has_events,

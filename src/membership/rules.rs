@@ -15,7 +15,7 @@ pub struct MembershipRules {
     /// True if the router reads the KV events of workers that publish some.
     pub reads_kv_events: bool,
     /// Decides which ranks are cold after the loss of an index shard.
-    pub use_kv_events: EventMode,
+    pub event_mode: EventMode,
     /// True if a limit is a share of `max_num_batched_tokens`, so that a worker without this value is reported.
     pub needs_batched_tokens: bool,
     /// Restarts within `restart_window` before the router fails. KV event readers have a budget of their own.
@@ -32,7 +32,7 @@ impl MembershipRules {
             is_eagle: config.is_eagle,
             has_reader,
             reads_kv_events: has_reader && config.events.mode.reads_events() && config.has_index(),
-            use_kv_events: config.events.mode,
+            event_mode: config.events.mode,
             needs_batched_tokens: config.uses_batched_tokens(),
             restarts_max: config.supervision.restarts_max,
             restart_window: SupervisionConfig::RESTART_WINDOW,

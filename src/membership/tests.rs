@@ -14,7 +14,7 @@ const RULES: MembershipRules = MembershipRules {
     is_eagle: false,
     has_reader: true,
     reads_kv_events: true,
-    use_kv_events: EventMode::On,
+    event_mode: EventMode::On,
     needs_batched_tokens: true,
     restarts_max: 2,
     restart_window: Duration::from_secs(10),
@@ -342,8 +342,8 @@ fn the_router_fails_when_the_restart_budget_is_spent() {
 
 #[test]
 fn ranks_of_a_dead_shard_are_cold_until_their_blocks_are_sent_to_its_successor() {
-    for (use_kv_events, cold) in [(EventMode::Off, 0), (EventMode::Auto, 1), (EventMode::On, 2)] {
-        let mut pool = Pool::new(MembershipRules { use_kv_events, ..RULES }, 0);
+    for (event_mode, cold) in [(EventMode::Off, 0), (EventMode::Auto, 1), (EventMode::On, 2)] {
+        let mut pool = Pool::new(MembershipRules { event_mode, ..RULES }, 0);
         pool.upsert(1, WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("a") });
         pool.die(Child::IndexShard(0), at(1));
         assert_eq!(pool.done.cold.len(), cold);

@@ -124,7 +124,7 @@ impl Simulated {
         let with_output = !self.without_output_blocks;
         let mut of_ours = setup.clone();
         if !with_output {
-            of_ours.router.settings.insert("track_output_blocks".to_owned(), Value::Bool(false));
+            of_ours.router.settings.insert("load.track_output_blocks".to_owned(), Value::Bool(false));
         }
         let ours = simulate::run(&of_ours, &workload, Embedded::start_simulated)?;
         let event_threads = self.peer.peer_event_threads;

@@ -333,6 +333,42 @@ fn broken_rules_name_the_place_to_change() {
 }
 
 #[test]
+fn a_setting_of_another_policy_is_refused_with_both_names() {
+    let env = [("POINTSMAN_ROUTER_POLICY_PREFILL_LOAD_SCALE", "2")];
+    assert_eq!(
+        problems("[router]\npolicy = { name = \"random\", temperature = 1.0 }\n", &env),
+        [
+            "router.policy.prefill_load_scale is 2.0, must be absent under policy random, which has no such setting \
+             (environment: POINTSMAN_ROUTER_POLICY_PREFILL_LOAD_SCALE)",
+            "router.policy.temperature is 1.0, must be absent under policy random, which has no such setting (file)",
+        ]
+    );
+    let text = "[router]\npolicy = { name = \"kv\", temperature = 0.5 }\n";
+    let same = format!("{text}{MODEL}[models.router.policy]\nprefill_load_scale = 2.0\n");
+    let other = format!("{text}{MODEL}[models.router]\npolicy = \"latency\"\n");
+    let policy =
+        |text: &str| sources(text, &[], &[]).load().expect("accepted").settings.models[0].router.policy.clone();
+    let kv = KvConfig { temperature: 0.5, prefill_load_scale: 2.0, ..KvConfig::default() };
+    assert_eq!(policy(&same), PolicyConfig::Kv(kv), "settings of the same policy are inherited");
+    assert_eq!(policy(&other), PolicyConfig::default(), "those of another policy are not");
+    let kept = loaded(text, &[]);
+    let printed = sources(&kept.to_string(), &[], &[]).load().expect("loads again");
+    assert_eq!(printed.settings.models[0].router, kept.settings.models[0].router);
+}
+
+#[test]
+fn an_old_name_is_refused_with_the_new_one() {
+    assert_eq!(
+        problems("[router]\nqueue_threshold = 1.0\n", &[("POINTSMAN_ROUTER_USE_KV_EVENTS", "true")]),
+        [
+            "router.queue_threshold is not a known key, must be the name of a setting, perhaps queue.threshold (file)",
+            "POINTSMAN_ROUTER_USE_KV_EVENTS is not a known variable, must end in the name of a setting in upper case, \
+             perhaps POINTSMAN_ROUTER_EVENTS_MODE",
+        ]
+    );
+}
+
+#[test]
 fn only_values_in_force_are_judged() {
     let text = "[router]\nblock_size = 0\n";
     let loaded = loaded(text, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "16")]);
