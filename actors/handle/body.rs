@@ -1,7 +1,7 @@
-//! Bodies that hold their placement: an answer that passes through reports what there is to report.
+//! Response bodies that hold the placement of their request and report its progress.
 //!
-//! Owns what a body has shown so far. Promises that the booking ends with the body, at its end, at an error or when it is
-//! dropped, whichever is first, and that the bytes stay as they are. Leaves what is in them to [`AnswerReader`].
+//! The booking ends with the body: at its end, at an error, or when it is dropped, whichever is first. Bytes pass
+//! through unchanged. [`AnswerReader`] interprets them.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -16,14 +16,15 @@ use crate::answer::{AnswerKind, AnswerReader, Usage};
 use crate::health::Outcome;
 
 impl Placement {
-    /// Lets an answer's body do all that is to be done with the placement from here on.
+    /// Wraps a response body that reports the request's progress to the placement from here on.
     ///
-    /// The first token of a stream of events completes the prefill, and a chunk with only a role does not; an answer that
-    /// comes whole says nothing of when that was. As output passes, its blocks are counted, and cached tokens are reported
-    /// when a usage says them: see [`answer`](crate::answer) for what is counted, and `kind` for how the body is read. At
-    /// the body's end the outcome is [`Outcome::Ok`], at an error [`Outcome::Reset`], unless another was reported before;
-    /// a body that is dropped early says nothing of the rank, for it is mostly the client that has gone. Then the
-    /// booking is freed, at once and not when the body goes.
+    /// The first generated token of an event stream completes the prefill; a chunk with only a role does not. A
+    /// response that is not streamed gives no time for its prefill. Output blocks are counted as the output passes, and
+    /// cached tokens are reported when a usage record contains them. [`answer`](crate::answer) defines what is counted,
+    /// and `kind` selects how the body is parsed. The end of the body reports [`Outcome::Ok`] and an error reports
+    /// [`Outcome::Reset`], unless an outcome was reported before. A body that is dropped early reports no outcome,
+    /// because the usual cause is a disconnected client. The booking is freed at the end of the body, before the body
+    /// itself is dropped.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")]
@@ -65,9 +66,9 @@ impl Placement {
         PlacedBody { body, follow }
     }
 
-    /// As [`Placement::wrap_body`], for a whole response: its `content-type` says how it is read. A status of 429 or 503 is
-    /// [`Outcome::Refused`], with `Retry-After` where that is a number of seconds; another one of 500 or above is
-    /// [`Outcome::ServerError`].
+    /// As [`Placement::wrap_body`], for a complete response, whose `content-type` selects the parser. Status 429 or 503
+    /// reports [`Outcome::Refused`], with `Retry-After` if it is a number of seconds. Any other status of 500 or above
+    /// reports [`Outcome::ServerError`].
     pub fn wrap_response<B: Body>(self, response: http::Response<B>) -> http::Response<PlacedBody<B>> {
         match response.status() {
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
@@ -84,10 +85,10 @@ impl Placement {
     }
 }
 
-// Bodies of hyper's clients are `Unpin`, others are not: without this each of them would have to be boxed.
+// Bodies of hyper's clients are `Unpin`, others are not. Pin projection avoids boxing those.
 pin_project_lite::pin_project! {
-    /// A body that holds the placement of its request: see [`Placement::wrap_body`]. Its data is what the body's is,
-    /// without a copy where that is [`Bytes`].
+    /// Response body that holds the placement of its request: see [`Placement::wrap_body`]. Data frames are those of
+    /// the inner body, without a copy if they are [`Bytes`].
     #[derive(Debug)]
     pub struct PlacedBody<B> {
         #[pin]
@@ -97,31 +98,33 @@ pin_project_lite::pin_project! {
 }
 
 impl<B> PlacedBody<B> {
-    /// So much output is expected of the request, by its caller: its blocks count for less and less as it comes, and for
-    /// nothing from there on. Leave it out where only a ceiling or a mean is known: an answer that has outlived the mean
-    /// has as much before it as any.
+    /// Sets the output length that the caller expects, in tokens. The weight of the output blocks falls linearly with
+    /// progress and reaches zero at this length. Omit it if only a limit or a mean is known: the remaining length of an
+    /// answer past the mean does not shrink.
     #[must_use]
     pub fn expecting(mut self, output_tokens: u32) -> Self {
         self.follow.expected_tokens = Some(output_tokens);
         self
     }
 
-    /// Requires the answer's end mark: a body that ends without one is [`Outcome::InvalidAnswer`], and one whose error event
-    /// has a status of 500 or above is [`Outcome::ServerError`]. For successful answers in OpenAI's shapes.
+    /// Requires the end mark of the response. A body that ends without one reports [`Outcome::InvalidAnswer`], and an
+    /// error event with a status of 500 or above reports [`Outcome::ServerError`]. For successful responses in OpenAI
+    /// formats.
     #[must_use]
     pub fn requiring_end_mark(mut self) -> Self {
         self.follow.requires_end_mark = true;
         self
     }
 
-    /// Reports no failure of this body: for a request that already counts against another rank.
+    /// Disables failure reports of this body, for a request that already counts against another rank.
     #[must_use]
     pub fn without_blame(mut self) -> Self {
         self.follow.reports_failures = false;
         self
     }
 
-    /// Reports how the request went, as [`Placement::outcome`] does, unless failures of this body are not reported.
+    /// Reports the outcome of the request, as [`Placement::outcome`] does, unless failure reports of this body are
+    /// disabled.
     pub fn report(&self, outcome: Outcome) {
         if let Some(placement) = self.placement()
             && (self.follow.reports_failures || outcome.is_ok())
@@ -130,30 +133,30 @@ impl<B> PlacedBody<B> {
         }
     }
 
-    /// Whether the answer has come to its end mark: see [`AnswerReader::is_complete`].
+    /// Whether the end mark of the response has arrived: see [`AnswerReader::is_complete`].
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.follow.reader.is_complete()
     }
 
-    /// Whether the first token has come: see [`AnswerReader::is_generating`].
+    /// Whether the first token has arrived: see [`AnswerReader::is_generating`].
     #[must_use]
     pub fn is_generating(&self) -> bool {
         self.follow.reader.is_generating()
     }
 
-    /// The placement, until the body has ended: for reports of the embedder's own, such as a timeout between two frames.
+    /// The placement, until the body has ended. For reports by the embedder, such as a timeout between two frames.
     pub fn placement(&self) -> Option<&Placement> {
         self.follow.placement.as_ref()
     }
 
-    /// What the engine has said of the whole request so far.
+    /// Token usage that the engine has reported for the request so far.
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
         self.follow.reader.usage()
     }
 
-    /// Tokens of output so far.
+    /// Output tokens so far.
     #[must_use]
     pub fn output_tokens(&self) -> u64 {
         self.follow.reader.output_tokens()
@@ -180,7 +183,7 @@ impl<B: Body> Body for PlacedBody<B> {
         if let Some(data) = frame.data_ref() {
             this.follow.pass(data);
         }
-        // Whoever reads may stop here, and keep the body for long.
+        // The reader may stop polling here and keep the body for a long time.
         if this.body.is_end_stream() {
             this.follow.end(Outcome::Ok);
         }
@@ -196,14 +199,14 @@ impl<B: Body> Body for PlacedBody<B> {
     }
 }
 
-/// What is to be done for the placement while its answer passes.
+/// Progress of a response and the reports that its placement still expects.
 #[derive(Debug)]
 struct Follow {
-    /// None when it is over.
+    /// `None` after the booking has been freed.
     placement: Option<Placement>,
     kind: AnswerKind,
     reader: AnswerReader,
-    /// Blocks of output that have been reported.
+    /// Output blocks reported so far.
     output_blocks: u64,
     expected_tokens: Option<u32>,
     told_cached: bool,
@@ -215,7 +218,8 @@ impl Follow {
     fn pass(&mut self, data: &[u8]) {
         let Some(placement) = self.placement.as_ref().filter(|_| !data.is_empty()) else { return };
         self.reader.read(data);
-        // An answer that is not streamed comes when all of it is there: of when its prefill was done it says nothing.
+        // A response that is not streamed arrives after all of it is computed, so its arrival does not date the
+        // prefill.
         if self.kind == AnswerKind::Events && self.reader.is_generating() {
             placement.prefill_completed();
         }
@@ -246,7 +250,7 @@ impl Follow {
         }
     }
 
-    /// What the content says of a body that came to its end.
+    /// Outcome of a body that ended without a transport error, from its content.
     fn outcome_of_content(&self) -> Outcome {
         match self.reader.error_status() {
             Some(500..) => Outcome::ServerError,
@@ -264,7 +268,7 @@ impl Follow {
     }
 }
 
-/// How much the output still counts: the share of it that is yet to come.
+/// Remaining weight of the output: the share of the expected tokens that is not generated yet.
 fn decay(generated: u64, expected: u32) -> f64 {
     let generated = u32::try_from(generated).unwrap_or(u32::MAX);
     (1.0 - f64::from(generated) / f64::from(expected.max(1))).max(0.0)

@@ -1,4 +1,4 @@
-//! Starting a router.
+//! Builder that starts a router.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -35,12 +35,12 @@ use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use crate::schedule::Extensions;
 use crate::select::{RankConditions, WorkerSelector};
 
-/// A router to be started.
+/// Builder of a router, from [`Router::builder`].
 #[must_use = "nothing runs until `start`"]
 pub struct RouterBuilder {
     config: RouterConfig,
     workers: WorkerMap,
-    /// With their names.
+    /// Each source with its name.
     sources: Vec<(String, Box<dyn AnySource>)>,
     conditions: Option<watch::Receiver<RankConditions>>,
     extensions: Extensions,
@@ -66,64 +66,66 @@ impl RouterBuilder {
         }
     }
 
-    /// Adds a worker that is there from the start and stays until it is removed by name.
+    /// Adds a worker that is registered at the start and stays until it is removed by id.
     pub fn worker(mut self, worker: WorkerId, config: WorkerConfig) -> Self {
         self.workers.insert(worker, config);
         self
     }
 
-    /// Follows a discovery source: each value it gives is the whole set of workers that it wants, beside those of other
-    /// sources and those added by hand. Of two sources that name one worker the first given is heard.
+    /// Follows a discovery source. Each value of a source is its complete set of desired workers, in addition to those
+    /// of other sources and those added by hand. If two sources name the same worker, the source added first takes
+    /// precedence.
     ///
-    /// What is wanted is compared with what runs at each value, and every `discovery.interval_ms`.
+    /// Desired and registered workers are reconciled at each value and every `discovery.interval_ms`.
     pub fn discovery(mut self, source: impl DiscoverySource) -> Self {
         self.sources.push((source.name(), Box::new(source)));
         self
     }
 
-    /// Follows what a provider knows of ranks that the router cannot: which are overloaded, which cannot be reached. Each
-    /// value is the whole truth. See [`Router::set_conditions`] for one that must hold before a call goes on.
+    /// Follows a provider of rank conditions that the router cannot observe: overloaded and unavailable ranks. Each
+    /// value replaces the previous one. Use [`Router::set_conditions`] for conditions that must apply before a call
+    /// continues.
     pub fn conditions(mut self, source: watch::Receiver<RankConditions>) -> Self {
         self.conditions = Some(source);
         self
     }
 
-    /// Chooses in place of the configured policy. Filters, queue and booking stay the router's.
+    /// Replaces the configured policy. Filters, queue and bookings remain with the router.
     pub fn selector(mut self, selector: Arc<dyn WorkerSelector>) -> Self {
         self.extensions.selector = Some(selector);
         self
     }
 
-    /// Says how long prefills take, in place of what `load.prefill_model` would.
+    /// Replaces the model of `load.prefill_model` for expected prefill durations.
     pub fn prefill_estimator(mut self, estimator: Arc<dyn PrefillEstimator>) -> Self {
         self.extensions.estimator = Some(estimator);
         self
     }
 
-    /// Queries the exact load of every rank, also where bounds decide.
+    /// Queries the exact load of every rank for each decision, even if bounds suffice.
     #[cfg(feature = "test-support")]
     pub fn queries_every_rank(mut self, queries_every_rank: bool) -> Self {
         self.extensions.queries_every_rank = queries_every_rank;
         self
     }
 
-    /// Asks a cache that the pool shares, beside the index, for each request.
+    /// Queries a cache shared by the pool, in addition to the index, for each request.
     pub fn shared_cache(mut self, cache: Arc<dyn SharedCache>) -> Self {
         self.shared_cache = Some(cache);
         self
     }
 
-    /// Starts the actors, registers the workers given, and waits for `min_initial_workers`.
+    /// Starts the actors, registers the workers of the builder, and waits for `min_initial_workers`.
     ///
-    /// Metrics go to the recorder that is installed by now.
+    /// Metrics go to the recorder installed before this call.
     ///
     /// # Errors
-    /// See [`StartError`]. Nothing runs on after an error.
+    /// See [`StartError`]. After an error no actor keeps running.
     pub async fn start(self) -> Result<Router, StartError> {
         self.start_boxed().await
     }
 
-    /// Boxed, so that the actors are compiled in this crate and not once more in every crate that polls `start`.
+    /// Boxed, so that the actors are compiled once, in this crate, instead of in every crate that polls `start`.
     fn start_boxed(self) -> Pin<Box<dyn Future<Output = Result<Router, StartError>> + Send>> {
         Box::pin(self.start_actors())
     }
@@ -149,7 +151,7 @@ impl RouterBuilder {
 }
 
 impl Router {
-    /// Prepares a router. Nothing runs until [`RouterBuilder::start`].
+    /// Creates the builder of a router. No actor runs before [`RouterBuilder::start`].
     pub fn builder(config: RouterConfig) -> RouterBuilder {
         RouterBuilder::new(config)
     }
@@ -211,7 +213,7 @@ async fn start_actors(
     Ok(Router { inner: Arc::new(Inner { edge, intake, views, strands, shared_cache, supervisor }) })
 }
 
-/// Passes each value of the source on to the scheduler, until the router is down or the source has closed.
+/// Forwards each value of the source to the scheduler, until the router is down or the source has closed.
 fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Router) {
     let (views, strands) = (router.views().clone(), router.strands().clone());
     tokio::spawn(async move {
@@ -233,7 +235,7 @@ async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Resul
     let views = router.views();
     let (mut statuses, mut workers) = (views.discovery.subscribe(), views.fleet.subscribe());
     loop {
-        // Statuses first: the workers of a source that has closed were published before.
+        // Reads statuses first: a closed source published its workers before its status.
         let known_sources = statuses.borrow_and_update().clone();
         let registered = workers.borrow_and_update().len();
         if let Some(result) = initial_workers(wanted, registered, sources, &known_sources) {

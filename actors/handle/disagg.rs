@@ -1,14 +1,14 @@
-//! Disaggregated service: one request on two pools.
+//! Disaggregated service: one request on a prefill pool and a decode pool.
 //!
-//! Owns two routers and the order in which they are asked. Promises that a request is booked on both sides or on the
-//! decode side alone, that an error says which side failed and leaves nothing booked, and that a placement frees what it
-//! has on both. Leaves the decision to [`crate::disagg`], the ranks to the routers, and the transfer to the engines.
+//! Combines two routers. A request is booked on both pools or on the decode pool alone. An error names the failed side
+//! and leaves no booking, and dropping a placement frees the bookings on both. The conditions for remote prefill are in
+//! [`crate::disagg`]; transfer of KV blocks is up to the engines.
 //!
-//! The decode side is booked first, not asked first. It serves the request in any case, so nothing is booked in vain;
-//! what it has cached and how full it is are then those of the rank that the request really gets, its own blocks
-//! included; and other requests see these blocks while this one waits for its prefill, as the engine does that sets them
-//! aside for the transfer. The prefill side is *asked* before it is booked, where its load matters at all: a booking that
-//! is taken back would have shown in decisions in between.
+//! The decode rank is booked first, for three reasons. It serves the request in any case, so this booking is never
+//! taken back. Its cached blocks and load are then those of the actual rank, with the request's own blocks included.
+//! And other requests see these blocks during the prefill, as the engine reserves them for the transfer. The load of
+//! the prefill pool is *queried* before a booking there, if it matters, because a booking that is taken back would have
+//! influenced other decisions.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::schedule::{PotentialLoad, Rejection};
 use crate::select::Constraints;
 use crate::validation::Problems;
 
-/// A prefill and a decode pool that serve requests together. Cheap to clone.
+/// Prefill pool and decode pool that serve requests together. Cheap to clone.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -58,11 +58,11 @@ pub struct Disaggregated {
 }
 
 impl Disaggregated {
-    /// Joins two running pools.
+    /// Combines two running pools.
     ///
     /// # Errors
-    /// Every setting that breaks a rule: of `config`, the roles of the pools, and a decode pool without an index where
-    /// what it has cached should decide.
+    /// Every setting that breaks a rule: of `config`, the roles of the pools, and a decode pool without an index
+    /// although its cached blocks decide.
     pub fn new(prefill: Router, decode: Router, config: DisaggConfig) -> Result<Self, ConfigErrors> {
         let mut problems = Problems::default();
         config.check(&mut problems);
@@ -77,17 +77,17 @@ impl Disaggregated {
         Ok(Self { prefill, decode, config: Arc::new(config) })
     }
 
-    /// Places a request on a decode rank, and its prefill on a prefill rank if that is worth it.
+    /// Places a request on a decode rank, and its prefill on a prefill rank if the conditions for remote prefill hold.
     ///
-    /// Pins, allowed workers and excluded ranks of the request are meant for the decode side, whose ids they are; taints for both. The
-    /// prefill side follows the decode rank's KV-transfer domain.
+    /// Pins, allowed workers and excluded ranks of the request apply to the decode side, whose ids they contain; taints
+    /// apply to both. The prefill rank must be in the KV-transfer domain of the decode rank.
     ///
-    /// Costs one decision of each pool, and hashes the prompt once where both cut it alike. Where load matters it also
-    /// costs one load snapshot of the pool in question, and one more decision of the prefill pool. Cancel-safe: dropping the
-    /// future frees whatever was booked.
+    /// Costs one decision in each pool, and one hash computation if both pools use the same blocks. If load matters,
+    /// adds one load snapshot of the pool concerned, and one more decision of the prefill pool. Cancel-safe: dropping
+    /// the future frees all bookings.
     ///
     /// # Errors
-    /// Which side failed, and how. Nothing stays booked.
+    /// The failed side and its error. No booking remains.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<DisaggPlacement, DisaggError> {
         let constraints = request.constraints;
         let taints = |constraints: &Constraints| Constraints {
@@ -99,7 +99,7 @@ impl Disaggregated {
         self.route_between(request, &constraints.map(taints).unwrap_or_default()).await
     }
 
-    /// Places a request whose prefill has constraints of its own: those of the request hold for the decode side alone.
+    /// Places a request whose prefill has constraints of its own. Those of the request apply to the decode side only.
     ///
     /// # Errors
     /// As for [`Disaggregated::route`].
@@ -113,7 +113,7 @@ impl Disaggregated {
         let started = Instant::now();
         let decode = self.decode.route(hashing).await.map_err(on(Side::Decode))?;
         let request = RouteRequest {
-            // One deadline for both sides, and a class where the pool has it.
+            // Both sides share one deadline. The policy class applies if the prefill pool has it.
             deadline: request.deadline.map(|deadline| deadline.saturating_sub(started.elapsed())),
             policy_class: request.policy_class.filter(|name| self.prefill.config().queue.knows_class(name)),
             ..request
@@ -141,13 +141,13 @@ impl Disaggregated {
         &self.decode
     }
 
-    /// The settings.
+    /// The configuration.
     #[must_use]
     pub fn config(&self) -> &DisaggConfig {
         &self.config
     }
 
-    /// Books the prefill, or says why it stays on the decode rank.
+    /// Books the prefill, or returns the reason why it stays on the decode rank.
     async fn place_prefill(
         &self,
         request: RouteRequest<'_>,
@@ -170,9 +170,9 @@ impl Disaggregated {
         }
     }
 
-    /// Who may do the prefill of a request that decodes there: whoever `wanted` allows, where the blocks can get from the
-    /// one to the other. That either can reach the other is the same question from both ends, so the domain may be
-    /// stated by the workers of either pool; the decode worker's word comes first.
+    /// Constraints for the prefill rank: `wanted`, restricted to the KV-transfer domain of the decode rank. Transfer
+    /// domains are symmetric, so workers of either pool may declare them; the declaration of the decode worker takes
+    /// precedence.
     fn prefill_constraints(&self, wanted: &Constraints, decode: &Placement) -> Constraints {
         let mut constraints = wanted.clone();
         let decodes = self.decode.workers();
@@ -189,7 +189,7 @@ impl Disaggregated {
         constraints
     }
 
-    /// Whether the prefill should be remote. The prefill side is asked only if that can change the answer.
+    /// Decides whether the prefill is remote. Queries the prefill pool only if its load can change the result.
     async fn weigh(&self, request: RouteRequest<'_>, decode: &Placement) -> Result<RemotePrefill, DisaggError> {
         let config = &*self.config;
         if !config.enabled {
@@ -200,7 +200,7 @@ impl Disaggregated {
             Prompt::Hashed(hashed) => hashed.isl_tokens(),
         };
         let mut facts = DisaggFacts {
-            isl_tokens: u32::try_from(isl_tokens).unwrap_or(u32::MAX), // the decode side has taken it
+            isl_tokens: u32::try_from(isl_tokens).unwrap_or(u32::MAX), // already accepted by the decode pool
             decode_cached_tokens: decode.cached_tokens(),
             ..DisaggFacts::default()
         };
@@ -222,7 +222,7 @@ impl Disaggregated {
     }
 }
 
-/// How a pool cuts prompts into blocks: pools that cut them alike name them alike.
+/// Block size and hashing parameters of a pool. Pools with equal values produce equal block hashes.
 fn cut(router: &Router) -> (u32, bool) {
     (router.config().block_size, router.config().is_eagle)
 }
@@ -231,27 +231,27 @@ fn on(side: Side) -> impl FnOnce(RouteError) -> DisaggError {
     move |error| DisaggError { side, error }
 }
 
-/// Whether another pool may still serve a request that failed so. One that was freed is over, one whose deadline has
-/// passed too, and one whose id is taken was sent twice.
+/// Whether another pool may still serve the request after this error. Not after a freed request, an expired deadline or
+/// a duplicate id.
 fn is_about_the_pool(error: &RouteError) -> bool {
     let late = matches!(error, RouteError::Rejected(Rejection::DeadlineExceeded { .. }));
     !late && !matches!(error, RouteError::Freed | RouteError::DuplicateRequest(_))
 }
 
-/// The rank's load as it is, if the rank is still there: what it would be with an empty prompt on top.
+/// Present load of a rank, if it is registered: its projected load with an empty prompt.
 async fn load_of(router: &Router, rank: WorkerRank) -> Result<Option<PotentialLoad>, RouteError> {
     let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await?;
     Ok(loads.into_iter().find(|load| load.rank == rank))
 }
 
-/// What the configuration of the rank's worker says of its capacity.
+/// A capacity from the configuration of the rank's worker.
 fn known(router: &Router, rank: WorkerRank, capacity: impl Fn(&WorkerConfig) -> Option<u32>) -> Option<u32> {
     router.workers().iter().find(|known| known.worker == rank.worker).and_then(|known| capacity(&known.config))
 }
 
-/// A request's place on a decode rank, and on a prefill rank while its prefill is remote and not completed.
+/// Placement on a decode rank, and on a prefill rank while a remote prefill is not completed.
 ///
-/// Dropping it frees both.
+/// Dropping it frees both bookings.
 #[must_use = "dropping a placement frees its bookings"]
 #[derive(Debug)]
 pub struct DisaggPlacement {
@@ -259,18 +259,18 @@ pub struct DisaggPlacement {
     decode: Placement,
 }
 
-/// Where the prefill is.
+/// State of the prefill.
 #[derive(Debug)]
 enum PrefillPlacement {
     Remote(Placement),
-    /// It was remote, and is done.
+    /// A remote prefill that has completed.
     Completed,
     /// On the decode rank.
     Local(WhyLocal),
 }
 
 impl DisaggPlacement {
-    /// Where to send the prefill; `None` when the decode rank does it, or when it is done.
+    /// Placement of the prefill; `None` if the decode rank computes it, or after its completion.
     #[must_use]
     pub fn prefill(&self) -> Option<&Placement> {
         match &self.prefill {
@@ -279,12 +279,12 @@ impl DisaggPlacement {
         }
     }
 
-    /// Where to send the request.
+    /// Placement of the request itself.
     pub fn decode(&self) -> &Placement {
         &self.decode
     }
 
-    /// Why the decode rank prefills, too, if it does.
+    /// Reason why the decode rank computes the prefill, if it does.
     #[must_use]
     pub fn why_local(&self) -> Option<&WhyLocal> {
         match &self.prefill {
@@ -293,17 +293,17 @@ impl DisaggPlacement {
         }
     }
 
-    /// The prompt is computed, and its blocks are where they are needed: the prefill rank has nothing left to do for
-    /// this request, and its booking there ends. Again is harmless.
+    /// Reports that the prompt is computed and its blocks have reached the decode rank. Ends the booking on the prefill
+    /// rank. Repeated calls have no effect.
     pub fn prefill_completed(&mut self) {
         if let PrefillPlacement::Remote(placement) = &self.prefill {
-            placement.prefill_completed(); // before it ends: one that ends uncompleted teaches nothing
+            placement.prefill_completed(); // before the booking ends: an uncompleted prefill gives no speed sample
             self.prefill = PrefillPlacement::Completed;
         }
         self.decode.prefill_completed();
     }
 
-    /// One more block of output is there, on the decode rank. See [`Placement::output_block`].
+    /// Reports one more output block on the decode rank. See [`Placement::output_block`].
     ///
     /// # Errors
     /// A decay outside [0, 1].

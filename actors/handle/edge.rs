@@ -1,4 +1,4 @@
-//! What requests and placements use of a router; placements keep it alive beyond the router.
+//! Dependencies that requests and placements share. Placements keep them alive after the router.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,10 +15,10 @@ use crate::config::RouterConfig;
 use crate::health::Outcome;
 use crate::protocol::Timestamp;
 
-/// Queued outcome reports. While the health actor hangs, further reports add nothing.
+/// Maximum number of queued outcome reports. While the health actor hangs, further reports are dropped.
 const OUTCOMES_MAX: usize = 1024;
 
-/// The dependencies of a placement.
+/// Shared dependencies of requests and placements.
 pub(super) struct Edge {
     pub(super) config: Arc<RouterConfig>,
     pub(super) clock: Clock,
@@ -39,7 +39,7 @@ impl Edge {
         Self { config, clock, meters, ender, health, outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)) }
     }
 
-    /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes nothing sends no message.
+    /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes no state sends no message.
     pub(super) fn report_outcome(&self, entry: &Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>) {
         let matters = if outcome.is_ok() {
             entry.failing.load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! KV events in, and what the index holds out.
+//! KV events of the embedder into the index, and dumps of its contents.
 
 use std::collections::BTreeSet;
 
@@ -13,11 +13,11 @@ use crate::protocol::{RouterEvent, WorkerRank};
 use crate::schedule::Rejection;
 
 impl Router {
-    /// Applies KV events, each rank's in the order given, also across calls that were awaited one after the other.
+    /// Applies KV events. The order per rank is kept, also across calls that are awaited one after the other.
     ///
-    /// Waits while a shard has `events.blocks_max` blocks of events waiting. Does nothing where no index is kept, and
-    /// nothing but count if `events.mode` is `off`. What is odd about an event is counted, not an error:
-    /// `pointsman_kv_events_refused_total`.
+    /// Waits while a shard has `events.blocks_max` queued blocks of events. Without an index it has no effect; with
+    /// `events.mode` `off` it only counts the events. Irregular events are counted by
+    /// `pointsman_kv_events_refused_total` and are no error.
     ///
     /// # Errors
     /// When the router is down.
@@ -50,11 +50,12 @@ impl Router {
         Ok(())
     }
 
-    /// Records that the embedder has sent a prompt to a rank by itself, without a booking: where decisions are guesses
-    /// (`events.mode` is `off`, or `auto` and the rank publishes no events, or `index.speculative.with_events_ttl_ms` is given), the rank is taken to cache it, as if it had been routed
-    /// there now. Again only refreshes it. Does nothing elsewhere. Requests that are booked are recorded by that.
+    /// Records that the embedder has sent a prompt to a rank without a booking. If decisions create speculative entries
+    /// (`events.mode` is `off`, or `auto` and the rank publishes no events, or `index.speculative.with_events_ttl_ms`
+    /// is set), the prompt is assumed to be cached there, as after a routing decision now. Repeated calls refresh the
+    /// entry. Otherwise the call has no effect. Bookings record their decisions themselves.
     ///
-    /// Waits while the rank's shard has `events.blocks_max` blocks waiting.
+    /// Waits while the shard of the rank has `events.blocks_max` queued blocks.
     ///
     /// # Errors
     /// An unknown rank, a prompt that cannot be hashed, or a router that is down.
@@ -70,15 +71,15 @@ impl Router {
         Ok(())
     }
 
-    /// Ranks whose cache contents were lost with an index shard, as they change. Send each of them again: a
-    /// `Cleared` event, then everything the rank holds. From the `Cleared` on it counts as known.
+    /// Ranks whose index contents were lost with a shard, as a watch. For each of them, send a `Cleared` event and then
+    /// everything that the rank holds. From the `Cleared` event on, the index of the rank counts as complete.
     #[must_use]
     pub fn resyncs(&self) -> watch::Receiver<BTreeSet<WorkerRank>> {
         self.views().cold.subscribe()
     }
 
-    /// How each rank's KV events are doing, in rank order: those of ranks that the router reads by itself
-    /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)).
+    /// State of the KV event stream of each rank that the router reads itself
+    /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)), in rank order.
     #[must_use]
     pub fn kv_sources(&self) -> Vec<KvSourceStatus> {
         let now = self.edge().clock.now();
@@ -88,19 +89,18 @@ impl Router {
         sources
     }
 
-    /// Returns when every event accepted before this call has been applied.
+    /// Waits until every event accepted before this call has been applied.
     ///
     /// # Errors
-    /// When the router is down, or a shard was lost with events that had been accepted.
+    /// When the router is down, or a shard was lost with accepted events.
     pub async fn flush(&self) -> Result<(), FlushError> {
         self.each_shard(RadixMsg::Flush).await.map(drop)
     }
 
-    /// Everything the index holds, as events that rebuild it, parents first. Reflects every event accepted before this
-    /// call.
+    /// Contents of the index as events that rebuild it, parents first. Includes every event accepted before this call.
     ///
     /// # Errors
-    /// When the router is down, or a shard was lost before it answered.
+    /// When the router is down, or a shard was lost before its reply.
     pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, FlushError> {
         Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().collect())
     }

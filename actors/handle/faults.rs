@@ -1,6 +1,6 @@
 //! Fault injection: a panic or a hang in one actor of a running router.
 //!
-//! A fault is a message like any other, so the actor handles it in the order of its real work.
+//! A fault is a message like any other, so the actor handles it in order with its other messages.
 
 use std::sync::mpsc;
 use std::thread::JoinHandle;
@@ -15,14 +15,14 @@ use crate::actors::sequence::SequenceMsg;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::protocol::WorkerRank;
 
-/// Which part to break.
+/// Actor that a fault affects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The supervisor: the router fails whole.
+    /// The supervisor. Its loss fails the whole router.
     Supervisor,
     /// The scheduler.
     Scheduler,
-    /// The index shard that keeps this rank.
+    /// The index shard of this rank.
     Radix(WorkerRank),
     /// The sequence actor of this rank.
     Sequence(WorkerRank),
@@ -31,7 +31,7 @@ pub enum Fault {
     Ingest(WorkerRank),
     /// The health actor.
     Health,
-    /// The actor that takes in what engines say of their load.
+    /// The actor that records the load reported by engines.
     EngineLoads,
     /// The actor that follows this source of workers, counted from 0.
     Discovery(usize),
@@ -49,22 +49,23 @@ impl Drop for Hang {
     fn drop(&mut self) {
         drop(self.release.take());
         if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // a panic there is the drill's own business
+            let _ = thread.join(); // a panic in that thread is the injected fault
         }
     }
 }
 
 impl Router {
-    /// Makes a part panic at its next message. Returns whether there is such a part.
+    /// Makes an actor panic at its next message. Returns false if the actor does not exist.
     ///
-    /// For drills on a router that nobody depends on.
+    /// For fault tests on a router without production traffic.
     pub fn inject(&self, fault: Fault) -> bool {
         self.injected(fault, InjectedFault::Panic)
     }
 
-    /// Makes a part hang, with its strand locked, until the returned value is dropped. `None` if there is no such part.
+    /// Makes an actor hang, with its strand locked, until the returned value is dropped. `None` if the actor does not
+    /// exist.
     ///
-    /// Blocks until it stands still. The part stands still on a thread of its own, outside the runtime.
+    /// Blocks until the actor hangs. It hangs on a thread of its own, outside the runtime.
     #[must_use]
     pub fn hang(&self, fault: Fault) -> Option<Hang> {
         let ((release, until_dropped), (stuck, is_stuck)) = (mpsc::channel(), mpsc::channel());
@@ -73,7 +74,7 @@ impl Router {
         is_stuck.recv().ok().map(|()| Hang { release: Some(release), thread: Some(thread) })
     }
 
-    /// Lets the supervisor do nothing about the next news of a source of workers. Returns whether it is there to do so.
+    /// Makes the supervisor ignore the next change of a source of workers. Returns false if the supervisor has stopped.
     pub fn miss_next_discovery(&self) -> bool {
         self.supervisor().send_message(SupervisorMsg::MissNext).is_ok()
     }

@@ -1,4 +1,4 @@
-//! How the ranks are, and how busy they say they are.
+//! Health of the ranks and the load that their engines report.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::health::{Outcome, RankHealth};
 use crate::protocol::WorkerRank;
 
 impl Router {
-    /// How a request that was sent to a rank went, for embedders that book by request id: those with a placement say it
-    /// with [`Placement::outcome`](crate::Placement::outcome). A rank that is not there is ignored. Visits every rank.
+    /// Reports the outcome of a request to a rank, for embedders that book by request id. Embedders with a placement
+    /// use [`Placement::outcome`](crate::Placement::outcome). An unknown rank is ignored. Visits every rank.
     pub fn report_outcome(&self, rank: WorkerRank, outcome: Outcome) {
         if let Some(entry) = self.views().ranks.of_rank(rank) {
             self.edge().report_outcome(&entry, outcome, None);
         }
     }
 
-    /// How each rank is, and why, in rank order.
+    /// Health of each rank with its reason, in rank order.
     ///
     /// # Errors
     /// When the router is down.
@@ -38,16 +38,16 @@ impl Router {
             if let Some(report) = self.views().status.reply_of(answer).await {
                 return Ok(report);
             }
-            // Lost with the actor: its successor knows.
+            // If the reply is lost with the actor, its successor has the state.
             let mut status = self.views().status.subscribe();
             let restarted = status.wait_for(|status| status.restarts > restarts);
             drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
         }
     }
 
-    /// Ranks that can serve now: registered, neither draining, cordoned nor unavailable (see [`Router::set_conditions`]) nor down
-    /// nor ejected, though where only ranks ejected on suspicion are left it is these; 0 when the router is down. How busy
-    /// they are does not count. Visits every rank and does not block.
+    /// Number of ranks that can serve now: registered, and not draining, cordoned, unavailable (see
+    /// [`Router::set_conditions`]), down or ejected. If only ranks ejected for failed requests are left, these count. 0
+    /// when the router is down. Load does not count. Visits every rank and does not block.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")]
@@ -68,25 +68,25 @@ impl Router {
         self.views().eligible_ranks()
     }
 
-    /// The ranks whose health keeps them out of service. Does not block.
+    /// Ranks excluded for their health. Does not block.
     #[must_use]
     pub fn out_of_service(&self) -> BTreeSet<WorkerRank> {
         self.views().exclusions.get().out_of_service()
     }
 
-    /// What each rank's engine last said of its load, in rank order; `None` where it never has.
+    /// Latest load report of each rank's engine, in rank order; `None` without any report.
     #[must_use]
     pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {
         let (now, stale_after) = (self.edge().clock.now(), Duration::from_millis(self.config().engine_load.stale_ms));
         let fact = |entry: &Arc<RankEntry>| entry.engine_load.read().map(|load| load.fact(now, stale_after));
         let mut entries = self.views().ranks.all();
         entries.sort_by_key(|entry| (entry.rank, std::cmp::Reverse(entry.since)));
-        entries.dedup_by_key(|entry| entry.rank); // of two, the one that is not on its way out
+        entries.dedup_by_key(|entry| entry.rank); // of two entries, the one that is not draining
         entries.iter().map(|entry| (entry.rank, fact(entry))).collect()
     }
 
-    /// What a rank's engine has just said of its load, for embedders that ask their engines themselves. A rank that is not
-    /// there is ignored, and so is a report that says nothing.
+    /// Records a load report of a rank's engine, for embedders that poll engines themselves. An unknown rank and an
+    /// empty report are ignored.
     pub fn report_engine_load(&self, rank: WorkerRank, reading: EngineReading) {
         engine_load::report(&self.strands().engine_loads, self.edge().clock, rank, reading);
     }

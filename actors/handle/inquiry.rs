@@ -1,4 +1,4 @@
-//! Questions: what a decision would be, and what it would be based on. Nothing here books anything.
+//! Queries without bookings: projected decisions, their reasons, and their inputs.
 
 use std::ops::Range;
 
@@ -15,21 +15,21 @@ use crate::protocol::WorkerRank;
 use crate::schedule::{Explanation, PotentialLoad, Purpose};
 use crate::select::{SharedHits, TierOverlap};
 
-/// What every rank holds of one prompt.
+/// Overlap of one prompt with every rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OverlapScores {
-    /// One row a rank, in rank order: every registered one, and any other that the index still credits.
+    /// One row per rank, in rank order: every registered rank, and any other rank in the index.
     pub ranks: Vec<RankScores>,
-    /// What the shared cache holds, where it was asked.
+    /// Result of the shared cache, if it was queried.
     pub shared_cache: Option<SharedSummary>,
 }
 
-/// What one rank holds of one prompt, in blocks.
+/// Overlap of one prompt with one rank, in blocks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RankScores {
     /// The rank.
     pub rank: WorkerRank,
-    /// Whether discovery knows it. One that it does not know may be on its way out.
+    /// Whether the rank is registered. An unregistered rank may be in removal.
     pub registered: bool,
     /// Leading blocks in accelerator memory.
     pub device_blocks: u32,
@@ -41,38 +41,38 @@ pub struct RankScores {
     pub host_pinned_extension_blocks: u32,
     /// Blocks that disk and external stores add.
     pub disk_extension_blocks: u32,
-    /// Blocks that the shared cache has beyond the device's, where it was asked.
+    /// Blocks that the shared cache holds beyond the device blocks, if it was queried.
     pub shared_beyond_device_blocks: Option<u32>,
-    /// The credit that the `kv` cost gives for all of it.
+    /// Credit of the `kv` cost for all of these blocks.
     pub credit_blocks: f64,
 }
 
-/// What the shared cache holds of one prompt.
+/// Overlap of one prompt with the shared cache.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SharedSummary {
-    /// Whether there is one to ask.
+    /// Whether a shared cache is configured.
     pub enabled: bool,
     /// Blocks held.
     pub total_hit_blocks: u32,
-    /// Where they lie: half-open ranges of block positions.
+    /// Half-open ranges of the positions of these blocks.
     pub ranges: Vec<Range<u32>>,
-    /// Why it did not answer.
+    /// Error of the query, if it failed.
     pub error: Option<String>,
 }
 
-/// What one rank could spare a request.
+/// Cached part of one prompt on one rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CacheHit {
     /// The rank.
     pub rank: WorkerRank,
-    /// Effective overlap in blocks: lower tiers count for less.
+    /// Effective overlap in blocks; lower tiers have lower weights.
     pub effective_overlap_blocks: f64,
     /// Effective overlap in tokens, rounded.
     pub cached_tokens: u32,
 }
 
 impl Router {
-    /// What every rank's load would be with this request on it, in rank order.
+    /// Projected load of every rank with this request on it, in rank order.
     ///
     /// # Errors
     /// See [`RouteError`].
@@ -85,11 +85,11 @@ impl Router {
         }
     }
 
-    /// Why the request would go where it would go: every rank with what is known of it, its cost and the filter that
-    /// refused it, and the choice. Asks every rank, so that all numbers are exact.
+    /// Explains the decision for a request: every rank with its inputs, its cost and the filter that excludes it, and
+    /// the chosen rank. Queries every rank, so all numbers are exact.
     ///
     /// # Errors
-    /// See [`RouteError`]; a request that nobody may serve is not one, but is explained.
+    /// See [`RouteError`]. A request without an eligible rank is explained and is no error.
     pub async fn explain(&self, request: RouteRequest<'_>) -> Result<Explanation, RouteError> {
         let prepared = self.prepare(&request)?;
         match self.ask(&prepared, Purpose::Explain).await? {
@@ -99,7 +99,7 @@ impl Router {
         }
     }
 
-    /// What every rank holds of the prompt, and, if wanted, what the shared cache has of it.
+    /// Overlap of the prompt with every rank and, if requested, with the shared cache.
     ///
     /// # Errors
     /// See [`RouteError`].
@@ -137,7 +137,7 @@ impl Router {
         Ok(OverlapScores { ranks: ranks.collect(), shared_cache: asked })
     }
 
-    /// What each rank could spare the request, in rank order; from tokens or hashes. Ranks that hold nothing are there.
+    /// Effective overlap of each rank, in rank order, from tokens or hashes. Includes ranks without overlap.
     ///
     /// # Errors
     /// See [`RouteError`].
@@ -152,10 +152,10 @@ impl Router {
         Ok(hits.collect())
     }
 
-    /// What waits, class by class: exact for everything that arrived, left or was cancelled before this call.
+    /// Waiting requests by class. Exact for all arrivals, departures and cancellations before this call.
     ///
     /// # Errors
-    /// When the router is down, or the scheduler was lost before it answered.
+    /// When the router is down, or the scheduler was lost before its reply.
     pub async fn pending(&self) -> Result<Vec<PendingClass>, RouteError> {
         self.views().status.up()?;
         let (sender, answer) = oneshot::channel();
@@ -183,7 +183,7 @@ impl Router {
         }
     }
 
-    /// Every registered rank and any other that the index credits, with what it holds.
+    /// Every registered rank, and any other rank in the index, with its overlap.
     fn every_rank(&self, found: &FoundOverlaps) -> Vec<(WorkerRank, bool, TierOverlap)> {
         let workers = self.workers();
         let registered = workers.iter().flat_map(|worker| &worker.ranks);

@@ -1,4 +1,4 @@
-//! Admission of requests at the handle: the waiting room, the request directory, and what preparation reads.
+//! Admission of requests at the handle: the waiting room, the request directory, and the inputs of preparation.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use crate::error::RouteError;
 use crate::load::OutputLengths;
 use crate::predict::SpeculationModel;
 
-/// What a request needs before it is sent to an actor.
+/// Admission state of a request before it is sent to an actor.
 pub(super) struct Intake {
     pub(super) directory: Arc<Directory>,
-    /// Requests without a reply.
+    /// One permit per request without a reply.
     pub(super) waiting_room: Arc<Semaphore>,
     /// Mean output lengths, by session and tenant.
     pub(super) output_lengths: Arc<OutputLengths>,
-    /// Whether requests may have to wait.
+    /// Whether any class queues requests.
     pub(super) queueing: bool,
     /// Whether decisions create speculative entries.
     pub(super) speculates: bool,
@@ -36,7 +36,7 @@ impl Intake {
         }
     }
 
-    /// A place in the waiting room.
+    /// Takes a permit of the waiting room.
     pub(super) fn admit(&self) -> Result<OwnedSemaphorePermit, RouteError> {
         let room = Arc::clone(&self.waiting_room);
         room.try_acquire_owned().map_err(|_| RouteError::Overloaded { requests_max: self.requests_max })

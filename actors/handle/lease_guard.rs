@@ -1,4 +1,4 @@
-//! A lease that ends with its holder.
+//! Guard that ends a lease on drop.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use crate::directory::Lease;
 pub(super) struct LeaseGuard {
     edge: Arc<Edge>,
     lease: Arc<Lease>,
-    /// Cleared when the booking is left to its request id.
+    /// Cleared when the booking is detached.
     ends_lease: bool,
-    /// Cleared when the request has been rejected, and so has left the queue.
+    /// Cleared when the request has been rejected and thus has left the queue.
     may_wait: bool,
 }
 
@@ -33,7 +33,7 @@ impl LeaseGuard {
         self.may_wait = false;
     }
 
-    /// Leaves the booking to its request id: it lasts until it is freed by that id, or expires.
+    /// Detaches the booking from the guard: it lasts until it is freed by request id, or expires.
     pub(super) fn detach(mut self) {
         self.lease.leave(self.edge.clock.now());
         self.ends_lease = false;

@@ -1,4 +1,4 @@
-//! Workers in and out, what is known of them, and the end of the router.
+//! Registration, drain, status and shutdown calls of the router handle.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,10 +26,10 @@ use crate::select::RankConditions;
 const STOP_WAIT: Duration = Duration::from_millis(200);
 
 impl Router {
-    /// Adds a worker, or changes one. Returns when its ranks can be chosen.
+    /// Registers a worker or changes its configuration. Returns when its ranks can be chosen.
     ///
-    /// Another endpoint counts as another engine: bookings and cache contents of the old one are gone. Another number
-    /// of ranks adds or removes just those.
+    /// A different endpoint counts as a different engine: the bookings and cache contents of the old one are dropped. A
+    /// different number of ranks adds or removes the difference.
     ///
     /// # Errors
     /// When the configuration breaks a rule, or the router is down.
@@ -38,7 +38,7 @@ impl Router {
         self.change(|reply| MembershipInput::Upsert { worker, config, reply }).await.map(drop)
     }
 
-    /// Follows one more discovery source, behind those that are followed already: see
+    /// Follows one more discovery source, with the lowest precedence: see
     /// [`RouterBuilder::discovery`](crate::RouterBuilder::discovery).
     ///
     /// # Errors
@@ -48,49 +48,49 @@ impl Router {
         self.supervisor().send_message(SupervisorMsg::Follow { name, source }).map_err(|_| Down::Failed)
     }
 
-    /// Removes a worker. When this returns, all its bookings have ended and it is never chosen again. One that discovery
-    /// names stays away until discovery has stopped naming it, or until [`Router::undrain_worker`].
+    /// Removes a worker. When this returns, all its bookings have ended and it cannot be chosen. A worker in a
+    /// discovery source stays removed until the source has stopped naming it, or until [`Router::undrain_worker`].
     ///
     /// # Errors
-    /// When there is no such worker, or the router is down.
+    /// When the worker is not registered, or the router is down.
     pub async fn remove_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
         self.change(|reply| MembershipInput::Remove { worker, reply }).await.map(drop)
     }
 
-    /// Gives a worker no new work, and removes it when its last booking has ended, or when `deadline` has passed: then
-    /// what is left is cut off. Returns the number of bookings that were.
+    /// Stops new work for a worker, and removes it at the end of its last booking or after `deadline`, which ends the
+    /// remaining bookings. Returns the number of bookings ended by the deadline.
     ///
-    /// The drain goes on when this call is abandoned. A worker that discovery names stays away until discovery has
-    /// stopped naming it, or until [`Router::undrain_worker`].
+    /// The drain continues if the caller drops this future. A worker in a discovery source stays removed until the
+    /// source has stopped naming it, or until [`Router::undrain_worker`].
     ///
     /// # Errors
-    /// When there is no such worker, it is being drained already, it was removed or undrained meanwhile, or the router is
-    /// down.
+    /// When the worker is not registered, is already draining, is removed or undrained during the call, or the router
+    /// is down.
     pub async fn drain_worker(&self, worker: WorkerId, deadline: Duration) -> Result<usize, MembershipError> {
         self.change(|reply| MembershipInput::Drain { worker, deadline, reply }).await
     }
 
-    /// Undoes a drain or a removal. A worker that is being drained serves on, and the drain's caller gets
-    /// [`MembershipError::Undrained`]. A worker that was drained away or removed, and that discovery still names, comes back
-    /// as discovery names it; [`DiscoveryStatus::removed`] lists these.
+    /// Reverts a drain or a removal. A draining worker accepts work again, and the caller of the drain receives
+    /// [`MembershipError::Undrained`]. A drained or removed worker that a discovery source still names is registered
+    /// again with the configuration of the source; [`DiscoveryStatus::removed`] lists these workers.
     ///
     /// # Errors
-    /// When the worker is registered and not being drained, when there is nothing to undo, or the router is down.
+    /// When the worker is registered and not draining, when no drain or removal exists, or the router is down.
     pub async fn undrain_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
         self.change(|reply| MembershipInput::Undrain { worker, reply }).await.map(drop)
     }
 
-    /// Gives a worker no new work. Its requests go on, its KV events are still read, and it stays registered: also when
-    /// discovery or the embedder changes its configuration. A cordon ends with [`Router::uncordon_worker`] or with the
-    /// worker. Again is harmless.
+    /// Stops new work for a worker. Its requests continue, its KV events are still read, and it stays registered, even
+    /// if discovery or the embedder changes its configuration. A cordon ends with [`Router::uncordon_worker`] or with
+    /// the removal of the worker. Repeated calls have no effect.
     ///
     /// # Errors
-    /// When there is no such worker, it is being drained, or the router is down.
+    /// When the worker is not registered, is draining, or the router is down.
     pub async fn cordon_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
         self.change(|reply| MembershipInput::Cordon { worker, cordoned: true, reply }).await.map(drop)
     }
 
-    /// Gives a cordoned worker new work again. Again is harmless.
+    /// Ends a cordon. Repeated calls have no effect.
     ///
     /// # Errors
     /// As [`Router::cordon_worker`].
@@ -98,8 +98,8 @@ impl Router {
         self.change(|reply| MembershipInput::Cordon { worker, cordoned: false, reply }).await.map(drop)
     }
 
-    /// Says what the embedder knows of the ranks and the router cannot: which are overloaded, which cannot be reached.
-    /// The whole truth, not a change. When this returns it holds for every decision to come.
+    /// Sets the rank conditions that the router cannot observe: overloaded and unavailable ranks. The value replaces
+    /// the previous one. After this returns it applies to every decision.
     ///
     /// # Errors
     /// When the router is down.
@@ -108,13 +108,13 @@ impl Router {
         publish_conditions(self.views(), self.strands(), conditions);
         let (done, held) = oneshot::channel();
         self.strands().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
-        // Lost with a dying scheduler, it is what the next one starts with.
+        // If a dying scheduler drops the reply, its successor starts with these conditions.
         let _ = self.views().status.reply_of(held).await;
         self.views().status.up()
     }
 
-    /// Registers workers by id alone, single-rank and without endpoint, for embedders that dispatch by themselves.
-    /// Workers that are registered stay as they are.
+    /// Registers workers by id alone, with one rank and no endpoint, for embedders that dispatch requests themselves.
+    /// Registered workers remain unchanged.
     ///
     /// # Errors
     /// When the router is down.
@@ -133,8 +133,7 @@ impl Router {
         self.views().fleet.workers()
     }
 
-    /// The one rank of a single-rank worker, so that nobody has to name it; `None` where there is no such worker, or it
-    /// has several.
+    /// The rank of a single-rank worker; `None` if the worker is not registered or has several ranks.
     #[must_use]
     pub fn unique_rank(&self, worker: WorkerId) -> Option<WorkerRank> {
         let workers = self.workers();
@@ -144,13 +143,13 @@ impl Router {
         }
     }
 
-    /// How each source of workers is, in the order in which they were given.
+    /// Status of each source of workers, in the order of their addition.
     #[must_use]
     pub fn discovery(&self) -> Vec<DiscoveryStatus> {
         self.views().discovery.borrow().clone()
     }
 
-    /// How the router is.
+    /// Health of the router.
     #[must_use]
     pub fn health(&self) -> Health {
         Health {
@@ -172,7 +171,7 @@ impl Router {
         sources.chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
     }
 
-    /// Ranks that serve and of which no KV event was ever applied, though events are to be used.
+    /// Ranks in service without any applied KV event, although events are enabled.
     fn unread(&self) -> Vec<String> {
         let config = self.config();
         let consequence = match config.events.mode {
@@ -193,30 +192,30 @@ impl Router {
         entries.iter().map(doubt).collect()
     }
 
-    /// Tokens a block.
+    /// Block size in tokens.
     #[must_use]
     pub fn block_size(&self) -> u32 {
         self.config().block_size
     }
 
-    /// What the pool's ranks do.
+    /// Role of the pool.
     #[must_use]
     pub fn role(&self) -> PoolRole {
         self.config().role
     }
 
-    /// The router's configuration.
+    /// Configuration of the router.
     #[must_use]
     pub fn config(&self) -> &RouterConfig {
         &self.edge().config
     }
 
-    /// Stops the router: refuses new requests, waits until all bookings have ended or `deadline` has passed, stops
-    /// every actor. Returns the number of bookings that had not ended.
+    /// Stops the router: rejects new requests, waits until all bookings have ended or `deadline` has passed, then stops
+    /// every actor. Returns the number of remaining bookings.
     pub async fn shutdown(self, deadline: Duration) -> usize {
         let (status, directory) = (&self.views().status, &self.intake().directory);
         status.enter(RouterPhase::Draining);
-        // Polled, so that no request pays for the end of the router.
+        // Polled, so that requests bear no cost for the shutdown.
         let at_rest = async {
             while !directory.is_empty() {
                 tokio::time::sleep(Duration::from_millis(1)).await;
@@ -224,7 +223,7 @@ impl Router {
         };
         drop(tokio::time::timeout(deadline, at_rest).await);
         let left = directory.len();
-        // Stopping takes no time of its own, unless an actor is stuck; nobody waits for that one.
+        // Stopping is fast unless an actor hangs; `STOP_WAIT` bounds the wait for it.
         drop(self.supervisor().get_cell().stop_and_wait(None, Some(STOP_WAIT)).await);
         status.enter(RouterPhase::Stopped);
         left

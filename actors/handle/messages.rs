@@ -1,4 +1,4 @@
-//! The router for embedders that speak messages.
+//! Message interface of the router, for embedders that exchange request and response messages.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use crate::message::{LoadMessage, MessagePrompt, PromptMessage, RouterRequest, R
 use crate::schedule::Rejection;
 
 impl Router {
-    /// Carries out one message. `context_id` is the id of the request that the embedder is serving: what is booked is
-    /// booked under it, and marks without an id are meant for it.
+    /// Handles one message. `context_id` is the id of the embedder's current request. It names the bookings of the
+    /// message, and reports without an id refer to it.
     ///
-    /// A booking made here lasts until it is marked free, or nothing is heard of it for `load.booking_liveness_ms`.
+    /// A booking made here lasts until it is freed, or until `load.booking_liveness_ms` passes without a report.
     ///
     /// # Errors
-    /// What is no outcome of routing: a message without prompt, a duplicate id, no eligible rank, a router that is down.
-    /// Backpressure is an outcome: [`RouterResponse::QueueRejected`].
+    /// Failures other than routing outcomes: a message without a prompt, a duplicate id, no eligible rank, a router
+    /// that is down. Backpressure is an outcome: [`RouterResponse::QueueRejected`].
     pub async fn handle(&self, context_id: &str, request: RouterRequest) -> Result<RouterResponse, HandleError> {
         let meant = |request_id: Option<String>| {
             request_id.filter(|id| !id.trim().is_empty()).unwrap_or_else(|| context_id.to_owned())
@@ -76,7 +76,7 @@ impl Router {
     }
 }
 
-/// Whether there was such a booking.
+/// Whether the booking exists.
 fn known(marked: Result<(), RequestError>) -> Result<bool, HandleError> {
     match marked {
         Ok(()) => Ok(true),

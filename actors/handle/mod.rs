@@ -1,7 +1,7 @@
-//! The handle: what an embedder holds of a router.
+//! The router handle: the API of an embedder.
 //!
-//! Owns the edge: hashing, leases, permits, retries of lost requests. Every call ends in a placement, a rejection with its
-//! reason, or an error.
+//! Performs hashing, leases, permits, and retries of lost requests at the edge. Every call returns a placement, a
+//! rejection with its reason, or an error.
 
 #[cfg(feature = "http")]
 mod body;

@@ -1,4 +1,4 @@
-//! An overlap query: every shard, and the shared cache where there is one, then the scheduler or the caller.
+//! Overlap query: reads every shard and the shared cache, if present, then continues at the scheduler or the caller.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::select::{RankOverlap, SharedHits};
 
 /// Receiver of the collected overlaps.
 pub(super) enum OverlapReceiver {
-    /// Passes the request on to the scheduler.
+    /// Forwards the request to the scheduler.
     Scheduler(Request<RequestContext>, Weak<Strand<Scheduler>>),
     /// A caller that queries overlaps only.
     Caller(oneshot::Sender<FoundOverlaps>),
@@ -69,7 +69,7 @@ impl Continuation<RankOverlap> for OverlapContinuation {
             }
             Some(OverlapReceiver::Caller(reply)) => {
                 let shared_cache = self.shared_cache.get().cloned();
-                drop(reply.send(FoundOverlaps { overlaps, shared_cache })); // the caller may have gone
+                drop(reply.send(FoundOverlaps { overlaps, shared_cache })); // the receiver may be dropped
             }
             None => {}
         }

@@ -1,4 +1,4 @@
-//! What a caller holds for its booking.
+//! The caller's handle for its booking.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,17 +16,17 @@ use crate::load::Weight;
 use crate::protocol::WorkerRank;
 use crate::select::TierOverlap;
 
-/// A request's place on a rank: its booking lasts as long as this does.
+/// Placement of a request on a rank. The booking lasts as long as this value.
 ///
-/// Report what the request does, and drop it when it is over, however it ended. A placement does not keep its router
-/// alive, and may outlive it.
+/// Report the progress of the request, and drop the placement at its end, for whatever reason. A placement does not
+/// keep its router alive and may outlive it.
 #[must_use = "dropping a placement frees its booking"]
 pub struct Placement {
     guard: LeaseGuard,
     address: Arc<SequenceAddress>,
     best: BestMatch,
     prediction: Prediction,
-    /// Whether it has been said how the request went.
+    /// Whether an outcome has been reported.
     told_outcome: AtomicBool,
 }
 
@@ -40,39 +40,39 @@ impl Placement {
         Self { guard, address, best, prediction, told_outcome: AtomicBool::new(false) }
     }
 
-    /// Leaves the booking to its request id: it lasts until it is freed by that, or falls silent.
+    /// Detaches the booking: it lasts until it is freed by request id, or expires.
     pub(crate) fn detach(self) {
         self.guard.detach();
     }
 
-    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed. Counted from 0;
-    /// after the n-th loss of the scheduler, from n × 2^32.
+    /// Number of the decision. The decisions of a router follow in this order, and depend on it and on the seed.
+    /// Counted from 0; after the n-th loss of the scheduler, from n × 2^32.
     #[must_use]
     pub fn decision(&self) -> u64 {
         self.best.decision()
     }
 
-    /// Everything that the decision said.
+    /// All results of the decision.
     #[must_use]
     pub fn best_match(&self) -> &BestMatch {
         &self.best
     }
 
-    /// The rank to send the request to.
+    /// The rank that receives the request.
     #[must_use]
     pub fn rank(&self) -> WorkerRank {
         self.best.rank()
     }
 
-    /// Where that rank's worker is, as its configuration said.
+    /// Endpoint of the rank's worker, from its configuration.
     #[must_use]
     pub fn endpoint(&self) -> &str {
         &self.address.entry.endpoint
     }
 
-    /// What the engine behind the endpoint calls the rank: its number among the worker's own, from 0, whatever its
-    /// number in a larger group. That is what vLLM and SGLang read from `X-data-parallel-rank`. `None` where the worker
-    /// has one rank only, and need not be told.
+    /// Number of the rank at its engine: its index among the ranks of the worker, from 0, regardless of its number in a
+    /// larger group. vLLM and SGLang read it from `X-data-parallel-rank`. `None` for a worker with a single rank, which
+    /// needs no header.
     #[must_use]
     pub fn rank_at_worker(&self) -> Option<u32> {
         Some(self.address.entry.number_at_worker.load(Ordering::Relaxed)).filter(|number| *number != RankEntry::ALONE)
@@ -88,13 +88,13 @@ impl Placement {
         self.guard.edge().config.block_size
     }
 
-    /// The request id it was booked under.
+    /// Request id of the booking.
     #[must_use]
     pub fn request_id(&self) -> &str {
         self.guard.lease().request_id()
     }
 
-    /// What the rank holds of the prompt, by tier.
+    /// Overlap of the prompt with the rank, by tier.
     #[must_use]
     pub fn overlap(&self) -> TierOverlap {
         self.best.overlap()
@@ -106,32 +106,32 @@ impl Placement {
         self.best.overlap_blocks()
     }
 
-    /// Effective overlap in blocks: lower tiers count for less.
+    /// Effective overlap in blocks; lower tiers have lower weights.
     #[must_use]
     pub fn effective_overlap_blocks(&self) -> f64 {
         self.best.effective_overlap_blocks()
     }
 
-    /// Effective overlap in tokens, rounded: what the prefill is expected to skip.
+    /// Effective overlap in tokens, rounded: the prompt tokens that the prefill is expected to skip.
     #[must_use]
     pub fn cached_tokens(&self) -> u32 {
         self.best.cached_tokens()
     }
 
-    /// How long its first token is expected to take from the decision on, where the policy is `latency`. The error is
-    /// measured when the prefill is reported complete: `pointsman_predicted_ttft_error_seconds`.
+    /// Expected time from the decision to the first token, if the policy is `latency`. The error is measured when the
+    /// prefill is reported complete: `pointsman_predicted_ttft_error_seconds`.
     #[must_use]
     pub fn predicted_ttft(&self) -> Option<Duration> {
         self.best.predicted_ttft()
     }
 
-    /// The prompt's hashes, when the request asked for them.
+    /// Hashes of the prompt, if the request asked for them.
     #[must_use]
     pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
         self.best.routing_hashes()
     }
 
-    /// The first token is out: the rank has no prefill left to do for this request. Again is harmless.
+    /// Reports the first token: the rank has no prefill left for this request. Repeated calls have no effect.
     pub fn prefill_completed(&self) {
         let (edge, lease) = (self.guard.edge(), self.guard.lease());
         if lease.complete_prefill() {
@@ -143,18 +143,18 @@ impl Placement {
         }
     }
 
-    /// The engine has found so many tokens of the prompt in its cache, as engines say in the usage of an answer. Only the
-    /// first report counts. It goes into metrics: how much of what was chosen was there, and whether predictions of one
-    /// kind of request never come true.
+    /// Reports the prompt tokens that the engine found in its cache, from the usage of a response. Only the first
+    /// report counts. Metrics use it to compare predicted with delivered cached tokens, and to detect kinds of requests
+    /// whose predictions always fail.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
             self.guard.edge().meters.delivered(&self.prediction, self.cached_tokens(), tokens);
         }
     }
 
-    /// How the request went, as far as it tells of the rank's health: after `health.outcome_failures_max` failures in a row the
-    /// rank is kept out of service for a while. Only the first report counts; none is needed, and one that went well costs
-    /// next to nothing.
+    /// Reports the outcome of the request for the health of the rank. After `health.outcome_failures_max` consecutive
+    /// failures the rank is ejected for a while. Only the first report counts. Reports are optional, and a success
+    /// costs almost nothing.
     pub fn outcome(&self, outcome: Outcome) {
         if !self.told_outcome.swap(true, Ordering::Relaxed) {
             let began = self.guard.lease().booked_at();
@@ -162,8 +162,8 @@ impl Placement {
         }
     }
 
-    /// One more block of output is there. `decay`, about 1 − generated / expected output, re-weighs all output of the
-    /// request and the part of its prompt that nobody shares: blocks that will be gone soon count for less.
+    /// Reports one more output block. `decay`, about 1 − generated / expected output, is the new weight of all output
+    /// blocks of the request and of its unshared prompt blocks: blocks that will be freed soon count less.
     ///
     /// # Errors
     /// A decay outside [0, 1].

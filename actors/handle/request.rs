@@ -1,4 +1,4 @@
-//! What callers ask, and what they are told.
+//! Requests of callers, their preparation, and the results of decisions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,12 +15,13 @@ use crate::schedule::{Decision, Rejection, ResolvedOptions};
 use crate::select::{Constraints, TierOverlap};
 use crate::session::SessionId;
 
-/// A prompt, as tokens or hashed already.
+/// A prompt, as tokens or as hashes.
 #[derive(Clone, Copy, Debug)]
 pub enum Prompt<'a> {
-    /// Token ids. They are hashed by the calling task and go no further.
+    /// Token ids. The calling task hashes them; they never leave it.
     Tokens(&'a [u32]),
-    /// Hashes that the caller computed, or got from an earlier answer. LoRA name, salt and spans are in them already.
+    /// Hashes computed by the caller or returned by an earlier response. They already include LoRA name, salt and
+    /// spans.
     Hashed(&'a HashedPrompt),
 }
 
@@ -35,48 +36,49 @@ pub enum Prompt<'a> {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RouteRequest<'a> {
-    /// Names the booking; unique among those that have not ended. Queries need none.
+    /// Names the booking; unique among bookings that have not ended. Optional for queries.
     pub request_id: Option<&'a str>,
     /// The prompt.
     pub prompt: Prompt<'a>,
-    /// The LoRA adapter it runs under; the empty name is none.
+    /// LoRA adapter; an empty name means none.
     pub lora_name: Option<&'a str>,
-    /// Keeps its cache apart from others': only equal salts share. The empty salt is none.
+    /// Cache salt: only requests with equal salts share cached blocks. An empty salt means none.
     pub cache_salt: Option<&'a str>,
-    /// Images and the like in the prompt, where the engine's events carry their hashes too.
+    /// Images and other media in the prompt, if the engine's events include their hashes.
     pub mm_spans: &'a [MmSpan],
-    /// Whether the answer should carry the prompt's hashes.
+    /// Whether the result includes the hashes of the prompt.
     pub routing_hashes: bool,
-    /// The customer it belongs to: the customers of a class take turns in the queue. Any text; none is a customer too.
+    /// Tenant of the request, any text. The tenants of a class are served in turn by fair queueing; requests without
+    /// one form a tenant of their own.
     pub tenant: Option<&'a str>,
-    /// Higher leaves the queue first, whatever else.
+    /// Requests with a higher value leave the queue first, before all other criteria.
     pub strict_priority: u32,
-    /// Seconds by which it goes ahead of its tenant's other requests in the queue. Finite; below 0 counts as 0.
+    /// Seconds of advance over other requests of the same tenant in the queue. Finite; negative values count as 0.
     pub priority_jump: f64,
-    /// How long it may take to be placed: it is answered as expired when that has passed.
+    /// Longest time until placement; after it the request is rejected as expired.
     pub deadline: Option<Duration>,
-    /// The class, or family of classes, that it waits in.
+    /// Queueing class, or family of classes.
     pub policy_class: Option<&'a str>,
-    /// Whether it would rather be refused than wait.
+    /// Whether to reject the request instead of queueing it.
     pub do_not_queue: bool,
-    /// Who may serve it, and who should.
+    /// Required and preferred ranks.
     pub constraints: Option<&'a Constraints>,
-    /// Its session, of at most 256 bytes: see `session.affinity`.
+    /// Session id, at most 256 bytes: see `session.affinity`.
     pub session_id: Option<&'a str>,
-    /// Output tokens that the caller expects, where it knows better than the router, which otherwise expects what the
-    /// request's session, its tenant or the pool had on average.
+    /// Expected output tokens, if the caller has a better estimate than the router. The router uses the mean of the
+    /// session, the tenant or the pool.
     pub expected_output_tokens: Option<u32>,
-    /// Output tokens that it may have at most, as `max_tokens` says: caps what is expected, and is no expectation.
+    /// Limit of output tokens, such as `max_tokens`. Caps the expected length and is not an expectation itself.
     pub output_tokens_max: Option<u32>,
-    /// Whether its answer comes whole, so that nobody reports its first token: its prefill then counts as done after the
-    /// time that it is expected to take.
+    /// Whether the response is not streamed, so no first token is reported. The prefill then counts as completed after
+    /// its expected duration.
     pub not_streamed: bool,
-    /// Settings that are otherwise for it.
+    /// Per-request overrides of the router configuration.
     pub overrides: Option<&'a RouterConfigOverride>,
 }
 
 impl<'a> RouteRequest<'a> {
-    /// What goes into its hashes besides tokens.
+    /// Hash inputs besides tokens.
     fn kind(&self) -> PromptKind {
         let is_given = |name: Option<&str>| name.is_some_and(|name| !name.is_empty());
         if is_given(self.lora_name) {
@@ -90,11 +92,11 @@ impl<'a> RouteRequest<'a> {
         }
     }
 
-    /// The options as the scheduler reads them; `None` for a request with default options, which most have.
+    /// The options in the form that the scheduler reads; `None` for a request with default options, the usual case.
     fn resolve(&self, preparation: &Preparation<'_>) -> Result<Option<Box<ResolvedOptions>>, RouteError> {
         let Preparation { config, now, output_lengths, .. } = *preparation;
         let lora_name = self.lora_name.filter(|name| !name.is_empty());
-        let tenant = self.tenant.filter(|_| config.queue.is_enabled()).map(TenantKey::of); // elsewhere nobody waits
+        let tenant = self.tenant.filter(|_| config.queue.is_enabled()).map(TenantKey::of); // unused without a queue
         let asks = tenant.is_some()
             || self.strict_priority != 0
             || self.priority_jump != 0.0
@@ -140,18 +142,18 @@ impl<'a> RouteRequest<'a> {
         })))
     }
 
-    /// What the length of its output is remembered by.
+    /// Keys under which the output length is recorded.
     fn length_keys(&self) -> LengthKeys {
         LengthKeys::of(self.session_id, self.tenant)
     }
 
-    /// A request with nothing but a prompt.
+    /// A request with a prompt and default options.
     #[must_use]
     pub fn new(request_id: &'a str, prompt: Prompt<'a>) -> Self {
         Self { request_id: Some(request_id), ..Self::query(prompt) }
     }
 
-    /// A question with nothing but a prompt.
+    /// A query with a prompt and default options.
     #[must_use]
     pub fn query(prompt: Prompt<'a>) -> Self {
         Self {
@@ -182,22 +184,22 @@ impl<'a> RouteRequest<'a> {
 pub struct AddRequest<'a> {
     /// Names the booking.
     pub request_id: &'a str,
-    /// Where it runs.
+    /// Rank of the request.
     pub rank: WorkerRank,
     /// The prompt.
     pub prompt: Prompt<'a>,
-    /// The LoRA adapter it runs under.
+    /// LoRA adapter.
     pub lora_name: Option<&'a str>,
-    /// Its cache salt.
+    /// Cache salt.
     pub cache_salt: Option<&'a str>,
-    /// Tokens of the prompt that the rank has cached, or `None` for what the index says.
+    /// Prompt tokens cached on the rank; `None` to use the index.
     pub cached_tokens: Option<u32>,
-    /// How long its prefill will take, where known: the rank's prefill load then falls with time.
+    /// Expected prefill duration, if known. The prefill load of the rank then decays with time.
     pub expected_prefill_duration: Option<Duration>,
 }
 
 impl<'a> AddRequest<'a> {
-    /// A request with nothing but a prompt and a place.
+    /// A request with an id, a rank, a prompt and default options.
     #[must_use]
     pub fn new(request_id: &'a str, rank: WorkerRank, prompt: Prompt<'a>) -> Self {
         let (lora_name, cache_salt, cached_tokens, expected_prefill_duration) = (None, None, None, None);
@@ -210,7 +212,7 @@ impl<'a> AddRequest<'a> {
     }
 }
 
-/// The rank a request would go to, and why.
+/// The chosen rank of a request and the inputs of the choice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BestMatch {
     decision: u64,
@@ -242,8 +244,8 @@ impl BestMatch {
         }
     }
 
-    /// The decision's number: the router's decisions fall in this order, and follow from it and the seed. Counted from 0;
-    /// after the n-th loss of the scheduler, from n × 2^32.
+    /// Number of the decision. The decisions of a router follow in this order, and depend on it and on the seed.
+    /// Counted from 0; after the n-th loss of the scheduler, from n × 2^32.
     #[must_use]
     pub fn decision(&self) -> u64 {
         self.decision
@@ -255,7 +257,7 @@ impl BestMatch {
         self.rank
     }
 
-    /// What it holds of the prompt, by tier.
+    /// Overlap of the prompt with the rank, by tier.
     #[must_use]
     pub fn overlap(&self) -> TierOverlap {
         self.overlap
@@ -272,7 +274,7 @@ impl BestMatch {
         self.effective_overlap_blocks.round() as u32
     }
 
-    /// Effective overlap in blocks: lower tiers count for less.
+    /// Effective overlap in blocks; lower tiers have lower weights.
     #[must_use]
     pub fn effective_overlap_blocks(&self) -> f64 {
         self.effective_overlap_blocks
@@ -284,56 +286,56 @@ impl BestMatch {
         self.cached_tokens
     }
 
-    /// Blocks that the shared cache has beyond the rank's device blocks.
+    /// Blocks that the shared cache holds beyond the device blocks of the rank.
     #[must_use]
     pub fn shared_cache_blocks(&self) -> u32 {
         self.shared_cache_blocks
     }
 
-    /// The most leading blocks that any eligible rank holds, in whatever tier: what could have been reached.
+    /// Largest number of leading blocks on any eligible rank, in any tier: the best reachable overlap.
     #[must_use]
     pub fn reachable_blocks(&self) -> u32 {
         self.reachable_blocks
     }
 
-    /// How long the rank is expected to compute what it has not cached, where that is modelled.
+    /// Expected duration of the uncached prefill on the rank, if modelled.
     #[must_use]
     pub fn expected_prefill_duration(&self) -> Option<Duration> {
         self.expected_prefill_duration
     }
 
-    /// How long its first token is expected to take from the decision on: what the rank has to do before it, its own
-    /// uncached prompt and a step. Where the policy is `latency`.
+    /// Expected time from the decision to the first token: earlier work of the rank, the uncached prompt, and one step.
+    /// Present if the policy is `latency`.
     #[must_use]
     pub fn predicted_ttft(&self) -> Option<Duration> {
         self.predicted_ttft
     }
 
-    /// The prompt's hashes, when the request asked for them.
+    /// Hashes of the prompt, if the request asked for them.
     #[must_use]
     pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
         self.routing_hashes.as_ref()
     }
 }
 
-/// A request whose prompt has been hashed, as far as anything will look at the hashes.
+/// A request with the prompt hashes that its decision needs.
 #[derive(Debug)]
 pub(super) struct Prepared {
     hashes: Option<HashedPrompt>,
     wants_overlap: bool,
-    /// The blocks it will be charged for.
+    /// Prompt blocks of the charge.
     prompt: PromptBlocks,
     isl_tokens: u32,
     options: Option<Box<ResolvedOptions>>,
     length_keys: LengthKeys,
-    /// What a booking will leave in a cache, where that is guessed.
+    /// Speculative entry that the booking creates, if entries are speculative.
     guess: Option<SpeculativePrompt>,
     kind: PromptKind,
-    /// When hashing began.
+    /// Start of hashing.
     started: Timestamp,
 }
 
-/// What the preparation of a request reads.
+/// Inputs of the preparation of a request.
 pub(super) struct Preparation<'a> {
     pub(super) config: &'a RouterConfig,
     pub(super) now: Timestamp,
@@ -379,7 +381,7 @@ impl Prepared {
         }
         let too_long = |_| RouteError::PromptTooLong { isl_tokens };
         let blocks = u32::try_from(scheme.block_count(isl_tokens)).map_err(too_long)?;
-        // It weighs no more than a rank can hold, in blocks and in tokens, however long it is.
+        // The charge is capped at the capacity of a rank, in blocks and in tokens, for a prompt of any length.
         let blocks_max = weight_tokens.div_ceil(config.block_size);
         let prompt = match &hashes {
             _ if !config.load.track_active_blocks => PromptBlocks::Counted(0),
@@ -398,7 +400,7 @@ impl Prepared {
         Ok(Self { hashes, wants_overlap, prompt, isl_tokens, options, length_keys, guess, kind, started: now })
     }
 
-    /// The caller knows what is cached: nobody need be asked.
+    /// Skips the overlap query, because the caller has supplied the cached tokens.
     pub(super) fn without_overlap(mut self) -> Self {
         self.wants_overlap = false;
         self
@@ -424,7 +426,7 @@ impl Prepared {
         self.length_keys
     }
 
-    /// What the index is asked for, where it is asked.
+    /// Block hashes of the overlap query, if one is needed.
     pub(super) fn block_hashes(&self) -> Option<&Arc<[BlockHash]>> {
         self.hashes.as_ref().filter(|_| self.wants_overlap).map(HashedPrompt::block_hashes)
     }
@@ -437,8 +439,8 @@ impl Prepared {
         self.started
     }
 
-    /// The kind of request whose cached tokens are predicted; absent where nobody is asked what is cached, and for
-    /// prompts shorter than a block, of which nothing can be.
+    /// Kind of the request for predictions of cached tokens. `None` without an overlap query, and for prompts shorter
+    /// than one block, which cannot be cached.
     pub(super) fn predicted_kind(&self) -> Option<PromptKind> {
         self.block_hashes().filter(|hashes| !hashes.is_empty()).map(|_| self.kind)
     }

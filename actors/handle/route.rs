@@ -1,7 +1,7 @@
 //! Placing and booking requests: `Router::route`, bookings by request id, and retries of lost requests.
 //!
-//! Every call ends in a placement, a rejection with its reason, or an error. Tokens stay in the calling task. The scheduler
-//! decides; the sequence actors book.
+//! Every call returns a placement, a rejection with its reason, or an error. Tokens stay in the calling task. The
+//! scheduler decides; the sequence actors book.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,21 +30,20 @@ use crate::load::Weight;
 use crate::protocol::BlockHash;
 use crate::schedule::{Decision, Purpose, Rejection, Request, Target, Waits};
 
-/// Times a request that was lost with an actor is tried again.
+/// Maximum number of attempts for a request that is lost with an actor.
 const ATTEMPTS_MAX: u32 = 6;
 
-/// How long one try waits for the lost actor's restart.
+/// Maximum wait of one attempt for the restart of the lost actor.
 pub(super) const RESTART_WAIT: Duration = Duration::from_millis(200);
 
-// Requests.
 impl Router {
     /// Places a request: chooses its rank and books it there, in one step.
     ///
-    /// Costs one hash of the prompt on the calling task, and for an idle router no thread is woken. Cancel-safe:
-    /// dropping the future frees whatever was booked.
+    /// Costs one hash of the prompt on the calling task; an idle router wakes no thread. Cancel-safe: dropping the
+    /// future frees the booking.
     ///
     /// # Errors
-    /// See [`RouteError`]. A request that was lost with an actor is tried again before it is given up.
+    /// See [`RouteError`]. A request that is lost with an actor is retried before an error is returned.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<Placement, RouteError> {
         let Edge { config, meters, .. } = &**self.edge();
         let span = telemetry::route_span(&config.pool, request.request_id);
@@ -61,12 +60,12 @@ impl Router {
         let mut attempts = 0;
         loop {
             let (guard, decision) = self.book(request_id, &prepared, Target::Any, span).await?;
-            // A rank that was removed meanwhile has ended the booking.
+            // The removal of the rank since the decision has ended the booking.
             if let Some(address) = self.strands().sequences.get(decision.slot, decision.generation) {
                 let Edge { config, meters, .. } = &**self.edge();
                 let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
                 let best = BestMatch::new(&decision, config, hashes);
-                // A prediction above 0 is held to account whatever else the index lacks.
+                // A prediction above 0 is evaluated even if the index is incomplete.
                 let is_index_complete = best.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
                 let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
                 if !span.is_disabled() {
@@ -82,7 +81,7 @@ impl Router {
         }
     }
 
-    /// The rank that [`Router::route`] would choose now. Books nothing and needs no request id.
+    /// The rank that [`Router::route`] would choose now. Makes no booking and needs no request id.
     ///
     /// # Errors
     /// See [`RouteError`].
@@ -96,8 +95,8 @@ impl Router {
         }
     }
 
-    /// Books a request on a rank that the embedder has chosen. The booking lasts until [`Router::free`], or until nothing
-    /// was heard of it for `load.booking_liveness_ms`.
+    /// Books a request on a rank chosen by the embedder. The booking lasts until [`Router::free`], or until
+    /// `load.booking_liveness_ms` passes without a report.
     ///
     /// # Errors
     /// See [`RouteError`]; [`UnknownRank`](crate::schedule::Rejection::UnknownRank) when the rank is not registered.
@@ -116,13 +115,13 @@ impl Router {
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
         let (guard, decision) = self.book(request.request_id, &prepared, target, span).await?;
         if self.strands().sequences.get(decision.slot, decision.generation).is_none() {
-            return Err(Rejection::UnknownRank(rank).into()); // removed meanwhile, and the booking with it
+            return Err(Rejection::UnknownRank(rank).into()); // the rank was removed, which ended the booking
         }
         guard.detach();
         Ok(())
     }
 
-    /// The request's first token is out. Again is harmless.
+    /// Reports the first token of a request. Repeated calls have no effect.
     ///
     /// # Errors
     /// When no booking has the id.
@@ -136,7 +135,7 @@ impl Router {
         Ok(())
     }
 
-    /// One more block of the request's output is there; `decay` as in [`Placement::output_block`].
+    /// Reports one more output block of a request; `decay` as in [`Placement::output_block`].
     ///
     /// # Errors
     /// When no booking has the id, or the decay is outside [0, 1].
@@ -151,7 +150,7 @@ impl Router {
         Ok(())
     }
 
-    /// Ends a request's booking.
+    /// Ends the booking of a request.
     ///
     /// # Errors
     /// When no booking has the id.
@@ -162,7 +161,7 @@ impl Router {
         Ok(())
     }
 
-    /// The request is still running, though nothing else can be said of it: its booking by id goes on.
+    /// Reports that a request is still running, and so extends its booking by id.
     ///
     /// # Errors
     /// When no booking has the id.
@@ -170,7 +169,7 @@ impl Router {
         self.lease(request_id).map(drop)
     }
 
-    /// The lease of a request that something was heard of.
+    /// Lease of a request, with its expiry extended by this report.
     fn lease(&self, request_id: &str) -> Result<Arc<Lease>, RequestError> {
         let lease = self.intake().directory.find(request_id);
         let lease = lease.ok_or_else(|| RequestError::NotFound(request_id.to_owned()))?;
@@ -184,7 +183,7 @@ impl Router {
         }
     }
 
-    /// The rank that a lease is booked on.
+    /// Address of the rank that a lease is booked on.
     fn address_of(&self, lease: &Lease) -> Option<Arc<SequenceAddress>> {
         match lease.state() {
             LeaseState::Booked { slot, generation } => self.strands().sequences.get(slot, generation),
@@ -192,7 +191,7 @@ impl Router {
         }
     }
 
-    /// Books, and tries again what is lost with an actor.
+    /// Books a request, and retries it if it is lost with an actor.
     async fn book(
         &self,
         request_id: &str,
@@ -209,7 +208,7 @@ impl Router {
                 lease.set_length_keys(prepared.length_keys());
             }
             let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
-            // The time of a request that was lost is that of a restart.
+            // Restart time is excluded from the phase timings of a lost request.
             let Edge { meters, clock, .. } = &**self.edge();
             let timestamps = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
@@ -227,7 +226,7 @@ impl Router {
                 Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => {}
                 None if guard.lease().is_freed() => return Err(RouteError::Freed),
                 None => {
-                    drop(guard); // the id is free again for the next try
+                    drop(guard); // frees the id for the next attempt
                     self.wait_for_restart(restarts).await?;
                 }
             }
@@ -235,7 +234,7 @@ impl Router {
         Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
     }
 
-    /// Asks without booking, and tries again what is lost with an actor.
+    /// Queries without a booking, and retries if the query is lost with an actor.
     pub(super) async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Reply, RouteError> {
         for _ in 0..ATTEMPTS_MAX {
             self.views().status.up()?;
@@ -250,7 +249,7 @@ impl Router {
         Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
     }
 
-    /// Whether the index has every block of the rank, and at least one: only then is a prediction of 0 evidence.
+    /// Whether the index has every block of the rank, and at least one. Only then is a prediction of 0 evidence.
     fn is_index_complete_for(&self, entry: &RankEntry) -> bool {
         entry.holdings.held_blocks() > 0
             && entry.source.is_complete()
@@ -265,7 +264,7 @@ impl Router {
         Prepared::new(&preparation, request)
     }
 
-    /// Sends a request on its way through the shards to the scheduler.
+    /// Sends a request through the shards to the scheduler.
     fn submit(
         &self,
         prepared: &Prepared,
@@ -276,7 +275,7 @@ impl Router {
         timestamps: Option<Arc<PhaseTimestamps>>,
     ) -> oneshot::Receiver<Reply> {
         let (sender, answer) = oneshot::channel();
-        // Only a booking may wait; whoever chose its rank by itself does not.
+        // Only a booking without a chosen rank may be queued.
         let may_wait = self.intake().queueing && target == Target::Any;
         let waits = lease.as_ref().filter(|_| may_wait).map(|lease| {
             Box::new(Waits {
@@ -300,7 +299,7 @@ impl Router {
         answer
     }
 
-    /// Asks every shard, and the shared cache where there is one; whoever answers last sends the answers on.
+    /// Queries every shard, and the shared cache if present. The last one to respond forwards the collected overlaps.
     pub(super) fn query_overlap(&self, hashes: &Arc<[BlockHash]>, receiver: OverlapReceiver, with_shared_cache: bool) {
         let first = ReplyToken::open(0, OverlapContinuation::new(Arc::clone(hashes), receiver));
         if !hashes.is_empty() {
@@ -316,11 +315,11 @@ impl Router {
         drop(first);
     }
 
-    /// Waits until something has been restarted since `restarts`, for so long; an error when the router is down.
+    /// Waits until the restart count exceeds `restarts`, for at most `RESTART_WAIT`; an error when the router is down.
     async fn wait_for_restart(&self, restarts: u64) -> Result<(), RouteError> {
         let mut status = self.views().status.subscribe();
         let restarted = status.wait_for(|status| status.restarts > restarts || status.phase != RouterPhase::Serving);
-        // Not restarted in time: try anyway, a try costs little.
+        // Without a restart in time, retry anyway: an attempt is cheap.
         drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
         Ok(self.views().status.up()?)
     }

@@ -1,4 +1,4 @@
-//! The router handle itself: what embedders clone and drop.
+//! The router handle: cloned and dropped by embedders.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use crate::actors::views::Views;
 use crate::error::Down;
 use crate::protocol::WorkerRank;
 
-/// How a router is.
+/// Health of a router.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Health {
-    /// `Ok` while it takes requests.
+    /// `Ok` while the router accepts requests.
     pub state: Result<(), Down>,
     /// Registered ranks.
     pub ranks: usize,
-    /// Ranks whose cache contents were lost and must be sent again: routing to them goes by load alone.
+    /// Ranks whose index contents were lost and must be sent again. They are chosen by load alone.
     pub cold: BTreeSet<WorkerRank>,
-    /// What is wrong with what is known of the fleet, one sentence each; empty while nothing is.
+    /// Problems with the router's view of the fleet, one sentence each; empty if there are none.
     pub doubts: Vec<String>,
     /// Actors restarted since the start.
     pub restarts: u64,

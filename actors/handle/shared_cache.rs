@@ -1,8 +1,7 @@
-//! A cache that the whole pool shares, asked beside the index.
+//! Interface to a cache shared by the whole pool, queried beside the index.
 //!
-//! Owns the question and its deadline. Promises that a request never waits longer for the shared cache than
-//! `shared_cache.timeout_ms`, and never fails for it: errors and lateness are counted, and the request goes on without.
-//! Leaves to the embedder what the cache is and how it is reached.
+//! A request waits at most `shared_cache.timeout_ms` for the shared cache and never fails because of it. Errors and
+//! timeouts are counted, and the request continues without the result. The embedder implements the access to the cache.
 
 use std::future::Future;
 use std::ops::Range;
@@ -12,13 +11,13 @@ use std::sync::Arc;
 use crate::protocol::BlockHash;
 use crate::select::SharedHits;
 
-/// Why a shared cache could not answer: the embedder's own error.
+/// Error of the embedder's shared cache.
 pub type SharedCacheError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What a shared cache answers: half-open ranges of block positions that it holds.
+/// Future of a shared cache query: half-open ranges of the block positions that it holds.
 pub type SharedCacheAnswer<'a> = Pin<Box<dyn Future<Output = Result<Vec<Range<u32>>, SharedCacheError>> + Send + 'a>>;
 
-/// A cache beside the ranks that any of them can load blocks from.
+/// Cache outside the ranks, from which each of them can load blocks.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -36,17 +35,17 @@ pub type SharedCacheAnswer<'a> = Pin<Box<dyn Future<Output = Result<Vec<Range<u3
 /// }
 /// ```
 pub trait SharedCache: Send + Sync + 'static {
-    /// Which of these blocks, each named by its content, it holds. Dropped when the deadline passes.
+    /// Positions of these blocks, identified by content, that the cache holds. The future is dropped at the deadline.
     fn query(&self, block_hashes: Arc<[BlockHash]>) -> SharedCacheAnswer<'_>;
 }
 
-/// How asking the shared cache failed.
+/// Failure of a shared cache query.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SharedCacheFailure {
-    /// It did not answer in time.
+    /// No response within the timeout.
     #[error("the shared cache did not answer within {0} ms")]
     Late(u64),
-    /// It answered with an error.
+    /// The query returned an error.
     #[error("the shared cache failed: {0}")]
     Error(String),
 }

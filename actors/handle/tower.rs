@@ -1,8 +1,8 @@
-//! A tower layer that places requests before they are sent.
+//! Tower layer that places requests before the inner service sends them.
 //!
-//! Owns the order: placed, sent, answered. Promises that a request's booking ends with its answer's body, with an error
-//! of the inner service, or with the future that serves it, whichever is first. Leaves what a request's prompt is to
-//! whoever is outside of it, and the sending, by the target that it finds, to the service inside.
+//! The booking of a request ends with the response body, with an error of the inner service, or with the future that
+//! serves it, whichever is first. Outer layers supply the prompt; the inner service sends the request to the target in
+//! its extensions.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,16 +24,16 @@ use crate::health::Outcome;
 use crate::protocol::WorkerRank;
 use crate::select::Constraints;
 
-/// A prompt that travels with its request.
+/// An owned prompt in the extensions of a request.
 #[derive(Clone, Debug)]
 pub enum InputPrompt {
     /// Token ids.
     Tokens(Arc<[u32]>),
-    /// Its hashes.
+    /// Hashes of the prompt.
     Hashed(HashedPrompt),
 }
 
-/// What a request has to say of itself to be placed, put into its extensions. The fields are those of [`RouteRequest`].
+/// Placement options in the extensions of a request. The fields are those of [`RouteRequest`].
 ///
 /// ```
 /// use pointsman::{InputPrompt, PlacementInput};
@@ -44,44 +44,44 @@ pub enum InputPrompt {
 /// ```
 #[derive(Clone, Debug)]
 pub struct PlacementInput {
-    /// Names the booking; unique among those that have not ended.
+    /// Names the booking; unique among bookings that have not ended.
     pub request_id: String,
     /// The prompt.
     pub prompt: InputPrompt,
-    /// The LoRA adapter it runs under.
+    /// LoRA adapter.
     pub lora_name: Option<String>,
-    /// Keeps its cache apart from others'.
+    /// Cache salt: only equal salts share cached blocks.
     pub cache_salt: Option<String>,
-    /// Images and the like in the prompt.
+    /// Images and other media in the prompt.
     pub mm_spans: Vec<MmSpan>,
-    /// The customer it belongs to: the customers of a class take turns in the queue.
+    /// Tenant of the request. The tenants of a class are served in turn by fair queueing.
     pub tenant: Option<String>,
-    /// Higher leaves the queue first, whatever else.
+    /// Requests with a higher value leave the queue first, before all other criteria.
     pub strict_priority: u32,
-    /// Seconds by which it goes ahead of its tenant's other requests in the queue.
+    /// Seconds of advance over other requests of the same tenant in the queue.
     pub priority_jump: f64,
-    /// How long it may take to be placed.
+    /// Longest time until placement.
     pub deadline: Option<Duration>,
-    /// The class that it waits in.
+    /// Queueing class.
     pub policy_class: Option<String>,
-    /// Whether it would rather be refused than wait.
+    /// Whether to reject the request instead of queueing it.
     pub do_not_queue: bool,
-    /// Who may serve it, and who should.
+    /// Required and preferred ranks.
     pub constraints: Option<Constraints>,
-    /// Its session.
+    /// Session id.
     pub session_id: Option<String>,
-    /// Output tokens that the caller expects: its blocks then count for less and less as they come.
+    /// Expected output tokens. The weight of the output blocks then falls with progress.
     pub expected_output_tokens: Option<u32>,
-    /// Output tokens that it may have at most.
+    /// Limit of output tokens.
     pub output_tokens_max: Option<u32>,
-    /// Whether its answer comes whole.
+    /// Whether the response is not streamed.
     pub not_streamed: bool,
-    /// Settings that are otherwise for it.
+    /// Per-request overrides of the router configuration.
     pub overrides: Option<RouterConfigOverride>,
 }
 
 impl PlacementInput {
-    /// A request with nothing but a prompt.
+    /// A request with a prompt and default options.
     #[must_use]
     pub fn new(request_id: impl Into<String>, prompt: InputPrompt) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl PlacementInput {
         }
     }
 
-    /// The same as a router takes it.
+    /// Converts to the request type of the router.
     #[must_use]
     pub fn as_route(&self) -> RouteRequest<'_> {
         let prompt = match &self.prompt {
@@ -133,23 +133,23 @@ impl PlacementInput {
     }
 }
 
-/// Where a request is to be sent: found in its extensions by the service inside of [`PlaceRequests`].
+/// Target of a request. The inner service of [`PlaceRequests`] finds it in the extensions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacedTarget {
-    /// Where the worker is, as its configuration said.
+    /// Endpoint of the worker, from its configuration.
     pub endpoint: Arc<str>,
     /// The rank.
     pub rank: WorkerRank,
-    /// What the engine there calls the rank; `None` where it has one rank only.
+    /// Number of the rank at its engine; `None` for a worker with a single rank.
     pub rank_at_worker: Option<u32>,
-    /// The decision's number.
+    /// Number of the decision.
     pub decision: u64,
-    /// What the prefill is expected to skip, in tokens.
+    /// Prompt tokens that the prefill is expected to skip.
     pub cached_tokens: u32,
 }
 
 impl PlacedTarget {
-    /// Where this placement is.
+    /// The target of a placement.
     #[must_use]
     pub fn of(placement: &Placement) -> Self {
         Self {
@@ -162,21 +162,21 @@ impl PlacedTarget {
     }
 }
 
-/// Why a request was not answered.
+/// Reason why a request has no response.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError<E> {
-    /// Nobody has said what is to be placed.
+    /// The request has no placement options.
     #[error("the request has no PlacementInput among its extensions")]
     MissingInput,
-    /// It was not placed.
+    /// The placement failed.
     #[error(transparent)]
     Route(#[from] RouteError),
-    /// The service inside has failed; `E` is its error.
+    /// The inner service failed; `E` is its error.
     #[error("{0}")]
     Inner(E),
 }
 
-/// Makes [`PlaceRequests`] of services whose errors are `E`. Cheap to clone.
+/// Layer that creates [`PlaceRequests`] for services with errors of type `E`. Cheap to clone.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -211,13 +211,14 @@ pub struct PlacementLayer<E> {
 }
 
 impl<E> PlacementLayer<E> {
-    /// Places by this router. An error of the service inside counts as [`Outcome::ConnectFailed`].
+    /// Layer for this router. An error of the inner service counts as [`Outcome::ConnectFailed`].
     #[must_use]
     pub fn new(router: Router) -> Self {
         Self { router, outcome_of: |_| Outcome::ConnectFailed }
     }
 
-    /// What the service's errors say of a rank's health. [`Outcome::Ok`] for those that say nothing against it.
+    /// Sets the mapping from errors of the inner service to outcomes. [`Outcome::Ok`] for errors that the rank did not
+    /// cause.
     #[must_use]
     pub fn outcomes(mut self, outcome_of: fn(&E) -> Outcome) -> Self {
         self.outcome_of = outcome_of;
@@ -245,13 +246,13 @@ impl<S, E> Layer<S> for PlacementLayer<E> {
     }
 }
 
-/// A service that places each request, then has `S` send it: see [`PlacementLayer`].
+/// Service that places each request and then passes it to `S`: see [`PlacementLayer`].
 ///
-/// It is ready when `S` is. Whether there is room for a request is another question, which depends on the request: it
-/// waits, or is refused, while it is placed. What `S` sets aside when it is ready is kept for the request meanwhile; a
-/// limit of requests in flight is therefore better put outside.
+/// It is ready when `S` is. Capacity of the router is not part of readiness, because it depends on the request: the
+/// request waits or is rejected during its placement. Resources that `S` reserves in `poll_ready` stay reserved
+/// meanwhile, so a concurrency limit belongs outside this layer.
 ///
-/// Cancel-safe: dropping the future frees what was booked.
+/// Cancel-safe: dropping the future frees the booking.
 pub struct PlaceRequests<S, E> {
     layer: PlacementLayer<E>,
     inner: S,
@@ -269,7 +270,7 @@ impl<S: std::fmt::Debug, E> std::fmt::Debug for PlaceRequests<S, E> {
     }
 }
 
-/// The answer to come. Boxed: placing is an `async fn`, whose future has no name.
+/// Future of the response. Boxed, because the future of the placement's `async fn` has no name.
 pub type PlaceFuture<B, E> = Pin<Box<dyn Future<Output = Result<http::Response<PlacedBody<B>>, PlaceError<E>>> + Send>>;
 
 impl<S, R, B> Service<http::Request<R>> for PlaceRequests<S, S::Error>
@@ -289,7 +290,7 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<R>) -> Self::Future {
-        // The one that was ready goes; its successor has yet to become so.
+        // The ready service is consumed by this call; its clone must become ready first.
         let successor = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, successor);
         let PlacementLayer { router, outcome_of } = self.layer.clone();
