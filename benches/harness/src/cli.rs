@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_read_back_as_they_were_written() {
+    fn arguments_round_trip_through_a_command_line() {
         let all = "test --trace t.jsonl --dp-size 2 --block-size 16 --kv-blocks 9 --inflight 3 --shards 4 --limit 7 \
                    --policy random --take-turns --seed 5";
         for line in [all, "test"] {
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_values_are_refused_by_name() {
+    fn invalid_values_are_rejected_with_flag_and_value() {
         for (flag, value) in [
             ("--workers", "0"),
             ("--clients", "0"),

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn three_per_cent_are_no_drift_and_more_are() {
+    fn drift_above_three_per_cent_is_reported() {
         let was = recorded(0.2, &[("random", 1.5)]);
         assert!(moved(&was, &recorded(0.2059, &[("random", 1.456)])).is_empty());
         let said = moved(&was, &recorded(0.2061, &[("random", 1.546)]));
@@ -218,14 +218,14 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_taken_from_the_comparison() {
+    fn recorded_figures_come_from_the_comparison() {
         let of = comparison(&[("kv", 1.0), ("random", 1.5)]);
         let now = recorded(9.0, &[("random", 9.0)]).with(&of).expect("figures");
         assert_eq!((now.first_ttft_mean_seconds, now.ttft_ratios["random"]), (0.2, 1.5));
     }
 
     #[test]
-    fn the_recorded_file_is_what_would_be_written() {
+    fn the_recorded_file_has_the_written_format() {
         let text = include_str!("../drift.toml");
         let of: Recorded = toml::from_str(text).expect("recorded figures");
         assert_eq!(text, format!("{HEAD}{}", toml::to_string(&of).expect("toml")));

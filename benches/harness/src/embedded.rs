@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn kv_finds_what_random_misses() {
+    fn kv_has_a_higher_hit_rate_than_random() {
         let fleet = "--limit 600 --inflight 32 --workers 4 --dp-size 2";
         let kv = replay(&format!("{fleet} --clients 3 --shards 2"));
         let random = replay(&format!("{fleet} --policy random"));
@@ -257,14 +257,14 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_actor_dies_and_routing_goes_on() {
+    fn routing_survives_a_crash_of_every_kind_of_actor() {
         let fleet = "--limit 600 --inflight 32 --workers 4 --dp-size 2 --clients 5 --shards 2";
         let drilled = replay(&format!("{fleet} --kill-every 7"));
         assert_eq!((drilled.requests, drilled.kill_every), (300, NonZeroU32::new(7)));
     }
 
     #[tokio::test]
-    async fn a_drill_strikes_every_so_many_requests() {
+    async fn faults_are_injected_at_the_configured_interval() {
         let options = Arguments::parse_from(["test", "--workers", "2", "--kill-every", "2"]).replay;
         let target = Embedded::start(&options).await.expect("starts");
         for request in 1..=12_u32 {
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_configuration_names_the_field() {
+    fn a_rejected_configuration_names_the_field() {
         let arguments = Arguments::parse_from(["test", "--shards", "65"]);
         let error = arguments.replay.run(Embedded::start).expect_err("refused").to_string();
         assert_eq!(error, "cannot start pointsman: index.shards is 65, must be 1 to 64");

@@ -132,7 +132,7 @@ mod tests {
     proptest! {
         /// Prompts are random walks in a small tree, so that they share prefixes.
         #[test]
-        fn serves_as_a_tree_that_evicts_its_oldest_leaf(
+        fn cache_equals_a_tree_that_evicts_its_oldest_leaf(
             prompts in prop::collection::vec(prop::collection::vec(0_u64..3, 0..12), 1..60),
             blocks_max in 1_usize..40,
         ) {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn names_tell_prefixes_apart() {
+    fn engine_hashes_distinguish_prefixes() {
         let names = |hashes: &[u64]| name_blocks(&hashes.iter().map(|&hash| BlockHash(hash)).collect::<Vec<_>>());
         let (one, other) = (names(&[1, 2, 2]), names(&[1, 3, 2]));
         assert_eq!(one[0], other[0]);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_blocks_follow_the_last_cached_one() {
+    fn stored_blocks_follow_the_last_cached_block() {
         let blocks = name_blocks(&[BlockHash(1), BlockHash(2), BlockHash(3)]);
         let (mut engine, mut change) = (Engine::new(8), Change::default());
         engine.serve(&blocks[..1], &mut change);

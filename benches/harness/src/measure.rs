@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_shows_on_every_clock() {
+    fn every_clock_measures_work() {
         let (wall, process, thread) = (Stopwatch::start(), process_cpu(), thread_cpu());
         let mut sum = 0_u64;
         while thread_cpu() - thread < Duration::from_millis(2) {

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_one_line_with_the_promised_keys() {
+    fn json_is_one_line_with_all_documented_keys() {
         let mut line = Vec::new();
         report().write_json(&mut line).expect("written");
         let line = String::from_utf8(line).expect("text");

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_generator_is_named_limited_and_sped_up() {
+    fn generators_support_limit_and_speedup() {
         let load = |line| parsed(line).expect("arguments").load(7).expect("a workload");
         let whole = load("--workload siblings:groups=10");
         let part = load("--workload siblings:groups=10 --limit 12 --speedup 2");
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_arguments_are_refused_by_name() {
+    fn invalid_arguments_are_rejected_by_name() {
         for (line, expected) in [
             ("--workload chats", "no workload is called \"chats\""),
             ("--workload chat:rate=0", "rate is 0"),

@@ -154,7 +154,7 @@ fn failures(run: &Run) -> Vec<Option<&str>> {
 }
 
 #[tokio::test]
-async fn whole_answers_are_recorded_with_times_usage_and_rank() {
+async fn complete_answers_are_recorded_with_times_usage_and_rank() {
     let reply = |n| Reply { rank: ["a", "b", "a"][n % 3], ..Reply::tokens(5, 16 * u64::from(n > 0)) };
     let (address, seen) = serve(reply).await;
     let key = std::env::temp_dir().join(format!("pointsman-load-key-{}", std::process::id()));
@@ -189,7 +189,7 @@ async fn whole_answers_are_recorded_with_times_usage_and_rank() {
 }
 
 #[tokio::test]
-async fn chats_are_asked_as_chats() {
+async fn chat_requests_use_the_chat_api() {
     let event = |delta: Value| format!("data: {}\n\n", json!({"choices": [{"delta": delta}]}));
     let events = vec![
         event(json!({"role": "assistant", "content": ""})),
@@ -211,7 +211,7 @@ async fn chats_are_asked_as_chats() {
 }
 
 #[tokio::test]
-async fn every_failure_is_counted_with_its_reason() {
+async fn every_failure_is_recorded_with_its_reason() {
     let first = |reply: Reply, end| Reply { events: reply.events[..2].to_vec(), end, ..reply };
     let replies = [
         Reply::tokens(5, 0),
@@ -257,7 +257,7 @@ async fn every_failure_is_counted_with_its_reason() {
 }
 
 #[tokio::test]
-async fn nobody_listening_is_a_failure_of_each_request() {
+async fn refused_connections_are_failures_of_each_request() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("bound");
     drop(listener);
@@ -266,7 +266,7 @@ async fn nobody_listening_is_a_failure_of_each_request() {
 }
 
 #[test]
-fn a_client_short_of_connections_says_that_arrivals_were_late() {
+fn a_client_without_free_connections_reports_late_arrivals() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("runtime");
     let slow = |_| Reply { delay: Duration::from_millis(60), ..Reply::tokens(5, 4) };
     let (address, _) = runtime.block_on(serve(slow));
@@ -287,7 +287,7 @@ fn a_client_short_of_connections_says_that_arrivals_were_late() {
 }
 
 #[test]
-fn impossible_arguments_are_refused_by_name() {
+fn invalid_arguments_are_rejected_by_name() {
     let load = |arguments: &str| {
         let line = ["load", "--model", "m", "--limit", "3"].into_iter().chain(arguments.split_whitespace());
         match Arguments::try_parse_from(line) {

@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_the_same_wherever_the_bytes_are_cut() {
+    fn events_do_not_depend_on_how_the_bytes_are_split() {
         assert_eq!(read([STREAM]), EVENTS);
         assert_eq!(read(STREAM.chunks(1)), EVENTS);
         for first in 0..=STREAM.len() {
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_without_end_is_given_up() {
+    fn an_event_above_the_size_limit_is_an_error() {
         let mut reader = SseReader::default();
         let line = [b"data: ".as_slice(), &[b'x'; 1000], b"\n"].concat();
         let mut pushes =

@@ -345,7 +345,7 @@ fn literal(events: &[CacheEvent], chains: &BTreeMap<EngineHash, Chain>) -> Vec<T
 
 proptest! {
     #[test]
-    fn events_rebuild_what_is_held_and_every_request_ends_once(config in configs(), calls in calls()) {
+    fn events_rebuild_held_blocks_and_every_request_ends_once(config in configs(), calls in calls()) {
         let (steps, ended) = run(config, &calls);
         let finished = steps.iter().flat_map(|step| &step.outputs).filter(|output| output.finished.is_some()).count();
         prop_assert_eq!(finished, ended.len());
@@ -357,7 +357,7 @@ proptest! {
     }
 
     #[test]
-    fn outputs_do_not_depend_on_company_or_cache(config in configs(), calls in calls()) {
+    fn outputs_do_not_depend_on_other_requests_or_the_cache(config in configs(), calls in calls()) {
         let (_, ended) = run(EngineConfig { vocab_size: 1000, ..config }, &calls);
         let roomy = EngineConfig { block_size: 4, kv_blocks: 16, step_tokens_max: 256, ..config };
         let roomy = EngineConfig { vocab_size: 1000, ..roomy };
@@ -368,7 +368,7 @@ proptest! {
     }
 
     #[test]
-    fn a_lone_request_does_what_literal_lists_say(
+    fn a_single_request_matches_the_reference_model(
         config in configs(),
         specs in prop::collection::vec(specs(), 0..40),
     ) {

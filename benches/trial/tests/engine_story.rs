@@ -48,7 +48,7 @@ fn events_of(rank: &mut Rank, spec: RequestSpec, names: &mut BTreeMap<EngineHash
 }
 
 #[test]
-fn a_real_engines_story_is_told_again() {
+fn events_match_a_recording_of_a_real_engine() {
     // Hashes from the real engine, in the order of its stores.
     let recorded = [
         &["1cccfba573d0cf8a", "f20358aa4fbb8879", "e842ef1712133bd6", "4cb3b9d034695fdd"][..],
@@ -105,7 +105,7 @@ fn a_real_engines_story_is_told_again() {
 }
 
 #[test]
-fn generated_tokens_fill_blocks_that_are_announced_and_found() {
+fn blocks_of_generated_tokens_are_published_and_reused() {
     let mut rank = rank(EngineConfig::default());
     let mut names = BTreeMap::new();
     let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6], 4));
@@ -128,7 +128,7 @@ fn generated_tokens_fill_blocks_that_are_announced_and_found() {
 }
 
 #[test]
-fn a_prompt_that_is_cached_whole_computes_its_last_block_again() {
+fn a_fully_cached_prompt_recomputes_its_last_block() {
     for (deduplicates, expected) in [(true, vec![]), (false, vec!["Device + 5 under 1".to_owned()])] {
         let mut rank = rank(EngineConfig { deduplicates, ..EngineConfig::default() });
         let mut names = BTreeMap::new();
@@ -142,7 +142,7 @@ fn a_prompt_that_is_cached_whole_computes_its_last_block_again() {
 }
 
 #[test]
-fn each_copy_of_a_block_is_removed_by_an_event_of_its_own() {
+fn each_copy_of_a_block_has_its_own_removal_event() {
     let mut rank = rank(EngineConfig::default());
     let mut names = BTreeMap::new();
     for _ in 0..3 {
@@ -156,7 +156,7 @@ fn each_copy_of_a_block_is_removed_by_an_event_of_its_own() {
 }
 
 #[test]
-fn running_requests_that_generate_alike_keep_a_copy_each() {
+fn running_requests_with_equal_output_keep_separate_copies() {
     let mut rank = rank(EngineConfig::default());
     let prompt = |id| RequestSpec::new(id, [1, 2, 3, 4, 5], 5);
     rank.submit(prompt(1)).expect("sound");
@@ -187,7 +187,7 @@ fn running_requests_share_blocks_from_the_step_that_computes_them() {
 }
 
 #[test]
-fn adapters_and_salts_keep_apart_and_empty_ones_are_none() {
+fn adapters_and_salts_separate_caches_and_empty_ones_are_ignored() {
     let mut rank = rank(EngineConfig::default());
     let plain = || RequestSpec::new(1, [1, 2, 3, 4, 5], 1);
     let lora = |name: &str| RequestSpec { lora_name: Some(name.into()), ..plain() };
@@ -198,7 +198,7 @@ fn adapters_and_salts_keep_apart_and_empty_ones_are_none() {
 }
 
 #[test]
-fn the_host_keeps_what_the_device_evicts_and_gives_it_back() {
+fn the_host_tier_stores_evicted_blocks_and_loads_them_back() {
     let mut rank = rank(EngineConfig { host_kv_blocks: 3, ..EngineConfig::default() });
     let mut names = BTreeMap::new();
     let prompt = |first: u32, tokens: u32| (first..first + tokens).collect::<Vec<u32>>();
@@ -224,7 +224,7 @@ fn the_host_keeps_what_the_device_evicts_and_gives_it_back() {
 }
 
 #[test]
-fn a_step_serves_decodes_first_and_prompts_in_order_with_the_rest() {
+fn a_step_schedules_decodes_before_prompts() {
     let mut rank = rank(EngineConfig { step_tokens_max: 6, sequences_max: 3, ..EngineConfig::default() });
     for (id, tokens) in [(1, 5), (2, 8), (3, 2)] {
         let prompt: Vec<u32> = (0..tokens).map(|token| 100 * id + token).collect();
@@ -241,7 +241,7 @@ fn a_step_serves_decodes_first_and_prompts_in_order_with_the_rest() {
 }
 
 #[test]
-fn the_outlook_tells_decodes_from_a_prompt_in_parts() {
+fn outlook_separates_decodes_from_a_partial_prompt() {
     let mut rank = rank(EngineConfig { step_tokens_max: 8, sequences_max: 2, ..EngineConfig::default() });
     assert_eq!(rank.outlook(), Outlook::default());
     rank.submit(RequestSpec::new(1, [1, 2, 3], 4)).expect("sound");
@@ -257,7 +257,7 @@ fn the_outlook_tells_decodes_from_a_prompt_in_parts() {
 }
 
 #[test]
-fn a_prompts_names_are_those_of_its_blocks() {
+fn reusable_names_are_the_hashes_of_held_blocks() {
     let mut rank = rank(EngineConfig { host_kv_blocks: 4, ..EngineConfig::default() });
     let prompt: Vec<u32> = (0..13).collect();
     let names = rank.reusable_names(&prompt);
@@ -274,7 +274,7 @@ fn a_prompts_names_are_those_of_its_blocks() {
 }
 
 #[test]
-fn the_youngest_is_preempted_and_comes_back_first_with_the_same_tokens() {
+fn the_youngest_is_preempted_and_resumes_first_with_equal_tokens() {
     let prompt = |id: u32| (0..12).map(|token| 100 * id + token).collect::<Vec<u32>>();
     let alone: Vec<Vec<u32>> = [1, 2, 3]
         .map(|id| {
@@ -302,7 +302,7 @@ fn the_youngest_is_preempted_and_comes_back_first_with_the_same_tokens() {
 }
 
 #[test]
-fn what_could_never_run_is_refused() {
+fn requests_that_can_never_run_are_rejected() {
     let mut rank = rank(EngineConfig::default());
     let long = Refused::PromptTooLong { id: 1, prompt_tokens: 32, max_model_len: 32 };
     assert_eq!(rank.submit(RequestSpec::new(1, [], 1)), Err(Refused::EmptyPrompt(1)));

@@ -92,7 +92,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn requests_are_sorted_bounded_and_fixed_by_the_seed(generator in generators(), seed in any::<u64>()) {
+    fn requests_are_sorted_bounded_and_determined_by_the_seed(generator in generators(), seed in any::<u64>()) {
         let workload = generator.generate(seed);
         prop_assert!(!workload.requests.is_empty());
         prop_assert!(workload.requests.is_sorted_by_key(|request| request.arrival_us));
@@ -107,7 +107,7 @@ proptest! {
     }
 
     #[test]
-    fn equal_leading_segments_are_equal_prefixes_and_nothing_else_is(generator in generators(), seed in any::<u64>()) {
+    fn only_equal_leading_segments_give_equal_prefixes(generator in generators(), seed in any::<u64>()) {
         let workload = generator.generate(seed);
         let some = &workload.requests[..workload.requests.len().min(6)];
         let tokens: Vec<Vec<u32>> = some.iter().map(Request::tokens).collect();
@@ -123,12 +123,12 @@ proptest! {
     }
 
     #[test]
-    fn settings_read_back_as_they_were_written(generator in generators()) {
+    fn settings_round_trip(generator in generators()) {
         prop_assert_eq!(generator.to_string().parse(), Ok(generator));
     }
 
     #[test]
-    fn a_turn_says_all_that_was_said_before(seed in any::<u64>()) {
+    fn a_turn_contains_the_whole_conversation(seed in any::<u64>()) {
         for generator in ["chat:sessions=8", "agents:agents=3", "conversations:requests=400"] {
             let workload = generator.parse::<Generator>().expect("settings").generate(seed);
             let mut said: BTreeMap<u64, (Vec<Segment>, u32, u64)> = BTreeMap::new();
@@ -148,7 +148,7 @@ proptest! {
 }
 
 #[test]
-fn lengths_counts_and_reuse_are_as_intended() {
+fn lengths_counts_and_reuse_are_within_expected_ranges() {
     for (text, requests, prompt_tokens, reused) in [
         ("chat", 1_500..2_600, 32 + 512..=20_000, 0.5..0.95),
         ("shared-prefix", 4_000..4_001, 2_050..=8_800, 0.85..0.95),
@@ -170,7 +170,7 @@ fn lengths_counts_and_reuse_are_as_intended() {
 }
 
 #[test]
-fn arrivals_keep_their_rate_and_a_closed_loop_has_none() {
+fn arrivals_have_the_configured_rate_or_concurrency() {
     for text in ["shared-prefix:rate=20", "siblings:rate=20", "conversations:rate=20"] {
         let workload = text.parse::<Generator>().expect("settings").generate(5);
         let last = workload.requests.last().expect("some");
@@ -196,13 +196,13 @@ fn arrivals_keep_their_rate_and_a_closed_loop_has_none() {
 }
 
 #[test]
-fn fewer_conversations_are_the_first_of_more() {
+fn fewer_requests_are_a_prefix_of_more() {
     let of = |requests| Conversations { requests, ..Conversations::default() }.generate(1).requests;
     assert_eq!(of(300)[..200], of(200));
 }
 
 #[test]
-fn broken_settings_say_what_is_wrong() {
+fn invalid_settings_are_rejected_with_a_reason() {
     for (text, expected) in [
         ("chats", "no workload is called \"chats\"; there are chat, low, shared-prefix, agents"),
         ("chat:rate", "chat: \"rate\" is no setting=value"),

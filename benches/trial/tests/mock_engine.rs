@@ -49,7 +49,7 @@ async fn quiet(engine: &MockEngine) {
 }
 
 #[tokio::test]
-async fn completions_count_their_tokens_and_the_cached_ones_exactly() {
+async fn completions_report_exact_usage_and_cached_tokens() {
     let engine = started(fast()).await;
     let body = json!({ "model": "mock", "prompt": prompt(1, 13), "max_tokens": 5 });
     let first = post(&engine, "/v1/completions", &body).await;
@@ -71,7 +71,7 @@ async fn completions_count_their_tokens_and_the_cached_ones_exactly() {
 }
 
 #[tokio::test]
-async fn a_salt_and_an_adapter_share_with_their_own_only() {
+async fn salts_and_adapters_have_separate_caches() {
     let engine = started(MockConfig { loras: vec!["adapter".to_owned()], ..fast() }).await;
     let asked = |model: &'static str, salt: Option<&'static str>| json!({ "model": model, "prompt": prompt(1, 9), "max_tokens": 1, "cache_salt": salt });
     for asked in [asked("mock", None), asked("mock", Some("a")), asked("mock", Some("b")), asked("adapter", None)] {
@@ -85,7 +85,7 @@ async fn a_salt_and_an_adapter_share_with_their_own_only() {
 }
 
 #[tokio::test]
-async fn a_chat_reads_the_same_streamed_and_whole_and_its_next_turn_is_cached() {
+async fn streamed_and_whole_chats_are_equal_and_the_next_turn_is_cached() {
     let engine = started(fast()).await;
     let mut chat = json!({ "messages": [{ "role": "user", "content": "What is a block, please?" }], "max_tokens": 9 });
     let whole = post(&engine, "/v1/chat/completions", &chat).await.json();
@@ -119,7 +119,7 @@ async fn a_chat_reads_the_same_streamed_and_whole_and_its_next_turn_is_cached() 
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_refused_in_openai_s_form() {
+async fn invalid_requests_are_rejected_in_openai_format() {
     let engine = started(MockConfig { body_bytes_max: 10_000, max_model_len: Some(100), ..fast() }).await;
     let cases = [
         (json!({ "model": "other", "prompt": "x" }), 404, "NotFoundError"),
@@ -147,7 +147,7 @@ async fn what_cannot_be_served_is_refused_in_openai_s_form() {
 }
 
 #[tokio::test]
-async fn the_header_chooses_the_rank_and_without_it_the_least_loaded_is_taken() {
+async fn the_header_or_the_lowest_load_selects_the_rank() {
     let engine = started(MockConfig { data_parallel_size: 2, ..fast() }).await;
     assert_eq!(complete(&engine, 1, &prompt(1, 9), 1).await, 0);
     assert_eq!((held(&engine, 0, Tier::Device).len(), held(&engine, 1, Tier::Device).len()), (0, 2));
@@ -200,7 +200,7 @@ async fn churn(engine: &MockEngine) {
 }
 
 #[tokio::test]
-async fn events_of_every_dialect_rebuild_what_is_held() {
+async fn events_of_every_dialect_rebuild_the_held_blocks() {
     let formats = [
         (EventFormat::from(Dialect::VllmArray), "CPU"),
         (EventFormat { dialect: Dialect::VllmArray, binary_hashes: true }, "CPU"),
@@ -238,7 +238,7 @@ async fn events_of_every_dialect_rebuild_what_is_held() {
 }
 
 #[tokio::test]
-async fn the_router_s_decoder_takes_every_dialect_for_what_requests_will_ask() {
+async fn the_router_decodes_every_dialect_to_the_hashes_of_requests() {
     for dialect in [Dialect::VllmArray, Dialect::VllmMap, Dialect::SglangArray, Dialect::SglangMap] {
         let config = MockConfig { dialect, host_kv_blocks: 20, kv_blocks: 17, ..fast() };
         let engine = started(MockConfig { loras: vec!["adapter".to_owned()], ..config }).await;
@@ -287,7 +287,7 @@ async fn the_router_s_decoder_takes_every_dialect_for_what_requests_will_ask() {
 }
 
 #[tokio::test]
-async fn salts_and_adapters_are_told_as_far_as_the_dialect_can() {
+async fn salts_and_adapters_are_published_if_the_dialect_supports_them() {
     for dialect in [Dialect::VllmArray, Dialect::VllmMap, Dialect::SglangArray, Dialect::SglangMap] {
         let engine = started(MockConfig { dialect, loras: vec!["adapter".to_owned()], ..fast() }).await;
         let body = json!({ "model": "adapter", "prompt": prompt(1, 9), "max_tokens": 1, "cache_salt": "tenant" });
@@ -311,7 +311,7 @@ async fn salts_and_adapters_are_told_as_far_as_the_dialect_can() {
 }
 
 #[tokio::test]
-async fn replay_answers_in_the_dialect_s_framing_and_no_further_back_than_its_ring() {
+async fn replay_uses_the_framing_of_the_dialect_and_is_limited_by_the_ring() {
     for dialect in [Dialect::VllmArray, Dialect::VllmMap, Dialect::SglangArray, Dialect::SglangMap] {
         let engine = started(MockConfig { dialect, replay_messages_max: 4, ..fast() }).await;
         for seed in 0..6 {
@@ -339,7 +339,7 @@ async fn replay_answers_in_the_dialect_s_framing_and_no_further_back_than_its_ri
 }
 
 #[tokio::test]
-async fn a_restart_begins_at_zero_in_another_dialect_and_breaks_what_ran() {
+async fn a_restart_resets_sequences_changes_the_dialect_and_breaks_streams() {
     let engine = started(MockConfig { time_scale: 1.0, ..fast() }).await;
     let mut seed = 0;
     let mut provoke = async || {
@@ -372,7 +372,7 @@ async fn a_restart_begins_at_zero_in_another_dialect_and_breaks_what_ran() {
 }
 
 #[tokio::test]
-async fn an_engine_that_was_shut_down_starts_again_where_it_was() {
+async fn a_stopped_engine_restarts_on_the_same_addresses() {
     let engine = started(MockConfig { data_parallel_size: 3, ..fast() }).await;
     complete(&engine, 2, &prompt(1, 9), 1).await;
     let (config, endpoint) = (engine.config().clone(), engine.event_endpoint(2));
@@ -386,7 +386,7 @@ async fn an_engine_that_was_shut_down_starts_again_where_it_was() {
 }
 
 #[tokio::test]
-async fn an_engine_that_is_dropped_ends_too() {
+async fn a_dropped_engine_frees_its_ports() {
     let engine = started(fast()).await;
     let config = engine.config().clone();
     complete(&engine, 0, &prompt(1, 9), 1).await;
@@ -403,7 +403,7 @@ async fn an_engine_that_is_dropped_ends_too() {
 }
 
 #[tokio::test]
-async fn subscribers_find_every_incarnation_however_they_come() {
+async fn subscribers_reconnect_to_every_incarnation() {
     let engine = started(fast()).await;
     let mut seed = 0;
     let mut provoke = async || {
@@ -433,7 +433,7 @@ async fn the_same_seed_and_requests_give_the_same_bytes() {
 }
 
 #[tokio::test]
-async fn faults_damage_what_is_sent_and_never_what_is_replayed() {
+async fn faults_affect_live_but_not_replayed_events() {
     let engine = started(fast()).await;
     let mut seed = 0;
     let mut provoke = async || {
@@ -471,7 +471,7 @@ async fn faults_damage_what_is_sent_and_never_what_is_replayed() {
 }
 
 #[tokio::test]
-async fn a_paused_publisher_is_not_quiet_until_it_goes_on() {
+async fn a_paused_publisher_is_not_quiet() {
     let engine = started(fast()).await;
     engine.set_faults(Faults { pause_publisher: true, ..Faults::default() }).expect("a pause is fine");
     complete(&engine, 0, &prompt(1, 9), 1).await;
@@ -484,7 +484,7 @@ async fn a_paused_publisher_is_not_quiet_until_it_goes_on() {
 }
 
 #[tokio::test]
-async fn requests_fail_as_they_are_told_to() {
+async fn http_faults_apply_to_requests() {
     let engine = started(fast()).await;
     let asked = json!({ "prompt": "x", "max_tokens": 1 });
     let set = async |faults: Json| {
@@ -524,7 +524,7 @@ async fn requests_fail_as_they_are_told_to() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_cancels_its_request() {
+async fn a_client_disconnect_cancels_its_request() {
     let engine = started(MockConfig { time_scale: 1.0, kv_blocks: 7168, ..fast() }).await;
     for stream in [true, false] {
         // Two minutes of modelled GPU time, much longer than the test runs.
@@ -544,7 +544,7 @@ async fn a_client_that_goes_cancels_its_request() {
 }
 
 #[tokio::test]
-async fn probes_learn_what_they_ask() {
+async fn probes_return_the_engine_configuration() {
     let config = MockConfig { data_parallel_size: 2, loras: vec!["adapter".to_owned()], ..fast() };
     let engine = started(config).await;
     assert_eq!(get(&engine, "/health").await.status, 200);

@@ -50,7 +50,7 @@ fn all() -> ReadOptions {
 }
 
 #[test]
-fn every_format_is_known_by_its_first_line_or_its_name() {
+fn formats_are_detected_by_first_line_or_extension() {
     for (name, text, format) in
         [("a.jsonl", MOONCAKE, Format::Mooncake), ("a.txt", QWEN, Format::Qwen), ("a.csv", AZURE, Format::Azure)]
     {
@@ -66,7 +66,7 @@ fn every_format_is_known_by_its_first_line_or_its_name() {
 }
 
 #[test]
-fn arrivals_lengths_and_sessions_are_read() {
+fn arrivals_lengths_and_sessions_are_parsed() {
     let facts = |name, text: &str| {
         let trace = Trace::new(name, text).read(all()).expect("a trace");
         let fact = |request: &pointsman_trial::workload::Request| {
@@ -82,7 +82,7 @@ fn arrivals_lengths_and_sessions_are_read() {
 }
 
 #[test]
-fn the_checksum_is_of_all_bytes_whatever_the_limit() {
+fn the_checksum_covers_all_bytes_for_any_limit() {
     let trace = Trace::new("a.jsonl", MOONCAKE);
     let whole = trace.read(all()).expect("a trace").trace_checksum;
     assert_eq!(whole, Some(format!("{:016x}", xxhash_rust::xxh3::xxh3_64(MOONCAKE.as_bytes()))));
@@ -103,7 +103,7 @@ fn a_limit_does_not_change_the_requests_before_it() {
 }
 
 #[test]
-fn errors_name_the_file_the_line_and_the_rule() {
+fn errors_contain_file_line_and_rule() {
     let broken = |name, text: &str| Trace::new(name, text).read(all()).expect_err(text).to_string();
     for (error, expected) in [
         (broken("a.jsonl", &MOONCAKE.replace("600", "1600")), "a.jsonl, line 2: input_length 1600 needs 4 hash_ids"),
@@ -131,7 +131,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn mooncake_requests_stay_within_their_ticks(
+    fn mooncake_requests_are_spread_within_their_ticks(
         ticks in prop::collection::vec((1_u64..5, 2_990_u64..3_010), 2..20),
         limit in 1_usize..60,
     ) {
@@ -160,7 +160,7 @@ proptest! {
     }
 
     #[test]
-    fn tables_have_the_lengths_they_say_and_the_seed_makes_up_the_rest(
+    fn azure_requests_have_their_lengths_and_depend_on_the_seed(
         rows in prop::collection::vec((1_u32..6_000, 0_u32..500), 1..100),
         seed in any::<u64>(),
     ) {
@@ -180,7 +180,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_a_file_holds_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300), format in 0_usize..4) {
+    fn arbitrary_bytes_are_parsed_or_rejected(bytes in prop::collection::vec(any::<u8>(), 0..300), format in 0_usize..4) {
         let format = Format::ALL.get(format).copied();
         let trace = Trace::new("a.jsonl", &bytes);
         let _ = trace.read(ReadOptions { format, ..all() });

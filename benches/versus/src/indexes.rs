@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_those_of_the_pairs() {
+    fn ratios_are_computed_pair_by_pair() {
         let rows = [row(Which::Pointsman, &[10.0, 10.0, 30.0], &[1]), row(Which::Radix, &[20.0, 40.0, 30.0], &[1])];
         assert_eq!(rows[1].ratios(&rows[0], &COLUMNS[0]), Some(vec![0.5, 0.25, 1.0]));
         let table = markdown(&rows, 1).expect("written");
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_different_answer_is_an_error_that_names_it() {
+    fn different_results_are_an_error_with_the_query() {
         let rows = |theirs: &[u64]| [row(Which::Pointsman, &[1.0], &[1, 2]), row(Which::KvIndex, &[1.0], theirs)];
         assert_eq!(agree(&rows(&[1, 2])).expect("all agree"), 2);
         let error = agree(&rows(&[1, 3])).expect_err("one differs").to_string();

@@ -243,14 +243,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_of_other_names_are_the_same() {
+    fn ranks_are_compared_independently_of_names() {
         let share = |theirs: [u32; 4]| same_rank(&[0, 1, 0, 2].map(Some), &theirs.map(Some), 1);
         assert_eq!(share([2, 0, 2, 1]), 1.0);
         assert_eq!(share([2, 0, 0, 1]), 2.0 / 3.0);
     }
 
     #[test]
-    fn paces_are_workers_and_a_speedup() {
+    fn paces_are_parsed_as_workers_and_speedup() {
         assert_eq!("16:3.5".parse(), Ok(Pace { workers: 16, speedup: 3.5 }));
         for wrong in ["16", "0:2", "a:1", "8:", "8:x"] {
             assert!(wrong.parse::<Pace>().expect_err("refused").contains(wrong));

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn medians_and_ratios_are_those_of_the_runs() {
+    fn medians_and_ratios_are_computed_over_the_runs() {
         let cell = cell(&[30.0, 50.0, 40.0], &[100.0, 80.0, 120.0]);
         assert_eq!(cell.cpu_ratio(), Some(0.4));
         assert_eq!(cell.cpu_ratios(), [0.3, 0.625, 1.0 / 3.0]);
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_has_as_many_cells_in_each_line() {
+    fn the_table_has_equal_numbers_of_cells_per_line() {
         let table = Table { cells: vec![cell(&[30.0], &[60.0]), cell(&[], &[60.0])] };
         let markdown = table.markdown();
         let lines: Vec<&str> = markdown.lines().collect();

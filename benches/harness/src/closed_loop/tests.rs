@@ -103,7 +103,7 @@ fn run_strict(target: Strict, clients: usize, take_turns: bool) -> Result<Outcom
 }
 
 #[test]
-fn every_booking_ends_and_events_stay_in_order_whatever_the_clients() {
+fn every_booking_ends_and_events_stay_in_order_for_any_number_of_clients() {
     for (clients, take_turns) in [(1, false), (7, false), (7, true)] {
         let target = Strict::new(None);
         let booked = Arc::clone(&target.booked);
@@ -117,7 +117,7 @@ fn every_booking_ends_and_events_stay_in_order_whatever_the_clients() {
 }
 
 #[test]
-fn a_refusal_names_target_step_and_request() {
+fn a_rejection_names_target_operation_and_request() {
     let error = run_strict(Strict::new(Some("request-250")), 1, false).expect_err("refused");
     assert_eq!(error.to_string(), "strict could not route request 250: no room");
 }

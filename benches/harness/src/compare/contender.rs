@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unknown_policies_and_broken_settings_are_refused() {
+    fn unknown_policies_and_invalid_settings_are_rejected() {
         for (text, words) in [("best", "best"), ("kv+seed", "no '='"), ("", "unknown variant")] {
             let error = text.parse::<Policied>().expect_err(text);
             assert!(error.contains(words), "{error}");

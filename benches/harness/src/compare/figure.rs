@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn two_per_cent_decide() {
+    fn ratios_beyond_two_per_cent_determine_the_verdict() {
         for (ttft, e2e, verdict) in [
             (0.97, 1.0, Verdict::Wins),
             (0.98, 1.02, Verdict::Ties),
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_got_worse_is_named_whether_it_is_judged_or_not() {
+    fn all_worse_figures_are_listed() {
         let given = [(Figure::TtftMean, 0.5), (Figure::TtftP99, 1.03), (Figure::ItlP99, 1.01), (Figure::HitRate, 0.9)];
         assert_eq!(worse(&ratios(&given)), [Figure::TtftP99, Figure::HitRate]);
         assert_eq!(worse(&ratios(&[(Figure::HitRate, 1.3)])), []);

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn outcomes_keep_the_order_of_their_items() {
+    fn results_keep_the_order_of_their_items() {
         let items: Vec<u32> = (0..100).collect();
         for jobs in [1, 3, 200] {
             let jobs = NonZeroUsize::new(jobs).expect("not 0");
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_ends_the_rest() {
+    fn a_failure_stops_further_items() {
         let begun = Mutex::new(Vec::new());
         let fail = |item: &u32| {
             begun.lock().expect("alive").push(*item);

@@ -182,7 +182,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn contenders_run_in_turns_that_change_sides() {
+    fn contenders_run_in_alternating_order() {
         let mut order = Vec::new();
         let names = ["kv".to_owned(), "random".to_owned()];
         Comparison::run(&names, &[5, 6, 7], |name, seed| {
@@ -194,7 +194,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn ratios_are_to_the_first_and_seeds_cancel() {
+    fn ratios_are_relative_to_the_first_and_seed_effects_cancel() {
         let of = comparison(&[("kv", 1.0), ("latency", 0.8), ("random", 1.5)]);
         assert_eq!(of.seeds, [1, 2, 3]);
         assert_eq!((of.contenders[0].verdict, of.contenders[0].ratios.len()), (None, 0));
@@ -206,7 +206,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn runs_of_other_seeds_make_no_pair() {
+    fn runs_with_different_seeds_are_not_paired() {
         let of = Comparison::of_runs(vec![
             ("kv".into(), vec![summary("kv", 1, 1.0), summary("kv", 2, 1.0)]),
             ("random".into(), vec![summary("random", 1, 2.0), summary("random", 9, 9.0)]),
@@ -215,7 +215,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_warning_of_several_seeds_is_told_once() {
+    fn a_warning_of_several_seeds_is_reported_once() {
         let doubtful = |seed, count: u64| {
             let message = format!("too few requests: {count} were answered");
             let warnings = vec![Warning { gate: Gate::TooFewRequests, message }];
@@ -227,7 +227,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_reads_back() {
+    fn json_round_trips() {
         let of = comparison(&[("kv", 1.0), ("latency", 0.7)]);
         let mut line = Vec::new();
         of.write_json(&mut line).expect("written");

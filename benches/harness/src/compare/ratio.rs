@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_hundred_intervals_some_95_hold_the_truth() {
+    fn about_95_of_100_intervals_contain_the_true_ratio() {
         // 4,000 trials: three standard errors are 1 %.
         for pairs in [2, 3, 5, 10] {
             for (name, noise) in [("normal", normal as fn(&mut Rng) -> f64), ("skewed", skewed)] {
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn pairing_takes_the_seeds_difficulty_out() {
+    fn pairing_cancels_the_difficulty_of_seeds() {
         let pairs = [(1.0, 0.5), (10.0, 5.0), (100.0, 50.0)];
         let of = Ratio::of_pairs(pairs).expect("pairs");
         let (low, high) = of.interval.expect("pairs enough");
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_logarithm_has_no_ratio() {
+    fn values_without_a_logarithm_have_no_ratio() {
         for pair in [(0.0, 1.0), (1.0, 0.0), (f64::NAN, 1.0), (1.0, f64::INFINITY)] {
             assert_eq!(Ratio::of_pairs([(1.0, 1.0), pair]), None, "{pair:?}");
         }
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_goes_over_into_the_expansion() {
+    fn table_and_expansion_of_student_t_agree() {
         let (last, first) = (student_t_975(30), student_t_975(31));
         assert!(last > first && (first - 2.03951).abs() < 1e-4, "{last} {first}");
         assert!((student_t_975(120) - 1.97993).abs() < 1e-4 && (student_t_975(1_000_000) - 1.95997).abs() < 1e-4);
@@ -149,7 +149,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn exchanging_the_sides_inverts_everything(pairs in proptest::collection::vec((0.01_f64..100.0, 0.01_f64..100.0), 2..12)) {
+        fn exchanging_the_sides_inverts_ratio_and_interval(pairs in proptest::collection::vec((0.01_f64..100.0, 0.01_f64..100.0), 2..12)) {
             let one = Ratio::of_pairs(pairs.clone()).expect("pairs");
             let other = Ratio::of_pairs(pairs.into_iter().map(|(first, other)| (other, first))).expect("pairs");
             let close = |one: f64, other: f64| (one * other - 1.0).abs() < 1e-9;

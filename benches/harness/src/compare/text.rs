@@ -84,7 +84,7 @@ mod tests {
     use super::super::tests::comparison;
 
     #[test]
-    fn a_reader_finds_means_ratios_and_verdicts() {
+    fn text_contains_means_ratios_and_verdicts() {
         let mut text = Vec::new();
         comparison(&[("kv", 1.0), ("latency", 0.8), ("random", 1.5)]).write_text(&mut text).expect("written");
         let text = String::from_utf8(text).expect("text");

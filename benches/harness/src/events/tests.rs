@@ -22,7 +22,7 @@ fn small() -> Events {
 }
 
 #[test]
-fn both_dialects_tell_of_the_same_blocks() {
+fn both_layouts_contain_the_same_blocks() {
     let map = small().run().expect("maps are read and applied");
     let array = Events { dialect: Dialect::Array, ..small() }.run().expect("arrays are read and applied");
     assert!(map.removed_blocks > 100 && map.stored_blocks > map.removed_blocks, "{map:?}");
@@ -32,7 +32,7 @@ fn both_dialects_tell_of_the_same_blocks() {
 }
 
 #[test]
-fn a_recording_is_fixed_by_its_arguments() {
+fn equal_arguments_give_equal_recordings() {
     let options = Events { limit: Some(12), ..small() };
     let record = |options: &Events| {
         recording::record(options, &options.prompts().expect("generated")).expect("an engine serves it")
@@ -45,7 +45,7 @@ fn a_recording_is_fixed_by_its_arguments() {
 }
 
 #[test]
-fn batches_are_decoded_to_what_the_engine_did() {
+fn decoded_batches_match_the_engine() {
     let block_size = NonZeroU32::new(4).expect("not zero");
     let config = EngineConfig { block_size: 4, kv_blocks: 6, max_model_len: 20, ..EngineConfig::default() };
     let mut engine = Rank::new(config).expect("a good engine");
@@ -90,7 +90,7 @@ fn batches_are_decoded_to_what_the_engine_did() {
 }
 
 #[test]
-fn json_is_one_line_that_reads_back() {
+fn json_is_one_line_and_round_trips() {
     let report = Events { limit: Some(6), repeat: 1, ..small() }.run().expect("it runs");
     let mut line = Vec::new();
     report.write(&mut line, true).expect("written");
@@ -110,7 +110,7 @@ fn json_is_one_line_that_reads_back() {
 }
 
 #[test]
-fn impossible_fleets_are_refused_by_name() {
+fn invalid_fleets_are_rejected_by_name() {
     for (flag, value) in [("--ranks", "0"), ("--repeat", "0"), ("--block-size", "0"), ("--dialect", "xml")] {
         let error = Arguments::try_parse_from(["test", flag, value]).err().expect("refused").to_string();
         assert!(error.contains(flag) && error.contains(value), "{error}");

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_have_token_ids() {
+    fn completion_bodies_contain_token_ids() {
         let (body, bytes) = written(Api::Completions, VOCABULARY, 2);
         let ids: Vec<u32> = serde_json::from_value(body["prompt"].clone()).expect("ids");
         assert_eq!(ids, request(2).tokens());
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn chats_have_words_that_share_prefixes_as_tokens_do() {
+    fn chat_bodies_share_prefixes_like_their_tokens() {
         let text = |own| {
             let (body, bytes) = written(Api::Chat, VOCABULARY, own);
             assert!(body.get("prompt").is_none() && bytes as u64 <= Form::bytes_max(&request(own)));
@@ -226,13 +226,13 @@ mod tests {
     }
 
     #[test]
-    fn every_token_has_its_word() {
+    fn every_token_has_a_unique_word() {
         let all: Vec<u32> = (0..VOCABULARY).collect();
         assert_eq!(words(&all).split(' ').collect::<BTreeSet<_>>().len(), all.len());
     }
 
     #[test]
-    fn ceilings_say_nothing_of_the_length() {
+    fn max_tokens_is_independent_of_the_output_length() {
         let of = |own, extra: &str| {
             let extra = extra.parse().expect("an object");
             let form = Form { api: Api::Completions, model: "m".to_owned(), vocabulary: VOCABULARY, extra };
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_that_flags_set_are_not_free() {
+    fn reserved_fields_are_rejected() {
         for (text, expected) in [
             ("[1]", "must be a JSON object"),
             ("{", "must be a JSON object"),

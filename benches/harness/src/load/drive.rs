@@ -240,26 +240,26 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_open_loop_sends_when_requests_are_due_however_slow_the_answers() {
+    async fn an_open_loop_sends_at_arrival_times_despite_slow_responses() {
         let sent = sent_ms(workload(5, Arrivals::OpenLoop), 10, 60_000).await;
         assert_eq!(sent, [(0, 0), (100, 100), (200, 200), (300, 300), (400, 400)]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_burst_is_sent_at_once() {
+    async fn a_burst_is_sent_without_delay() {
         let mut burst = workload(3_000, Arrivals::OpenLoop);
         burst.requests.iter_mut().for_each(|request| request.arrival_us = 0);
         assert!(sent_ms(burst, 4_000, 60_000).await.iter().all(|times| *times == (0, 0)));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_without_a_connection_is_sent_late_and_stays_due_when_it_was() {
+    async fn a_late_request_keeps_its_arrival_time() {
         let sent = sent_ms(workload(5, Arrivals::OpenLoop), 2, 1_000).await;
         assert_eq!(sent, [(0, 0), (100, 100), (200, 1_000), (300, 1_100), (400, 2_000)]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_closed_loop_keeps_its_number_in_flight() {
+    async fn a_closed_loop_keeps_a_constant_number_in_flight() {
         let two = Arrivals::Concurrency(NonZeroU32::new(2).expect("not 0"));
         let sent = sent_ms(workload(5, two), 10, 1_000).await;
         assert_eq!(sent, [(0, 0), (0, 0), (1_000, 1_000), (1_000, 1_000), (2_000, 2_000)]);

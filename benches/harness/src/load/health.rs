@@ -77,7 +77,7 @@ mod tests {
     use crate::measure::thread_cpu;
 
     #[tokio::test]
-    async fn a_busy_thread_is_seen_in_timers_and_cpu() {
+    async fn a_busy_thread_increases_timer_lag_and_cpu_share() {
         let watch = Watch::start();
         for _ in 0..3 {
             // Let the monitor wait for its timer, then block the only thread.

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_is_even_and_steps_follow_each_other() {
+    fn a_rate_has_even_gaps_and_steps_are_consecutive() {
         let rate = Pace { rate: Some(10.0), ..Pace::default() };
         assert_eq!(due_ms(&rate, 4), [0, 100, 200, 300]);
         let steps = Pace { steps: Some("10:0.2s, 2:1s,100:10ms".parse().expect("steps")), ..Pace::default() };
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn random_gaps_keep_the_rate_of_each_step_and_are_fixed_by_the_seed() {
+    fn random_gaps_match_the_rate_of_each_step_and_depend_on_the_seed() {
         let steps = "50:20s,200:20s".parse().expect("steps");
         let pace = Pace { steps: Some(steps), poisson: true, ..Pace::default() };
         let due = due_ms(&pace, 6_000);
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_stay_where_nothing_is_given() {
+    fn arrival_times_are_unchanged_without_arguments() {
         let own = requests(50);
         assert_eq!(Pace::default().apply(own.clone(), 1), own);
         let closed = Pace { concurrency: NonZeroU32::new(3), ..Pace::default() }.apply(own.clone(), 1);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_step_is_refused() {
+    fn invalid_steps_are_rejected() {
         for (text, expected) in [
             ("10", "\"10\" is no rate and time such as 10:30s"),
             ("0:10s", "\"0\" is no rate"),

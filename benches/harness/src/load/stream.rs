@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_and_usage_are_read_wherever_the_stream_is_cut() {
+    fn tokens_and_usage_do_not_depend_on_how_the_stream_is_split() {
         let seen = |text: &str| CHAT.find(text).expect("it is there") + text.len();
         let (first, second) = (seen("\"error\":null}\r\n\r\n"), seen("\"b\"}}]}\n\n"));
         for cut in 1..CHAT.len() {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn without_usage_chunks_are_counted_and_caches_unknown() {
+    fn without_usage_chunks_are_counted_and_cached_tokens_unknown() {
         let stream =
             b"data: {\"choices\":[{\"text\":\"x\"}]}\n\ndata: {\"choices\":[{\"text\":\"y\"}]}\n\ndata: [DONE]\n\n";
         let answer = read([stream.as_slice()]).expect("it is whole");
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_or_no_stream_has_its_reason() {
+    fn incomplete_and_invalid_streams_have_a_reason() {
         for (stream, expected) in [
             ("data: {\"choices\":[{\"text\":\"x\"}]}\n\n", "the stream ended without [DONE]"),
             ("data: [DONE]", "the stream ended without [DONE]"),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_named_by_code_or_type() {
+    fn error_names_are_code_or_type() {
         assert_eq!(error_code(b"{\"error\":{\"code\":503,\"type\":\"x\"}}").as_deref(), Some("503"));
         assert_eq!(error_code(b"{\"error\":{\"type\":\"x\"}}").as_deref(), Some("x"));
         assert_eq!((error_code(b"{}"), error_code(b"no")), (None, None));

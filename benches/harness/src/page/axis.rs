@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn each_nine_takes_as_much_room() {
+    fn each_nine_has_equal_space() {
         let axis = Axis::shares();
         let (none, one, two) = (axis.place(0.0), axis.place(0.9), axis.place(0.99));
         assert!(none == 0.0 && one > 0.3 && (two - 2.0 * one).abs() < 1e-9);

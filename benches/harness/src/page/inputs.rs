@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_of_one_workload_come_together() {
+    fn runs_of_one_workload_are_grouped() {
         let other = Summary { workload: "agents".into(), ..summary("kv", 1, 1.0) };
         let runs = [summary("kv", 2, 1.0), other, summary("latency", 1, 0.5), summary("kv", 1, 1.0)];
         let lines: Vec<_> = runs.iter().map(|run| serde_json::to_string(run).expect("json")).collect();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn comparisons_stay_as_they_were() {
+    fn comparisons_are_unchanged() {
         let of = comparison(&[("kv", 1.0), ("latency", 0.5)]);
         let path = file("c", &serde_json::to_string(&of).expect("json"));
         assert_eq!(read(std::slice::from_ref(&path)).expect("read")[0].comparison, of);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_result_is_refused_by_name() {
+    fn files_without_results_are_rejected_by_name() {
         for (name, text, words) in [
             ("d", "{}", "schema_version is 0"),
             ("e", "nothing", "holds no results"),

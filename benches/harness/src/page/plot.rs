@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_have_the_colours_and_dashes_of_their_legends() {
+    fn lines_match_the_colours_and_dashes_of_their_legends() {
         let of = |which| Line { which, pieces: vec![vec![(0.0, 1.0), (0.9, 2.0)], vec![(0.95, 3.0), (0.99, 9.0)]] };
         let svg = lines(&Axis::shares(), &Axis::times("TTFT", 1.0, 9.0), None, &[of(0), of(1)]).expect("drawn");
         assert_eq!(svg.matches(r##"stroke="#0072B2""##).count(), 2);
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn cells_of_one_opacity_are_one_path_and_empty_ones_none() {
+    fn cells_of_equal_opacity_share_a_path_and_empty_cells_have_none() {
         let rows = vec![vec![Some(1.0), Some(1.0), None, Some(0.0)], vec![Some(0.52), Some(0.48), Some(1.0), None]];
         let svg = cells(0, &Axis::clock(40.0), 10.0, &rows).expect("drawn");
         let path = |opacity: &str| {
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_band_lies_between_its_lines() {
+    fn a_band_fills_the_area_between_its_lines() {
         let (at, values) = ([0.0, 1.0, 2.0], [1.0, 2.0, 3.0]);
         let of = Band { which: 2, at: &at, least: &[0.0; 3], mean: &values, most: &[4.0; 3] };
         let svg = band(&Axis::clock(2.0), &Axis::from_zero("requests", 4.0), Some(0.5), &of).expect("drawn");

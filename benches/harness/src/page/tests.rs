@@ -34,7 +34,7 @@ fn both() -> Section {
 }
 
 #[test]
-fn a_page_needs_nothing_but_itself() {
+fn a_page_is_self_contained() {
     let html = page(&[both()]).expect("a page");
     let without_namespace = html.replace("xmlns=\"http://www.w3.org/2000/svg\"", "");
     for outside in ["http:", "https:", "//", "<script", "<link", "@import", "url(", "src="] {
@@ -44,7 +44,7 @@ fn a_page_needs_nothing_but_itself() {
 }
 
 #[test]
-fn a_page_has_every_plot_with_axes_and_units_and_every_ratio() {
+fn a_page_contains_all_plots_units_and_ratios() {
     let html = page(&[both()]).expect("a page");
     for title in [
         "Time to first token",
@@ -67,7 +67,7 @@ fn a_page_has_every_plot_with_axes_and_units_and_every_ratio() {
 }
 
 #[test]
-fn what_comes_from_outside_is_not_taken_for_html() {
+fn external_text_is_escaped() {
     let evil = "<script>alert('x')</script>&\"";
     let run = Summary { workload: evil.into(), command: evil.into(), policy: evil.into(), ..plotted(evil, 1, 1.0) };
     let html = page(&[section(evil, vec![(evil, vec![run])])]).expect("a page");
@@ -76,7 +76,7 @@ fn what_comes_from_outside_is_not_taken_for_html() {
 }
 
 #[test]
-fn several_workloads_have_an_overview_and_results_without_series_no_plots() {
+fn several_workloads_have_an_overview_and_plots_require_series() {
     let bare =
         section("agents", vec![("kv", vec![summary("kv", 1, 1.0)]), ("random", vec![summary("random", 1, 3.0)])]);
     let html = page(&[both(), bare]).expect("a page");

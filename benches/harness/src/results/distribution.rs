@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_has_no_distribution() {
+    fn an_empty_set_has_no_distribution() {
         assert_eq!(Distribution::of_us([]), None);
         assert_eq!(Distribution::of_histogram(&Histogram::new(3).expect("precision")), None);
     }
@@ -89,7 +89,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn percentiles_are_those_found_by_counting(
+        fn percentiles_equal_those_found_by_counting(
             values in proptest::collection::vec(0_u64..50, 1..300), percent in 0_usize..=100
         ) {
             let mut sorted = values.clone();
@@ -98,7 +98,7 @@ mod tests {
         }
 
         #[test]
-        fn a_histogram_agrees_with_its_values_within_its_precision(
+        fn a_histogram_matches_its_values_within_its_precision(
             values in proptest::collection::vec(1_u64..10_000_000, 1..300)
         ) {
             let mut histogram = Histogram::<u64>::new_with_bounds(1, 60_000_000, 3).expect("bounds");

@@ -136,21 +136,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processors_are_named_where_the_system_names_them() {
+    fn processor_names_come_from_cpuinfo() {
         let x86 = "processor\t: 0\nmodel\t\t: 17\nmodel name\t: AMD EPYC 9454\n\nprocessor\t: 1\nmodel name\t: other\n";
         assert_eq!(cpu_model(x86).as_deref(), Some("AMD EPYC 9454"));
         assert_eq!(cpu_model("processor : 0\nBogoMIPS : 2000\n"), None);
     }
 
     #[test]
-    fn the_machine_is_the_same_when_read_twice() {
+    fn reading_the_machine_twice_gives_equal_facts() {
         assert_eq!(Machine::read(), Machine::read());
         assert_eq!(commit(), commit());
         assert!(!commit().is_empty());
     }
 
     #[test]
-    fn a_shell_reads_words_back() {
+    fn quoted_words_round_trip_through_a_shell() {
         for (word, written) in [("--seed", "--seed"), ("a b", "'a b'"), ("", "''"), ("it's", r"'it'\''s'")] {
             assert_eq!(quoted(word), written);
         }

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_is_good_at_its_limits_and_not_beyond() {
+    fn an_answer_at_its_limits_is_good() {
         // 100 ms to the first token, 50 ms per token.
         let share = |ttft_ms, itl_ms| {
             Goodput::of(&[request(0)], Limits { ttft_ms, itl_ms }, 2.0).expect("there is a request").share
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_count_and_are_never_good() {
+    fn failures_count_but_are_never_good() {
         let failed = RequestRecord { failure: Some("reset".into()), ..request(0) };
         let unanswered = RequestRecord { first_token_us: None, ended_us: None, ..request(0) };
         let single = RequestRecord { output_tokens: 1, ..request(0) };

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fleet_nobody_saw_has_no_spread() {
+    fn a_fleet_without_samples_has_no_load_ratio() {
         assert_eq!(max_over_mean(&[], 8, 0, 100), None);
         assert_eq!(max_over_mean(&[sample((0, 0, 0))], 8, 0, 100), None);
         assert_eq!(max_over_mean(&[sample((0, 0, 1))], 8, 0, 100), Some(8.0));
@@ -140,7 +140,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_spread_is_that_found_by_ticking(
+        fn load_ratio_equals_the_reference_implementation(
             mut samples in proptest::collection::vec((0_u64..60, 0_u32..3, 0_u32..5), 0..30),
             from in 0_u64..40, lasts in 0_u64..40
         ) {

@@ -111,7 +111,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn warm_up_counts_in_no_figure() {
+    fn warm_up_requests_are_not_measured() {
         let mut run = run((0..10).map(request).collect());
         run.warmup_requests = 4;
         assert_eq!(run.measured().len(), 6);
@@ -120,7 +120,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_request_sent_late_waits_from_when_it_was_due() {
+    fn latency_of_a_late_request_counts_from_its_arrival_time() {
         let late = RequestRecord { sent_us: 40_000, placed_us: Some(41_000), ..request(0) };
         assert_eq!((late.ttft_us(), late.e2e_us(), late.queue_us()), (Some(100_000), Some(600_000), Some(1_000)));
         assert_eq!(late.gap_us(), Some(50_000.0));

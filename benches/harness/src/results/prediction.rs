@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_either_way_add_up_and_bias_cancels() {
+    fn absolute_errors_add_up_and_bias_cancels() {
         // Measured from the decision at 1 ms: 99 ms.
         let predicted = |us| RequestRecord { predicted_ttft_us: Some(us), ..request(0) };
         let of = PredictionError::of(&[predicted(109_000), predicted(79_000)]).expect("two");
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_predicted_has_no_error() {
+    fn requests_without_prediction_have_no_error() {
         let silent = RequestRecord { predicted_ttft_us: None, ..request(0) };
         let failed = RequestRecord { failure: Some("reset".into()), ..request(0) };
         assert_eq!(PredictionError::of(&[silent, failed]), None);

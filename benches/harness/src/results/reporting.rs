@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn doubtful_figures_come_with_a_warning_or_not_at_all() {
+    fn figures_with_warnings_are_marked_or_suppressed() {
         let (done, out, warnings) = finish(&["--json"], 10);
         assert!(done.is_ok() && out.starts_with('{') && out.contains("too_few_requests"), "{out}");
         assert!(warnings.starts_with("warning: ") && warnings.ends_with('\n'), "{warnings}");
@@ -128,14 +128,14 @@ mod tests {
     }
 
     #[test]
-    fn sound_figures_pass_the_strict() {
+    fn figures_without_warnings_pass_strict() {
         let (done, out, warnings) = finish(&["--strict"], 1_000);
         assert!(done.is_ok() && out.starts_with("kv on chat"), "{done:?} {out}");
         assert_eq!(warnings, "");
     }
 
     #[test]
-    fn limits_are_times() {
+    fn limits_must_be_positive_times() {
         for bad in ["0", "-1", "NaN", "inf", "fast"] {
             let error = Arguments::try_parse_from(["test", "--ttft-limit-ms", bad]);
             assert!(error.is_err(), "{bad}");

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn curves_are_dense_at_their_end_and_stop_at_what_is_known() {
+    fn curves_are_dense_at_the_end_and_limited_by_the_number_of_values() {
         let of: Vec<(f64, f64)> = curve((1..=1_000_000).collect());
         assert_eq!((of.len(), of[0]), (CURVE_POINTS, (0.0, 0.000_001)));
         assert!((of[CURVE_POINTS - 1].0 - 0.999).abs() < 1e-9, "{:?}", of[CURVE_POINTS - 1]);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_ranks_has_requests_in_flight_and_hits_still() {
+    fn a_run_without_rank_samples_has_requests_in_flight_and_hit_rate() {
         let run = run((0..1_200).map(|number| request(100 * number)).collect());
         let series = Series::of(&run);
         // 120.5 s in 120 bins; requests of 0.6 s, one every 0.1 s.
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_shown_one_by_one_only_while_they_are_few() {
+    fn individual_ranks_are_limited_in_number() {
         let mut run = run(vec![request(0)]);
         run.ended_us = 120;
         // 120 samples: rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
@@ -284,7 +284,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bins_keep_what_is_added(
+        fn bins_preserve_sums(
             spans in proptest::collection::vec((0_u64..1_000, 0_u64..500, 0_u32..9), 0..20), width in 1_u64..20
         ) {
             let bins = Bins { width_us: width, count: BINS };

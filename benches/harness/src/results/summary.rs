@@ -258,7 +258,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_run_known_by_heart_has_the_figures_reckoned_by_hand() {
+    fn a_known_run_has_the_expected_figures() {
         let mut run = thousand();
         run.warmup_requests = 200;
         let on = |at_us, rank, requests| RankSample {
@@ -288,7 +288,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn failures_are_counted_by_reason_and_lend_no_latency() {
+    fn failures_are_counted_by_reason_and_excluded_from_latency() {
         let failed = |reason: String| RequestRecord { failure: Some(reason), ..request(0) };
         let mut requests: Vec<_> = (0..20).map(|number| failed(format!("reason {number:02}"))).collect();
         requests.extend([failed("reset".into()), failed("reset".into()), request(0)]);
@@ -302,7 +302,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_nobody_measured_is_absent() {
+    fn figures_without_measurements_are_absent() {
         let blank = RequestRecord { due_us: 5, sent_us: 5, ..RequestRecord::default() };
         let summary = Summary::new(&run(vec![blank]), &facts());
         assert_eq!((summary.ttft_seconds, summary.e2e_seconds, summary.queue_seconds), (None, None, None));
@@ -313,7 +313,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn decisions_are_summed_up_in_order_with_gaps() {
+    fn decisions_checksum_depends_on_order_and_gaps() {
         let at = |rank| RequestRecord { rank, ..request(0) };
         let sum = |ranks: [Option<u32>; 2]| decisions_checksum(&ranks.map(at)).expect("a rank is known");
         assert_eq!(sum([Some(1), None]), format!("{:016x}", xxh3_64(&[1, 0, 0, 0, 255, 255, 255, 255])));
@@ -321,7 +321,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_is_one_line_with_the_promised_keys_and_reads_back() {
+    fn json_is_one_line_with_all_documented_keys_and_round_trips() {
         let summary = Summary::new(&thousand(), &facts());
         let mut line = Vec::new();
         summary.write_json(&mut line).expect("written");
@@ -346,7 +346,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn summaries_of_another_schema_are_refused() {
+    fn summaries_of_another_schema_are_rejected() {
         let error = Summary::read(r#"{"schema_version":99}"#).expect_err("refused").to_string();
         assert!(error.contains("schema_version is 99"), "{error}");
         assert!(matches!(Summary::read("{}"), Err(SummaryError::Json(_))));

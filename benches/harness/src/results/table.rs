@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_line_up() {
+    fn columns_are_aligned() {
         let mut table = Table::new(&[0], ["policy", "TTFT"]);
         table.push(["kv", "0.98 ± µs"]);
         table.push(["round_robin", "1"]);

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_finds_times_with_units() {
+    fn text_contains_times_with_units() {
         let text = text(vec![request(0), request(10)]);
         for line in [
             "kv on chat: 2 workers of 1 ranks, seed 7, 2 requests after 0 to warm",
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_says_so() {
+    fn unmeasured_figures_are_marked_in_text() {
         let text = text(vec![RequestRecord { failure: Some("connection reset".into()), ..RequestRecord::default() }]);
         assert!(text.contains("first token           not known"), "{text}");
         assert!(text.contains("1: 1 × connection reset"), "{text}");

@@ -217,12 +217,12 @@ mod tests {
     }
 
     #[test]
-    fn a_sound_run_raises_no_doubt() {
+    fn a_valid_run_has_no_warnings() {
         assert_eq!(fired_by(|_, sound| sound), []);
     }
 
     #[test]
-    fn an_index_that_is_not_asked_or_knows_nothing_is_told() {
+    fn an_unused_or_empty_index_is_reported() {
         let without = |_, sound| RequestRecord { predicted_cached_tokens: None, ..sound };
         assert_eq!(fired_by(without), [Gate::IndexNotConsulted]);
         let zero = |_, sound| RequestRecord { predicted_cached_tokens: Some(0), ..sound };
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn caches_that_nobody_hits_are_told_with_what_was_within_reach() {
+    fn caches_without_hits_are_reported_with_reachable_tokens() {
         let cold =
             |reachable| move |_, sound| RequestRecord { cached_tokens: Some(0), reachable_tokens: reachable, ..sound };
         for (reachable, words) in [(Some(600), "600000 were within reach"), (None, "none was within reach")] {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_may_be_late_by_ten_milliseconds_in_99_of_100() {
+    fn p99_lateness_of_ten_milliseconds_is_tolerated() {
         let late = |share, us| {
             move |number, sound: RequestRecord| match number < share {
                 true => RequestRecord { sent_us: sound.due_us + us, ..sound },
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_short_of_cpu_or_late_is_told() {
+    fn a_client_without_cpu_time_or_with_late_timers_is_reported() {
         let with = |cpu_share, lag_p99_us| {
             let facts = Facts { client: Some(ClientHealth { cpu_share, lag_p99_us }), ..facts() };
             fired(&thousand(|_, sound| sound), &facts)
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn each_percentile_has_its_least_number_of_requests() {
+    fn each_percentile_requires_a_minimum_number_of_requests() {
         let message = |count| {
             let run = run((0..count).map(|number| request(10 * number)).collect());
             warnings(&run, &facts()).into_iter().map(|warning| warning.message).collect::<Vec<_>>()
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn one_request_in_a_hundred_may_fail() {
+    fn one_failed_request_in_a_hundred_is_tolerated() {
         let failing = |count: u64| {
             let fail = |number, sound| match number < count {
                 true => RequestRecord { failure: Some("reset".into()), ..sound },
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_grows_for_long_is_told_and_one_that_ebbs_is_not() {
+    fn a_lasting_queue_growth_is_reported() {
         let waits = |ms_at: fn(u64) -> u64| {
             move |number, sound: RequestRecord| {
                 let served = sound.due_us + 1_000 * ms_at(number);

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_soonest_comes_first_and_equals_in_order() {
+    fn events_pop_by_time_then_by_insertion() {
         let mut heap = Heap::default();
         for (at_us, event) in
             [(5, Event::Sample), (3, Event::StepEnd(2)), (5, Event::Arrival(0)), (3, Event::StepEnd(1))]

@@ -251,7 +251,7 @@ mod tests {
 
         /// Without decoding sequences the oracle is exact, except for the rounding of each step to µs.
         #[test]
-        fn the_oracle_reckons_as_the_engine_does(
+        fn the_oracle_matches_the_engine(
             prompts in prop::collection::vec((prop::collection::vec(0_u64..2, 0..4), 1_u32..3_000), 1..10),
             steps_first in 0_usize..3,
             share in 0.0..1.0,

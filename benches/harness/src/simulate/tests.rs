@@ -103,7 +103,7 @@ fn the_same_seed_gives_the_same_bytes() {
 }
 
 #[test]
-fn shards_and_queries_of_every_rank_change_no_decision() {
+fn shards_and_queries_of_every_rank_do_not_change_decisions() {
     let workload = chat(200, 8_000);
     let one = setup(Policy::Kv);
     let mut four = one.clone();
@@ -119,7 +119,7 @@ fn shards_and_queries_of_every_rank_change_no_decision() {
 }
 
 #[test]
-fn every_request_ends_and_figures_agree_with_each_other() {
+fn every_request_ends_and_its_figures_are_consistent() {
     let workload = chat(200, 8_000);
     let run = serve(&setup(Policy::Kv), &workload);
     let mut last_us = 0;
@@ -147,7 +147,7 @@ fn every_request_ends_and_figures_agree_with_each_other() {
 }
 
 #[test]
-fn policies_that_know_caches_hit_more_and_regret_less() {
+fn cache_aware_policies_have_more_hits_and_less_regret() {
     let workload = chat(200, 8_000);
     let of = |policy| {
         let summary = serve_summed(&setup(policy), &workload);
@@ -161,7 +161,7 @@ fn policies_that_know_caches_hit_more_and_regret_less() {
 }
 
 #[test]
-fn a_lone_request_takes_its_engines_steps() {
+fn a_single_request_takes_the_duration_of_its_engine_steps() {
     // A prompt of one step, one of several steps, and one with a cached prefix.
     let first = lone(0, 1, 500);
     let mut second = lone(10_000_000, 2, 20_001);
@@ -182,7 +182,7 @@ fn a_lone_request_takes_its_engines_steps() {
 }
 
 #[test]
-fn the_oracle_foresees_a_lone_request_to_the_microsecond() {
+fn the_oracle_predicts_a_single_request_to_the_microsecond() {
     let (prompt, config) = (lone(0, 1, 30_000), EngineConfig::default());
     let rank = rank::FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("a good engine");
     let foreseen_us = rank.first_token_us(0, 30_000, &rank.names(&prompt.tokens()));
@@ -191,7 +191,7 @@ fn the_oracle_foresees_a_lone_request_to_the_microsecond() {
 }
 
 #[test]
-fn slow_workers_are_slow() {
+fn slower_workers_have_longer_ttft_and_regret() {
     let arguments = "test --workers 3 --engine 2-3:prefill-tokens-per-second=12500 --engine 3:step-us=9000";
     let arguments = Arguments::parse_from(arguments.split_whitespace()).simulate;
     let mut setup = arguments.setup(3).expect("a setup");
@@ -210,7 +210,7 @@ fn slow_workers_are_slow() {
 }
 
 #[test]
-fn requests_that_the_router_holds_back_are_placed_later() {
+fn queued_requests_are_placed_later() {
     let workload = workload_of((0..40).map(|id| lone(0, id, 2_000)).collect());
     let mut setup = setup(Policy::Kv);
     setup.router.settings = [("queue.threshold".to_owned(), json!(0.5))].into_iter().collect();
@@ -221,7 +221,7 @@ fn requests_that_the_router_holds_back_are_placed_later() {
 }
 
 #[test]
-fn what_came_at_once_is_one_batch() {
+fn simultaneous_requests_form_one_batch() {
     let mut setup = setup(Policy::Kv);
     setup.fleet = Fleet { workers: 1, dp_size: 1 };
     setup.engines.truncate(1);
@@ -231,7 +231,7 @@ fn what_came_at_once_is_one_batch() {
 }
 
 #[test]
-fn what_no_engine_takes_fails_and_leaves_no_booking() {
+fn requests_rejected_by_engines_fail_without_a_booking() {
     let mut workload = chat(20, 20_000);
     workload.requests.push(lone(workload.requests[19].arrival_us, 1, 200_000));
     let run = serve(&setup(Policy::Kv), &workload);
@@ -240,7 +240,7 @@ fn what_no_engine_takes_fails_and_leaves_no_booking() {
 }
 
 #[test]
-fn late_events_make_the_router_know_less() {
+fn delayed_events_reduce_predicted_cached_tokens() {
     let workload = chat(200, 8_000);
     let mut late = setup(Policy::Kv);
     late.event_delay_us = 5_000_000;
@@ -251,7 +251,7 @@ fn late_events_make_the_router_know_less() {
 }
 
 #[test]
-fn the_warmup_counts_in_no_figure() {
+fn warm_up_is_excluded_from_figures() {
     let workload = chat(100, 25_000);
     let mut setup = setup(Policy::Kv);
     setup.warmup_requests = Warmup::of("20%".parse().expect("a share"), workload.requests.len());
@@ -262,7 +262,7 @@ fn the_warmup_counts_in_no_figure() {
 }
 
 #[test]
-fn in_a_closed_loop_ends_let_requests_go() {
+fn a_closed_loop_sends_at_the_end_of_earlier_requests() {
     let inflight = 5;
     let mut workload = chat(60, 1);
     workload.arrivals = Arrivals::Concurrency(NonZeroU32::new(inflight).expect("not 0"));
@@ -330,7 +330,7 @@ impl Target for Broken {
 }
 
 #[test]
-fn a_broken_router_is_told_from_a_slow_one() {
+fn broken_routers_are_reported_as_errors() {
     for (broken, expected) in [
         (Broken::Silent, "broken leaves 1 requests unplaced over idle engines"),
         (Broken::Lost, "broken sent request 0 to 9/0, which is no rank"),
@@ -343,7 +343,7 @@ fn a_broken_router_is_told_from_a_slow_one() {
 }
 
 #[test]
-fn what_a_policy_foresees_is_kept() {
+fn predicted_ttft_is_recorded() {
     let workload = chat(60, 8_000);
     let foreseen = |policy| {
         let run = serve(&setup(policy), &workload);
@@ -353,7 +353,7 @@ fn what_a_policy_foresees_is_kept() {
 }
 
 #[test]
-fn impossible_setups_are_refused_by_name() {
+fn invalid_setups_are_rejected_by_name() {
     let refused = |change: fn(&mut Setup)| {
         let mut setup = setup(Policy::Kv);
         change(&mut setup);
@@ -374,7 +374,7 @@ fn impossible_setups_are_refused_by_name() {
 }
 
 #[test]
-fn engine_specs_say_what_is_wrong_with_them() {
+fn invalid_engine_specs_are_rejected_with_a_reason() {
     for (spec, expected) in [
         ("1-2", "no ':'"),
         ("0-3:step-us=1", "count from 1"),
@@ -392,14 +392,14 @@ fn engine_specs_say_what_is_wrong_with_them() {
 }
 
 #[test]
-fn small_memories_shorten_what_fits() {
+fn small_memories_reduce_max_model_len() {
     let arguments = Arguments::parse_from(["test", "--kv-blocks", "512", "--engine", "2:kv-blocks=9999"]);
     let setup = arguments.simulate.setup(1).expect("a setup");
     assert_eq!((setup.engines[0].max_model_len, setup.engines[1].max_model_len), (511 * 64, 131_072));
 }
 
 #[test]
-fn what_names_a_run_is_set_by_its_own_flag_alone() {
+fn settings_with_a_flag_are_rejected_by_set() {
     use clap::Parser;
 
     #[derive(Parser)]

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_of_tasks_settles_within_one_settle() {
+    fn one_settle_runs_a_whole_chain_of_tasks() {
         simulate(|time| async move {
             let (first, mut before) = oneshot::channel::<()>();
             let ran = Arc::new(AtomicU32::new(0));
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_driver_moves_time() {
+    fn only_the_driver_advances_time() {
         simulate(|time| async move {
             let rung = Arc::new(AtomicU32::new(0));
             let bell = Arc::clone(&rung);

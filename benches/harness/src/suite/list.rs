@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_entry_is_a_command_line_and_has_a_name_of_its_own() {
+    fn every_entry_is_a_valid_command_line_with_a_unique_name() {
         let entries = entries().expect("a list");
         for entry in &entries {
             let simulate = entry.simulate(Some(Path::new("trace.jsonl"))).expect("arguments").expect("a trace");
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_has_what_it_must_have() {
+    fn the_list_contains_the_required_workloads() {
         let names: Vec<String> = entries().expect("a list").into_iter().map(|entry| entry.name).collect();
         for name in [
             "low",
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_arguments_are_refused_with_the_entrys_name() {
+    fn invalid_arguments_are_rejected_with_the_entry_name() {
         let error = parsed("odd", "--workload chat --wheels 4", &[]).expect_err("refused").to_string();
         assert!(error.contains("odd") && error.contains("--wheels"), "{error}");
     }

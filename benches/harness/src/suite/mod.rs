@@ -85,7 +85,7 @@ mod tests {
     use crate::results::SCHEMA_VERSION;
 
     #[test]
-    fn a_reader_finds_each_policy_of_each_workload_in_one_table() {
+    fn the_table_has_a_row_per_workload_and_policy() {
         let row = |name: &str, factor| Row {
             name: name.into(),
             why: String::new(),

@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn content_and_usage_are_read_wherever_the_stream_is_cut() {
+    fn content_and_usage_do_not_depend_on_how_the_stream_is_split() {
         for cut in 1..STREAM.len() {
             let (first, second) = STREAM.as_bytes().split_at(cut);
             let answer = read(&[first, second]).expect("it is whole");
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_is_no_answer() {
+    fn incomplete_streams_are_errors() {
         let ends = ["data: {\"choices\":[]", "data: {\"choices\":[{\"delta\":{\"content\":\" t2\"}", "data: [DONE]"];
         for end in ends {
             let cut = STREAM.find(end).unwrap_or(0);

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_engine_answers_all_and_the_same_again() {
+    async fn repeated_runs_succeed_with_equal_requests() {
         let (first, second) = (driven(Faults::default()).await, driven(Faults::default()).await);
         assert_eq!((first.answers.len(), first.reasons.as_slice()), (7, [].as_slice()));
         assert_eq!(first.digest, second.digest, "answers that are quoted are the same, so the questions are");
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_goes_wrong_is_said_once() {
+    async fn equal_errors_are_reported_once() {
         let driven = driven(Faults { status_share: 1.0, status: 503, ..Faults::default() }).await;
         assert!(driven.answers.is_empty());
         assert_eq!(driven.reasons.len(), 1, "{:?}", driven.reasons);

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_samples_and_the_mean_is_all_of_them() {
+    fn percentiles_are_samples() {
         let times = |all: &[u64], pace| Times::of(all.iter().map(|ms| Duration::from_millis(*ms)), pace);
         let hundred: Vec<u64> = (1..=100).rev().collect();
         assert_eq!(times(&hundred, 1.0), Times { mean_ms: 50.5, p50_ms: 50.0, p99_ms: 99.0 });
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn spread_is_the_busiest_over_the_mean() {
+    fn spread_is_maximum_over_mean() {
         let cases: [(&[u64], f64); 4] = [(&[5, 5, 5, 5], 1.0), (&[8, 0, 0, 0], 4.0), (&[3, 1], 1.5), (&[0, 0], 0.0)];
         for (counts, expected) in cases {
             assert!((spread(counts.iter().copied()) - expected).abs() < 1e-9, "{counts:?}");

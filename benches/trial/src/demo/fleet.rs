@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_s_counters_are_read_from_its_engine_s_page() {
+    fn rank_counters_are_read_from_the_metrics_page() {
         let page = "# HELP vllm:prompt_tokens_total Prompt tokens.\n# TYPE vllm:prompt_tokens_total counter\n\
             vllm:prompt_tokens_total{model_name=\"mock\",engine=\"0\"} 70\n\
             vllm:prompt_tokens_total{model_name=\"mock\",engine=\"1\"} 71\n\

@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_units_and_says_which_way_a_ratio_goes() {
+    fn the_table_has_units_and_directions_of_ratios() {
         let text = report(|_| ()).to_string();
         let row = |name: &str| {
             let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}:\n{text}"));
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn times_that_tell_of_the_machine_are_not_shown() {
+    fn times_are_hidden_if_the_machine_is_too_busy() {
         let late = report(|routed| routed.timer_lag.p99_ms = 35.0);
         let text = late.to_string();
         assert!(!late.times_usable && text.contains("35 ms late") && text.contains("--time-scale 0.25"), "{text}");
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_named_and_count() {
+    fn errors_are_listed_and_counted() {
         let failed = report(|routed| (routed.errors, routed.error_reasons) = (2, vec!["answered 503: no".to_owned()]));
         assert!(!failed.is_clean() && report(|_| ()).is_clean());
         assert!(failed.to_string().contains("latency: answered 503: no"));

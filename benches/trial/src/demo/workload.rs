@@ -191,14 +191,14 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_gives_the_same_bytes_and_another_one_others() {
+    fn bytes_are_determined_by_the_seed() {
         let workload = |seed| bodies(&Workload::new(seed, 5, 43));
         assert_eq!(workload(7), workload(7));
         assert_ne!(workload(7), workload(8));
     }
 
     #[test]
-    fn requests_are_shared_out_to_the_last() {
+    fn all_requests_are_distributed_over_clients() {
         for (clients, requests) in [(1, 1), (5, 43), (7, 3), (64, 640)] {
             let workload = Workload::new(1, clients, requests);
             assert_eq!((workload.sessions.len(), workload.requests()), (clients as usize, requests as usize));
@@ -206,13 +206,13 @@ mod tests {
     }
 
     #[test]
-    fn a_word_is_a_token() {
+    fn each_word_is_one_token() {
         let text = words(&mut Rng::stream(1, 1), 500..=500);
         assert_eq!(tokenize(&format!(" {text}")).len(), 500);
     }
 
     #[test]
-    fn a_turn_quotes_the_ones_before() {
+    fn a_turn_quotes_previous_turns() {
         let workload = Workload::new(1, 1, 3);
         let talk = &workload.sessions[0].conversations[0];
         let json: serde_json::Value = serde_json::from_slice(&talk.body("m", &[" t1".to_owned()])).expect("JSON");

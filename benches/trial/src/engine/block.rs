@@ -102,7 +102,7 @@ mod tests {
     use super::BlockHasher;
 
     #[test]
-    fn a_name_depends_on_all_it_should() {
+    fn a_block_hash_depends_on_all_inputs() {
         let mut hasher = BlockHasher::new(1);
         let mut name = |parent, tokens: [u32; 2], lora, salt| hasher.hash(parent, tokens.into_iter(), lora, salt);
         let first = name(None, [1, 2], None, None);

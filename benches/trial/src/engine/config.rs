@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn time_goes_on_and_never_wraps() {
+    fn step_durations_are_positive_and_saturate() {
         let free = StepCost {
             step_us: 0,
             prefill_tokens_per_second: u32::MAX,
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_not_go_on_is_refused() {
+    fn invalid_configurations_are_rejected() {
         let good = EngineConfig::default();
         assert_eq!(good.validate(), Ok(()));
         let slow = StepCost { prefill_tokens_per_second: 0, ..StepCost::default() };

@@ -87,7 +87,7 @@ mod tests {
     use super::List;
 
     #[test]
-    fn both_ends_and_the_middle() {
+    fn numbers_are_linked_and_removed_at_any_position() {
         let mut list = List::new();
         [3, 1, 4].into_iter().for_each(|number| list.push_back(number));
         list.push_front(5);

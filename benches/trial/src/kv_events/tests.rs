@@ -88,7 +88,7 @@ const VLLM_33_REMOVED: &str = "84a474797065ac426c6f636b52656d6f766564ac626c6f636
 const VLLM_33_CLEARED: &str = "93cb3ff80000000000009181a474797065b0416c6c426c6f636b73436c656172656400";
 
 #[test]
-fn the_newest_vllm_layout_is_byte_for_byte_the_engine_s() {
+fn the_newest_vllm_layout_matches_captured_bytes() {
     let format = Dialect::VllmMap;
     assert_eq!(encoded(format, 4, &[child(0xfedc_ba98_7654_3210, 0x0123_4567_89ab_cdef, None)]), VLLM_33_CHILD);
     assert_eq!(encoded(format, 4, &[]), EMPTY);
@@ -110,7 +110,7 @@ fn the_newest_vllm_layout_is_byte_for_byte_the_engine_s() {
 }
 
 #[test]
-fn the_older_vllm_layout_is_the_engine_s_with_the_later_fields_behind() {
+fn the_older_vllm_layout_matches_captured_bytes_with_appended_fields() {
     let bytes = |byte: u8| EngineHash([byte; 32]);
     // lora_name, extra_keys, group_idx, kind and window of 0.23, appended to the fields of 0.11.
     let later = |captured: &str, tail: &str| {
@@ -135,13 +135,13 @@ fn the_older_vllm_layout_is_the_engine_s_with_the_later_fields_behind() {
 }
 
 #[test]
-fn binary_hashes_stand_in_maps_too() {
+fn maps_support_binary_hashes() {
     let encoded = encoded(binary(Dialect::VllmMap), 4, &[removed(EngineHash([3; 32]))]);
     assert!(encoded.contains(&format!("91c420{}", "03".repeat(32))), "{encoded}");
 }
 
 #[test]
-fn both_sglang_layouts_are_byte_for_byte_the_engine_s() {
+fn both_sglang_layouts_match_captured_bytes() {
     // The hashes in the engine's notation: -123456789 and 987654321.
     let roots = root(name(0xffff_ffff_f8a4_32eb), name(0x3ade_68b1));
     assert_eq!(encoded(Dialect::SglangArray, 4, std::slice::from_ref(&roots)), SGLANG_18_ROOT);
@@ -152,7 +152,7 @@ fn both_sglang_layouts_are_byte_for_byte_the_engine_s() {
 }
 
 #[test]
-fn sglang_names_salt_and_adapter_in_maps_and_loses_them_in_arrays() {
+fn sglang_maps_contain_salt_and_adapter_and_arrays_do_not() {
     let child = child(5, 0xffff_ffff_f8a4_32eb, Some("tenant-salt"));
     assert_eq!(encoded(Dialect::SglangArray, 4, std::slice::from_ref(&child)), SGLANG_18_CHILD);
     // The capture contains a session id, which the mock does not have.
@@ -162,7 +162,7 @@ fn sglang_names_salt_and_adapter_in_maps_and_loses_them_in_arrays() {
 }
 
 #[test]
-fn a_salt_is_told_with_a_prompt_s_first_block_only_and_an_adapter_with_each() {
+fn extra_keys_contain_the_salt_once_and_the_adapter_per_block() {
     let keys = |parent| {
         let first = block(name(1), parent, &[1], Some("adapterA"), Some("s"));
         let second = block(name(2), Some(name(1)), &[2], Some("adapterA"), Some("s"));

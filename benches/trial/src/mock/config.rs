@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_is_the_command_s() {
+    fn the_default_equals_the_command_defaults() {
         #[derive(clap::Parser)]
         struct Cli {
             #[command(flatten)]
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rule_is_named_with_its_value() {
+    fn each_violation_names_setting_and_value() {
         let refused = |change: fn(&mut MockConfig)| {
             let mut config = MockConfig::default();
             change(&mut config);

@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_falls_on_that_share_and_always_on_the_same() {
+    fn faults_apply_to_a_reproducible_share() {
         let board = FaultBoard::new(7, Faults::default());
         let struck =
             |board: &FaultBoard| (0..10_000).filter(|n| board.strikes(Fault::Drop, 0.05, 1, *n)).collect::<Vec<_>>();
@@ -226,14 +226,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_everything_are_exact() {
+    fn shares_of_zero_and_one_are_exact() {
         let board = FaultBoard::new(1, Faults::default());
         assert!(!(0..1_000).any(|n| board.strikes(Fault::Hang, 0.0, 0, n)));
         assert!((0..1_000).all(|n| board.strikes(Fault::Hang, 1.0, 0, n)));
     }
 
     #[test]
-    fn unknown_faults_and_impossible_values_are_refused() {
+    fn unknown_faults_and_invalid_values_are_rejected() {
         assert!(serde_json::from_str::<Faults>(r#"{"drop_shares": 1}"#).is_err());
         assert!(Faults { reset_share: f64::NAN, ..Faults::default() }.validate().is_err());
         let refused = Faults { status: 200, ..Faults::default() }.validate();

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ring_keeps_the_last_and_replays_from_any_number() {
+    fn the_ring_replays_the_latest_messages_from_any_number() {
         let mut publisher = Publisher::new(0, 4);
         let sent = published(&mut publisher, 10, &board(Faults::default()));
         assert_eq!(sequences(&sent), (0..10).collect::<Vec<_>>());
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_hit_what_is_sent_and_spare_what_is_replayed() {
+    fn faults_affect_sent_but_not_replayed_messages() {
         let cases = [
             (Faults { drop_share: 0.3, ..Faults::default() }, Fault::Drop),
             (Faults { duplicate_share: 0.3, ..Faults::default() }, Fault::Duplicate),
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_holds_batches_back_unnumbered_and_its_end_lets_them_go_in_order() {
+    fn a_pause_delays_numbering_and_keeps_the_order() {
         let board = board(Faults { pause_publisher: true, ..Faults::default() });
         let mut publisher = Publisher::new(0, 10);
         let mut sent = published(&mut publisher, 3, &board);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_message_leaves_behind_the_next_or_when_it_is_due() {
+    fn a_delayed_message_is_sent_after_the_next_or_when_due() {
         let board = board(Faults { reorder_share: 1.0, ..Faults::default() });
         let mut publisher = Publisher::new(0, 10);
         let mut sent = published(&mut publisher, 1, &board);

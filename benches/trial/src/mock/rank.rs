@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_told_in_its_place_before_and_behind_a_step() {
+    fn a_reset_event_keeps_its_order_relative_to_a_step() {
         let rank = rank();
         assert!(rank.reset_cache());
         let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1)).expect("it fits");
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stopped_rank_ends_its_requests_and_takes_no_more() {
+    fn a_stopped_rank_ends_its_requests_and_rejects_new_ones() {
         let rank = rank();
         let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5)).expect("it fits");
         rank.stop();

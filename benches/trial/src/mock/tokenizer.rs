@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_words_with_their_space_and_white_space_by_itself() {
+    fn pieces_are_words_with_a_leading_space_or_single_whitespace() {
         let pieces = |mut text: &'static str| {
             let mut pieces = Vec::new();
             while let Some(end) = piece_end(text) {
@@ -111,14 +111,14 @@ mod tests {
     }
 
     #[test]
-    fn long_and_wide_words_are_cut_between_characters() {
+    fn long_words_are_split_at_character_boundaries() {
         assert_eq!(tokenize("abcdefghijkl").len(), 2);
         assert_eq!(tokenize("日本語日本語").len(), 3);
         assert!(tokenize("One two three").iter().all(|token| *token < 1 << VOCABULARY_BITS));
     }
 
     #[test]
-    fn generated_text_gives_its_tokens_again_behind_any_prompt() {
+    fn generated_text_round_trips_after_any_prompt() {
         for prompt in ["", "Say: ", "user\nhi\nassistant\n", "word"] {
             let generated = [0, 5, 131_071, u32::MAX];
             let mut expected = tokenize(prompt);
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_next_turn_begins_with_the_turn_before() {
+    fn a_turn_begins_with_the_tokens_of_the_previous_turn() {
         let first = chat_text([("user", "What is a block?")]);
         let answer = detokenize(&[9, 8, 7]);
         let next = chat_text([("user", "What is a block?"), ("assistant", &answer), ("user", "And a rank?")]);

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn draws_stay_in_their_range_and_reach_its_ends() {
+    fn draws_cover_exactly_their_range() {
         let mut rng = Rng::new(7);
         let draws: Vec<u32> = (0..1_000).map(|_| rng.within(3..=6)).collect();
         assert_eq!(draws.iter().min(), Some(&3));
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_of_a_seed_come_again_and_differ() {
+    fn streams_are_reproducible_and_distinct() {
         let draws = |stream| {
             let mut rng = Rng::stream(7, stream);
             [rng.number(), rng.number(), rng.number()]
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn exponential_gaps_have_mean_variance_and_tail_of_their_distribution() {
+    fn exponential_gaps_have_the_expected_moments_and_tail() {
         let mut rng = Rng::new(3);
         let gaps: Vec<f64> = (0..200_000).map(|_| rng.exponential()).collect();
         let share = |over: f64| gaps.iter().filter(|gap| **gap > over).count() as f64 / gaps.len() as f64;

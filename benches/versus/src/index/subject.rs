@@ -272,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_hash_a_prompt_alike() {
+    fn all_indexes_hash_a_prompt_equally() {
         let tokens: Vec<u32> = (0..1_000).collect();
         let ours = Embedded::hash(&tokens, NonZeroU32::MIN.saturating_add(63));
         let theirs = kv_index::compute_request_content_hashes(&tokens, 64);
@@ -284,7 +284,7 @@ mod tests {
 
     /// Rank 0 stores a prompt of three blocks and rank 1 two of them; then rank 0 removes all but the first.
     #[test]
-    fn all_answer_alike() {
+    fn all_indexes_return_equal_results() {
         fn answers<S: Subject>() -> [Vec<(u32, u32)>; 2] {
             let prompt = [BlockHash(1), BlockHash(2), BlockHash(3), BlockHash(4)];
             let names = [11, 12, 13].map(EngineHash);

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tie_on_either_side_is_no_disagreement() {
+    fn a_tie_on_either_side_is_not_a_difference() {
         let tied = Decision { ours: view(1, &[2.0, 2.0, 3.0]), theirs: view(2, &[2.0, 2.0, 3.0]) };
         let tied_for_them = Decision { ours: view(1, &[2.0, 2.5, 3.0]), theirs: view(2, &[2.0, 2.0, 3.0]) };
         assert_eq!(tied.verdict(), Verdict::Tied);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_put_down_to_what_is_seen_differently() {
+    fn a_difference_is_attributed_to_differing_facts() {
         let mut theirs = view(2, &[2.5, 2.0, 9.0]);
         theirs.ranks[0].overlap_blocks = 4;
         theirs.ranks[2].prefill_tokens = 64; // on a rank that neither router chose
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_as_many_cells_in_each_line() {
+    fn tables_have_equal_numbers_of_cells_per_line() {
         let decision = Decision { ours: view(1, &[1.0, 2.0, 3.0]), theirs: view(2, &[1.5, 1.0, 3.0]) };
         let explained = decision.markdown();
         assert_eq!(explained.lines().count(), 4, "{explained}");

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_are_those_that_the_tables_of_measurements_were_made_with() {
+    fn tokens_match_those_of_published_measurements() {
         for (requests, seed, tokens, hash) in
             [(300, 1, 1_135_203, 0x24d5_6701_ea22_e538), (800, 3, 3_680_627, 0xf2e7_9763_e76e_3112_u64)]
         {

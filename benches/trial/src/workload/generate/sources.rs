@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn popular_texts_are_drawn_as_often_as_their_law_says() {
+    fn draws_follow_the_popularity_distribution() {
         let counts = |skew| {
             let (popularity, mut rng) = (Popularity::new(4, skew), Rng::new(1));
             let mut counts = [0_u32; 4];
@@ -100,14 +100,14 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_come_at_their_rate() {
+    fn arrivals_have_the_configured_rate() {
         let (mut arrival, mut rng) = (Arrival::at_rate(50.0), Rng::new(2));
         let last = (0..10_000).map(|_| arrival.next_us(&mut rng)).last().expect("some");
         assert!((last as f64 / 200e6 - 1.0).abs() < 0.05, "{last}");
     }
 
     #[test]
-    fn no_two_texts_have_one_name() {
+    fn text_ids_are_unique() {
         let mut ids = std::collections::BTreeSet::new();
         for (seed, generator) in [(1, "chat"), (2, "chat"), (1, "agents")] {
             let mut texts = Texts::new(seed, generator);

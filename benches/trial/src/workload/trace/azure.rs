@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_of_either_year_are_read_to_the_microsecond() {
+    fn times_of_both_trace_years_are_parsed_to_the_microsecond() {
         let us = |text: &str| date_us(text).expect("a time");
         let gap = |from: &str, to: &str| us(to) - us(from);
         assert_eq!(gap("2023-11-16 18:17:03.9799600", "2023-11-16 18:17:04.0319600"), 52_000);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_lines_say_what_is_wrong() {
+    fn invalid_lines_are_rejected_with_a_reason() {
         let time = "2023-11-16 18:17:03.9799600";
         for (line, expected) in [
             (format!("{time},12"), "2 columns, must be 3"),
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_have_their_lengths_and_half_of_them_go_on() {
+    fn prompts_have_their_lengths_and_half_of_them_continue_conversations() {
         let mut prefixes = Prefixes::new(5);
         let mut rng = Rng::new(6);
         for _ in 0..2_000 {

@@ -89,7 +89,7 @@ mod tests {
     const GOOD: &str = r#"{"timestamp": 1.5, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}"#;
 
     #[test]
-    fn equal_ids_are_equal_tokens_and_the_tail_is_cut() {
+    fn equal_ids_give_equal_tokens_and_the_last_is_truncated() {
         let tokens = |line: &str| parse(line).expect("good line").tokens();
         let first = tokens(GOOD);
         assert_eq!(first.len(), 700);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_lines_say_what_is_wrong() {
+    fn invalid_lines_are_rejected_with_a_reason() {
         let cases = [
             (GOOD.replace("700", "1025"), "input_length 1025 needs 3 hash_ids, found 2"),
             (GOOD.replace("700", "512"), "input_length 512 needs 1 hash_ids, found 2"),
@@ -130,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn a_tick_is_spread_evenly_up_to_the_next() {
+    fn requests_of_a_tick_are_spread_up_to_the_next() {
         // The clock ticks after 3000 and 2999 ms and then pauses: the spread is limited to one tick.
         let coarse = [0, 0, 0, 3_000, 3_000, 5_999, 15_000, 15_000];
         assert_eq!(spread_ms(&coarse), [0, 1_000, 2_000, 3_000, 4_499, 5_999, 15_000, 16_500]);
     }
 
     #[test]
-    fn a_fine_clock_and_a_burst_stay_as_they_are() {
+    fn fine_clocks_and_bursts_are_unchanged() {
         assert_eq!(spread_ms(&[0, 70, 75, 160, 230]), [0, 70, 75, 160, 230]);
         assert_eq!(spread_ms(&[5, 5, 5]), [5, 5, 5]);
     }

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn an_incomplete_block_without_an_id_is_nobody_elses() {
+    fn an_incomplete_block_without_an_id_is_unique() {
         let tail = |line: &str| parsed(line).expect("good line").prompt[2];
         let line = GOOD.replace(", 1091]", "]");
         assert_eq!(tail(&line).tokens, 8);
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_conversation_is_named_by_its_first_chat() {
+    fn a_conversation_is_identified_by_its_first_chat() {
         let mut chats = Chats::default();
         assert_eq!([chats.root(1, -1), chats.root(2, 1), chats.root(3, 2), chats.root(4, 1)], [1; 4]);
         // The trace starts in the middle of another conversation.
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_lines_say_what_is_wrong() {
+    fn invalid_lines_are_rejected_with_a_reason() {
         let cases = [
             (GOOD.replace(": 40", ": 49"), "input_length 49 needs 4 hash_ids, found 2"),
             (GOOD.replace(": 40", ": 32"), "input_length 32 needs 2 hash_ids, found 3"),
