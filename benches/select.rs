@@ -153,7 +153,7 @@ impl Fleet {
                     node.publish();
                 }
                 Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
-                other => unreachable!("nobody asked for {other:?}"),
+                other => unreachable!("unexpected effect {other:?}"),
             }
         }
     }
@@ -189,7 +189,7 @@ impl Still {
             shared_blocks: asked.iter().map(shared).collect(),
             asked,
             loads: fleet.nodes.iter().map(|node| node.active.load(NOW)).collect(),
-            boards: fleet.nodes.iter().map(|node| node.board.read().expect("nobody writes")).collect(),
+            boards: fleet.nodes.iter().map(|node| node.board.read().expect("there are no concurrent writes")).collect(),
             fleet,
             requests: 0,
             asked_ranks: 0,

@@ -106,7 +106,7 @@ pub enum LoopError {
         reason: Refusal,
     },
     /// The target chose a rank that does not exist.
-    #[error("{target} sent request {request} to {rank}, which is no rank of the fleet")]
+    #[error("{target} placed request {request} on {rank}, which is not in the fleet")]
     UnknownRank {
         /// Name of the target.
         target: &'static str,
@@ -116,7 +116,7 @@ pub enum LoopError {
         rank: WorkerRank,
     },
     /// There are too few requests to measure.
-    #[error("{0} requests are too few: half warms, half is measured")]
+    #[error("{0} requests are too few: one half is the warm-up, the other is measured")]
     TooFew(usize),
 }
 

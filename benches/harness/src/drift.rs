@@ -76,7 +76,7 @@ pub enum DriftError {
         source: io::Error,
     },
     /// The file has invalid content.
-    #[error("{path} holds no recorded figures: {reason}")]
+    #[error("{path} contains no recorded figures: {reason}")]
     Form {
         /// Path of the file.
         path: PathBuf,
@@ -90,7 +90,7 @@ pub enum DriftError {
     #[error(transparent)]
     Compare(#[from] CompareError),
     /// Figures have drifted.
-    #[error("{}; record them anew if that is meant", .0.join("; "))]
+    #[error("{}; record them again if the change is intended", .0.join("; "))]
     Drifted(Vec<String>),
     /// The output could not be written.
     #[error("cannot write the figures: {0}")]

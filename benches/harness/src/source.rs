@@ -99,10 +99,10 @@ mod tests {
     #[test]
     fn invalid_arguments_are_rejected_by_name() {
         for (line, expected) in [
-            ("--workload chats", "no workload is called \"chats\""),
+            ("--workload chats", "unknown workload \"chats\""),
             ("--workload chat:rate=0", "rate is 0"),
             ("--trace a --workload chat", "cannot be used with"),
-            ("--trace a --trace-format b", "no trace format is called \"b\""),
+            ("--trace a --trace-format b", "unknown trace format \"b\""),
             ("--trace-format azure", "--trace"),
             ("--speedup 0", "--speedup"),
             ("--limit 0", "--limit"),

@@ -233,14 +233,14 @@ async fn every_failure_is_recorded_with_its_reason() {
         None,
         Some("status 503 (queue_full)"),
         Some("status 500"),
-        Some("the answer is no event stream"),
+        Some("the response is not an event stream"),
         Some("the stream ended without [DONE]"),
         Some("the connection broke: "),
         Some("not answered within 1 s"),
         Some("not answered within 1 s"),
-        Some("an error in the stream (worker_failed)"),
-        Some("an event is no chunk of an answer"),
-        Some("no token came"),
+        Some("error in the stream (worker_failed)"),
+        Some("an event is not a valid chunk"),
+        Some("the stream contained no token"),
         None,
     ];
     for (n, (found, expected)) in failures(&run).into_iter().zip(expected).enumerate() {
@@ -296,18 +296,18 @@ fn invalid_arguments_are_rejected_by_name() {
         }
     };
     for (arguments, expected) in [
-        ("--url ftp://host", "\"ftp://host\" is no URL such as http://127.0.0.1:8000"),
-        ("--url localhost:80", "is no URL"),
-        ("--url http://h --rate 0", "\"0\" is no rate"),
+        ("--url ftp://host", "\"ftp://host\" is not a URL such as http://127.0.0.1:8000"),
+        ("--url localhost:80", "is not a URL"),
+        ("--url http://h --rate 0", "\"0\" is not a rate"),
         ("--url http://h --rate 1 --steps 1:1s", "cannot be used with"),
         ("--url http://h --rate 1 --concurrency 2", "cannot be used with"),
         ("--url http://h --rate 1 --speedup 2", "cannot be used with"),
-        ("--url http://h --steps 1:x", "is no time such as"),
+        ("--url http://h --steps 1:x", "is not a time such as"),
         ("--url http://h --steps 0.1:1s --poisson", "the steps end before the first request is due"),
-        ("--url http://h --warmup 100%", "warmup takes all of 3 requests"),
+        ("--url http://h --warmup 100%", "warmup covers all 3 requests"),
         ("--url http://h --api-key-file /nowhere", "cannot read the key in /nowhere"),
-        ("--url http://h --rank-header a:b", "\"a:b\" is no name of a header"),
-        ("--url http://h --extra-body {\"model\":1}", "model is set by other flags"),
+        ("--url http://h --rank-header a:b", "\"a:b\" is not a valid header name"),
+        ("--url http://h --extra-body {\"model\":1}", "model is set by another flag"),
         ("--url http://h --vocabulary 1", "--vocabulary"),
     ] {
         let error = load(arguments).expect_err(arguments);
@@ -345,5 +345,5 @@ async fn endpoints_are_compared_in_pairs_of_seeds() {
     let (mut one, mut other): (Vec<String>, Vec<String>) = (bodies(&first), bodies(&second));
     one.sort();
     other.sort();
-    assert_eq!((one.len(), one == other), (60, true), "both were asked the same");
+    assert_eq!((one.len(), one == other), (60, true), "both received equal requests");
 }

@@ -273,7 +273,7 @@ impl Stored<'_> {
 struct Writer(Vec<u8>);
 
 const IN_MEMORY: &str = "writing to memory cannot fail";
-const COUNTABLE: &str = "what one step of an engine stores is counted in 32 bits";
+const COUNTABLE: &str = "the number of blocks per step fits 32 bits";
 
 impl Writer {
     fn array(&mut self, len: usize) {

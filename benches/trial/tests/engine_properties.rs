@@ -75,14 +75,17 @@ impl Mirror {
                 CacheEvent::Stored { tier, blocks } => self.store(*tier, blocks),
                 CacheEvent::Removed { tier, hash } => {
                     if *tier == Tier::Device {
-                        let copies = self.copies.get_mut(hash).expect("what is removed is there");
+                        let copies = self.copies.get_mut(hash).expect("a removed block is held");
                         *copies -= 1;
                         if *copies > 0 {
                             continue;
                         }
                         self.copies.remove(hash);
                     }
-                    assert!(self.tiers[*tier as usize].remove(hash).is_some(), "{hash:?} is removed from where it is");
+                    assert!(
+                        self.tiers[*tier as usize].remove(hash).is_some(),
+                        "{hash:?} is removed from a tier that holds it"
+                    );
                     let is_child = |block: &&Arc<Block>| block.parent == Some(*hash);
                     if !self.is_held(hash) {
                         let child = self.tiers.iter().flat_map(BTreeMap::values).find(is_child);
@@ -338,7 +341,7 @@ fn literal(events: &[CacheEvent], chains: &BTreeMap<EngineHash, Chain>) -> Vec<T
             Told::Stored(*tier, blocks.iter().map(|block| chain(&block.hash)).collect())
         }
         CacheEvent::Removed { tier, hash } => Told::Removed(*tier, chain(hash)),
-        CacheEvent::Cleared => unreachable!("nobody clears"),
+        CacheEvent::Cleared => unreachable!("the rank is never cleared"),
     };
     events.iter().map(told).collect()
 }

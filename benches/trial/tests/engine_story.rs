@@ -215,7 +215,7 @@ fn the_host_tier_stores_evicted_blocks_and_loads_them_back() {
     assert_eq!(told(&step.events, &mut names), expected);
     // The host is full, so its least recently used block is evicted.
     let events = events_of(&mut rank, RequestSpec::new(4, prompt(300, 4), 1), &mut names);
-    assert_eq!(events, ["Device + 300 under -"], "the last partial block is empty again and goes first");
+    assert_eq!(events, ["Device + 300 under -"], "the slot of the partial block is allocated first");
     let events = events_of(&mut rank, RequestSpec::new(5, prompt(400, 4), 1), &mut names);
     assert_eq!(events, ["Host - 104", "Host + 216 under 212", "Device - 216", "Device + 400 under -"]);
     rank.check_invariants();
@@ -245,7 +245,7 @@ fn outlook_separates_decodes_from_a_partial_prompt() {
     let mut rank = rank(EngineConfig { step_tokens_max: 8, sequences_max: 2, ..EngineConfig::default() });
     assert_eq!(rank.outlook(), Outlook::default());
     rank.submit(RequestSpec::new(1, [1, 2, 3], 4)).expect("sound");
-    assert_eq!(rank.outlook(), Outlook::default(), "what waits has not begun");
+    assert_eq!(rank.outlook(), Outlook::default(), "waiting requests are not included");
     rank.step();
     rank.submit(RequestSpec::new(2, (0..12).collect::<Vec<_>>(), 4)).expect("sound");
     rank.step();

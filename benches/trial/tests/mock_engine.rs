@@ -41,7 +41,7 @@ async fn complete(engine: &MockEngine, rank: u16, tokens: &[u32], output_tokens:
 }
 
 fn cached(answer: &Json) -> u64 {
-    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("cached tokens are told")
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("the usage contains cached tokens")
 }
 
 async fn quiet(engine: &MockEngine) {
@@ -142,7 +142,7 @@ async fn invalid_requests_are_rejected_in_openai_format() {
     }
     assert_eq!(get(&engine, "/nowhere").await.status, 404);
     assert_eq!(get(&engine, "/v1/completions").await.status, 405);
-    assert!(engine.is_quiet(), "nothing of this ran");
+    assert!(engine.is_quiet(), "no request was submitted");
     engine.shutdown().await;
 }
 
@@ -228,7 +228,7 @@ async fn events_of_every_dialect_rebuild_the_held_blocks() {
         let mut batches = before;
         batches.extend(live.until(last).await.into_iter().filter(|batch| batch.sequence >= from));
         assert!(batches.iter().map(|batch| batch.sequence).eq(0..=last), "{format:?}");
-        assert_eq!(batches, replay(&engine, 0, 0).await, "what is replayed is what was sent");
+        assert_eq!(batches, replay(&engine, 0, 0).await, "replayed batches equal sent batches");
         let rebuilt = Rebuilt::from_batches(&batches);
         assert_eq!(rebuilt.blocks("GPU"), held(&engine, 0, Tier::Device), "{format:?}");
         assert_eq!(rebuilt.blocks(host_medium), held(&engine, 0, Tier::Host), "{format:?}");
@@ -263,7 +263,7 @@ async fn the_router_decodes_every_dialect_to_the_hashes_of_requests() {
                 }
                 KvEvent::Removed { blocks } => {
                     for name in blocks {
-                        held.get_mut(&name.0).expect("what is removed is held").1 -= 1;
+                        held.get_mut(&name.0).expect("a removed block is held").1 -= 1;
                     }
                     held.retain(|_, (_, copies)| *copies > 0);
                 }
@@ -495,7 +495,7 @@ async fn http_faults_apply_to_requests() {
     assert_eq!(post(&engine, "/v1/completions", &asked).await.status, 503);
     assert_eq!(get(&engine, "/health").await.status, 200, "probes are spared");
     set(json!({ "status_share": 1.0 })).await;
-    assert_eq!(get(&engine, "/health").await.status, 500, "nothing is spared");
+    assert_eq!(get(&engine, "/health").await.status, 500, "all requests are in scope");
     set(json!({ "reset_share": 1.0 })).await;
     assert!(request(engine.address(), "GET", "/health", "", "").await.is_none(), "the connection ends");
     set(json!({ "delay_ms": 1 })).await;
@@ -509,10 +509,10 @@ async fn http_faults_apply_to_requests() {
     })
     .await
     .expect("the request arrives in time");
-    assert!(timeout(Duration::from_millis(20), hanging.read_u8()).await.is_err(), "nothing comes");
+    assert!(timeout(Duration::from_millis(20), hanging.read_u8()).await.is_err(), "there is no response");
 
     let refused = post(&engine, "/faults", &json!({ "drop_share": 2 })).await;
-    assert_eq!((refused.status, engine.faults().get().hang_share), (400, 1.0), "what is refused changes nothing");
+    assert_eq!((refused.status, engine.faults().get().hang_share), (400, 1.0), "rejected faults change no setting");
     assert_eq!(post(&engine, "/faults", &json!({ "unknown": 1 })).await.status, 400);
     set(json!({ "mute_replay": true, "restart": { "dialect": "sglang-array" } })).await;
     let shown = get(&engine, "/faults").await.json();

@@ -62,7 +62,7 @@ fn formats_are_detected_by_first_line_or_extension() {
         assert_eq!(format.name().parse(), Ok(format));
     }
     let unknown = Trace::new("a.jsonl", "\n{\"a\": 1}\n").read(all()).expect_err("no format").to_string();
-    assert!(unknown.contains("a.jsonl, line 2: tells no known format; name it"), "{unknown}");
+    assert!(unknown.contains("a.jsonl, line 2: format not detected; specify"), "{unknown}");
 }
 
 #[test]
@@ -109,7 +109,10 @@ fn errors_contain_file_line_and_rule() {
         (broken("a.jsonl", &MOONCAKE.replace("600", "1600")), "a.jsonl, line 2: input_length 1600 needs 4 hash_ids"),
         (broken("a.jsonl", &MOONCAKE.replace("512", "99999999999")), "line 3: input_length is 99999999999, must be"),
         (broken("a.jsonl", &format!("{MOONCAKE}\n\n{{\"timestamp\": 1}}\n")), "line 6: missing field"),
-        (broken("a.jsonl", &QWEN.replace("62.5", "-1")), "a.jsonl, line 2: timestamp -1 is no time from 0 on"),
+        (
+            broken("a.jsonl", &QWEN.replace("62.5", "-1")),
+            "a.jsonl, line 2: timestamp is -1, must be a time of at least 0",
+        ),
         (broken("a.csv", &AZURE.replace("3180,8", "3180")), "a.csv, line 3: 2 columns, must be 3"),
         (broken("a.csv", "2023-11-16 18:17:03,1,1"), "a.csv, line 1: the header is not TIMESTAMP"),
         (broken("a.csv", AZURE.lines().next().expect("a header")), "a.csv has no requests"),
@@ -124,7 +127,7 @@ fn errors_contain_file_line_and_rule() {
     let missing = read(Path::new("/nowhere/none.jsonl"), &all()).expect_err("no file").to_string();
     assert!(missing.contains("cannot read trace /nowhere/none.jsonl"), "{missing}");
     let name = "splitwise".parse::<Format>().expect_err("unknown").to_string();
-    assert_eq!(name, "no trace format is called \"splitwise\"; there are mooncake, qwen and azure");
+    assert_eq!(name, "unknown trace format \"splitwise\"; known are mooncake, qwen and azure");
 }
 
 proptest! {

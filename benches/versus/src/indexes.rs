@@ -143,14 +143,14 @@ impl Indexes {
 /// Results differ; the error names the first difference.
 fn agree(rows: &[Row]) -> Result<usize, Box<dyn Error>> {
     let runs = || rows.iter().flat_map(|row| row.timed.iter().map(|run| (row.index.name(), &run.answers)));
-    let Some((first, expected)) = runs().next() else { return Err("nothing was run".into()) };
+    let Some((first, expected)) = runs().next() else { return Err("there are no runs".into()) };
     for (name, answers) in runs() {
         let differs = answers.iter().zip(expected).position(|(answer, expected)| answer != expected);
         if let Some(question) = differs {
-            return Err(format!("question {question}: {name} and {first} answer differently").into());
+            return Err(format!("query {question}: results of {name} and {first} differ").into());
         }
         if answers.len() != expected.len() {
-            return Err(format!("{name} answered {} questions, {first} {}", answers.len(), expected.len()).into());
+            return Err(format!("{name} answered {} queries, {first} {}", answers.len(), expected.len()).into());
         }
     }
     Ok(expected.len())
@@ -258,7 +258,7 @@ mod tests {
         let rows = |theirs: &[u64]| [row(Which::Pointsman, &[1.0], &[1, 2]), row(Which::KvIndex, &[1.0], theirs)];
         assert_eq!(agree(&rows(&[1, 2])).expect("all agree"), 2);
         let error = agree(&rows(&[1, 3])).expect_err("one differs").to_string();
-        assert_eq!(error, "question 1: kv-index and pointsman answer differently");
+        assert_eq!(error, "query 1: results of kv-index and pointsman differ");
         assert!(agree(&rows(&[1])).is_err());
         assert!(agree(&[]).is_err());
     }

@@ -68,7 +68,7 @@ impl Parity {
     /// Runs every fleet and prints the table.
     pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
         if self.common.take_turns {
-            return Err("--take-turns: a parity run has one caller, and nobody to take turns with".into());
+            return Err("--take-turns: a parity run has a single client".into());
         }
         let prompts = self.common.prompts()?;
         let runtime =
@@ -213,7 +213,7 @@ impl Pair {
         let ours = View { chosen, ranks: ranks.collect::<Result<_, Refusal>>()? };
         let theirs = self.theirs.view(tokens).await?;
         if ours.ranks.iter().map(|row| row.rank).ne(theirs.ranks.iter().map(|row| row.rank)) {
-            return Err("the routers know different ranks".into());
+            return Err("the routers have different ranks".into());
         }
         Ok(Decision { ours, theirs })
     }
@@ -234,7 +234,7 @@ impl Pair {
     /// Lets the engine serve the request, then reports its blocks and its first token to both routers.
     async fn complete_prefill(&mut self, mut booked: Booked) -> Result<Booked, Refusal> {
         let Booked { id, rank, blocks } = &mut booked;
-        let index = self.fleet.index(*rank).ok_or("no rank of the fleet")?;
+        let index = self.fleet.index(*rank).ok_or("the rank is not in the fleet")?;
         self.engines[index].serve(blocks, &mut self.change);
         let (mut events, mut their_events) = (Vec::new(), Vec::new());
         self.ours.encode(*rank, blocks, &self.change, &mut events);

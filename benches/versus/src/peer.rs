@@ -65,10 +65,10 @@ impl Peer {
     /// It rejects its configuration or a worker, or is not ready in time.
     pub async fn start(options: &Replay, event_threads: Option<usize>) -> Result<Self, Refusal> {
         if options.common.policy != Policy::Kv {
-            return Err(format!("the peer has no policy {:?}, only Kv", options.common.policy).into());
+            return Err(format!("dynamo-kv-router has no policy {:?}, only Kv", options.common.policy).into());
         }
         if options.kill_every.is_some() {
-            return Err("the peer has no actors to kill".into());
+            return Err("--kill-every: dynamo-kv-router has no actors".into());
         }
         let block_size = options.common.block_size;
         let workers = Workers { fleet: options.fleet(), block_size, step_tokens_max: &[8_192] };
@@ -166,7 +166,7 @@ impl Peer {
         let response = self.service.core().select_and_reserve(request).await?;
         let cached_tokens = prompt_tokens.saturating_sub(response.effective_prefill_tokens);
         let rank = WorkerRank::new(WorkerId(response.worker_id), response.dp_rank);
-        let handle = response.selection_id.ok_or("a reservation without its id")?;
+        let handle = response.selection_id.ok_or("a reservation without an id")?;
         Ok(Routed { cached_tokens: Some(cached_tokens as u64), ..Routed::new(rank, handle) })
     }
 
@@ -179,7 +179,7 @@ impl Peer {
         if routed.rank == rank {
             Ok(routed.handle)
         } else {
-            Err(format!("{rank} asked, {} booked", routed.rank).into())
+            Err(format!("{rank} was requested, {} was booked", routed.rank).into())
         }
     }
 

@@ -55,7 +55,7 @@ impl FromStr for Pace {
         let pace = text.split_once(':').and_then(|(workers, speedup)| {
             Some(Self { workers: workers.parse().ok().filter(|&workers| workers > 0)?, speedup: speedup.parse().ok()? })
         });
-        pace.ok_or_else(|| format!("{text:?} is no pace such as 8:2"))
+        pace.ok_or_else(|| format!("{text:?} is not a pace such as 8:2"))
     }
 }
 
@@ -153,7 +153,7 @@ impl Simulated {
     fn check(&self, rows: &[Row]) -> Result<(), Box<dyn Error>> {
         let Some(percent_max) = self.ttft_difference_max else { return Ok(()) };
         for row in rows {
-            let ratio = row.ratio(&COLUMNS[0]).ok_or("no pair was run")?;
+            let ratio = row.ratio(&COLUMNS[0]).ok_or("there are no pairs")?;
             let percent = (ratio - 1.0) * 100.0;
             if percent.is_nan() || percent.abs() > percent_max {
                 let workers = row.pace.workers;

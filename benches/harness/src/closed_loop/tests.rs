@@ -73,7 +73,7 @@ impl Target for Strict {
                         assert!(held.remove(&block), "removed an unknown block");
                     }
                 }
-                KvEvent::Cleared => panic!("nobody clears"),
+                KvEvent::Cleared => panic!("the engines never clear"),
             }
         }
         Ok(())

@@ -19,16 +19,16 @@ pub(crate) fn in_parallel<T: Sync, R: Send, E: Send>(
 ) -> Result<Vec<R>, E> {
     let left = Mutex::new(items.iter().enumerate());
     let done: Mutex<Vec<(usize, Result<R, E>)>> = Mutex::new(Vec::with_capacity(items.len()));
-    let next = || left.lock().expect("nobody panics while holding it").next();
+    let next = || left.lock().expect("no thread panics while it holds the lock").next();
     thread::scope(|scope| {
         for _ in 0..jobs.get().min(items.len()) {
             scope.spawn(|| {
                 while let Some((place, item)) = next() {
                     let outcome = work(item);
                     if outcome.is_err() {
-                        left.lock().expect("nobody panics while holding it").by_ref().for_each(drop);
+                        left.lock().expect("no thread panics while it holds the lock").by_ref().for_each(drop);
                     }
-                    done.lock().expect("nobody panics while holding it").push((place, outcome));
+                    done.lock().expect("no thread panics while it holds the lock").push((place, outcome));
                 }
             });
         }

@@ -123,7 +123,7 @@ impl Contender {
         let told = |seeds: &Vec<(&Summary, &str)>| {
             let (run, message) = seeds.first()?;
             let more = if seeds.len() > 1 {
-                format!(", as {} of {} seeds", seeds.len(), self.runs.len())
+                format!(", and {} of {} seeds in total", seeds.len(), self.runs.len())
             } else {
                 String::new()
             };
@@ -223,7 +223,7 @@ pub(crate) mod tests {
         };
         let runs = vec![summary("kv", 1, 1.0), doubtful(2, 9), doubtful(3, 8)];
         let of = Comparison::of_runs(vec![("kv".into(), runs)]);
-        assert_eq!(of.warnings(), ["kv on chat, seed 2, as 2 of 3 seeds: too few requests: 9 were answered"]);
+        assert_eq!(of.warnings(), ["kv on chat, seed 2, and 2 of 3 seeds in total: too few requests: 9 were answered"]);
     }
 
     #[test]

@@ -13,7 +13,7 @@ impl Comparison {
     /// `out` fails.
     pub fn write_text(&self, mut out: impl Write) -> io::Result<()> {
         let Some((first, run)) = self.contenders.first().and_then(|first| Some((first, first.runs.first()?))) else {
-            return writeln!(out, "nothing was compared");
+            return writeln!(out, "there is nothing to compare");
         };
         writeln!(
             out,
@@ -74,7 +74,7 @@ pub(crate) fn ratio(of: &Ratio) -> String {
 
 /// Verdict of a contender with the figures in which it is worse.
 pub(crate) fn judgement(contender: &Contender) -> String {
-    let word = contender.verdict.map_or("cannot be judged", super::Verdict::word);
+    let word = contender.verdict.map_or("has no verdict", super::Verdict::word);
     let worse: Vec<&str> = worse(&contender.ratios).into_iter().map(Figure::title).collect();
     if worse.is_empty() { word.to_owned() } else { format!("{word}, worse in {}", worse.join(", ")) }
 }

@@ -94,7 +94,7 @@ pub enum EventsError {
     #[error("no engine can serve the workload: {0}")]
     Config(#[from] ConfigError),
     /// An engine rejected a request.
-    #[error("an engine refused a request: {0}")]
+    #[error("an engine rejected a request: {0}")]
     Refused(#[from] Refused),
     /// The decoder skipped part of the events, so its figures would not be comparable.
     #[error("the decoder used {used} of {sent} stored blocks, findings {findings:?}")]
@@ -107,7 +107,7 @@ pub enum EventsError {
         findings: Box<Findings>,
     },
     /// The index and the engines hold different numbers of blocks, so the figures would not be comparable.
-    #[error("the index holds {index} blocks at the end, the engines {engines}")]
+    #[error("the index holds {index} blocks at the end, but the engines hold {engines}")]
     Differs {
         /// Number of blocks in the index.
         index: usize,

@@ -56,7 +56,7 @@ fn decoded_batches_match_the_engine() {
         let config =
             WireConfig { rank: id, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
         let mut decoder = Decoder::new(config);
-        engine.reset_cache().expect("nobody uses it");
+        engine.reset_cache().expect("no request holds blocks");
         let mut decoded: Vec<RouterEvent> = Vec::new();
         for (request, prompt) in (0..).zip(&prompts) {
             engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("it fits");

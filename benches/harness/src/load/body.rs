@@ -61,7 +61,7 @@ pub enum ExtraError {
     #[error("must be a JSON object: {0}")]
     Json(#[from] serde_json::Error),
     /// A field is reserved.
-    #[error("{0} is set by other flags")]
+    #[error("{0} is set by another flag")]
     Field(&'static str),
 }
 
@@ -92,7 +92,7 @@ pub struct Form {
 
 /// A request body could not be serialized.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write a request: {0}")]
+#[error("cannot serialize a request: {0}")]
 pub struct BodyError(#[from] serde_json::Error);
 
 #[derive(Serialize)]
@@ -251,7 +251,7 @@ mod tests {
         for (text, expected) in [
             ("[1]", "must be a JSON object"),
             ("{", "must be a JSON object"),
-            ("{\"stream\": false}", "stream is set by other flags"),
+            ("{\"stream\": false}", "stream is set by another flag"),
         ] {
             let error = text.parse::<Extra>().expect_err(text).to_string();
             assert!(error.contains(expected), "{error}");

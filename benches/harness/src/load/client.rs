@@ -56,13 +56,13 @@ pub struct Target<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The URL is invalid.
-    #[error("{0:?} is no URL such as http://127.0.0.1:8000")]
+    #[error("{0:?} is not a URL such as http://127.0.0.1:8000")]
     Url(String),
     /// The key has invalid characters.
-    #[error("the key is not of visible ASCII")]
+    #[error("the key contains other than visible ASCII characters")]
     ApiKey,
     /// The header name is invalid.
-    #[error("{0:?} is no name of a header")]
+    #[error("{0:?} is not a valid header name")]
     Header(String),
     /// The system's root certificates cannot be read.
     #[error("cannot read the system's certificates: {0}")]
@@ -87,7 +87,7 @@ pub enum Failure {
         code: Option<String>,
     },
     /// The response is no event stream.
-    #[error("the answer is no event stream")]
+    #[error("the response is not an event stream")]
     NotStreamed,
     /// The request timed out.
     #[error("not answered within {} s", .0.as_secs())]
@@ -96,19 +96,19 @@ pub enum Failure {
     #[error("the stream ended without [DONE]")]
     Truncated,
     /// The stream contained no token.
-    #[error("no token came")]
+    #[error("the stream contained no token")]
     NoToken,
     /// The stream contained an error.
-    #[error("an error in the stream{}", in_brackets(.0.as_deref()))]
+    #[error("error in the stream{}", in_brackets(.0.as_deref()))]
     InStream(Option<String>),
     /// The stream contained an invalid chunk.
-    #[error("an event is no chunk of an answer")]
+    #[error("an event is not a valid chunk")]
     Chunk,
     /// An event exceeded the maximum size.
-    #[error("an event is too long")]
+    #[error("an event exceeds the maximum size")]
     EventTooLong,
     /// The answer exceeded the maximum length.
-    #[error("the answer does not end")]
+    #[error("the answer exceeds the maximum length")]
     Endless,
 }
 
@@ -194,7 +194,7 @@ impl Client {
     #[must_use]
     pub fn ranks(&self) -> u32 {
         let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
-        u32::try_from(ranks.len()).expect("few ranks are told apart")
+        u32::try_from(ranks.len()).expect("the number of ranks is limited")
     }
 
     /// Sends `body` and reads the response to its end, with times from `clock`.
@@ -236,7 +236,7 @@ impl Client {
         let value = headers.get(self.rank_header.as_ref()?)?.as_bytes();
         let mut ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
         if !ranks.contains_key(value) && ranks.len() < RANKS_MAX {
-            let next = u32::try_from(ranks.len()).expect("few ranks are told apart");
+            let next = u32::try_from(ranks.len()).expect("the number of ranks is limited");
             ranks.insert(value.to_vec(), next);
         }
         ranks.get(value).copied()

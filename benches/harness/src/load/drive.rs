@@ -141,7 +141,7 @@ where
 }
 
 async fn place(places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
-    Arc::clone(places).acquire_owned().await.expect("nobody closes it")
+    Arc::clone(places).acquire_owned().await.expect("the semaphore is never closed")
 }
 
 /// Prepares bodies in order on threads that may block. Drops `begin` when the limit of prepared bodies is reached.
@@ -160,7 +160,7 @@ async fn write(
         let pages = u32::try_from(pages).unwrap_or(pages_max).min(pages_max);
         let is_full = ahead.capacity() == 0 || memory.available_permits() < pages as usize;
         drop(begin.take_if(|_| is_full));
-        let memory = Arc::clone(&memory).acquire_many_owned(pages).await.expect("nobody closes it");
+        let memory = Arc::clone(&memory).acquire_many_owned(pages).await.expect("the semaphore is never closed");
         let (due_us, prompt_tokens, form) = (request.arrival_us, request.prompt_tokens(), Arc::clone(&form));
         let body = spawn_blocking(move || form.write(&request)).await.expect("writing does not panic")?;
         if ahead.send(Ready { index, due_us, prompt_tokens, body, memory }).await.is_err() {

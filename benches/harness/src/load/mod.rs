@@ -119,7 +119,7 @@ pub enum LoadError {
     #[error("the steps end before the first request is due")]
     NothingDue,
     /// All requests would belong to the warm-up.
-    #[error("warmup takes all of {requests} requests")]
+    #[error("warmup covers all {requests} requests")]
     OnlyWarmup {
         /// Number of requests.
         requests: usize,

@@ -44,13 +44,13 @@ pub struct Steps(Vec<Step>);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepsError {
     /// A step has no valid form.
-    #[error("{0:?} is no rate and time such as 10:30s")]
+    #[error("{0:?} is not a rate and time such as 10:30s")]
     Form(String),
     /// The rate is invalid.
     #[error("{0}")]
     Rate(String),
     /// The duration is invalid.
-    #[error("{0:?} is no time such as 500ms, 30s or 2m")]
+    #[error("{0:?} is not a time such as 500ms, 30s or 2m")]
     Time(String),
 }
 
@@ -68,7 +68,7 @@ impl FromStr for Steps {
 
 fn rate(text: &str) -> Result<f64, String> {
     let rate = text.trim().parse().ok().filter(|rate| (1e-6..=1e6).contains(rate));
-    rate.ok_or_else(|| format!("{text:?} is no rate from 0.000001 to 1000000 requests a second"))
+    rate.ok_or_else(|| format!("{text:?} is not a rate from 0.000001 to 1000000 requests per second"))
 }
 
 fn time_us(text: &str) -> Result<f64, StepsError> {
@@ -202,11 +202,11 @@ mod tests {
     #[test]
     fn invalid_steps_are_rejected() {
         for (text, expected) in [
-            ("10", "\"10\" is no rate and time such as 10:30s"),
-            ("0:10s", "\"0\" is no rate"),
-            ("10:5", "\"5\" is no time"),
-            ("10:-5s", "\"-5s\" is no time"),
-            ("10:5s,", "\"\" is no rate and time"),
+            ("10", "\"10\" is not a rate and time such as 10:30s"),
+            ("0:10s", "\"0\" is not a rate"),
+            ("10:5", "\"5\" is not a time"),
+            ("10:-5s", "\"-5s\" is not a time"),
+            ("10:5s,", "\"\" is not a rate and time"),
         ] {
             let error = text.parse::<Steps>().expect_err(text).to_string();
             assert!(error.starts_with(expected), "{text}: {error}");

@@ -236,14 +236,11 @@ mod tests {
         for (stream, expected) in [
             ("data: {\"choices\":[{\"text\":\"x\"}]}\n\n", "the stream ended without [DONE]"),
             ("data: [DONE]", "the stream ended without [DONE]"),
-            ("data: [DONE]\n\n", "no token came"),
-            ("data: x\n\n", "an event is no chunk of an answer"),
-            ("data: {\"error\":{\"code\":\"overloaded\"}}\n\n", "an error in the stream (overloaded)"),
-            (
-                "data: {\"error\":{\"type\":\"server_error\",\"code\":null}}\n\n",
-                "an error in the stream (server_error)",
-            ),
-            ("data: {\"error\":7}\n\n", "an error in the stream"),
+            ("data: [DONE]\n\n", "the stream contained no token"),
+            ("data: x\n\n", "an event is not a valid chunk"),
+            ("data: {\"error\":{\"code\":\"overloaded\"}}\n\n", "error in the stream (overloaded)"),
+            ("data: {\"error\":{\"type\":\"server_error\",\"code\":null}}\n\n", "error in the stream (server_error)"),
+            ("data: {\"error\":7}\n\n", "error in the stream"),
         ] {
             assert_eq!(read([stream.as_bytes()]).expect_err(stream).to_string(), expected);
         }

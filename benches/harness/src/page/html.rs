@@ -118,7 +118,7 @@ fn warnings(html: &mut String, comparison: &Comparison) -> fmt::Result {
     if warnings.is_empty() {
         return Ok(());
     }
-    html.push_str("<div class=\"warnings\"><strong>Why to doubt these figures</strong><ul>\n");
+    html.push_str("<div class=\"warnings\"><strong>Validity warnings</strong><ul>\n");
     for warning in warnings {
         writeln!(html, "<li>{}</li>", Escaped(&warning))?;
     }
@@ -134,7 +134,7 @@ fn policies(html: &mut String, comparison: &Comparison) -> fmt::Result {
     }
     html.push_str("</tr>\n");
     for (which, contender) in comparison.contenders.iter().enumerate() {
-        let verdict = if which == 0 { "others compare to it".to_owned() } else { judgement(contender) };
+        let verdict = if which == 0 { "reference of the comparison".to_owned() } else { judgement(contender) };
         let (key, name) = (plot::key(which), Escaped(&contender.name));
         write!(html, "<tr><td>{key}{name}<small>{}</small></td>", Escaped(&verdict))?;
         for figure in Figure::ALL {

@@ -35,7 +35,7 @@ pub enum InputError {
         path: PathBuf,
     },
     /// A file contains no results.
-    #[error("{path} holds no results of runs: {source}")]
+    #[error("{path} contains no results: {source}")]
     Json {
         /// Path of the file.
         path: PathBuf,
@@ -203,8 +203,8 @@ mod tests {
     fn files_without_results_are_rejected_by_name() {
         for (name, text, words) in [
             ("d", "{}", "schema_version is 0"),
-            ("e", "nothing", "holds no results"),
-            ("f", r#"{"schema_version":1}"#, "holds no results"),
+            ("e", "nothing", "contains no results"),
+            ("f", r#"{"schema_version":1}"#, "contains no results"),
             ("g", "", "no results in the files"),
         ] {
             let path = file(name, text);

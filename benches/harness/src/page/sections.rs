@@ -26,7 +26,7 @@ pub(super) fn plots(html: &mut String, comparison: &Comparison) -> Result<(), Ht
         })
         .collect();
     if plotted.is_empty() {
-        html.push_str("<p>No plots: these results were made without <code>--series</code>.</p>\n");
+        html.push_str("<p>No plots: these results were created without <code>--series</code>.</p>\n");
         return Ok(());
     }
     legend(html, &plotted)?;

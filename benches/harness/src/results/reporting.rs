@@ -43,7 +43,7 @@ impl Default for Reporting {
 #[derive(Debug, thiserror::Error)]
 pub enum ReportingError {
     /// There are warnings under `--strict`.
-    #[error("no figures, for --strict wants none with warnings: {}", .0.join("; "))]
+    #[error("--strict rejects figures with warnings: {}", .0.join("; "))]
     Doubtful(Vec<String>),
     /// Writing failed.
     #[error("cannot write the figures: {0}")]
@@ -53,7 +53,7 @@ pub enum ReportingError {
 fn positive_ms(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(ms) if ms.is_finite() && ms > 0.0 => Ok(ms),
-        Ok(_) | Err(_) => Err(format!("{text} is no time in ms above 0")),
+        Ok(_) | Err(_) => Err(format!("{text} is not a time above 0 ms")),
     }
 }
 

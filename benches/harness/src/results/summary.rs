@@ -102,7 +102,7 @@ pub struct Summary {
 #[derive(Debug, thiserror::Error)]
 pub enum SummaryError {
     /// Invalid JSON or a missing figure.
-    #[error("no summary of a run: {0}")]
+    #[error("invalid summary: {0}")]
     Json(#[from] serde_json::Error),
     /// Another version of the JSON form.
     #[error("schema_version is {found}, this program reads {SCHEMA_VERSION}")]

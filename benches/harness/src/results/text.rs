@@ -39,7 +39,7 @@ impl Summary {
         }
         writeln!(
             out,
-            "  hit rate       {:>10} of prompt tokens, {} within reach",
+            "  hit rate       {:>10} of prompt tokens, {} reachable",
             percent(self.hit_rate),
             percent(self.reachable_hit_rate)
         )?;
@@ -104,7 +104,7 @@ mod tests {
         for line in [
             "kv on chat: 2 workers of 1 ranks, seed 7, 2 requests after 0 to warm",
             "first token      100.0 ms mean, 100.0 ms p50, 100.0 ms p90, 100.0 ms p99",
-            "hit rate           50.0 % of prompt tokens, 60.0 % within reach",
+            "hit rate           50.0 % of prompt tokens, 60.0 % reachable",
             "predicted           9.1 % off the first token's time on average, bias -9.0 ms, over 2 requests",
             "goodput              3.28 requests a second, 100.0 % of all, within 2000 ms to the first token",
         ] {

@@ -98,7 +98,7 @@ fn index_not_consulted(requests: &[RequestRecord]) -> Option<String> {
     } else if predicted.is_empty() {
         Some("the index was not consulted: no decision came with a prediction of cached tokens".to_owned())
     } else if there > 0 {
-        Some(format!("the index knew of nothing: no cached token was ever predicted, though {there} were there"))
+        Some(format!("the index was empty: no cached token was predicted, although {there} were cached"))
     } else {
         None
     }
@@ -112,9 +112,9 @@ fn cache_never_warmed(requests: &[RequestRecord]) -> Option<String> {
     }
     let reachable: u64 = requests.iter().filter_map(|request| request.reachable_tokens).sum();
     Some(if reachable > 0 {
-        format!("caches were never used: engines found no token cached, though {reachable} were within reach")
+        format!("caches were never used: engines found no token cached, although {reachable} were reachable")
     } else {
-        "caches never warmed: engines found no token cached, and none was within reach; prompts may share no prefix"
+        "caches never warmed: engines found no token cached, and none was reachable; prompts may share no prefix"
             .to_owned()
     })
 }
@@ -192,8 +192,8 @@ fn queue_growing(requests: &[RequestRecord], ended_us: u64) -> Option<String> {
     });
     let (_, early, late) = growing.max_by(|one, other| one.0.total_cmp(&other.0))?;
     Some(format!(
-        "the queue grew for a third of the run, from {early:.1} to {late:.1} requests that waited for their first token; \
-         more was offered than the fleet can serve, so times depend on how long that went on"
+        "the queue grew for a third of the run, from {early:.1} to {late:.1} waiting requests; \
+         the load exceeds the capacity of the fleet, so times depend on its duration"
     ))
 }
 
@@ -228,7 +228,7 @@ mod tests {
         let zero = |_, sound| RequestRecord { predicted_cached_tokens: Some(0), ..sound };
         assert_eq!(fired_by(zero), [Gate::IndexNotConsulted]);
         let together = |_, sound| RequestRecord { reachable_tokens: Some(0), ..zero(0, sound) };
-        assert_eq!(fired_by(together), [], "what came together was nowhere when it was placed");
+        assert_eq!(fired_by(together), [], "simultaneous requests find no cached blocks");
         let blind = Facts { consults_index: false, ..facts() };
         assert_eq!(fired(&thousand(without), &blind), []);
         let once = |number, sound| if number == 7 { sound } else { zero(number, sound) };
@@ -239,12 +239,16 @@ mod tests {
     fn caches_without_hits_are_reported_with_reachable_tokens() {
         let cold =
             |reachable| move |_, sound| RequestRecord { cached_tokens: Some(0), reachable_tokens: reachable, ..sound };
-        for (reachable, words) in [(Some(600), "600000 were within reach"), (None, "none was within reach")] {
+        for (reachable, words) in [(Some(600), "600000 were reachable"), (None, "none was reachable")] {
             let warnings = warnings(&thousand(cold(reachable)), &facts());
             assert_eq!(warnings.len(), 1, "{warnings:?}");
             assert!(warnings[0].gate == Gate::CacheNeverWarmed && warnings[0].message.contains(words), "{warnings:?}");
         }
-        assert_eq!(fired_by(|_, sound| RequestRecord { cached_tokens: None, ..sound }), [], "nobody could see");
+        assert_eq!(
+            fired_by(|_, sound| RequestRecord { cached_tokens: None, ..sound }),
+            [],
+            "cached tokens are not observable"
+        );
     }
 
     #[test]

@@ -187,12 +187,12 @@ impl FromStr for EngineSpec {
             None => number(range)?..=number(range)?,
         };
         if workers.is_empty() || workers.contains(&0) {
-            return Err(format!("workers {range:?} are none; they count from 1"));
+            return Err(format!("workers {range:?} are empty or contain 0; they count from 1"));
         }
         let mut figures = EngineFigures::default();
         for pair in given.split(',') {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("no '=' in {pair:?}"))?;
-            let figure = figures.named(name).ok_or_else(|| format!("no figure {name:?} that workers differ in"))?;
+            let figure = figures.named(name).ok_or_else(|| format!("unknown figure {name:?} of a worker"))?;
             *figure = Some(value.parse().map_err(|error| format!("{name} {value:?}: {error}"))?);
         }
         Ok(Self { workers, figures })
@@ -225,7 +225,10 @@ impl FleetArguments {
     pub fn setup(&self, router: RouterSetup, warmup_requests: usize) -> Result<Setup, SimulateError> {
         let event_delay_us = self.event_delay_ms * 1e3;
         if !(0.0..=1e12).contains(&event_delay_us) {
-            return Err(SimulateError::Setup(format!("events cannot take {} ms", self.event_delay_ms)));
+            return Err(SimulateError::Setup(format!(
+                "event_delay_ms is {}, must be 0 to 1000000000",
+                self.event_delay_ms
+            )));
         }
         Ok(Setup {
             fleet: self.fleet(),

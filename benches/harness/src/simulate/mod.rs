@@ -98,7 +98,7 @@ pub enum SimulateError {
         reason: Refusal,
     },
     /// The router chose a rank that does not exist.
-    #[error("{target} sent request {request} to {rank}, which is no rank of the fleet")]
+    #[error("{target} placed request {request} on {rank}, which is not in the fleet")]
     UnknownRank {
         /// Name of the router.
         target: &'static str,

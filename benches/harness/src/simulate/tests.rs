@@ -333,7 +333,7 @@ impl Target for Broken {
 fn broken_routers_are_reported_as_errors() {
     for (broken, expected) in [
         (Broken::Silent, "broken leaves 1 requests unplaced over idle engines"),
-        (Broken::Lost, "broken sent request 0 to 9/0, which is no rank"),
+        (Broken::Lost, "broken placed request 0 on 9/0, which is not in the fleet"),
         (Broken::Leaking, "broken holds 1 bookings after the last request has ended"),
     ] {
         let one = workload_of(vec![lone(5_000, 1, 100)]);
@@ -378,9 +378,9 @@ fn invalid_engine_specs_are_rejected_with_a_reason() {
     for (spec, expected) in [
         ("1-2", "no ':'"),
         ("0-3:step-us=1", "count from 1"),
-        ("3-2:step-us=1", "are none"),
+        ("3-2:step-us=1", "are empty or contain 0"),
         ("1:step-us", "no '='"),
-        ("1:speed=3", "no figure \"speed\""),
+        ("1:speed=3", "unknown figure \"speed\""),
         ("1:step-us=fast", "step-us \"fast\""),
     ] {
         let said = spec.parse::<cli::EngineSpec>().expect_err(spec);

@@ -106,7 +106,7 @@ impl RunSuite {
         let mut rows = Vec::new();
         for entry in entries.into_iter().filter(|entry| self.only.is_empty() || self.only.contains(&entry.name)) {
             let Some(mut simulate) = entry.simulate(self.trace.as_deref())? else {
-                writeln!(progress_out, "{}: left out, for it takes a --trace", entry.name)
+                writeln!(progress_out, "{}: skipped, because it requires --trace", entry.name)
                     .map_err(ReportingError::Io)?;
                 continue;
             };

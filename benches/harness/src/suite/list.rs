@@ -29,7 +29,7 @@ pub struct Entry {
 #[derive(Debug, thiserror::Error)]
 pub enum ListError {
     /// The list is invalid.
-    #[error("no list of workloads: {0}")]
+    #[error("invalid list of workloads: {0}")]
     Form(#[from] toml::de::Error),
     /// The arguments of an entry are invalid.
     #[error("workload {name}: {source}")]
@@ -40,7 +40,7 @@ pub enum ListError {
         source: clap::Error,
     },
     /// No workload has this name.
-    #[error("no workload is called {name:?}; there are {known}")]
+    #[error("unknown workload {name:?}; known are {known}")]
     Unknown {
         /// The unknown name.
         name: String,

@@ -40,13 +40,13 @@ pub(super) enum ClientError {
     Timeout,
     #[error(transparent)]
     Event(#[from] EventTooLong),
-    #[error("an event is not what was expected: {0}")]
+    #[error("an event is not the expected JSON: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("the stream has an error in it")]
+    #[error("the stream contains an error")]
     InStream,
     #[error("the stream ended without {0}")]
     Short(&'static str),
-    #[error("the answer cannot be read: {0}")]
+    #[error("cannot read the response: {0}")]
     Unreadable(String),
 }
 
@@ -245,10 +245,10 @@ impl ChatStream {
 
     fn end(self) -> Result<Answer, ClientError> {
         if self.last_content.is_none() {
-            return Err(ClientError::Short("any content"));
+            return Err(ClientError::Short("content"));
         }
         if !self.has_usage {
-            return Err(ClientError::Short("its usage"));
+            return Err(ClientError::Short("usage"));
         }
         if !self.is_done {
             return Err(ClientError::Short("[DONE]"));

@@ -60,7 +60,7 @@ pub(super) async fn drive(workload: &Arc<Workload>, target: &Target, progress: &
             biased;
             ended = clients.join_next() => match ended {
                 Some(Ok(driven)) => all.add(driven),
-                Some(Err(error)) => all.complain(format!("a client died: {error}")),
+                Some(Err(error)) => all.complain(format!("a client task failed: {error}")),
                 None => break,
             },
             _ = ticks.tick() => progress.show(label, done.load(Ordering::Relaxed), planned),
@@ -154,6 +154,6 @@ mod tests {
         let driven = driven(Faults { status_share: 1.0, status: 503, ..Faults::default() }).await;
         assert!(driven.answers.is_empty());
         assert_eq!(driven.reasons.len(), 1, "{:?}", driven.reasons);
-        assert!(driven.reasons[0].contains("503") && driven.reasons[0].contains("a fault on demand"));
+        assert!(driven.reasons[0].contains("503") && driven.reasons[0].contains("injected fault"));
     }
 }

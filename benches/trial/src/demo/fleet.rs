@@ -134,7 +134,7 @@ impl<G: DemoGateway> Fleet<G> {
             }
             if Instant::now() > deadline {
                 let doubts: Vec<String> = sources.into_iter().filter_map(|source| source.doubt).collect();
-                return Err(format!("{live} of {ranks} ranks are read; {}", doubts.join("; ")));
+                return Err(format!("the events of {live} of {ranks} ranks are read; {}", doubts.join("; ")));
             }
             sleep(READY_POLL).await;
         }

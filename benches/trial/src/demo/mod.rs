@@ -109,16 +109,16 @@ pub enum DemoError {
     #[error("{0}")]
     Config(String),
     /// An engine failed to start.
-    #[error("an engine does not start: {0}")]
+    #[error("cannot start an engine: {0}")]
     Engine(#[from] MockError),
     /// The gateway failed to start.
-    #[error("the gateway does not start: {0}")]
+    #[error("cannot start the gateway: {0}")]
     Gateway(String),
     /// The gateway did not read the KV events of all ranks in time.
     #[error("the gateway is not ready: {0}")]
     NotReady(String),
     /// The metrics of an engine could not be read.
-    #[error("an engine's metrics cannot be read: {0}")]
+    #[error("cannot read an engine's metrics: {0}")]
     Metrics(String),
 }
 

@@ -117,9 +117,7 @@ pub enum ConfigError {
         max: u32,
     },
     /// The longest sequence does not fit into device memory.
-    #[error(
-        "max_model_len {max_model_len} needs {needed} blocks, kv_blocks {kv_blocks} has one less than that to give"
-    )]
+    #[error("max_model_len {max_model_len} needs {needed} blocks, kv_blocks {kv_blocks} provides one less than that")]
     SequenceTooLong {
         /// Maximum sequence length in tokens.
         max_model_len: u32,

@@ -49,7 +49,7 @@ pub enum Refused {
     #[error("request {0} has an empty prompt")]
     EmptyPrompt(u64),
     /// The request allows no output tokens.
-    #[error("request {0} asks for no output")]
+    #[error("request {0} allows no output tokens")]
     NoOutput(u64),
     /// The prompt leaves no room for output.
     #[error("request {id} has a prompt of {prompt_tokens} tokens, not fewer than max_model_len {max_model_len}")]
@@ -62,7 +62,7 @@ pub enum Refused {
         max_model_len: u32,
     },
     /// A request with this id has not ended yet.
-    #[error("request {0} is here already")]
+    #[error("request {0} has not ended yet")]
     DuplicateId(u64),
 }
 

@@ -147,7 +147,7 @@ impl MockConfig {
         let mut names: Vec<&str> = self.loras.iter().chain([&self.model]).map(String::as_str).collect();
         names.sort_unstable();
         if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(format!("two models are called {:?}", twice[0]));
+            return Err(format!("model name {:?} is used twice", twice[0]));
         }
         if names[0].is_empty() {
             return Err("a model has an empty name".to_owned());
@@ -193,7 +193,7 @@ impl EventFormat {
     /// Binary hashes with an SGLang dialect.
     pub fn validate(self) -> Result<(), String> {
         if self.binary_hashes && self.dialect.is_sglang() {
-            return Err("binary_hashes is true: only the vLLM dialects have them".to_owned());
+            return Err("binary_hashes is true: only the vLLM dialects support it".to_owned());
         }
         Ok(())
     }
@@ -227,7 +227,7 @@ mod tests {
             (refused(|config| config.time_scale = -1.0), "time_scale is -1"),
             (refused(|config| config.time_scale = f64::NAN), "time_scale is NaN"),
             (refused(|config| config.replay_messages_max = usize::MAX), "replay_messages_max is 1844"),
-            (refused(|config| config.loras = vec!["mock".to_owned()]), "two models are called \"mock\""),
+            (refused(|config| config.loras = vec!["mock".to_owned()]), "model name \"mock\" is used twice"),
             (refused(|config| config.model = String::new()), "a model has an empty name"),
             (refused(|config| config.faults.drop_share = 2.0), "drop_share is 2"),
             (refused(|config| config.step_tokens_max = 10), "step_tokens_max is 10"),

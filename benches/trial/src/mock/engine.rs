@@ -220,7 +220,7 @@ impl Engine {
         let chosen = config.port == 0;
         config.port = port_of(&http)?;
         let offset = |base: u16, offset: u16| {
-            let too_high = || MockError::Config(format!("port {base} leaves no room for one {offset} above it"));
+            let too_high = || MockError::Config(format!("port {base} leaves no room for a port {offset} above it"));
             base.checked_add(offset).ok_or_else(too_high)
         };
         let event_port = match config.event_port {
@@ -373,7 +373,7 @@ fn listen_all(host: IpAddr, first: Option<u16>, count: u16) -> Result<Vec<TcpLis
 }
 
 fn port_of(listeners: &[TcpListener]) -> Result<u16, MockError> {
-    let first = listeners.first().expect("at least one was asked for");
+    let first = listeners.first().expect("at least one port is requested");
     first.local_addr().map(|address| address.port()).map_err(|error| MockError::Serve(error.to_string()))
 }
 

@@ -177,7 +177,7 @@ mod tests {
         let mut publisher = Publisher::new(0, 4);
         let sent = published(&mut publisher, 10, &board(Faults::default()));
         assert_eq!(sequences(&sent), (0..10).collect::<Vec<_>>());
-        assert_eq!(publisher.replay(0), sent[6..], "what the ring lost is lost");
+        assert_eq!(publisher.replay(0), sent[6..], "replay starts at the oldest message in the ring");
         assert_eq!(publisher.replay(8), sent[8..]);
         assert_eq!(publisher.replay(10), []);
         assert_eq!(publisher.replay(u64::MAX), []);

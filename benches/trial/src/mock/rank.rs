@@ -36,7 +36,7 @@ const LAG_MAX: Duration = Duration::from_millis(200);
 pub(crate) enum NotTaken {
     #[error(transparent)]
     Refused(#[from] Refused),
-    #[error("{REQUESTS_MAX} requests wait already")]
+    #[error("{REQUESTS_MAX} requests are already queued")]
     Full,
     #[error("the engine restarts")]
     Stopped,

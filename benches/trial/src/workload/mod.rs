@@ -99,7 +99,7 @@ impl Workload {
     /// `factor` is not a positive finite number.
     #[must_use]
     pub fn sped_up(mut self, factor: f64) -> Self {
-        assert!(factor.is_finite() && factor > 0.0, "a workload cannot be sped up by {factor}");
+        assert!(factor.is_finite() && factor > 0.0, "speed-up is {factor}, must be positive and finite");
         for request in &mut self.requests {
             request.arrival_us = (request.arrival_us as f64 / factor).round() as u64;
         }

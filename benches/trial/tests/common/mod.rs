@@ -243,7 +243,7 @@ impl Rebuilt {
                         Known { parent, tokens: tokens.to_vec(), lora_name: lora_name.clone(), cache_salt, copies: 1 };
                     let held = held.entry(hash).or_insert(Known { copies: 0, ..known.clone() });
                     held.copies += 1;
-                    assert_eq!(Known { copies: 1, ..held.clone() }, known, "a name stands for one block: {event}");
+                    assert_eq!(Known { copies: 1, ..held.clone() }, known, "a hash identifies one block: {event}");
                     parent = Some(hash);
                 }
             }
@@ -251,7 +251,7 @@ impl Rebuilt {
                 let medium = text(&at("medium", 2)).expect("a medium");
                 for hash in hashes() {
                     let medium = self.by_medium.get_mut(&medium).expect("something was stored there");
-                    let held = medium.get_mut(&hash).unwrap_or_else(|| panic!("removed what was not held: {event}"));
+                    let held = medium.get_mut(&hash).unwrap_or_else(|| panic!("a removed block was not held: {event}"));
                     held.copies -= 1;
                     if held.copies == 0 {
                         medium.remove(&hash);

@@ -62,7 +62,7 @@ pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRej
             tokenizer::tokenize(&tokenizer::chat_text(lines))
         }
         (None, None) | (Some(_), Some(_)) => {
-            return answer::error(StatusCode::BAD_REQUEST, "give either prompt or messages");
+            return answer::error(StatusCode::BAD_REQUEST, "either prompt or messages is required");
         }
     };
     let max_model_len = engine.config.model_len_max();
@@ -73,7 +73,7 @@ pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRej
 pub(super) async fn server_info(State(engine): Shared) -> Response {
     let config = &engine.config;
     if config.no_server_info {
-        return answer::error(StatusCode::NOT_FOUND, "there is no /server_info");
+        return answer::error(StatusCode::NOT_FOUND, "/server_info is disabled");
     }
     let host = if config.host.is_unspecified() { "*".to_owned() } else { config.host.to_string() };
     Json(json!({

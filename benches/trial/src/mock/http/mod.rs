@@ -126,11 +126,11 @@ fn routes(engine: Arc<Engine>) -> Router {
 }
 
 async fn unknown(request: Request) -> Response {
-    answer::error(StatusCode::NOT_FOUND, &format!("there is no {}", request.uri().path()))
+    answer::error(StatusCode::NOT_FOUND, &format!("{} does not exist", request.uri().path()))
 }
 
 async fn wrong_method(method: Method, request: Request) -> Response {
-    answer::error(StatusCode::METHOD_NOT_ALLOWED, &format!("{} does not take {method}", request.uri().path()))
+    answer::error(StatusCode::METHOD_NOT_ALLOWED, &format!("{} does not support {method}", request.uri().path()))
 }
 
 /// Applies the current faults to a request.
@@ -159,8 +159,7 @@ async fn suffer(State(engine): Shared, connection: Extension<Connection>, reques
     }
     if strikes(Fault::Status, set.status_share) {
         let status = StatusCode::from_u16(set.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        return (status, axum::Json(json!({ "error": answer::error_body(status, "a fault on demand") })))
-            .into_response();
+        return (status, axum::Json(json!({ "error": answer::error_body(status, "injected fault") }))).into_response();
     }
     next.run(request).await
 }

@@ -89,13 +89,13 @@ impl Common {
     /// Rejects values that a mock engine does not support.
     pub(super) fn validate(&self) -> Result<(), String> {
         if self.n.is_some_and(|n| n != 1) {
-            return Err(format!("n is {}: there is one choice a request", self.n.unwrap_or_default()));
+            return Err(format!("n is {}: only one choice is supported", self.n.unwrap_or_default()));
         }
         if self.output_tokens_max() == 0 {
             return Err("max_tokens is 0: at least one token is generated".to_owned());
         }
         if self.cache_salt.as_ref().is_some_and(String::is_empty) {
-            return Err("cache_salt is empty: leave it out or give it a value".to_owned());
+            return Err("cache_salt is empty: omit it or set a value".to_owned());
         }
         Ok(())
     }
@@ -135,7 +135,7 @@ impl Message {
 pub(super) fn parsed<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -> Result<T, Box<Response>> {
     let body = body.map_err(|error| Box::new(answer::error(error.status(), &error.body_text())))?;
     serde_json::from_slice(&body).map_err(|error| {
-        let message = format!("the body is not the JSON that is expected: {error}");
+        let message = format!("the body is not the expected JSON: {error}");
         Box::new(answer::error(StatusCode::BAD_REQUEST, &message))
     })
 }

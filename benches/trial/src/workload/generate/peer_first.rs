@@ -56,7 +56,7 @@ impl PeerFirst {
         check_lengths(&[("input_tokens", input_tokens.into(), 2)], 1)?;
         check_lengths(&[("output_tokens", output_tokens.into(), 2)], 1)?;
         if !(0.0..=1.0).contains(&prefix_share) || !(0.0..1.0).contains(&vary) || prefix_share + vary > 1.0 {
-            return Err(format!("prefix_share {prefix_share} and vary {vary} leave no prompts longer than prefixes"));
+            return Err(format!("prefix_share {prefix_share} and vary {vary} leave no prompt longer than its prefix"));
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use crate::workload::{LENGTH_MAX, REQUESTS_MAX, Rng};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
     /// Unknown generator.
-    #[error("no workload is called {name:?}; there are {}", known.join(", "))]
+    #[error("unknown workload {name:?}; known are {}", known.join(", "))]
     Name {
         /// The unknown name.
         name: String,
@@ -22,7 +22,7 @@ pub enum SettingsError {
         known: Vec<&'static str>,
     },
     /// A setting without a value.
-    #[error("{workload}: {setting:?} is no setting=value")]
+    #[error("{workload}: {setting:?} is not of the form setting=value")]
     Form {
         /// Name of the generator.
         workload: String,
@@ -30,7 +30,7 @@ pub enum SettingsError {
         setting: String,
     },
     /// Unknown setting.
-    #[error("{workload} has no setting {setting:?}; it has {}", known.join(", "))]
+    #[error("{workload} has no setting {setting:?}; known are {}", known.join(", "))]
     Setting {
         /// Name of the generator.
         workload: String,
@@ -40,7 +40,7 @@ pub enum SettingsError {
         known: Vec<String>,
     },
     /// Invalid value of a setting.
-    #[error("{workload}: {setting} cannot be {value:?}: {reason}")]
+    #[error("{workload}: {setting} is {value:?}: {reason}")]
     Value {
         /// Name of the generator.
         workload: String,
@@ -98,7 +98,7 @@ impl From<RangeInclusive<u32>> for Span {
     /// # Panics
     /// The range is empty.
     fn from(range: RangeInclusive<u32>) -> Self {
-        assert!(!range.is_empty(), "a range from {} to {} is empty", range.start(), range.end());
+        assert!(!range.is_empty(), "the range from {} to {} is empty", range.start(), range.end());
         Self { min: *range.start(), max: *range.end() }
     }
 }
@@ -122,9 +122,9 @@ impl TryFrom<Value> for Span {
         let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let (min, max) = text.split_once('-').unwrap_or((&text, &text));
         let (Ok(min), Ok(max)) = (min.parse::<u32>(), max.parse::<u32>()) else {
-            return Err("must be a whole number, or two of them such as 32-768".to_owned());
+            return Err("must be a whole number or a range such as 32-768".to_owned());
         };
-        if min > max { Err("ends before it begins".to_owned()) } else { Ok(Self { min, max }) }
+        if min > max { Err("the minimum exceeds the maximum".to_owned()) } else { Ok(Self { min, max }) }
     }
 }
 
@@ -197,7 +197,7 @@ pub(super) fn check_rate(rate: f64) -> Checked {
     if rate.is_finite() && (1e-6..=1e6).contains(&rate) {
         return Ok(());
     }
-    Err(format!("rate is {rate}, must be 0.000001 to 1000000 requests a second"))
+    Err(format!("rate is {rate}, must be 0.000001 to 1000000 requests per second"))
 }
 
 /// Checks the number of requests, given as a product of counts.
@@ -206,7 +206,7 @@ pub(super) fn check_requests(names: &str, counts: &[u32]) -> Checked {
     if (1..=REQUESTS_MAX as u64).contains(&requests) {
         return Ok(());
     }
-    Err(format!("{names} make {requests} requests, must be 1 to {REQUESTS_MAX}"))
+    Err(format!("{names} give {requests} requests, must be 1 to {REQUESTS_MAX}"))
 }
 
 /// Checks the size of a set that every request draws from.
@@ -226,7 +226,7 @@ pub(super) fn check_lengths(lengths: &[(&str, Span, u32)], min: u32) -> Checked 
     let all = lengths.iter().fold(0_u64, |sum, length| sum.saturating_add(longest(length)));
     if all > u64::from(LENGTH_MAX) {
         let names: Vec<_> = lengths.iter().map(|(name, ..)| *name).collect();
-        return Err(format!("{} make prompts of up to {all} tokens, must be at most {LENGTH_MAX}", names.join(", ")));
+        return Err(format!("{} give prompts of up to {all} tokens, must be at most {LENGTH_MAX}", names.join(", ")));
     }
     Ok(())
 }

@@ -174,10 +174,10 @@ mod tests {
         for (line, expected) in [
             (format!("{time},12"), "2 columns, must be 3"),
             (format!("{time},0,3"), "ContextTokens is 0"),
-            (format!("{time},4,x"), "GeneratedTokens \"x\" is no whole number"),
+            (format!("{time},4,x"), "GeneratedTokens is \"x\", must be a whole number"),
             (format!("{time},99999999,1"), "ContextTokens is 99999999, must be 1 to 16777216"),
-            ("2023-13-16 18:17:03,1,1".to_owned(), "TIMESTAMP \"2023-13-16 18:17:03\" is no date"),
-            ("yesterday,1,1".to_owned(), "TIMESTAMP \"yesterday\""),
+            ("2023-13-16 18:17:03,1,1".to_owned(), "TIMESTAMP is \"2023-13-16 18:17:03\", must be a date"),
+            ("yesterday,1,1".to_owned(), "TIMESTAMP is \"yesterday\""),
             ("2023-11-16 18:17:03.,1,1".to_owned(), "TIMESTAMP"),
             ("2023-11-16 18:17:03.é,1,1".to_owned(), "TIMESTAMP"),
         ] {

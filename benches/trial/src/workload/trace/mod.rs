@@ -73,7 +73,7 @@ impl fmt::Display for Format {
 
 /// Unknown format name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no trace format is called {0:?}; there are mooncake, qwen and azure")]
+#[error("unknown trace format {0:?}; known are mooncake, qwen and azure")]
 pub struct UnknownFormat(pub String);
 
 impl FromStr for Format {
@@ -137,13 +137,13 @@ pub enum Rule {
         max: usize,
     },
     /// Workloads have a maximum number of requests.
-    #[error("more than {max} requests; give a limit")]
+    #[error("more than {max} requests; set a limit")]
     Requests {
         /// Maximum number of requests.
         max: usize,
     },
     /// The first line identifies the format.
-    #[error("tells no known format; name it: mooncake, qwen or azure")]
+    #[error("format not detected; specify mooncake, qwen or azure")]
     Format,
     /// A line is a JSON object with the required fields.
     #[error("{0}")]
@@ -171,10 +171,10 @@ pub enum Rule {
         found: usize,
     },
     /// Times are finite numbers from 0 on.
-    #[error("timestamp {0} is no time from 0 on")]
+    #[error("timestamp is {0}, must be a time of at least 0")]
     Time(f64),
     /// Times in tables are dates with a time of day.
-    #[error("TIMESTAMP {0:?} is no date and time such as 2023-11-16 18:17:03.9799600")]
+    #[error("TIMESTAMP is {0:?}, must be a date and time such as 2023-11-16 18:17:03.9799600")]
     Date(String),
     /// Tables have three columns.
     #[error("{0} columns, must be 3: TIMESTAMP,ContextTokens,GeneratedTokens")]
@@ -183,7 +183,7 @@ pub enum Rule {
     #[error("the header is not TIMESTAMP,ContextTokens,GeneratedTokens")]
     Header,
     /// Lengths are whole numbers.
-    #[error("{field} {value:?} is no whole number")]
+    #[error("{field} is {value:?}, must be a whole number")]
     Number {
         /// Name of the field.
         field: &'static str,

@@ -116,7 +116,7 @@ mod tests {
             (GOOD.replace(": 40", ": 49"), "input_length 49 needs 4 hash_ids, found 2"),
             (GOOD.replace(": 40", ": 32"), "input_length 32 needs 2 hash_ids, found 3"),
             (GOOD.replace(": 40", ": 0"), "input_length is 0"),
-            (GOOD.replace("61.114", "-3"), "timestamp -3 is no time"),
+            (GOOD.replace("61.114", "-3"), "timestamp is -3, must be a time"),
             (GOOD.replace("parent_chat_id", "parent"), "missing field `parent_chat_id`"),
         ];
         for (line, expected) in cases {
