@@ -198,12 +198,12 @@ impl fmt::Display for DegradationReason {
             ),
             Self::NoReplay { from } => write!(
                 f,
-                "messages from {from} on were missed and there is no replay socket: start the engine \
+                "events since message {from} were missed and there is no replay socket: start the engine \
                  with a replay endpoint and configure it here"
             ),
             Self::ReaderDied { deaths } => write!(
                 f,
-                "the reader of the stream failed {deaths} times within a minute and is not restarted: remove the \
+                "the reader of the stream died {deaths} times within a minute and is not restarted: remove the \
                  worker and add it again to retry, and report the logged error"
             ),
         }
