@@ -1,9 +1,9 @@
-//! The scheduler actor: the only one that books.
+//! Scheduler actor: the only actor that books requests.
 //!
-//! Owns the [`Schedule`] and performs its effects: fans load queries out, sends Books in decision order, answers
-//! queries. Promises that a batch whose answers do not all come is closed after `load_query_timeout`. Leaves what is
-//! decided to the state machine. Restarted, it starts with the ranks and their boards; what was waiting is answered
-//! as lost, and its callers try again.
+//! Performs the effects of [`Schedule`]: sends load queries, sends Books in decision order, and replies to queries. An
+//! incomplete load query closes after `load_query_timeout`. Decisions are made by the state machine. After a restart
+//! the scheduler starts with the registered ranks and their boards; the replies to waiting requests are lost, and their
+//! callers retry.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -39,68 +39,68 @@ use crate::schedule::{
 };
 use crate::select::{RankConditions, RankOverlap, RankTraits};
 
-/// What the scheduler can be told.
+/// Messages to the scheduler.
 pub(crate) enum SchedulerMsg {
-    /// A request wants a decision.
+    /// A request that needs a decision.
     Decide(Request<RequestContext>),
-    /// Answers to a load query.
+    /// Responses to a load query.
     Loads { batch: u64, answers: Vec<LoadAnswer> },
     /// The timer of load queries has fired.
     Timeout,
-    /// A waiting request's caller has gone.
+    /// The caller of a waiting request has cancelled it.
     Cancel(BookingId),
-    /// A waiting request's overlap, asked for again.
+    /// Result of a repeated overlap query for a waiting request.
     Refreshed { booking: BookingId, overlaps: Vec<RankOverlap> },
-    /// Some rank's load has fallen, or it is `at`: see who need not wait any longer.
+    /// The load of a rank has fallen, or the timer for `at` has fired: re-evaluate waiting requests.
     Wake { at: Option<Timestamp> },
-    /// What waits, class by class?
+    /// Query for the waiting requests of each class.
     Pending(oneshot::Sender<Vec<PendingClass>>),
-    /// Show in metrics what waits. Dropped when that is done or lost.
+    /// Publish the waiting requests as metrics. The value is dropped when that is done or lost.
     ShowQueue(Arc<()>),
-    /// A rank joins.
+    /// Add a rank.
     Admit(SequenceHandle),
-    /// A rank's worker says otherwise of itself.
+    /// Update the traits of a rank from its worker's configuration.
     Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
-    /// A rank gets no new work, and its sequence actor hears so behind the last Book.
+    /// Stop new work for a rank, and send `Drain` to its sequence actor after the last Book.
     Drain { slot: Slot, generation: Generation, ack: Acknowledgement },
-    /// A rank gets new work, or none. Its bookings stay.
+    /// Stop or resume new work for a rank. Its bookings stay.
     Cordon { slot: Slot, generation: Generation, cordoned: bool },
-    /// A rank leaves: nothing is booked on it from here on, and its sequence actor hears so behind the last Book.
+    /// Remove a rank: book nothing more on it, and send `Retire` to its sequence actor after the last Book.
     Retire { slot: Slot, generation: Generation, ack: Acknowledgement },
-    /// What the embedder knows of the ranks has changed. The answer says that it holds from here on.
+    /// The embedder's rank conditions have changed. The reply confirms that they apply from here on.
     Conditions { done: Option<oneshot::Sender<()>> },
     /// The ranks excluded for their health have changed.
     Exclusions,
-    /// A drill: panic, or hold the turn until told to go on.
+    /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// Context of one request at the scheduler: its lease and its reply channel.
 pub(crate) struct RequestContext {
-    /// Present when a booking is wanted.
+    /// Present for a request that books.
     pub(crate) lease: Option<Arc<Lease>>,
     pub(crate) answer: oneshot::Sender<Reply>,
-    /// Its place in the waiting room, given back when it is answered or lost.
+    /// Permit of the waiting room, released when the request has its reply or is lost.
     pub(crate) permit: OwnedSemaphorePermit,
-    /// What its booking will leave in a cache, where that is guessed.
+    /// Speculative entry that the booking creates, if entries are speculative.
     pub(crate) guess: Option<Box<SpeculativePrompt>>,
-    /// Present when its time is measured.
+    /// Present if the phases of the request are measured.
     pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
 }
 
-/// What waits in one class.
+/// Waiting requests of one class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingClass {
-    /// The class.
+    /// Name of the class.
     pub class: String,
-    /// Its requests and their tokens.
+    /// Number of requests and their tokens.
     pub depth: Depth,
-    /// How long the oldest of them has waited.
+    /// Time since the arrival of the oldest request.
     pub oldest_age: Option<Duration>,
 }
 
-/// A rank's sequence actor, as the scheduler knows it.
+/// A rank's sequence actor, with the data to register the rank in the schedule.
 pub(crate) struct SequenceHandle {
     pub(crate) admission: Admission,
     pub(crate) cells: RankCells,
@@ -112,9 +112,9 @@ pub(crate) struct SchedulerDependencies {
     pub(crate) shards: Arc<Shards>,
     pub(crate) speculation: SpeculationSender,
     pub(crate) wake: Arc<WakeFlag>,
-    /// What the embedder knows of the ranks: looked at when told to, so that what was said last holds.
+    /// The embedder's rank conditions. Read on notification, so the latest value applies.
     pub(crate) conditions: Arc<Published<RankConditions>>,
-    /// The ranks excluded for their health: likewise.
+    /// Ranks excluded for their health. Read on notification.
     pub(crate) exclusions: Arc<Published<Exclusions>>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
@@ -168,35 +168,36 @@ impl Continuation<LoadAnswer> for LoadContinuation {
     }
 }
 
-/// The scheduler's state.
+/// State of the scheduler.
 pub(crate) struct Scheduler {
     schedule: Schedule<RequestContext>,
-    /// The shared cells that the schedule reads.
+    /// Shared cells that the schedule reads.
     loads: LiveLoads,
-    /// By slot: whose turn it is, and of which incarnation.
+    /// Generation and strand of each rank's sequence actor, by slot.
     sequences: Vec<Option<(Generation, Arc<Strand<Sequence>>)>>,
     effects: VecDeque<Effect<RequestContext>>,
     replies: SchedulerReplies,
-    /// The batch in flight: since when, and its answers so far.
+    /// Start of the batch in flight, and its responses so far.
     in_flight: Option<(Instant, JoinObserver<LoadAnswer, LoadContinuation>)>,
-    /// One timer at a time; when it fires it goes on for the batch then in flight.
+    /// Whether the single timer is armed. When it fires, it is armed again for a later batch in flight.
     timer_armed: bool,
     load_query_timeout: Duration,
-    /// Whether requests may have to wait.
+    /// Whether any class queues requests.
     queueing: bool,
     queue_meters: Option<QueueMeters>,
-    /// When the earliest timer for waiting requests fires.
+    /// Time of the earliest armed timer for waiting requests.
     wake_at: Option<Timestamp>,
     dependencies: SchedulerDependencies,
     myself: Weak<Strand<Scheduler>>,
 }
 
-/// What callers hear once the scheduler's turn is given back.
+/// Replies delivered after the scheduler's strand is released.
 #[derive(Default)]
 pub(crate) struct SchedulerReplies {
     sequences: Vec<DeferredReplies<SequenceReply>>,
     shards: Vec<DeferredReplies<RadixReply>>,
-    /// Askers' own tokens: the last to go tells the scheduler, so none may go in its strand.
+    /// The sender's own tokens. Dropping the last token sends a message to the scheduler, so tokens are dropped outside
+    /// its strand.
     tokens: Vec<ReplyToken<RankOverlap, RefreshContinuation>>,
     answers: Vec<(RequestContext, Reply)>,
     cancelled: Vec<RequestContext>,
@@ -229,7 +230,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes a rank known. Also used to fill a fresh scheduler before it opens.
+    /// Registers a rank. Also used to fill a new scheduler before its strand opens.
     pub(crate) fn admit(&mut self, sequence_handle: SequenceHandle) {
         let SequenceHandle { admission, cells, strand } = sequence_handle;
         let slot = admission.slot;
@@ -241,19 +242,20 @@ impl Scheduler {
         self.step_schedule(Input::Admit(admission));
     }
 
-    /// Takes over what the embedder knows. Also used to fill a fresh scheduler before it opens.
+    /// Loads the embedder's rank conditions. Also used to fill a new scheduler before its strand opens.
     pub(crate) fn load_conditions(&mut self) {
         let conditions = self.dependencies.conditions.get();
         self.step_schedule(Input::Conditions(conditions));
     }
 
-    /// Takes over which ranks are excluded for their health. Also used to fill a fresh scheduler before it opens.
+    /// Loads the ranks excluded for their health. Also used to fill a new scheduler before its strand opens.
     pub(crate) fn load_exclusions(&mut self) {
         let exclusions = self.dependencies.exclusions.get();
         self.step_schedule(Input::Exclusions(exclusions));
     }
 
-    /// A request whose caller went while the index was asked must not wait: its cancellation has come and gone.
+    /// A request whose caller cancelled during the overlap query must not be queued, because its `Cancel` message has
+    /// already been handled.
     fn on_decide(&mut self, request: Request<RequestContext>) {
         let over = |lease: &Arc<Lease>| lease.state() == LeaseState::Ended;
         if self.queueing && request.context.lease.as_ref().is_some_and(over) {
@@ -290,19 +292,20 @@ impl Scheduler {
         };
         if let Some((_, strand)) = self.sequences.get_mut(slot.index()).filter(here).and_then(Option::take) {
             self.loads.remove(slot);
-            // The message carries the ack: dropping it also notifies the supervisor.
+            // The message carries the acknowledgement: dropping it also notifies the supervisor.
             strand.send(SequenceMsg::Retire(ack)).keep_in(&mut self.replies.sequences);
         }
     }
 
-    /// Closes a batch whose time is up with the answers there are. Late ones only show that a rank lives.
+    /// Closes a timed-out batch with the responses received so far. A late response only clears the timed-out state of
+    /// its rank.
     fn on_timeout(&mut self) {
         self.timer_armed = false;
         let (Some(batch), Some((since, answers))) = (self.schedule.batch_in_flight(), &self.in_flight) else { return };
         if since.elapsed() < self.load_query_timeout {
-            return self.arm_timer(); // a later batch than the one the timer was set for
+            return self.arm_timer(); // the timer was armed for an earlier batch
         }
-        // A complete gather is not late: its `Loads` is in the inbox behind this message, or about to be.
+        // A complete load query is not late: its `Loads` message is already in the inbox or about to arrive.
         if let Some(answers) = answers.take() {
             self.step_schedule(Input::Loads { batch, answers });
         }
@@ -335,7 +338,7 @@ impl Scheduler {
         self.schedule.step(input, &self.loads, self.dependencies.clock.now(), &mut self.effects);
     }
 
-    /// Performs effects until none are left, those that follow from answers that came at once included.
+    /// Performs effects until none are left, including those of responses that arrive inline.
     fn perform(&mut self) -> SchedulerReplies {
         let now = self.dependencies.clock.now();
         while let Some(effect) = self.next_effect(now) {
@@ -359,7 +362,7 @@ impl Scheduler {
                         timestamps.set_decided();
                     }
                     let Some(Some((_, strand))) = self.sequences.get(decision.slot.index()) else { continue };
-                    // Before the Book, so that whoever hears of the booking and asks again finds the guess.
+                    // Sent before the Book, so a query after the booking finds the speculative entry.
                     let claim = guess.and_then(|guess| {
                         let speculation = &self.dependencies.speculation;
                         speculation.routed(&decision, lease.booking(), *guess, &mut self.replies.shards)
@@ -387,7 +390,7 @@ impl Scheduler {
         std::mem::take(&mut self.replies)
     }
 
-    /// The next effect; when there is none and requests wait, looks at the boards once more behind the raised flag.
+    /// The next effect. If there is none and requests wait for load, sets the wake flag and re-reads the boards.
     fn next_effect(&mut self, now: Timestamp) -> Option<Effect<RequestContext>> {
         if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.dependencies.wake.raise()
         {
@@ -396,7 +399,7 @@ impl Scheduler {
         self.effects.pop_front()
     }
 
-    /// Asks the shortlisted ranks. The answers, if all of them came while asking.
+    /// Queries the shortlisted ranks. Returns the responses if all of them arrived inline.
     fn fan_out(&mut self, query: LoadQuery) -> Option<Vec<LoadAnswer>> {
         let now = self.dependencies.clock.now();
         let next =
@@ -416,7 +419,7 @@ impl Scheduler {
         complete
     }
 
-    /// Asks the index again about a waiting request.
+    /// Repeats the overlap query of a waiting request.
     fn ask_shards(&mut self, booking: BookingId, block_hashes: Arc<[BlockHash]>) {
         let next = RefreshContinuation { booking, hashes: block_hashes, scheduler: Weak::clone(&self.myself) };
         let first = ReplyToken::open(0, next);
@@ -440,7 +443,7 @@ impl Scheduler {
         });
     }
 
-    /// Has itself woken when the schedule next wants it, unless it will be before.
+    /// Arms a timer for the next wake of the schedule, unless an earlier one is armed.
     fn arm_wake(&mut self) {
         let Some(at) = self.schedule.next_wake() else { return };
         if self.wake_at.is_some_and(|armed| armed <= at) {
@@ -457,12 +460,12 @@ impl Scheduler {
     }
 }
 
-/// One structured event for a decision that was drawn for the trace, with everything it was based on as JSON.
+/// Logs one structured event for a decision sampled for the trace, with all its inputs as JSON.
 fn trace_decision(explanation: &Explanation) {
     if !tracing::enabled!(target: "pointsman::decision", tracing::Level::INFO) {
         return;
     }
-    // Plain data with string keys is written without fail.
+    // Serialization of plain data with string keys cannot fail.
     let Ok(record) = serde_json::to_string(explanation) else { return };
     tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "a sampled decision");
 }
@@ -511,14 +514,14 @@ impl DeferredReply for SchedulerReplies {
         for (context, answer) in self.answers {
             let RequestContext { answer: caller, permit, .. } = context;
             drop(permit);
-            drop(caller.send(answer)); // a caller that has gone wants no answer
+            drop(caller.send(answer)); // the caller may have cancelled
         }
-        drop(self.cancelled); // whoever cancelled has stopped waiting
+        drop(self.cancelled); // callers that cancelled await no reply
         for (answer, pending) in self.pending {
             drop(answer.send(pending));
         }
         for done in self.conditions {
-            let _ = done.send(()); // whoever asked may have gone
+            let _ = done.send(()); // the receiver may be dropped
         }
     }
 }

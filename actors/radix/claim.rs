@@ -1,7 +1,7 @@
-//! Decisions on their way to the shards that keep speculative entries.
+//! Reports of decisions to the shards that keep speculative entries.
 //!
-//! The chosen rank's shard learns of a decision before the Book is sent, so the next overlap query finds it. A booking held
-//! by a modelled cache is released whatever becomes of its Book.
+//! The shard of the chosen rank receives the decision before the Book is sent, so the next overlap query finds it. A
+//! booking held by a modelled cache is released even if its Book is lost.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use crate::predict::{SpeculationModel, SpeculativePrompt};
 use crate::protocol::BookingId;
 use crate::schedule::Decision;
 
-/// Reports decisions to the shards; to none where nothing is speculative.
+/// Reports decisions to the shards; disabled if there are no speculative entries.
 pub(crate) struct SpeculationSender {
     shards: Option<Arc<Shards>>,
-    /// Whether bookings are held until they end.
+    /// Whether modelled caches hold bookings until they end.
     holds_bookings: bool,
 }
 
@@ -27,7 +27,7 @@ impl SpeculationSender {
         Self { shards: kind.map(|_| Arc::clone(shards)), holds_bookings }
     }
 
-    /// Reports a decision to the chosen rank's shard. Replies of that shard to others wait in `deferred`.
+    /// Reports a decision to the shard of the chosen rank. Replies of that shard to other callers go to `deferred`.
     pub(crate) fn routed(
         &self,
         decision: &Decision,
@@ -42,14 +42,14 @@ impl SpeculationSender {
     }
 }
 
-/// A modelled cache holds a booking that is still to be made: dropping the claim gives it back.
+/// Claim of a pending booking on a modelled cache. Dropping it releases the claim.
 pub(crate) struct SpeculationClaim {
     shard: Option<Arc<Strand<Radix>>>,
     booking: BookingId,
 }
 
 impl SpeculationClaim {
-    /// The booking is made: from here on, whoever ends its lease gives it back.
+    /// Transfers the claim to the lease of the booking, whose end releases it.
     pub(crate) fn leave_to_lease(mut self) {
         self.shard = None;
     }

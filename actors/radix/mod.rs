@@ -1,8 +1,9 @@
-//! The radix actor: one an index shard, owner of its prefix index.
+//! Radix actor: one per index shard, owner of the shard's prefix index.
 //!
-//! Owns the [`Index`] of the ranks assigned to the shard. A rank's events apply in the order sent, and a query sees every
-//! event accepted before it and every decision reported before it (see [`speculation`]). The supervisor assigns the ranks.
-//! After a restart the shard has its ranks without their contents: each is cold until it is sent again, from a `Cleared` on.
+//! Owns the [`Index`] of the ranks assigned to the shard by the supervisor. Events of a rank apply in the order of
+//! their sending. A query includes every event accepted and every decision reported before it (see [`speculation`]).
+//! After a restart the shard has its ranks without their contents: each rank is cold until its contents are sent again,
+//! beginning with a `Cleared` event.
 
 pub(crate) mod claim;
 pub(crate) mod shards;
@@ -27,59 +28,59 @@ use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Sl
 use crate::select::{RankOverlap, RankTraits, TierOverlap};
 use speculation::SpeculativeEntries;
 
-/// Which shard keeps a rank: a pure function, so that everyone agrees without asking.
+/// Shard of a rank: a pure function, so every sender computes the same shard.
 pub(crate) fn shard_of(rank: WorkerRank, shards: usize) -> usize {
-    // Ranks of one worker, and workers numbered in a row, go round the shards.
+    // Distributes the ranks of one worker, and workers with consecutive ids, round-robin over the shards.
     let mixed = rank.worker.0.wrapping_add(u64::from(rank.rank));
     usize::try_from(mixed % shards.max(1) as u64).unwrap_or(0)
 }
 
-/// What an index shard can be told.
+/// Messages to an index shard.
 pub(crate) enum RadixMsg {
-    /// How much of these blocks does each rank hold?
+    /// Overlap query.
     Overlap(ReplyToken<RankOverlap, dyn OverlapQuery>),
-    /// Apply these events, all of ranks of this shard.
+    /// Apply these events, all for ranks of this shard.
     Apply {
         events: Vec<RouterEvent>,
-        /// Where they are all of one rank, which one that was: an engine that has left is not heard for its successor.
+        /// Set if all events belong to one rank: its slot and generation. Events of an earlier generation are dropped.
         only: Option<(Slot, Generation)>,
-        /// Their place in the queue.
+        /// Permit of the shard's gate.
         permit: OwnedSemaphorePermit,
     },
-    /// A rank joins.
+    /// Add a rank.
     Register(RegisteredRank),
-    /// A rank leaves, with what it held.
+    /// Remove a rank with its contents.
     Remove { rank: WorkerRank },
-    /// This prompt was routed there.
+    /// The scheduler has routed this prompt to this rank.
     Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, guess: SpeculativePrompt },
-    /// This prompt was routed there, says the embedder.
+    /// The embedder has routed this prompt to this rank.
     Recorded {
         rank: WorkerRank,
         guess: SpeculativePrompt,
-        /// Its place in the queue.
+        /// Permit of the shard's gate.
         permit: OwnedSemaphorePermit,
     },
-    /// A booking that a modelled cache holds has ended.
+    /// A booking in a modelled cache has ended.
     Released { booking: BookingId, output_blocks: u32 },
-    /// Say when everything before this has been applied.
+    /// Reply when all earlier messages have been applied.
     Flush(oneshot::Sender<()>),
-    /// Write out what is held, as events that rebuild it.
+    /// Reply with the contents of the index, as events that rebuild it.
     Dump(oneshot::Sender<Vec<RouterEvent>>),
-    /// A drill: panic, or hold the turn until told to go on.
+    /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
-/// A rank, as its shard knows it.
+/// Registration of a rank at its shard.
 pub(crate) struct RegisteredRank {
     pub(crate) rank: WorkerRank,
     pub(crate) slot: Slot,
     pub(crate) generation: Generation,
-    /// Where the shard publishes what the rank holds.
+    /// Cell in which the shard publishes the number of blocks on the rank.
     pub(crate) holdings: Arc<Holdings>,
-    /// How far what is known of it is trusted.
+    /// State and trust of the rank's event source.
     pub(crate) source: Arc<SourceCell>,
-    /// KV blocks that it has, where known.
+    /// Number of KV blocks of the rank, if known.
     pub(crate) capacity_blocks: Option<u32>,
 }
 
@@ -96,7 +97,7 @@ pub(crate) trait OverlapQuery: Continuation<RankOverlap> {
     fn hashes(&self) -> &Arc<[BlockHash]>;
 }
 
-/// One more token of an overlap query, for a shard.
+/// Creates one more token of an overlap query, for a shard.
 pub(crate) fn overlap_token<C: OverlapQuery + 'static>(
     query: &ReplyToken<RankOverlap, C>,
 ) -> ReplyToken<RankOverlap, dyn OverlapQuery> {
@@ -109,30 +110,30 @@ pub(crate) struct RadixDependencies<'a> {
     pub(crate) clock: Clock,
     pub(crate) pool: &'a Pool,
     pub(crate) degraded: DegradedSources,
-    /// Runs when a cold rank's contents are being sent again.
+    /// Called when the contents of a cold rank begin to arrive again.
     pub(crate) on_resync: Box<dyn Fn(WorkerRank) + Send>,
 }
 
 /// One shard of the index.
 pub(crate) struct Radix {
     index: Index,
-    /// By slot: where what a rank holds is published, and how far it is trusted.
+    /// By slot: the published holdings of a rank and the state of its source.
     registered: Vec<Option<(Arc<Holdings>, Arc<SourceCell>)>>,
-    /// Ranks of the router that are not trusted in full.
+    /// Ranks of the router with reduced trust.
     degraded: DegradedSources,
     found: Overlaps,
-    /// Present where decisions are guesses.
+    /// Present if decisions create speculative entries.
     speculative: Option<SpeculativeEntries>,
-    /// Ranks that must be sent again.
+    /// Ranks whose contents must be sent again.
     cold: BTreeSet<WorkerRank>,
     clock: Clock,
     on_resync: Box<dyn Fn(WorkerRank) + Send>,
     counters: EventCounters,
-    /// None without a budget.
+    /// `None` without a byte budget.
     gauges: Option<BudgetGauges>,
 }
 
-/// What a shard answers once its turn is given back.
+/// Replies delivered after the shard's strand is released.
 pub(crate) enum RadixReply {
     Overlap(#[expect(dead_code, reason = "dropping it is the answer")] ReplyToken<RankOverlap, dyn OverlapQuery>),
     Flushed(oneshot::Sender<()>),
@@ -140,7 +141,7 @@ pub(crate) enum RadixReply {
 }
 
 impl Radix {
-    /// A shard with its ranks registered and their contents unknown. After a loss, all of them are cold.
+    /// A shard with its registered ranks and empty contents. After a loss, all ranks are cold.
     pub(crate) fn new(
         dependencies: RadixDependencies<'_>,
         shard: usize,
@@ -168,7 +169,7 @@ impl Radix {
         }
         if self.index.register(rank, slot, generation) {
             if holdings.held_blocks() > 0 && self.index.held_blocks_of(slot) == 0 {
-                holdings.publish(0, self.clock.now()); // after a loss, what is shown is of before
+                holdings.publish(0, self.clock.now()); // after a loss, the published value is outdated
             }
             if self.registered.len() <= slot.index() {
                 self.registered.resize(slot.index() + 1, None);
@@ -184,7 +185,7 @@ impl Radix {
         }
     }
 
-    /// The rank may have left meanwhile.
+    /// Ignores a rank that has been removed.
     fn on_recorded(&mut self, rank: WorkerRank, guess: &SpeculativePrompt) {
         if let Some(slot) = self.index.slot_of(rank) {
             self.on_routed((slot, self.index.generation(slot)), None, guess);
@@ -205,7 +206,7 @@ impl Radix {
         RadixReply::Overlap(token)
     }
 
-    /// As much of what a rank is known to hold as its source is trusted for.
+    /// Scales an overlap by the trust of its source.
     fn as_trusted(&self, found: RankOverlap) -> RankOverlap {
         let Some(Some((_, source))) = self.registered.get(found.slot.index()) else { return found };
         let TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks } = found.overlap;
@@ -232,7 +233,7 @@ impl Radix {
             speculative.expire();
             let events = if speculative.is_until_events() { events } else { &[] };
             for event in events {
-                // A rank whose source has gone is cleared, and publishes nothing any more.
+                // `Cleared` for a rank without a reader means that the rank publishes no events any more.
                 let slot = self.index.slot_of(event.rank);
                 let registered_rank = slot.and_then(|slot| self.registered.get(slot.index())?.as_ref());
                 let is_read = registered_rank.is_some_and(|(_, source)| source.trust().is_some());
@@ -249,7 +250,7 @@ impl Radix {
                 self.publish_holdings(event.rank);
             }
             if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&event.rank) {
-                // What follows a clear is everything the rank holds: it is known again.
+                // The events after a clear describe the complete contents, so the rank is no longer cold.
                 (self.on_resync)(event.rank);
             }
         }
@@ -337,7 +338,7 @@ impl DeferredReply for RadixReply {
     }
 }
 
-/// Metric handles, held so that no message looks one up.
+/// Metric handles, cached so that no message resolves one.
 struct EventCounters {
     stored: metrics::Counter,
     duplicates: metrics::Counter,
@@ -387,14 +388,14 @@ impl EventCounters {
     }
 }
 
-/// How many bytes a shard's index may take.
+/// Byte budget of a shard's index.
 pub(crate) struct ShardBudget {
     shard: usize,
     bytes_max: Option<u64>,
 }
 
 impl ShardBudget {
-    /// An even share of what all shards may take.
+    /// An equal share of the budget of all shards.
     pub(crate) fn of(config: &RouterConfig, shard: usize) -> Self {
         let shards = u64::from(config.index.shards.max(1));
         Self { shard, bytes_max: config.index.bytes_max.map(|bytes| bytes / shards) }
@@ -411,11 +412,11 @@ impl ShardBudget {
     }
 }
 
-/// How full a shard with a budget is.
+/// Gauges of a shard with a byte budget.
 struct BudgetGauges {
     bytes: metrics::Gauge,
     evicted_blocks: metrics::Counter,
-    /// Blocks counted so far.
+    /// Evicted blocks counted so far.
     shown: u64,
 }
 

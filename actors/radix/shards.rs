@@ -1,4 +1,4 @@
-//! The index shards' addresses, and the semaphore before each.
+//! Addresses of the index shards, and the semaphore in front of each.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::actors::views::status::RouterStatus;
 use crate::error::Down;
 use crate::protocol::WorkerRank;
 
-/// All shards of one router; none where the index is off.
+/// All shards of one router; empty if the index is off.
 pub(crate) struct Shards {
     shards: Vec<Shard>,
     event_blocks_max: u32,
@@ -18,12 +18,12 @@ pub(crate) struct Shards {
 
 struct Shard {
     strand: Arc<Strand<Radix>>,
-    /// Blocks that queued events may name.
+    /// One permit per block in queued events.
     gate: Arc<Semaphore>,
 }
 
 impl Shards {
-    /// `events.blocks_max`: blocks that the queued events of one shard may name.
+    /// `events.blocks_max` is the limit of blocks in the queued events of one shard.
     pub(crate) fn new(shards: u32, event_blocks_max: u32) -> Self {
         let gate = || Arc::new(Semaphore::new(event_blocks_max as usize));
         let shards = (0..shards).map(|_| Shard { strand: Strand::closed(), gate: gate() }).collect();
@@ -38,29 +38,29 @@ impl Shards {
         self.shards.iter().map(|shard| &shard.strand)
     }
 
-    /// The shard with this number.
+    /// Strand of the shard with this number.
     pub(crate) fn strand(&self, shard: usize) -> &Arc<Strand<Radix>> {
         &self.shards[shard].strand
     }
 
-    /// The number of a rank's shard.
+    /// Number of a rank's shard.
     pub(crate) fn number_of(&self, rank: WorkerRank) -> usize {
         shard_of(rank, self.len())
     }
 
-    /// A rank's shard; `None` where the index is off.
+    /// Shard of a rank; `None` if the index is off.
     pub(crate) fn of(&self, rank: WorkerRank) -> Option<&Arc<Strand<Radix>>> {
         self.shards.get(self.number_of(rank)).map(|shard| &shard.strand)
     }
 
-    /// A permit to queue `blocks` blocks before a shard. Waits while the shard is behind, unless the router is down.
+    /// Takes permits to queue `blocks` blocks at a shard. Waits while the shard is behind, unless the router is down.
     pub(crate) async fn admit(
         &self,
         shard: usize,
         blocks: usize,
         status: &RouterStatus,
     ) -> Result<OwnedSemaphorePermit, Down> {
-        // A batch larger than the gate takes all of it; an event that names no block still takes one permit.
+        // A batch larger than the gate takes all permits; an event without blocks takes one.
         let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.event_blocks_max);
         let gate = Arc::clone(&self.shards[shard].gate);
         tokio::select! {
@@ -84,7 +84,7 @@ impl Shards {
 
 #[cfg(feature = "zmq")]
 impl Shards {
-    /// Sends a rank's events to its shard, for this incarnation only. Waits while the shard is behind.
+    /// Sends events of one generation of a rank to its shard. Waits while the shard is behind.
     pub(crate) async fn apply_of(
         &self,
         entry: &crate::actors::views::rank::RankEntry,

@@ -1,10 +1,10 @@
-//! A shard's speculative entries: cache contents that follow from decisions, before or without events.
+//! Speculative entries of a shard: cache contents inferred from decisions, before or without events.
 //!
-//! Owns a shard's [`SpeculativePrompts`] with their metrics and clock. Expired entries are dropped at the shard's next query,
-//! decision or event; there is no timer, and only the gauge of speculative blocks shows the delay.
+//! Combines a shard's [`SpeculativePrompts`] with metrics and a clock. Expired entries are dropped at the shard's next
+//! query, decision or event. There is no timer, so the gauge of speculative blocks can lag.
 //!
-//! Output blocks are counted when a booking ends: one message a booking, not one a block. A modelled cache therefore
-//! appears emptier than it is, by the output in progress.
+//! Output blocks are counted at the end of a booking: one message per booking instead of one per block. A modelled
+//! cache therefore appears emptier than it is, by the output in progress.
 
 use crate::actors::io::clock::Clock;
 use crate::actors::telemetry::Pool;
@@ -22,9 +22,9 @@ pub(crate) struct SpeculativeEntries {
 }
 
 impl SpeculativeEntries {
-    /// Nothing at all where a configuration predicts nothing.
+    /// `None` if the configuration has no speculative entries.
     pub(crate) fn of(config: &RouterConfig, shard: usize, clock: Clock, pool: &Pool) -> Option<Self> {
-        // Each shard has its share of the bound, as it has of the ranks.
+        // The limit is divided evenly over the shards, like the ranks.
         let blocks_max = u64::from(SpeculativeConfig::BLOCKS_MAX / config.index.shards.max(1)).max(1);
         let predictions = SpeculativePrompts::new(SpeculationModel::of(config)?, blocks_max);
         Some(Self {
@@ -61,17 +61,17 @@ impl SpeculativeEntries {
         self.count();
     }
 
-    /// Before events: what had run out when they came is not confirmed by them.
+    /// Drops expired entries. Called before events, so that events do not confirm entries that had expired.
     pub(crate) fn expire(&mut self) {
         self.predictions.expire(self.clock.now());
     }
 
-    /// Whether it matters which ranks publish events.
+    /// Whether entries depend on the set of ranks that publish events.
     pub(crate) fn is_until_events(&self) -> bool {
         self.predictions.is_until_events()
     }
 
-    /// The rank publishes events, or does so no longer.
+    /// Records whether a rank publishes events.
     pub(crate) fn set_publishes(&mut self, rank: WorkerRank, publishes: bool) {
         self.predictions.set_publishes(rank, publishes);
     }
@@ -86,7 +86,7 @@ impl SpeculativeEntries {
         self.count();
     }
 
-    /// Counts what has become of guesses since the last time.
+    /// Counts confirmed, retracted and expired entries since the last call.
     pub(crate) fn count(&mut self) {
         let counts = self.predictions.counts();
         let before = std::mem::replace(&mut self.counted, counts);
@@ -97,7 +97,7 @@ impl SpeculativeEntries {
     }
 }
 
-/// Metric handles, held so that no message looks one up.
+/// Metric handles, cached so that no message resolves one.
 struct SpeculationCounters {
     confirmed: metrics::Counter,
     wrong: metrics::Counter,

@@ -1,9 +1,10 @@
-//! The sequence actor: one a worker/dp-rank, owner of its bookings.
+//! Sequence actor: one per rank, owner of the rank's bookings.
 //!
-//! Owns the rank's [`ActiveSequences`] and is the single writer of its board slot. Promises that a booking counts
-//! before its caller hears of it, and that after each change the board shows it. Does no token arithmetic: what a
-//! booking weighs was decided by the scheduler and stands in its lease. Restarted, it rebuilds from the leases.
-//! Where engines' speeds are learned, it tells its [`SpeedMeter`] what it books, is told and frees.
+//! Owns the rank's [`ActiveSequences`] and is the single writer of its board slot. A booking counts before its caller
+//! receives the placement, and the board is published after each change. The actor does no token arithmetic: the
+//! scheduler computes the charge of a booking and stores it in the lease. After a restart the actor rebuilds its
+//! bookings from the leases. If speeds are learned, it reports bookings, progress and completions to its
+//! [`SpeedMeter`].
 
 pub(crate) mod table;
 
@@ -24,25 +25,25 @@ use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, SpeedCell
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
-/// What a sequence actor can be told.
+/// Messages to a sequence actor.
 pub(crate) enum SequenceMsg {
-    /// What would these prompts find here?
+    /// Load query for a batch of prompts.
     Load {
-        /// The answer, and through it the prompts.
+        /// Reply token, which also holds the prompts.
         token: ReplyToken<LoadAnswer, dyn LoadQueryContinuation>,
         now: Timestamp,
     },
-    /// Book this lease and tell its caller.
+    /// Book this lease and reply to its caller.
     Book(Book),
-    /// This lease has changed: make the bookings agree with it.
+    /// Adjust the bookings to this changed lease.
     Reconcile(Arc<Lease>),
-    /// The rank gets no more work: say when its last booking has ended. Comes behind the last Book.
+    /// Acknowledge when the last booking has ended. Arrives after the last Book.
     Drain(Acknowledgement),
-    /// The rank gets work again: forget that it was drained.
+    /// Cancel the acknowledgement of a drain; the rank accepts work again.
     Undrain,
-    /// The rank is removed: end every booking. Comes behind the last Book.
+    /// End every booking, because the rank is removed. Arrives after the last Book.
     Retire(Acknowledgement),
-    /// A drill: panic, or hold the turn until told to go on.
+    /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
@@ -52,14 +53,14 @@ pub(crate) trait LoadQueryContinuation: Continuation<LoadAnswer> {
     fn prompts(&self) -> &[PromptBlocks];
 }
 
-/// One more token of a load query, for a sequence actor.
+/// Creates one more token of a load query, for a sequence actor.
 pub(crate) fn load_token<C: LoadQueryContinuation + 'static>(
     query: &ReplyToken<LoadAnswer, C>,
 ) -> ReplyToken<LoadAnswer, dyn LoadQueryContinuation> {
     query.fork_unsized(|join| -> Arc<Join<LoadAnswer, dyn LoadQueryContinuation>> { join })
 }
 
-/// Receiver of the notice that some rank's load has fallen.
+/// Receiver of notifications that the load of a rank has fallen.
 pub(crate) trait LoadFallListener: Send + Sync {
     fn load_fell(&self);
 }
@@ -70,70 +71,70 @@ pub(crate) struct Book {
     pub(crate) decision: Decision,
     pub(crate) number: BookNumber,
     pub(crate) answer: oneshot::Sender<Reply>,
-    /// The request's place in the waiting room.
+    /// Permit of the waiting room.
     pub(crate) permit: OwnedSemaphorePermit,
-    /// What a modelled cache holds for it.
+    /// Claim on a modelled cache for this booking.
     pub(crate) claim: Option<SpeculationClaim>,
     pub(crate) now: Timestamp,
 }
 
-/// One rank's bookings.
+/// Bookings of one rank.
 pub(crate) struct Sequence {
     slot: Slot,
     generation: Generation,
     incarnation: u32,
-    /// The last Book seen, counted for this incarnation.
+    /// Number of the last Book in this incarnation.
     applied: u32,
     active: ActiveSequences,
     board: Arc<BoardSlot>,
-    /// Where speeds are learned.
+    /// Present if speeds are learned.
     meter: Option<SpeedMeter>,
     directory: Arc<Directory>,
     clock: Clock,
-    /// Who wants to hear when load falls; nobody where nothing ever waits.
+    /// Receiver of falling-load notifications; `None` without a queue.
     wakes: Option<Wakes>,
-    /// Told when the last booking has ended.
+    /// Dropped when the last booking has ended.
     draining: Option<Acknowledgement>,
 }
 
-/// Who wants to hear when load falls, and whether it waits for that just now.
+/// Flag and receiver of falling-load notifications. The flag is set while the scheduler waits for one.
 pub(crate) struct Wakes {
     pub(crate) flag: Arc<WakeFlag>,
     pub(crate) scheduler: Arc<dyn LoadFallListener>,
 }
 
-/// What a sequence actor is made with, besides its place.
+/// Dependencies of a sequence actor, besides its slot.
 pub(crate) struct SequenceDependencies {
     pub(crate) board: Arc<BoardSlot>,
-    /// Where speeds are learned.
+    /// Present if speeds are learned.
     pub(crate) learns: Option<Arc<SpeedCell>>,
-    /// Tokens of a block.
+    /// Block size in tokens.
     pub(crate) block_size: u32,
     pub(crate) wakes: Option<Wakes>,
     pub(crate) directory: Arc<Directory>,
     pub(crate) clock: Clock,
 }
 
-/// What a sequence actor answers once its turn is given back.
+/// Replies delivered after the strand is released.
 pub(crate) enum SequenceReply {
     Booked {
         answer: oneshot::Sender<Reply>,
         decision: Decision,
         permit: OwnedSemaphorePermit,
-        /// Present when requests wait for load to fall, and what the scheduler had added for Books has fallen away.
+        /// Present if requests wait for falling load: the overlay of the scheduler for this Book has ended.
         fell: Option<Arc<dyn LoadFallListener>>,
     },
     Drained(#[expect(dead_code, reason = "dropping it is the answer")] Acknowledgement),
     Retired(#[expect(dead_code, reason = "dropping it is the answer")] Acknowledgement),
-    /// Requests wait for load to fall, and it has.
+    /// Requests wait for falling load, and the load has fallen.
     LoadFell(Arc<dyn LoadFallListener>),
 }
 
 impl Sequence {
-    /// The bookings of one incarnation of a slot, as its leases say: none at first, all of them after a restart.
+    /// Rebuilds one incarnation of a slot from its leases: no bookings at first, all of them after a restart.
     ///
-    /// A speed goes on from what `learns` has published. Restored bookings teach nothing, for when their prefills really
-    /// began, or their last blocks were there, is not known.
+    /// The learned speed continues from the value published in `learns`. Restored bookings give no speed samples,
+    /// because the times of their prefill start and last blocks are unknown.
     pub(crate) fn restore(
         (slot, generation): (Slot, Generation),
         incarnation: u32,
@@ -145,7 +146,7 @@ impl Sequence {
             generation,
             incarnation,
             applied: 0,
-            active: ActiveSequences::new(true), // whether blocks are shared is decided by the prompts it is given
+            active: ActiveSequences::new(true), // the given prompts determine sharing
             board,
             meter: learns.map(|cell| SpeedMeter::new(cell, block_size)),
             directory: Arc::clone(&directory),
@@ -156,8 +157,8 @@ impl Sequence {
         let now = clock.now();
         let leases = directory.booked_on(slot, generation);
         for lease in &leases {
-            lease.clear_dirty(); // a look on its way to the dead actor is lost
-            sequence.book(lease, lease.booked_at()); // its prefill has been under way since then
+            lease.clear_dirty(); // a reconciliation under way to the dead actor is lost
+            sequence.book(lease, lease.booked_at()); // its prefill has run since then
         }
         for lease in &leases {
             sequence.agree_with(lease, now);
@@ -192,17 +193,17 @@ impl Sequence {
             self.agree_with(&lease, now);
         }
         self.publish(now);
-        // What it weighs is on the board now, in place of what the scheduler had added for it, and may be less.
+        // The board now includes the charge in place of the scheduler's overlay, and may be lower.
         let fell = self.waking();
         if !booked {
-            return fell.map(SequenceReply::LoadFell); // a lease that ended first has no caller left; its answer is dropped
+            return fell.map(SequenceReply::LoadFell); // a lease that ended first has no caller, so its reply is dropped
         }
         Some(SequenceReply::Booked { answer, decision, permit, fell })
     }
 
     fn on_reconcile(&mut self, lease: &Lease) -> Option<SequenceReply> {
         let now = self.clock.now();
-        lease.clear_dirty(); // before reading: what changes from here on asks for another look
+        lease.clear_dirty(); // before the read: later changes queue another reconciliation
         let before = self.wakes.as_ref().map(|_| self.active.load(now));
         self.agree_with(lease, now);
         self.publish(now);
@@ -216,7 +217,7 @@ impl Sequence {
         })
     }
 
-    /// The scheduler, if requests wait for load to fall: it is told once each time it asks. Call after publishing.
+    /// The scheduler, if it waits for falling load; one notification per wait. Call after publishing.
     fn waking(&self) -> Option<Arc<dyn LoadFallListener>> {
         let wakes = self.wakes.as_ref().filter(|wakes| wakes.flag.take())?;
         Some(Arc::clone(&wakes.scheduler))
@@ -245,13 +246,13 @@ impl Sequence {
         SequenceReply::Retired(ack)
     }
 
-    /// Counts a booked lease in.
+    /// Adds the booking of a lease.
     fn book(&mut self, lease: &Lease, at: Timestamp) {
-        // A booking number is used once, so it cannot be a duplicate; were it one, it would be counted already.
+        // Booking numbers are unique, so a duplicate cannot occur; it would be counted already.
         let _ = self.active.book(lease.booking(), lease.prompt().clone(), lease.hint(), at);
     }
 
-    /// Brings the bookings up to what the lease says by now.
+    /// Updates the booking to the present state of its lease.
     fn agree_with(&mut self, lease: &Lease, now: Timestamp) {
         let progress = lease.progress();
         if progress.prefill_completed {
@@ -267,7 +268,7 @@ impl Sequence {
         }
     }
 
-    /// Counts a booking out, if it is counted.
+    /// Removes the booking of a lease, if present.
     fn free(&mut self, lease: &Lease, now: Timestamp) {
         self.active.free(lease.booking(), now);
         if let Some(meter) = &mut self.meter {
@@ -307,7 +308,7 @@ impl DeferredReply for SequenceReply {
         match self {
             Self::Booked { answer, decision, permit, fell } => {
                 drop(permit);
-                // A caller that has gone has ended its lease, and asked for the look that frees the booking.
+                // A caller that cancelled has ended its lease and queued the reconciliation that frees the booking.
                 drop(answer.send(Reply::Placed(decision)));
                 if let Some(scheduler) = fell {
                     scheduler.load_fell();

@@ -1,4 +1,4 @@
-//! Addresses of the sequence actors, with their ranks' entries.
+//! Addresses of the sequence actors, with the rank entries.
 
 use std::sync::Arc;
 
@@ -8,24 +8,24 @@ use crate::actors::views::rank::RankEntry;
 use crate::actors::views::slot_table::SlotTable;
 use crate::directory::Lease;
 
-/// One rank's sequence actor, by slot and generation. The supervisor writes the table.
+/// Sequence actors by slot and generation. The supervisor writes the table.
 pub(crate) type SequenceTable = SlotTable<SequenceAddress>;
 
-/// A rank's entry and its sequence actor.
+/// A rank entry and the strand of its sequence actor.
 pub(crate) struct SequenceAddress {
     pub(crate) entry: Arc<RankEntry>,
     pub(crate) strand: Arc<Strand<Sequence>>,
 }
 
 impl SequenceAddress {
-    /// Has the actor reconcile a lease that has changed, unless such a message is under way already.
+    /// Sends a request to reconcile a changed lease, unless one is queued already.
     pub(crate) fn reconcile(&self, lease: &Arc<Lease>) {
         if lease.mark_dirty() {
             self.strand.tell(SequenceMsg::Reconcile(Arc::clone(lease)));
         }
     }
 
-    /// Reports that the lease's prefill has been computed.
+    /// Reports the completed prefill of a lease.
     pub(crate) fn prefill_completed(&self, lease: &Arc<Lease>) {
         if lease.prompt().block_count() > 0 {
             self.entry.source.prompt_served();
