@@ -462,7 +462,7 @@ fn rules_between_sections_are_told_at_once() {
     "#;
     let told = refused(sources(text, &[], &[]));
     let expected = [
-        "gateway.tls_key_file is \"/etc/key\", must be absent where there is no tls_certificate_file (file)",
+        "gateway.tls_key_file is \"/etc/key\", must be absent without tls_certificate_file (file)",
         "gateway.body_bytes_max is 1023, must be 1024 to 1073741824 (file)",
         "gateway.first_byte_timeout_ms is 86400001, must be 1 to 86400000 (file)",
         "gateway.idle_timeout_ms is 0, must be 1 to 86400000 (file)",
@@ -470,20 +470,20 @@ fn rules_between_sections_are_told_at_once() {
         "gateway.retry_share_max is 1.5, must be between 0 and 1 (file)",
         "gateway.log_level is \"loud\", must be off, error, warn, info, debug or trace, or targets",
         "gateway.access_log is \"access.jsonl\", must be stdout, stderr, off, or the absolute path of a file (file)",
-        "admin.listen is 127.0.0.1:8081, must be an address apart from gateway.listen, 0.0.0.0:8081 (default)",
+        "admin.listen is 127.0.0.1:8081, must be an address other than gateway.listen, 0.0.0.0:8081 (default)",
         "admin.token_file is \"\", must be the path of a file: there is no admin listener without a token (default)",
-        "models[0].aliases[1] is \"n\", must be another name than models[0].aliases[0] (file)",
+        "models[0].aliases[1] is \"n\", must be a name other than models[0].aliases[0] (file)",
         "models[0].aliases[2] is \"\", must be 1 to 256 bytes without control characters (file)",
-        "models[1].name is \"m\", must be another name than models[0].name (file)",
-        "models[1].router.pool is \"m\", must be another name than models[0].router.pool (default: the model's name)",
+        "models[1].name is \"m\", must be a name other than models[0].name (file)",
+        "models[1].router.pool is \"m\", must be a name other than models[0].router.pool (default: the model's name)",
         "models[0].workers_file is \"/etc/workers.yaml\", must be a name that ends in .toml or .json (file)",
         "models[0].worker_urls[0] is \"ftp://e\", must be the address of a worker: ",
         "models[0].worker_names[0] is \"e\", must be NAME:PORT (file)",
-        "models[0].tokens.source is \"local\", must be another one where there is no tokenizer_file (file)",
+        "models[0].tokens.source is \"local\", must be a source other than local without tokenizer_file (file)",
         "models[0].tokens.threads is 0, must be 1 to 256 (file)",
-        "gateway.salt_secret_file is absent, must be the path of a file where there are tenants (default)",
+        "gateway.salt_secret_file is absent, must be the path of a file if tenants exist (default)",
         "tenants[0].policy_class is \"fast\", must be a class or family of every model, \"m\" has none (file)",
-        "tenants[1].name is \"a\", must be another name than tenants[0].name (file)",
+        "tenants[1].name is \"a\", must be a name other than tenants[0].name (file)",
         "tenants[1].keys_file is \"\", must be the path of a file (default)",
     ];
     assert_eq!(told.len(), expected.len(), "{told:#?}");

@@ -106,7 +106,7 @@ impl Settings {
         ];
         for (setting, file, other, other_file) in pairs {
             if let Some(file) = file {
-                let rule = format!("absent where there is no {other}");
+                let rule = format!("absent without {other}");
                 rules.text(format!("gateway.{setting}"), &file.to_string_lossy(), other_file.is_some(), rule);
             }
         }
@@ -143,7 +143,7 @@ impl Settings {
 
     fn check_admin(&self, rules: &mut Rules) {
         let Some(admin) = &self.admin else { return };
-        let rule = format!("an address apart from gateway.listen, {}", self.gateway.listen);
+        let rule = format!("an address other than gateway.listen, {}", self.gateway.listen);
         rules.check("admin.listen", admin.listen, !collide(self.gateway.listen, admin.listen), rule);
         let is_given = !admin.token_file.as_os_str().is_empty();
         rules.text("admin.token_file", "", is_given, "the path of a file: there is no admin listener without a token");
@@ -158,23 +158,23 @@ impl Settings {
             for (setting, name) in [(format!("models[{n}].name"), &model.name)].into_iter().chain(aliases) {
                 rules.text(setting.clone(), name, is_name(name), NAME_RULE);
                 let first = names.entry(name).or_insert_with(|| setting.clone());
-                rules.text(&setting, name, *first == setting, format!("another name than {first}"));
+                rules.text(&setting, name, *first == setting, format!("a name other than {first}"));
             }
             let setting = format!("models[{n}].router.pool");
             let first = pools.entry(&model.router.pool).or_insert_with(|| setting.clone());
-            rules.text(&setting, &model.router.pool, *first == setting, format!("another name than {first}"));
+            rules.text(&setting, &model.router.pool, *first == setting, format!("a name other than {first}"));
         }
     }
 
     fn check_tenants(&self, rules: &mut Rules) {
         let has_secret = self.tenants.is_empty() || self.gateway.salt_secret_file.is_some();
-        rules.check("gateway.salt_secret_file", "absent", has_secret, "the path of a file where there are tenants");
+        rules.check("gateway.salt_secret_file", "absent", has_secret, "the path of a file if tenants exist");
         let mut names = BTreeMap::new();
         for (n, tenant) in self.tenants.iter().enumerate() {
             let setting = |name: &str| format!("tenants[{n}].{name}");
             rules.text(setting("name"), &tenant.name, is_name(&tenant.name), NAME_RULE);
             let first = *names.entry(&tenant.name).or_insert(n);
-            rules.text(setting("name"), &tenant.name, first == n, format!("another name than tenants[{first}].name"));
+            rules.text(setting("name"), &tenant.name, first == n, format!("a name other than tenants[{first}].name"));
             let is_given = !tenant.keys_file.as_os_str().is_empty();
             rules.text(setting("keys_file"), "", is_given, "the path of a file");
             if let Some(class) = &tenant.policy_class {
@@ -194,18 +194,16 @@ impl Settings {
         if let Some(admin) = self.admin.as_ref().filter(|admin| !admin.listen.ip().is_loopback()) {
             let listen = admin.listen;
             warnings
-                .push(format!("admin.listen is {listen}: whoever reaches it and knows the token rules the gateway"));
+                .push(format!("admin.listen is {listen}: clients that reach it with the token control the gateway"));
         }
         let is_plain = gateway.tls_certificate_file.is_none() && !gateway.listen.ip().is_loopback();
         if is_plain && !self.tenants.is_empty() {
             let listen = gateway.listen;
-            warnings.push(format!("gateway.listen is {listen} without TLS: tenants' keys can be read on their way"));
+            warnings.push(format!("gateway.listen is {listen} without TLS: tenant keys are sent in clear text"));
         }
         if gateway.metrics_public && !(self.tenants.is_empty() && gateway.listen.ip().is_loopback()) {
             let listen = gateway.listen;
-            warnings.push(format!(
-                "gateway.metrics_public is true: whoever reaches {listen} can read /metrics, which names workers"
-            ));
+            warnings.push(format!("gateway.metrics_public is true: /metrics on {listen} is public and names workers"));
         }
         for model in &self.models {
             let name = &model.name;
@@ -293,10 +291,10 @@ impl ModelSettings {
         let tokens = &self.tokens;
         let has_tokenizer = tokens.tokenizer_file.is_some();
         let is_local = tokens.source == TokenSourceChoice::Local;
-        let rule = "another one where there is no tokenizer_file";
+        let rule = "a source other than local without tokenizer_file";
         rules.text(format!("{path}.source"), "local", !is_local || has_tokenizer, rule);
         if let Some(file) = &tokens.chat_template_file {
-            let rule = "absent where there is no tokenizer_file";
+            let rule = "absent without tokenizer_file";
             rules.text(format!("{path}.chat_template_file"), &file.to_string_lossy(), has_tokenizer, rule);
         }
         rules.range(format!("{path}.threads"), tokens.threads, 1, 256);
