@@ -1,7 +1,7 @@
-//! Gauges that nobody pays for by the request: read from what is published anyway, once a [`PERIOD`].
+//! Gauges computed from published views once per [`PERIOD`], without cost per request.
 //!
-//! Owns a task that lives as long as the router. Promises that a rank that has gone shows 0 and is not touched again,
-//! and that a router that has gone shows 0 everywhere.
+//! Runs as a task until the router is down. A removed rank shows 0 and is not updated again. A stopped router shows 0
+//! everywhere.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::engine_load::{EngineLoad, EngineReading};
 use crate::ingest::StreamState;
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// How old a gauge may be.
+/// Maximum age of a gauge value.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Sources of the gauges.
@@ -40,7 +40,7 @@ pub(crate) struct GaugeSources {
 }
 
 impl GaugeSources {
-    /// Publishes at once and then once per [`PERIOD`], until the router is down.
+    /// Publishes immediately and then once per [`PERIOD`], until the router is down.
     pub(crate) fn watch(self) {
         let mut gauges = Gauges::new(&self.pool);
         tokio::spawn(async move {
@@ -57,7 +57,7 @@ impl GaugeSources {
 struct Gauges {
     pool: Pool,
     by_rank: BTreeMap<WorkerRank, RankGauges>,
-    /// By trust.
+    /// By stream state.
     sources: [(StreamState, ZeroedGauge); 5],
     ranks: ZeroedGauge,
     cold_ranks: ZeroedGauge,
@@ -67,11 +67,11 @@ struct Gauges {
     leases: ZeroedGauge,
     requests_gate: ZeroedGauge,
     events_gate: ZeroedGauge,
-    /// One more holder while the scheduler has not answered.
+    /// Cloned into a query; the extra reference exists until the scheduler has replied.
     queue_asked: Arc<()>,
 }
 
-/// A gauge that shows 0 once nobody sets it any more.
+/// A gauge that is set to 0 on drop.
 struct ZeroedGauge(Gauge);
 
 impl Drop for ZeroedGauge {
@@ -86,11 +86,11 @@ struct RankGauges {
     prefill_tokens: ZeroedGauge,
     held_blocks: ZeroedGauge,
     kv_doubted: ZeroedGauge,
-    /// From its engine's first word on.
+    /// Present after the first load report of the engine.
     engine: Option<EngineGauges>,
 }
 
-/// What its engine says of a rank. A value that the engine leaves out shows as no number.
+/// Load reported by the engine of a rank. A missing value is published as NaN.
 struct EngineGauges {
     running: ZeroedGauge,
     waiting: ZeroedGauge,
@@ -98,7 +98,7 @@ struct EngineGauges {
     age_seconds: ZeroedGauge,
 }
 
-/// What a rank has, over its entries: for a moment it may have two, one of them on its way out.
+/// Sum over the entries of a rank, which has two while one is retiring.
 #[derive(Default)]
 struct RankSum {
     requests: u64,
@@ -106,7 +106,7 @@ struct RankSum {
     prefill_tokens: u64,
     held_blocks: u64,
     is_doubted: bool,
-    /// What its engine said last.
+    /// Latest load report of the engine.
     engine: Option<EngineLoad>,
     is_torn: bool,
 }
@@ -144,7 +144,7 @@ impl Gauges {
         let waiting = u64::from(config.queue.requests_max) - waiting_room.available_permits() as u64;
         self.requests_gate.0.set(as_f64(waiting));
         self.events_gate.0.set(as_f64(shards.queued_blocks()));
-        // One query at a time: a hung scheduler accumulates none.
+        // One query at a time, so that queries to a hung scheduler do not accumulate.
         if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {
             scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
         }
@@ -160,7 +160,7 @@ impl Gauges {
                 sum.is_doubted = trust != StreamState::Live;
             }
             let Some(load) = entry.board.read() else {
-                sum.is_torn = true; // just being written: what was shown before stands for another period
+                sum.is_torn = true; // being written: the previous value stays for another period
                 continue;
             };
             sum.requests += u64::from(load.requests);

@@ -1,4 +1,4 @@
-//! Ending a lease: its directory entry, and the messages to the actors that count it.
+//! Ends leases: the directory entry, and the messages to the actors that count the lease.
 //!
 //! The actors are notified exactly once, whichever of placement, free by id, expiry or rank removal ends the lease.
 
@@ -19,9 +19,9 @@ use crate::protocol::WorkerRank;
 pub(crate) struct LeaseEnder {
     directory: Arc<Directory>,
     sequences: Arc<SequenceTable>,
-    /// Present where requests may wait.
+    /// Present if requests can be queued.
     scheduler: Option<Arc<Strand<Scheduler>>>,
-    /// Present where shards model caches that hold bookings.
+    /// Present if shards model caches that hold bookings.
     shards: Option<Arc<Shards>>,
     output_lengths: Arc<OutputLengths>,
     track_output_blocks: bool,
@@ -66,7 +66,7 @@ impl LeaseEnder {
                     self.release(address.entry.rank, lease);
                 }
             }
-            // It may be in the queue: a request whose caller has gone stops counting at once.
+            // The request may be queued: a cancelled request stops counting immediately.
             Ended::Pending if may_wait => {
                 if let Some(scheduler) = &self.scheduler {
                     scheduler.tell(SchedulerMsg::Cancel(lease.booking()));
@@ -76,7 +76,7 @@ impl LeaseEnder {
         }
     }
 
-    /// Learns the length of an output. A request without any output teaches nothing.
+    /// Records the length of an output for later expectations. A request without output gives no sample.
     fn learn_output_length(&self, lease: &Lease) {
         let keys = lease.length_keys();
         if keys.is_empty() {
@@ -89,8 +89,8 @@ impl LeaseEnder {
         }
     }
 
-    /// Reports the end of a booking to the rank's shard, where a modelled cache holds it. A rank that has left the table
-    /// has left the shard, too.
+    /// Reports the end of a booking to the rank's shard, if a modelled cache holds it. A rank that has left the table
+    /// has also left the shard.
     fn release(&self, rank: WorkerRank, lease: &Lease) {
         if let Some(shard) = self.shards.as_ref().and_then(|shards| shards.of(rank)) {
             let output_blocks = lease.progress().output.block_count();

@@ -1,7 +1,7 @@
-//! Expiry of bookings by request id that are no longer reported on.
+//! Expiry of bookings by request id without recent reports.
 //!
-//! A placement keeps its booking for as long as it is held, so long requests keep their load. A booking by id lasts while
-//! its embedder reports on it, and ends within one and a quarter of `load.booking_liveness_ms` of the last report.
+//! A placement keeps its booking for its own lifetime, so long requests keep their load. A booking by id lasts while
+//! its embedder reports on it. It ends at most one and a quarter of `load.booking_liveness_ms` after the last report.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,7 +42,7 @@ impl LeaseExpiry {
     fn sweep(&self, liveness: Duration) {
         for lease in self.directory.silent(liveness, self.clock.now()) {
             if !lease.is_silent(liveness, self.clock.now()) {
-                continue; // reported on since it was found
+                continue; // reported since the sweep found it
             }
             tracing::warn!(request_id = lease.request_id(), "booking expired: nothing was reported of it");
             self.expired.increment(1);

@@ -1,8 +1,8 @@
-//! The runtime half of the crate: the actors, what lies between them, and the handle that embedders hold.
+//! Runtime half of the crate: the actors, their communication, and the handle of embedders.
 //!
-//! Owns mailboxes, permits, lifecycles and message paths; the pure modules of the crate decide. No actor awaits another,
-//! every accepted request is answered exactly once, and a lost message is answered as lost. A folder imports from folders
-//! below it only:
+//! Holds mailboxes, permits, lifecycles and message paths; the pure modules of the crate decide. No actor awaits
+//! another, every accepted request receives exactly one reply, and a lost message is reported as lost. A folder imports
+//! only from folders below it:
 //!
 //! ```text
 //! handle         what embedders call: router, builder, requests, placements

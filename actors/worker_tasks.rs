@@ -1,8 +1,8 @@
-//! One task for each worker, as workers come and go.
+//! One task per registered worker.
 //!
-//! Owns the tasks. Promises that a worker's task ends when the worker leaves or what its task depends on changes, that a
-//! task that ends by itself is started again at the next pass, and that all end with the router. Level-triggered: each
-//! look compares what should run with what does.
+//! A worker's task ends when the worker is removed or the inputs of the task change. A task that ends by itself is
+//! restarted at the next pass, and all tasks end with the router. Level-triggered: each pass compares the desired tasks
+//! with the running ones.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,11 +16,11 @@ use crate::actors::views::status::RouterStatus;
 use crate::actors::views::worker::WorkerEntry;
 use crate::protocol::WorkerId;
 
-/// How often tasks are looked after though no worker has changed.
+/// Interval of passes without a change of workers.
 const PASS: Duration = Duration::from_secs(30);
 
-/// Runs `task` for each worker for whom `wanted` says what its task depends on. Each task is told its number: higher than
-/// those of all before it.
+/// Runs `task` for each worker for which `wanted` returns the inputs of the task. Each task receives a number, higher
+/// than those of all earlier tasks.
 pub(super) fn watch<D, W, F>(
     fleet: &Fleet,
     status: &RouterStatus,
@@ -34,7 +34,7 @@ pub(super) fn watch<D, W, F>(
 {
     let (mut workers, mut status) = (fleet.subscribe(), status.subscribe());
     tokio::spawn(async move {
-        let mut tasks = JoinSet::new(); // dropped, it ends them
+        let mut tasks = JoinSet::new(); // dropping it ends them
         let mut running: BTreeMap<WorkerId, (W, AbortHandle)> = BTreeMap::new();
         let mut started = 0;
         loop {
@@ -66,8 +66,8 @@ pub(super) fn watch<D, W, F>(
     });
 }
 
-/// When the first of a worker's turns comes: spread over the second half of the first interval, so that a fleet's do not
-/// fall together.
+/// Delay of a worker's first poll: within the second half of the first interval, so that the polls of a fleet are
+/// spread over time.
 #[cfg(feature = "discovery")]
 pub(super) fn first_delay(worker: WorkerId, interval: Duration) -> Duration {
     let lot = xxh3_64(&worker.0.to_le_bytes()) % 1_000;

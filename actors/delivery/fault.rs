@@ -22,7 +22,7 @@ impl InjectedFault {
 
 #[cfg(feature = "zmq")]
 impl InjectedFault {
-    /// As [`InjectedFault::happen`], in a task: standing still takes none of the runtime's threads.
+    /// As [`InjectedFault::happen`], in a task. A hang blocks a thread outside the runtime.
     pub(crate) async fn apply_off_runtime(self) {
         match self {
             Self::Panic => self.apply(),

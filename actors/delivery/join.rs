@@ -1,7 +1,8 @@
 //! Scatter-gather: one query to several actors, whose responses reach one continuation together.
 //!
-//! Owns the responses so far and the number of outstanding tokens. The continuation receives the responses exactly once,
-//! when the last [`ReplyToken`] has been dropped. A token cannot be copied, so a lost message counts as an empty response.
+//! Holds the responses so far and the number of outstanding tokens. The continuation receives the responses exactly
+//! once, when the last [`ReplyToken`] has been dropped. A token cannot be copied, so a lost message counts as an empty
+//! response.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +22,7 @@ pub(crate) struct Join<A, C: ?Sized> {
 
 struct Responses<A> {
     collected: Vec<A>,
-    /// Set by [`JoinObserver::take`]: each later response reaches the continuation by itself.
+    /// Set by [`JoinObserver::take`]; each later response reaches the continuation separately.
     taken: bool,
 }
 
@@ -39,7 +40,7 @@ impl<A, C: ?Sized> Join<A, C> {
 }
 
 impl<A, C: Continuation<A>> ReplyToken<A, C> {
-    /// The sender's own token, with room for `responses_expected`. It holds the continuation back while further tokens
+    /// The sender's own token, with capacity for `responses_expected`. It delays the continuation while further tokens
     /// are [forked](ReplyToken::fork) and sent.
     pub(crate) fn open(responses_expected: usize, continuation: C) -> Self {
         let responses = Mutex::new(Responses { collected: Vec::with_capacity(responses_expected), taken: false });
@@ -120,7 +121,7 @@ pub(crate) struct JoinObserver<A, C: ?Sized> {
 }
 
 impl<A, C: ?Sized> JoinObserver<A, C> {
-    /// The responses so far; each later one reaches the continuation by itself. `None` when the join is complete: the
+    /// The responses so far; each later one reaches the continuation separately. `None` when the join is complete: the
     /// continuation has all responses, and its message may already be queued.
     pub(crate) fn take(&self) -> Option<Vec<A>> {
         self.join.lock(|responses| {

@@ -1,18 +1,18 @@
 //! Serial executor of one actor: delivers a message on the sender's thread if the actor is idle.
 //!
 //! Waking an actor's task costs more than most messages take to handle. An actor's state and inbox therefore live in a
-//! [`Strand`]. A sender that finds the state unlocked locks it and handles the inbox, then its own message. A sender that
-//! finds it locked appends to the inbox; the holder of the lock handles the inbox before it leaves, up to
-//! [`INLINE_DRAIN_MAX`] messages, and then wakes the actor's task for the rest.
+//! [`Strand`]. A sender that finds the state unlocked locks it and handles the inbox, then its own message. A sender
+//! that finds it locked appends to the inbox. The holder of the lock handles up to [`INLINE_DRAIN_MAX`] messages of the
+//! inbox before the release, and then wakes the actor's task for the rest.
 //!
-//! Owns the state's lock and the inbox. Guarantees one step at a time, first-in first-out order, no message left in the
-//! inbox of an unlocked strand, and no blocking or spinning on the lock. A step that panics ends its actor: the queued
-//! messages are dropped, and their senders observe a lost reply. The supervisor opens a strand with fresh state;
-//! semaphores before the strand bound its inbox.
+//! Guarantees: one step at a time, first-in first-out order, no message left in the inbox of an unlocked strand, and no
+//! blocking or spinning on the lock. A step that panics ends its actor: the queued messages are dropped, and their
+//! senders observe a lost reply. The supervisor opens a strand with fresh state. Semaphores in front of the strand
+//! bound its inbox.
 //!
-//! No message is left behind: a sender appends to the inbox and then tries the lock again; the holder releases the lock
-//! and then reads the inbox. A full fence on each side (Dekker's pattern) guarantees that at least one sees the other. The
-//! same holds for a nested send to a strand that this thread has locked: the message waits until the lock is released.
+//! A sender appends to the inbox and then tries the lock again; the holder releases the lock and then reads the inbox.
+//! A full fence on each side (Dekker's pattern) guarantees that at least one sees the other. The same holds for a
+//! nested send to a strand that this thread has locked: the message waits until the lock is released.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -43,7 +43,7 @@ pub(crate) trait DeferredReply: Send {
     fn deliver(self);
 }
 
-/// Replies for the sender to deliver once it holds no strand: its own message's and those of the messages it drained.
+/// Deferred replies of the sent message and of drained messages. The sender delivers them once it holds no strand.
 #[must_use = "the replies in it are undelivered"]
 pub(crate) struct DeferredReplies<A>(SmallVec<[A; 1]>);
 
@@ -67,7 +67,7 @@ pub(crate) struct Strand<S: ActorState> {
     inbox: Mutex<VecDeque<S::Msg>>,
     /// Length of the inbox, readable without its lock.
     waiting: AtomicUsize,
-    /// The only lasting holder of the actor's reference.
+    /// The only long-lived reference to the actor.
     actor: Mutex<Option<ActorRef<Wake<S>>>>,
     /// Permanent: the holder of the lock drops the state on release.
     closed: AtomicBool,
@@ -104,16 +104,16 @@ impl<S: ActorState> Strand<S> {
         deferred
     }
 
-    /// Sends, and delivers the deferred replies. Not from a step of another strand.
+    /// Sends, and delivers the deferred replies. Must not be called from a step of another strand.
     pub(crate) fn tell(&self, msg: S::Msg) {
         self.send(msg).deliver();
     }
 
-    /// Drains the inbox up to the limit, unless another thread holds the strand and will. If the actor is dead or closed
-    /// the messages are dropped, which completes their replies as lost.
+    /// Drains the inbox up to the limit, unless another thread holds the strand and drains it. If the actor is dead or
+    /// closed, the messages are dropped, which completes their replies as lost.
     ///
-    /// Every path that releases the state's lock re-reads `waiting` and `closed` afterwards, behind a fence: the thread of
-    /// a message or a close that found the lock taken does not try a second time.
+    /// Every path that releases the lock of the state re-reads `waiting` and `closed` afterwards, behind a fence,
+    /// because a sender or closer that found the lock taken does not retry.
     fn handle_waiting(&self, deferred: &mut DeferredReplies<S::Deferred>) {
         let (mut drained, mut emptied) = (0, false);
         loop {
@@ -186,8 +186,8 @@ impl<S: ActorState> Strand<S> {
         drop(old);
     }
 
-    /// Drops the inbox: taken under the lock, so that no other thread has it, and dropped after release, since a drop may
-    /// send.
+    /// Drops the inbox. It is taken under the lock, so that no other thread has it, and dropped after the release,
+    /// because a drop may send.
     fn drop_waiting(&self, state: State<'_, S>) {
         let mut inbox = self.inbox();
         self.waiting.store(0, Ordering::Relaxed);
@@ -213,19 +213,19 @@ impl<S: ActorState> Strand<S> {
         }
     }
 
-    /// Ends the actor after a panicked step: drops its state, which may be half changed, and stops it for the supervisor
-    /// to restart.
+    /// Ends the actor after a panicked step: drops its state, which may be inconsistent, and stops it for the
+    /// supervisor to restart.
     ///
-    /// The mutex's own poison is not enough: a step that a destructor runs during another unwind does not poison it.
+    /// Poison of the mutex does not suffice: a step that a destructor runs during another unwind does not poison it.
     fn die(&self, mut guard: State<'_, S>, panic: &Box<dyn Any + Send>) {
         let half_changed = guard.take();
-        self.drop_waiting(guard); // before a successor can be there
+        self.drop_waiting(guard); // before a successor can start
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         if let Some(actor) = self.actor().as_ref() {
             actor.stop(Some(format!("panicked: {text}")));
         }
-        drop(catch_unwind(AssertUnwindSafe(|| drop(half_changed)))); // a half-changed state may panic in its drop
+        drop(catch_unwind(AssertUnwindSafe(|| drop(half_changed)))); // an inconsistent state may panic in its drop
     }
 
     /// Opens the strand for `actor` with fresh state. Messages sent while `state` is built are queued. If building it
@@ -258,7 +258,7 @@ impl<S: ActorState> Strand<S> {
     }
 }
 
-/// The ractor actor around a strand: its place in the supervision tree, and its task for messages left to it.
+/// The ractor actor of a strand: its node in the supervision tree, and its task for the rest of the inbox.
 pub(crate) struct StrandActor<S>(PhantomData<fn() -> S>);
 
 impl<S> StrandActor<S> {

@@ -1,4 +1,4 @@
-//! Names that stand for several engines.
+//! Discovery of workers by DNS names, each of which resolves to several engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -12,17 +12,17 @@ use super::source::DiscoverySource;
 use crate::discovery::{Changes, DiscoveryError, HttpUrl, HttpUrlError, NamedWorker, worker_map};
 use crate::protocol::{WorkerConfig, WorkerMap};
 
-/// How often names are resolved.
+/// Default interval of resolution.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// How long one may take.
+/// Timeout of one resolution.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Most addresses of one name.
+/// Maximum number of addresses of one name.
 const ADDRESSES_MAX: usize = 4096;
 
-/// Names with ports, such as those of headless services: every address of one is a worker. They are resolved again and
-/// again; one that cannot be keeps the addresses it had.
+/// Names with ports, such as those of headless services. Every address of a name is a worker. Names are resolved
+/// periodically; if a resolution fails, the name keeps its previous addresses.
 ///
 /// ```
 /// use pointsman::DnsNames;
@@ -45,7 +45,7 @@ struct DnsName {
     name: String,
     host: String,
     port: u16,
-    /// As they were when it could be resolved last.
+    /// Addresses of the last successful resolution.
     addresses: BTreeSet<IpAddr>,
 }
 
@@ -66,11 +66,11 @@ impl DnsNames {
         })
     }
 
-    /// Replaces the names by others. Those that stay keep their addresses, and all are resolved at the next
+    /// Replaces the names. Retained names keep their addresses, and all names are resolved at the next
     /// [`DiscoverySource::next`].
     ///
     /// # Errors
-    /// A name of another form; the former ones stay.
+    /// A name of another form; the previous names stay.
     pub fn set(&mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Result<(), DiscoveryError> {
         let names = names.into_iter().map(|name| DnsName::new(name.into())).collect::<Result<Vec<_>, _>>()?;
         let mut known = std::mem::replace(&mut self.names, names);
@@ -83,22 +83,22 @@ impl DnsNames {
         Ok(())
     }
 
-    /// What is known of all workers: everything but the endpoint. A `*` as host in the address of a socket stands for
-    /// the worker's own.
+    /// Sets the configuration of all workers, except the endpoint. A `*` as the host of a socket address is replaced by
+    /// the worker's host.
     #[must_use]
     pub fn given(mut self, given: &WorkerConfig) -> Self {
         self.given = given.clone();
         self
     }
 
-    /// Asks the workers for what is not given.
+    /// Probes the workers for configuration that is not given.
     #[must_use]
     pub fn probing(mut self, options: ProbeOptions) -> Self {
         self.prober = Some(Prober::new(options));
         self
     }
 
-    /// Resolves the names, and asks the workers, every so often. Default every 5 seconds.
+    /// Sets the interval of resolution and probes. Default 5 seconds.
     #[must_use]
     pub fn every(mut self, interval: Duration) -> Self {
         self.interval = interval;
@@ -107,7 +107,7 @@ impl DnsNames {
 
     async fn refresh(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
         let mut complaint = None;
-        // All at once: one that nobody answers for does not keep the others waiting.
+        // Resolved concurrently: an unresponsive name does not delay the others.
         let mut asked = JoinSet::new();
         for (position, name) in self.names.iter().enumerate() {
             let (host, port) = (name.host.clone(), name.port);
@@ -125,7 +125,7 @@ impl DnsNames {
                 }
             }
         }
-        // Two names may have an address in common; and one that never had any says nothing of the workers it means.
+        // Two names may share an address. A name that never had an address leaves its workers unknown.
         if complaint.is_some() && self.names.iter().all(|name| name.addresses.is_empty()) {
             return self.changes.look(None, complaint);
         }

@@ -1,4 +1,4 @@
-//! A file that names workers, looked at again and again.
+//! Discovery of workers in a file that is polled.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,11 +11,11 @@ use super::source::DiscoverySource;
 use crate::discovery::{Changes, DiscoveryError, EngineError, FileError, FileFormat, NamedWorker, worker_map};
 use crate::protocol::WorkerMap;
 
-/// How often the file is looked at.
+/// Default interval of polls.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// A TOML or JSON file of workers. Its content is looked at every second, so a file that is replaced by renaming
-/// another over it is noticed wherever it lies. One that cannot be used is complained of, and the last good one stands.
+/// A TOML or JSON file of workers. The content is read every second, so a file replaced by a rename is detected on any
+/// file system. An invalid file is reported, and the last valid one stays in force.
 ///
 /// ```
 /// use pointsman::{ProbeOptions, RouterConfig, WatchedFile};
@@ -30,25 +30,25 @@ pub struct WatchedFile {
     path: PathBuf,
     format: FileFormat,
     interval: Duration,
-    /// For workers that are to be probed.
+    /// For workers with `probe = true`.
     prober: Prober,
-    /// When to look at the file, and when to ask the workers.
+    /// Next poll of the file, and next probe of the workers.
     next_at: Instant,
     ask_at: Instant,
-    /// As it was read last, good or not.
+    /// Content of the last read, valid or not.
     content: Option<Vec<u8>>,
-    /// Why that is of no use.
+    /// Error of that content.
     broken: Option<DiscoveryError>,
-    /// Of the last good one.
+    /// Workers of the last valid content.
     workers: Option<Vec<NamedWorker>>,
-    /// The same, completed by what those say that were asked, and what is wrong with them.
+    /// The same workers completed by probes, with the errors of the others.
     set: Option<WorkerMap>,
     errors: Vec<EngineError>,
     changes: Changes,
 }
 
 impl WatchedFile {
-    /// Watches a file, which need not be there yet. `options` are for those of its workers that say `probe = true`.
+    /// Follows a file, which may be missing at first. `options` apply to workers with `probe = true`.
     ///
     /// # Errors
     /// A name that ends in neither `.toml` nor `.json`.
@@ -71,10 +71,10 @@ impl WatchedFile {
         })
     }
 
-    /// Watches another file from now on. While that cannot be used the last good set stands.
+    /// Follows another file from now on. Until it is valid, the last valid set stays in force.
     ///
     /// # Errors
-    /// A name that ends in neither `.toml` nor `.json`; the former file stays.
+    /// A name that ends in neither `.toml` nor `.json`; the previous file stays.
     pub fn set(&mut self, path: impl Into<PathBuf>) -> Result<(), DiscoveryError> {
         let path = path.into();
         (self.format, self.path) = (format_of(&path)?, path);
@@ -82,7 +82,7 @@ impl WatchedFile {
         Ok(())
     }
 
-    /// Looks at the file every so often. Default every second.
+    /// Sets the interval of polls. Default 1 second.
     #[must_use]
     pub fn every(mut self, interval: Duration) -> Self {
         self.interval = interval;
@@ -111,7 +111,7 @@ impl WatchedFile {
         self.changes.look(self.set.clone(), self.broken.clone().or(engines))
     }
 
-    /// Asks the workers that are to be asked, when the file is new or it is time.
+    /// Probes the workers with `probe = true`, if the file has changed or the interval has passed.
     async fn complete(&mut self) -> Result<(), DiscoveryError> {
         let Some(workers) = &self.workers else { return Ok(()) };
         let is_time = workers.iter().any(|worker| worker.probe) && Instant::now() >= self.ask_at;
@@ -155,10 +155,10 @@ fn format_of(path: &Path) -> Result<FileFormat, DiscoveryError> {
     format.map_err(|error| DiscoveryError::File { path: path.display().to_string(), error })
 }
 
-/// A file's content, if it is one and not too long.
+/// Reads a regular file up to the length limit.
 async fn read(path: &Path) -> Result<Vec<u8>, DiscoveryError> {
     let unreadable = |reason: String| DiscoveryError::Unreadable { path: path.display().to_string(), reason };
-    // Pipes and devices would be waited for.
+    // A read of a pipe or device could block.
     let metadata = tokio::fs::metadata(path).await.map_err(|error| unreadable(error.to_string()))?;
     if !metadata.is_file() {
         return Err(unreadable("it is no file".to_owned()));

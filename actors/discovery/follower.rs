@@ -1,8 +1,8 @@
-//! The discovery actor: follows one source.
+//! Discovery actor: follows one source.
 //!
-//! Owns the task that waits for the source's next value. Promises that nobody asks the source beside it, that a value
-//! is with the supervisor before the next is asked for, and that a source that panics is asked again. The source
-//! outlives it: a restarted actor finds it where it was, and has it say its present value again.
+//! Owns the task that awaits the next value of the source. Only this task polls the source, and it passes a value to
+//! the supervisor before it polls for the next one. A source that panics is polled again. The source survives the
+//! actor: a restarted actor continues with the same source and requests its present value again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,21 +16,21 @@ use crate::actors::views::status::RouterStatus;
 use crate::discovery::DiscoveryError;
 use crate::membership::SourceUpdate;
 
-/// How long a source that has just failed is left alone.
+/// Delay after a failure of a source.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How long one that has panicked is.
+/// Delay after a panic of a source.
 const PANIC_PAUSE: Duration = Duration::from_secs(1);
 
 pub(crate) enum FollowerMsg {
     /// The source has panicked.
     Panicked,
-    /// A drill: panic.
+    /// Injected fault: panic.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
-/// Whom to follow, for whom.
+/// The source to follow and the receiver of its values.
 #[derive(Clone)]
 pub(crate) struct Assignment {
     pub(crate) source: Arc<Mutex<Box<dyn AnySource>>>,
@@ -46,7 +46,7 @@ pub(crate) struct State {
     following: AbortOnDrop,
 }
 
-/// The actor. See the module's head.
+/// The discovery actor; see the module documentation.
 pub(crate) struct Follower;
 
 impl Actor for Follower {
@@ -90,7 +90,7 @@ impl Drop for AbortOnDrop {
     }
 }
 
-/// Tells the actor when the task that holds it panics.
+/// Notifies the actor when the task that owns it panics.
 struct PanicReport(ActorRef<FollowerMsg>);
 
 impl Drop for PanicReport {
@@ -101,14 +101,14 @@ impl Drop for PanicReport {
     }
 }
 
-/// Passes each value of the source on to the supervisor, until the router is down or the source has closed.
+/// Passes each value of the source to the supervisor, until the router is down or the source has closed.
 ///
-/// It may be aborted wherever it awaits. There it holds no value: between the source's answer and the message nothing
-/// is awaited, and what the supervisor has it keeps.
+/// The task may be aborted at every await, where it holds no value: there is no await between the source's value and
+/// the message, and the supervisor keeps received values.
 async fn follow(assignment: Assignment, pause: Duration, _report: PanicReport) {
     let Assignment { source, report, status } = assignment;
     tokio::time::sleep(pause).await;
-    let mut source = source.lock().await; // whoever followed it before has gone, or is going
+    let mut source = source.lock().await; // a previous follower has ended or is ending
     source.rewind();
     loop {
         let next = tokio::select! {

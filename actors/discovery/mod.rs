@@ -1,8 +1,8 @@
-//! Where workers come from: sources, each of them followed by an actor.
+//! Discovery sources of workers, each followed by an actor.
 //!
-//! Owns the trait that sources implement, and the sources that come with the router. Promises that a value that was
-//! given reaches the supervisor, whoever dies meanwhile, and that a source that fails or panics is asked again. Leaves
-//! comparing with what runs to the supervisor, which keeps the last good set of each source.
+//! Defines the trait of sources, and the sources of this crate. Every value of a source reaches the supervisor, even if
+//! actors die in between. A source that fails or panics is polled again. The supervisor keeps the last good set of each
+//! source and reconciles it with the registered workers.
 
 #[cfg(feature = "discovery")]
 mod dns;

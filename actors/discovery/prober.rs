@@ -1,7 +1,7 @@
-//! Asking engines what they are.
+//! Probes of engines for their configuration.
 //!
-//! Owns what each engine said last. Promises that one that does not answer, or badly, is taken to be as it was; that one
-//! that says it belongs elsewhere is left out; and bounds for time, bytes and questions at once.
+//! Keeps the last response of each engine. An engine without a valid response keeps its last configuration. An engine
+//! that serves another model or pool is excluded. Time, bytes and concurrent probes are bounded.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,13 +13,13 @@ use crate::config::RouterConfig;
 use crate::discovery::{Described, EngineError, Expected, HttpUrl, NamedWorker};
 use crate::protocol::{WorkerConfig, WorkerId};
 
-/// Engines asked at once; with [`Described::BYTES_MAX`] the bound of what their answers take.
+/// Maximum number of concurrent probes; times [`Described::BYTES_MAX`] it bounds the memory of their responses.
 const ASKED_MAX: usize = 16;
 
-/// Statuses by which an engine says that it does not know the question.
+/// Statuses of an engine that does not implement the requested path.
 const UNKNOWN: &[u16] = &[404, 405, 501];
 
-/// How engines are asked what they are, and what they must be.
+/// Options of probes, and the expected configuration of an engine.
 ///
 /// ```
 /// use pointsman::{ProbeOptions, RouterConfig};
@@ -29,16 +29,16 @@ const UNKNOWN: &[u16] = &[404, 405, 501];
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProbeOptions {
-    /// What an engine must be; others are left out.
+    /// Expected configuration; engines that differ are excluded.
     pub expected: Expected,
-    /// Time between two rounds of questions. Default 5 seconds.
+    /// Time between two rounds of probes. Default 5 seconds.
     pub interval: Duration,
-    /// The longest that one question takes; an engine is asked up to four. Default 2 seconds.
+    /// Timeout of one request; an engine receives up to four. Default 2 seconds.
     pub timeout: Duration,
 }
 
 impl ProbeOptions {
-    /// For engines of this pool: any model; its block size, where events are used.
+    /// For engines of this pool: any model, and the pool's block size if events are used.
     #[must_use]
     pub fn of(pool: &RouterConfig) -> Self {
         let expected = Expected {
@@ -49,7 +49,7 @@ impl ProbeOptions {
         Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2) }
     }
 
-    /// As before, for engines that serve a model under this name.
+    /// Also requires a model served under this name.
     #[must_use]
     pub fn model(mut self, name: impl Into<String>) -> Self {
         self.expected.model = Some(name.into());
@@ -57,7 +57,7 @@ impl ProbeOptions {
     }
 }
 
-/// Asks, and remembers.
+/// Probes engines and keeps their last responses.
 #[derive(Debug)]
 pub(super) struct Prober {
     pub(super) options: ProbeOptions,
@@ -70,8 +70,8 @@ impl Prober {
         Self { options, last: BTreeMap::new() }
     }
 
-    /// The workers completed by what they say, and what is wrong with the others, in the order given. Those that are
-    /// not to be probed are as they are. Cancel-safe.
+    /// Completes the workers by their responses, and returns the errors of the others, in the given order. Workers
+    /// without `probe` stay unchanged. Cancel-safe.
     pub(super) async fn ask(
         &mut self,
         workers: &[NamedWorker],
@@ -97,7 +97,7 @@ impl Prober {
                     self.last.get(url).cloned()
                 }
             };
-            // Checked whenever it was said: the pool's sources may have changed what they give.
+            // Checked at every round, because the sources of the pool may have changed the given configuration.
             let Some((described, at)) = described.zip(HttpUrl::parse(url).ok()) else { continue };
             match described.clone().complete(given, &at, &self.options.expected) {
                 Ok(config) => complete.push((*id, config)),
@@ -109,7 +109,7 @@ impl Prober {
         (complete, errors)
     }
 
-    /// What each of the workers that are to be probed answers, by position.
+    /// Response of each probed worker, by position.
     async fn answers(&self, workers: &[NamedWorker]) -> BTreeMap<usize, Result<Described, String>> {
         let mut answers = BTreeMap::new();
         let mut asked = JoinSet::new();
@@ -127,7 +127,8 @@ impl Prober {
     }
 }
 
-/// Asks one engine. SGLang knows `/server_info`, by an older name or a newer; vLLM does not, or answers otherwise.
+/// Probes one engine. SGLang implements `/server_info` under an older or a newer name; vLLM does not, or responds with
+/// another format.
 async fn describe(url: &str, timeout: Duration) -> Result<Described, String> {
     let url = HttpUrl::parse(url).map_err(|error| error.to_string())?;
     let ask = async |path: &str| {

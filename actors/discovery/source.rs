@@ -1,4 +1,4 @@
-//! What a source is, and the two simplest.
+//! The trait of discovery sources, and the two simplest ones.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,10 +8,10 @@ use tokio::sync::watch;
 use crate::discovery::{DiscoveryError, DuplicateId, worker_map};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
-/// Somebody who knows which workers there should be.
+/// A source of the desired set of workers.
 ///
-/// Each value is the whole set, not a change, so one that is missed is made up for by the next. A `watch` channel is a
-/// source; so is whatever implements this:
+/// Each value is the complete set, not a change, so the next value replaces a missed one. A `watch` channel is a
+/// source, and so is each implementation of this trait:
 ///
 /// ```
 /// use std::time::Duration;
@@ -39,24 +39,24 @@ use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 /// }
 /// ```
 pub trait DiscoverySource: Send + 'static {
-    /// What metrics, logs and [`Router::discovery`](crate::Router::discovery) call it. Asked once.
+    /// Name in metrics, logs and [`Router::discovery`](crate::Router::discovery). Read once.
     fn name(&self) -> String;
 
-    /// Waits for the next value: the whole set of workers, or why there is none. After an error the last good set
-    /// stands. `None`: the source has closed, and its workers stay as they are.
+    /// Waits for the next value: the complete set of workers, or an error. After an error the last good set stays in
+    /// force. `None`: the source has closed, and its workers stay unchanged.
     ///
-    /// Must be cancel-safe: a future that is dropped has taken nothing away.
+    /// Must be cancel-safe: dropping the future must not consume a value.
     fn next(&mut self) -> impl Future<Output = Option<Result<WorkerMap, DiscoveryError>>> + Send;
 
-    /// The next value is to be the present one, whether it has been given before or not. Called before the first, and
-    /// whenever somebody new listens. Sources that give a value at each look need not do anything.
+    /// Makes the next value the present one, even if it has been returned before. Called before the first value, and
+    /// for each new follower. Sources that return a value at every poll need no implementation.
     fn rewind(&mut self) {}
 }
 
-/// The value that a future of a source brings.
+/// Boxed future of the next value of a source.
 type Next<'a> = Pin<Box<dyn Future<Output = Option<Result<WorkerMap, DiscoveryError>>> + Send + 'a>>;
 
-/// Any source, behind a pointer.
+/// Object-safe form of a source.
 pub(crate) trait AnySource: Send {
     fn next(&mut self) -> Next<'_>;
     fn rewind(&mut self);
@@ -87,7 +87,7 @@ impl DiscoverySource for watch::Receiver<WorkerMap> {
     }
 }
 
-/// Workers that are there from the start and stay.
+/// A fixed set of workers.
 ///
 /// ```
 /// use pointsman::StaticList;
@@ -103,7 +103,7 @@ pub struct StaticList {
 }
 
 impl StaticList {
-    /// A list of workers; those without an id get one that is [derived](crate::discovery::derived_id).
+    /// A list of workers; those without an id receive a [derived](crate::discovery::derived_id) one.
     ///
     /// # Errors
     /// Two workers with one id.

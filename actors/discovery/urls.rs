@@ -1,4 +1,4 @@
-//! Engines at known addresses that are asked for the rest.
+//! Discovery of engines at known addresses, completed by probes.
 
 use tokio::time::{Instant, sleep_until};
 
@@ -7,7 +7,7 @@ use super::source::DiscoverySource;
 use crate::discovery::{Changes, DiscoveryError, NamedWorker, worker_map};
 use crate::protocol::{WorkerConfig, WorkerMap};
 
-/// A list of base addresses: each engine is asked what it is, again and again.
+/// A list of base addresses. Each engine is probed periodically for its configuration.
 ///
 /// ```
 /// use pointsman::{ProbeOptions, ProbedUrls, RouterConfig};
@@ -28,7 +28,7 @@ impl ProbedUrls {
     /// Engines at these addresses; their ids are [derived](crate::discovery::derived_id).
     ///
     /// # Errors
-    /// An address that is none, or one that is there twice.
+    /// An invalid or a duplicate address.
     pub fn new(
         urls: impl IntoIterator<Item = impl Into<String>>,
         options: ProbeOptions,
@@ -40,7 +40,7 @@ impl ProbedUrls {
         Self::named(workers, options)
     }
 
-    /// Workers with all that is known of each; those that say `probe` are asked for the rest.
+    /// Workers with the given configuration; those with `probe` are probed for the rest.
     ///
     /// # Errors
     /// Two workers with one id or address.
@@ -54,11 +54,11 @@ impl ProbedUrls {
         Ok(Self { workers, prober, next_at, changes: Changes::default() })
     }
 
-    /// Replaces the workers by others, [named](Self::named) as before. What engines have said of themselves stays known, and all
-    /// are asked at the next [`DiscoverySource::next`].
+    /// Replaces the workers, [named](Self::named) as before. Earlier probe results are kept, and all workers are probed
+    /// at the next [`DiscoverySource::next`].
     ///
     /// # Errors
-    /// Two workers with one id or address; the former ones stay.
+    /// Two workers with one id or address; the previous ones stay.
     pub fn set(&mut self, workers: impl IntoIterator<Item = NamedWorker>) -> Result<(), DiscoveryError> {
         let workers: Vec<NamedWorker> = workers.into_iter().collect();
         worker_map(workers.iter().map(|worker| (worker.id, worker.config.clone())))?;
@@ -66,8 +66,8 @@ impl ProbedUrls {
         Ok(())
     }
 
-    /// What is known of all of them and need not be asked: everything but the endpoint. A `*` as host in the address of
-    /// a socket stands for the worker's own.
+    /// Sets the configuration of all workers that needs no probe, except the endpoint. A `*` as the host of a socket
+    /// address is replaced by the worker's host.
     #[must_use]
     pub fn given(mut self, given: &WorkerConfig) -> Self {
         for worker in &mut self.workers {

@@ -1,9 +1,9 @@
-//! The actor that takes in what engines say of their load, and shows it where the scheduler reads it without a message.
+//! Engine load actor: records the load that engines report, in cells that the scheduler reads without a message.
 //!
-//! Owns the writing side of each rank's [`EngineLoadCell`](crate::engine_load::EngineLoadCell). Promises that what is
-//! said of an engine that has gone is not shown as its successor's. Leaves reading pages and messages to
-//! `src/engine_load`, asking and listening to tasks for each worker (features `discovery` and `zmq`), and age to whoever looks: what nobody says
-//! any more grows old by itself.
+//! Is the writer of each rank's [`EngineLoadCell`](crate::engine_load::EngineLoadCell). A report about a removed engine
+//! is not recorded for its successor. `src/engine_load` parses pages and messages, and one task per worker polls them
+//! or subscribes to them (features `discovery` and `zmq`). Readers compute the age of a report, so a report without a
+//! successor becomes stale without a timer.
 
 #[cfg(feature = "discovery")]
 mod scrape;
@@ -24,22 +24,22 @@ use crate::config::RouterConfig;
 use crate::engine_load::{EngineLoad, EngineReading};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
-/// What the actor can be told.
+/// Messages to the engine load actor.
 pub(crate) enum EngineLoadMsg {
-    /// An engine was asked then, or spoke, and says this of its ranks.
+    /// Load report of an engine for its ranks, requested or received at `asked_at`.
     Said { worker: WorkerId, readings: Vec<(u32, EngineReading)>, asked_at: Timestamp },
-    /// A drill: panic, or hold the turn until told to go on.
+    /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
-/// The actor's state: none but the way to the cells.
+/// State of the actor: only the dependencies to reach the cells.
 pub(crate) struct EngineLoads {
     ranks: Arc<RankTable>,
     clock: Clock,
 }
 
-/// Nobody waits for it.
+/// No replies: messages to this actor have none.
 pub(crate) struct Nothing;
 
 impl DeferredReply for Nothing {
@@ -73,7 +73,7 @@ impl ActorState for EngineLoads {
     }
 }
 
-/// Dependencies of the tasks that query engines or listen to them.
+/// Dependencies of the tasks that poll engines or subscribe to them.
 #[derive(Clone)]
 #[cfg_attr(not(any(feature = "discovery", feature = "zmq")), expect(dead_code, reason = "no source is built in"))]
 pub(crate) struct EngineLoadSources {
@@ -87,7 +87,7 @@ pub(crate) struct EngineLoadSources {
 }
 
 impl EngineLoadSources {
-    /// Starts the tasks that the configuration calls for. They end with the router.
+    /// Starts the tasks of the configured sources. They end with the router.
     pub(crate) fn watch(self) {
         #[cfg(feature = "discovery")]
         scrape::watch(&self);
@@ -103,7 +103,7 @@ impl EngineLoadSources {
     }
 }
 
-/// Has the scheduler re-evaluate waiting requests: a load report can open a rank, and so can a stale one.
+/// Makes the scheduler re-evaluate waiting requests: a new load report can open a rank, and so can a stale one.
 async fn wake_waiting(status: Arc<RouterStatus>, scheduler: Arc<Strand<Scheduler>>, period: Duration) {
     loop {
         tokio::select! {

@@ -1,7 +1,7 @@
-//! Asking: one task a worker reads its engine's page of metrics, again and again.
+//! Polls of engine metrics: one task per worker reads the engine's metrics page periodically.
 //!
-//! Owns the tasks. Promises that a page is got within the time in which its load would be stale, and that one engine's
-//! silence delays nobody else's. What cannot be used is counted, and nothing is made up for it.
+//! A request ends before its load report would be stale, and an unresponsive engine delays no other. Unusable values
+//! are counted and not replaced.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::actors::worker_tasks::{self, first_delay};
 use crate::engine_load::{EngineReading, PAGE_BYTES_MAX, read_page};
 use crate::protocol::{LoadSource, WorkerId};
 
-/// What a worker's task depends on.
+/// Inputs of a worker's task; a change restarts it.
 #[derive(Clone, Debug, PartialEq)]
 struct PageQuery {
     url: String,
@@ -20,7 +20,7 @@ struct PageQuery {
     ranks: u32,
 }
 
-/// Starts to ask the workers, unless that is off. It ends with the router.
+/// Starts the polls of the workers, if enabled. They end with the router.
 pub(super) fn watch(sources: &EngineLoadSources) {
     if sources.config.engine_load.interval_ms > 0 {
         worker_tasks::watch(&sources.fleet, &sources.status, sources.clone(), page_query_of, ask);
@@ -35,7 +35,7 @@ fn page_query_of(worker: &WorkerEntry) -> Option<PageQuery> {
             start_rank: config.data_parallel_start_rank,
             ranks: config.data_parallel_size,
         }),
-        LoadSource::Socket(_) => None, // it speaks unasked
+        LoadSource::Socket(_) => None, // a socket needs no polls
     }
 }
 

@@ -1,7 +1,7 @@
-//! Listening: SGLang's load sockets, one a rank.
+//! Subscriptions to SGLang's load sockets, one per rank.
 //!
-//! Owns the tasks, one a worker. Promises that a socket that is gone is tried again, less and less often, and that what
-//! cannot be read is counted and nothing is made up for it. What nobody says any more grows old by itself.
+//! One task per worker. A closed socket is reconnected with increasing delays. Unusable messages are counted and not
+//! replaced; a report without a successor becomes stale.
 
 use tokio::task::JoinSet;
 
@@ -14,30 +14,30 @@ use crate::ingest::Backoff;
 use crate::protocol::{WorkerId, WorkerRank};
 use crate::zmtp::Caps;
 
-/// A message is three small parts.
+/// A message consists of three small frames.
 const CAPS: Caps = Caps {
     frame_bytes_max: MESSAGE_BYTES_MAX as u64,
     message_bytes_max: MESSAGE_BYTES_MAX as u64,
     message_frames_max: 4,
 };
 
-/// What a worker's task depends on: its ranks and their sockets.
+/// Inputs of a worker's task: its ranks and their sockets.
 type Sockets = Vec<(WorkerRank, String)>;
 
-/// Starts to listen to the workers. It ends with the router.
+/// Starts the subscriptions to the workers. They end with the router.
 pub(super) fn watch(sources: &EngineLoadSources) {
     worker_tasks::watch(&sources.fleet, &sources.status, sources.clone(), sockets_of, listen);
 }
 
 fn sockets_of(worker: &WorkerEntry) -> Option<Sockets> {
     let load = worker.config.load.as_ref()?;
-    let socket = |rank: &WorkerRank| Some((*rank, load.socket_of_rank(rank.rank).ok()??)); // checked when it joined
+    let socket = |rank: &WorkerRank| Some((*rank, load.socket_of_rank(rank.rank).ok()??)); // validated at the registration
     let sockets: Sockets = worker.ranks.iter().filter_map(socket).collect();
     (!sockets.is_empty()).then_some(sockets)
 }
 
 async fn listen(sources: EngineLoadSources, _: WorkerId, _: u64, sockets: Sockets) {
-    let mut listeners = JoinSet::new(); // dropped, it ends them
+    let mut listeners = JoinSet::new(); // dropping it ends them
     for (rank, endpoint) in sockets {
         listeners.spawn(listen_to(sources.clone(), rank, endpoint));
     }

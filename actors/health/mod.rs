@@ -1,10 +1,10 @@
-//! The health actor: who is out of service because probes of its engine or requests on it fail.
+//! Health actor: ejects ranks whose probes or requests fail.
 //!
-//! Owns the [`Monitor`] and performs what follows from it: shows the scheduler who is ejected, has itself woken when an
-//! ejection ends. Promises that a request that went well, on a rank that nothing is held against, sends no message, and
-//! that nothing is computed while nothing fails. Leaves judgement to the monitor, probing to a task for each worker
-//! (feature `discovery`), and what the embedder says of ranks to the embedder: the scheduler combines the two. Restarted,
-//! it knows of no failures, and all ranks are in service.
+//! Owns the [`Monitor`] and performs its effects: publishes the ejections to the scheduler, and arms a timer for the
+//! end of an ejection. A successful request on a rank without failures sends no message, and nothing is computed while
+//! nothing fails. The monitor makes the decisions, and one task per worker (feature `discovery`) sends the probes. The
+//! scheduler combines ejections with the embedder's rank conditions. After a restart the actor has no records, and all
+//! ranks are in service.
 
 #[cfg(feature = "discovery")]
 pub(crate) mod probe;
@@ -29,25 +29,25 @@ use crate::health::{Cause, Exclusions, HealthChange, HealthInput, HealthRules, M
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
-/// What the health actor can be told.
+/// Messages to the health actor.
 pub(crate) enum HealthMsg {
-    /// The ranks have changed, or what the embedder says of them.
+    /// The ranks or the embedder's rank conditions have changed.
     MembersChanged,
-    /// A probe has ended.
+    /// Result of a probe.
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody probes"))]
     Probed { worker: WorkerId, prober: u64, answer: Result<(), String> },
-    /// A request has ended.
+    /// Outcome of a request.
     Outcome { entry: Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>, permit: OwnedSemaphorePermit },
-    /// It is `at`.
+    /// The timer for `at` has fired.
     Wake { at: Timestamp },
-    /// How is everybody?
+    /// Query for the health of all ranks.
     Report(oneshot::Sender<Vec<RankHealth>>),
-    /// A drill: panic, or hold the turn until told to go on.
+    /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
-/// The actor's state.
+/// State of the health actor.
 pub(crate) struct HealthActor {
     monitor: Monitor,
     dependencies: HealthDependencies,
@@ -55,9 +55,9 @@ pub(crate) struct HealthActor {
     /// Name of the pool, for log lines.
     pool: String,
     myself: Weak<Strand<HealthActor>>,
-    /// Whether the monitor has not been told of the ranks as they are: while nothing fails it need not know them.
+    /// Whether the monitor's list of ranks is outdated. It needs no list while nothing fails.
     behind: bool,
-    /// When the earliest timer fires.
+    /// Time of the earliest armed timer.
     wake_at: Option<Timestamp>,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct HealthDependencies {
     pub(crate) runtime: Handle,
 }
 
-/// What others hear once the turn is given back.
+/// Replies and messages delivered after the strand is released.
 #[derive(Default)]
 pub(crate) struct HealthReplies {
     scheduler: Vec<DeferredReplies<SchedulerReplies>>,
@@ -98,7 +98,7 @@ impl HealthActor {
         }
     }
 
-    /// Tells the monitor, bringing it up to date on who there is before, where it matters.
+    /// Steps the monitor, after an update of its list of ranks if that matters.
     fn step_monitor(&mut self, input: HealthInput, replies: &mut HealthReplies) {
         let (now, mut changes) = (self.dependencies.clock.now(), Vec::new());
         let matters =
@@ -140,7 +140,7 @@ impl HealthActor {
         if *self.dependencies.exclusions.get() == *self.monitor.exclusions() {
             return;
         }
-        // Answers of excluded ranks matter now.
+        // Outcomes of excluded ranks matter from here on.
         for entry in self.dependencies.ranks.all() {
             entry.failing.store(self.monitor.counts_failures_of(entry.rank), Ordering::Relaxed);
         }
@@ -197,7 +197,7 @@ impl HealthActor {
     fn members(&self) -> BTreeMap<WorkerRank, Member> {
         let conditions = self.dependencies.conditions.get();
         let mut entries = self.dependencies.ranks.all();
-        entries.sort_by_key(|entry| entry.since); // where a rank has two, one is on its way out
+        entries.sort_by_key(|entry| entry.since); // of two entries of a rank, the older one is retiring
         let incarnations: BTreeMap<WorkerRank, u64> =
             entries.iter().map(|entry| (entry.rank, entry.incarnation())).collect();
         let workers = self.dependencies.fleet.workers();
@@ -238,7 +238,7 @@ impl DeferredReply for HealthReplies {
     fn deliver(self) {
         self.scheduler.into_iter().for_each(DeferredReplies::deliver);
         if let Some((answer, report)) = self.report {
-            drop(answer.send(report)); // whoever asked may have gone
+            drop(answer.send(report)); // the receiver may be dropped
         }
     }
 }

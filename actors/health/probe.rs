@@ -1,7 +1,7 @@
-//! Probing: one task a worker asks its engine, again and again, whether it is well.
+//! Health probes: one task per worker polls its engine periodically.
 //!
-//! Owns the tasks. Promises that a probe ends within its time-out, that one engine's silence delays no other's probe, and
-//! that workers whose endpoint is no plain `http://` address are left alone. What an answer means is the health actor's.
+//! A probe ends within its timeout, and an unresponsive engine delays no other probe. Workers whose endpoint is not a
+//! plain `http://` address are not probed. The health actor evaluates the results.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::config::RouterConfig;
 use crate::discovery::HttpUrl;
 use crate::protocol::WorkerId;
 
-/// Longest answer that is read; that it is well is said by the status.
+/// Maximum number of response bytes; the status alone determines the result.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
-/// Longest account of what went wrong.
+/// Maximum length of an error description in characters.
 const WHY_CHARS_MAX: usize = 200;
 
-/// Starts to probe the workers, unless that is off. It ends with the router.
+/// Starts the probes of the workers, if enabled. They end with the router.
 pub(crate) fn watch(config: &RouterConfig, fleet: &Fleet, status: &RouterStatus, health: &Arc<Strand<HealthActor>>) {
     if config.health.probe_interval_ms > 0 {
         let [interval, timeout] = [config.health.probe_interval_ms, config.health.probe_timeout_ms];
@@ -57,7 +57,7 @@ async fn probe(dependencies: ProbeDependencies, worker: WorkerId, prober: u64, u
     loop {
         let answer = match http::get(&url, timeout, ANSWER_BYTES_MAX).await {
             Ok(_) | Err(HttpError::TooLong(_)) => Ok(()),
-            // A fault of this process says nothing about the engine.
+            // A fault of this process is no evidence about the engine.
             Err(HttpError::NoDescriptor) => {
                 tracing::warn!(url, "health probe not sent: no file descriptor");
                 tokio::time::sleep(interval).await;

@@ -1,4 +1,4 @@
-//! What every reader of KV events needs of the router.
+//! Dependencies shared by all readers of KV events.
 
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
-//! Ingest: one actor for each rank whose engine publishes its KV events.
+//! Ingest actor: one per rank whose engine publishes KV events.
 //!
-//! Owns the task that reads them (`reader`) and its end. Promises that a reader that dies takes nothing else with it and is
-//! reported to the supervisor as this actor's death, and that a rank that leaves is not read any longer. What the events
-//! mean is decided in `ingest::Source`, what their bytes mean in `wire`. No message of a request passes here.
+//! Owns the task that reads the events (`reader`). A panic of the reader affects no other part and is reported to the
+//! supervisor as the death of this actor. A removed rank is not read any more. `ingest::Source` interprets the sequence
+//! of events, and `wire` decodes their bytes. No message of a request passes through this actor.
 
 mod dependencies;
 mod reader;
@@ -23,21 +23,21 @@ use crate::zmtp::Caps;
 pub(crate) use dependencies::IngestDependencies;
 use reader::{Command, Job};
 
-/// Commands that may wait for a reader; one that is told to look again and again need not be told more.
+/// Maximum number of queued commands for a reader; repeated replay requests are redundant.
 const COMMANDS_MAX: usize = 4;
 
-/// What an ingest actor can be told.
+/// Messages to an ingest actor.
 pub(crate) enum IngestMsg {
-    /// The index lost what it knew of the rank.
+    /// The index has lost the blocks of the rank: replay them.
     Resync,
-    /// A drill for the reader.
+    /// Injected fault of the reader.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
     /// The reader has panicked.
     Died(String),
 }
 
-/// The actor. See the module's head.
+/// The ingest actor; see the module documentation.
 pub(crate) struct Ingest;
 
 /// Arguments of one ingest actor.
@@ -50,7 +50,7 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// What it takes to read `entry`'s events; `None` where there are none to read or nobody wants them.
+    /// Arguments to read the events of `entry`; `None` if it has no events or they are disabled.
     pub(crate) fn of(
         config: &RouterConfig,
         dependencies: IngestDependencies,
@@ -86,7 +86,7 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
     }
 }
 
-/// What it keeps.
+/// State of the ingest actor.
 pub(crate) struct State {
     reader: AbortHandle,
     commands: mpsc::Sender<Command>,
@@ -129,7 +129,7 @@ impl Actor for Ingest {
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             IngestMsg::Resync => {
-                let _ = state.commands.try_send(Command::Resync); // full: one is on its way
+                let _ = state.commands.try_send(Command::Resync); // full: a replay request is queued
                 Ok(())
             }
             #[cfg(feature = "faults")]

@@ -1,9 +1,9 @@
-//! The task that reads one rank's events.
+//! Task that reads the KV events of one rank.
 //!
-//! Owns both connections, the decoder and the source's state: tokens come in here, are hashed, and go no further. Promises
-//! that each batch reaches the rank's shard in order and under a permit, so that a shard that is behind is felt by the
-//! publisher and by nobody else; that nothing an engine sends ends the task; and that whatever is lost on the way is
-//! what `ingest::Source` says about it. Leaves lifecycles to the actor around it.
+//! Owns both connections, the decoder and the state of the source. Tokens arrive here, are hashed, and never leave the
+//! task. Each batch reaches the rank's shard in order and under a permit, so a slow shard applies backpressure to this
+//! publisher only. No input of an engine ends the task. Losses are recorded by `ingest::Source`. The surrounding actor
+//! controls start and stop.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -23,10 +23,10 @@ use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timesta
 use crate::wire::{Decoder, Finding, Report, WireConfig};
 use crate::zmtp::{Caps, Replayed};
 
-/// Blocks that a shard is told of at once: some 50 µs of work, at 80 to 120 ns a block.
+/// Maximum number of blocks in one message to a shard: about 50 µs of work, at 80 to 120 ns per block.
 const PIECE_BLOCKS_MAX: usize = 512;
 
-/// What a reader is given.
+/// Inputs of a reader.
 pub(super) struct Job {
     pub(super) dependencies: IngestDependencies,
     pub(super) entry: Arc<RankEntry>,
@@ -37,11 +37,11 @@ pub(super) struct Job {
     pub(super) commands: mpsc::Receiver<Command>,
 }
 
-/// What a reader can be told.
+/// Commands to a reader.
 pub(super) enum Command {
-    /// The index lost what it knew of the rank.
+    /// The index has lost the blocks of the rank: replay them.
     Resync,
-    /// A drill: panic, or stand still until told to go on.
+    /// Injected fault: panic, or hang until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
 }
@@ -64,7 +64,7 @@ pub(super) async fn read(job: Job) {
         shown_doubt: None,
         unwell_since: None,
     };
-    // A source begins with nothing known, and an earlier reader may have left something.
+    // A source begins with an empty state, and an earlier reader may have left blocks in the index.
     reader.apply(vec![reader.event(KvEvent::Cleared)]).await;
     loop {
         let tick = reader.source.next_tick().map(|at| at.since(reader.dependencies.clock.now()));
@@ -77,16 +77,16 @@ pub(super) async fn read(job: Job) {
             () = sleep(tick) => IngestInput::Tick,
         };
         if input == IngestInput::Disconnected {
-            replay = ReplayState::Idle; // of a life that may be over
+            replay = ReplayState::Idle; // the replay may belong to an earlier life of the publisher
         }
         reader.step(input);
-        // A peer that never stops talking must not keep its own deadlines from passing.
+        // Deadlines are checked even if the publisher sends without pause.
         if tick == Some(Duration::ZERO) {
             reader.step(IngestInput::Tick);
         }
         reader.perform(&mut replay, &mut link).await;
         if !reader.source.is_replaying() {
-            replay = ReplayState::Idle; // what is still to come is known
+            replay = ReplayState::Idle; // the rest of the replay is not needed
         }
     }
 }
@@ -106,7 +106,7 @@ struct Reader {
     effects: Vec<IngestEffect<Bytes>>,
     wanted: VecDeque<IngestEffect<Bytes>>,
     shown_doubt: Option<DegradationReason>,
-    /// When the source was last noticed to have lost something, until it is trusted again.
+    /// Time of the last degradation of the source, until it is trusted again.
     unwell_since: Option<Timestamp>,
 }
 
@@ -119,7 +119,7 @@ impl Reader {
         match command {
             Command::Resync => {
                 self.decoder.forget();
-                self.apply(vec![self.event(KvEvent::Cleared)]).await; // what comes now is all that is known
+                self.apply(vec![self.event(KvEvent::Cleared)]).await; // the index contains only events from here on
                 IngestInput::Resync
             }
             #[cfg(feature = "faults")]
@@ -143,7 +143,7 @@ impl Reader {
             LinkEvent::Down { error, was_up } => {
                 self.count_error(&error);
                 if !was_up {
-                    return IngestInput::Tick; // it tries again and again
+                    return IngestInput::Tick; // the subscription reconnects
                 }
                 self.entry.source.set_connected(false);
                 let (worker, rank) = (&*self.entry.endpoint, self.entry.rank.rank);
@@ -151,7 +151,7 @@ impl Reader {
                 IngestInput::Disconnected
             }
             LinkEvent::Refused(error) => {
-                self.count_error(&error); // the hole it leaves in the sequence is noticed behind it
+                self.count_error(&error); // the next message reveals the gap
                 IngestInput::Tick
             }
         }
@@ -176,7 +176,7 @@ impl Reader {
         self.entry.source.set_error(error.to_string());
     }
 
-    /// Does what the state machine wants done; what comes of that may want more.
+    /// Performs the effects of the state machine, including those that follow from their results.
     async fn perform(&mut self, replay: &mut ReplayState, link: &mut SubscriptionLink) {
         loop {
             self.wanted.extend(self.effects.drain(..));
@@ -256,7 +256,7 @@ impl Reader {
         RouterEvent { rank: self.entry.rank, tier: StorageTier::default(), data }
     }
 
-    /// Waits while the shard is behind. What is long is told in pieces, so that questions need not wait for all of it.
+    /// Waits while the shard is behind. Long batches are split, so that overlap queries need not wait for all of one.
     async fn apply(&self, events: Vec<RouterEvent>) {
         for piece in pieces(events, PIECE_BLOCKS_MAX) {
             self.dependencies.shards.apply_of(&self.entry, piece, &self.dependencies.status).await;
@@ -264,15 +264,15 @@ impl Reader {
     }
 }
 
-/// Events of a batch by which it can be told whether it is understood: not those that are known to be of no use here. A
-/// batch that cannot be read at all is as bad as one event that cannot.
+/// Number of events in a batch that show whether the format is understood; events known to be irrelevant do not count.
+/// An undecodable batch counts as one undecodable event.
 fn events_of_note(report: &Report) -> u32 {
     let of_no_use = report.findings.get(Finding::NotMainAttention) + report.findings.get(Finding::NonLocal);
     let others = report.events.saturating_sub(u32::try_from(of_no_use).unwrap_or(u32::MAX));
     if report.findings.is_empty() || of_no_use > 0 { others } else { others.max(1) }
 }
 
-/// The subscription, or the way to one.
+/// The subscription, or its connection attempt.
 struct SubscriptionLink {
     endpoints: KvEventsConfig,
     caps: Caps,
@@ -285,11 +285,11 @@ enum ConnectionState {
     Up(Subscription),
 }
 
-/// What came of the subscription.
+/// Result of the subscription.
 enum LinkEvent {
     Up,
     Message(u64, Bytes),
-    /// A message of another shape.
+    /// A malformed message.
     Refused(SocketError),
     Down {
         error: SocketError,
@@ -307,7 +307,7 @@ impl SubscriptionLink {
         matches!(self.state, ConnectionState::Up(_))
     }
 
-    /// What comes next. Abandoning it loses nothing.
+    /// The next event of the subscription. Cancel-safe.
     async fn next(&mut self) -> LinkEvent {
         match &mut self.state {
             ConnectionState::Down(connecting) => match connecting.await {
@@ -319,7 +319,7 @@ impl SubscriptionLink {
             },
             ConnectionState::Up(subscription) => match subscription.receive().await {
                 Ok((sequence, payload)) => {
-                    self.backoff.reset(); // whoever only greets, or worse, is asked less and less
+                    self.backoff.reset(); // reset only after a message, so an endpoint that merely greets is tried at growing intervals
                     LinkEvent::Message(sequence, payload)
                 }
                 Err(error @ SocketError::Parts(_)) => LinkEvent::Refused(error),
@@ -344,7 +344,7 @@ fn connect(endpoints: &KvEventsConfig, caps: Caps, wait: Duration) -> Connecting
     })
 }
 
-/// A replay request, if there is one.
+/// State of the replay request.
 enum ReplayState {
     Idle,
     Asking(Pin<Box<dyn Future<Output = Result<ReplayRequest, SocketError>> + Send>>),
@@ -355,7 +355,7 @@ impl ReplayState {
     fn ask(endpoints: &KvEventsConfig, from: u64, caps: Caps) -> Self {
         let endpoint = endpoints.replay_endpoint.clone();
         Self::Asking(Box::pin(async move {
-            let endpoint = endpoint.ok_or(SocketError::Closed)?; // never asked for where there is none
+            let endpoint = endpoint.ok_or(SocketError::Closed)?; // never requested without an endpoint
             ReplayRequest::ask(&endpoint, from, caps).await
         }))
     }
@@ -364,7 +364,7 @@ impl ReplayState {
         matches!(self, Self::Idle)
     }
 
-    /// The next answer. Abandoning it loses nothing. Idle when there is no more to come.
+    /// The next response. Cancel-safe. Idle after the last response.
     async fn next(&mut self) -> Result<Replayed<Bytes>, SocketError> {
         loop {
             match self {

@@ -1,10 +1,10 @@
-//! The router's clock: tokio's, so that paused tests pause it too.
+//! Clock of the router: tokio's clock, so that paused tests pause it too.
 
 use tokio::time::Instant;
 
 use crate::protocol::Timestamp;
 
-/// Turns the runtime's monotonic time into [`Timestamp`]s since the router's start.
+/// Converts the monotonic time of the runtime to [`Timestamp`]s since the start of the router.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     epoch: Instant,

@@ -1,11 +1,11 @@
-//! Connections to an engine's sockets: what it publishes, and what it is asked for again.
+//! Connections to an engine's sockets: the subscription, and replay requests.
 //!
-//! Owns the way of the bytes: engine, [`FrameCheck`], loopback, the library that speaks ZMTP. The library makes room for
-//! whatever length a frame announces (8 GiB, and the process is gone), and offers no place to look before it does; so
-//! it never talks to an engine, but to a relay of ours that has looked. Promises that no connection holds more than its
-//! [`Caps`] and a few fixed buffers, that connecting ends within [`CONNECT_WAIT`], that nothing is read while nobody
-//! asks for it (a slow reader is felt by the publisher), and that a connection that is dropped is gone. Leaves what a
-//! loss means to `ingest`, and when to try again to the reader.
+//! Bytes pass from the engine through [`FrameCheck`] and a loopback connection to the ZMTP library. The library
+//! allocates the announced length of a frame before its data arrives (8 GiB would end the process) and has no limit. It
+//! therefore never connects to an engine, only to a local relay that checks each frame header first. A connection
+//! buffers at most its [`Caps`] and a few fixed buffers. Connecting ends within [`CONNECT_WAIT`]. Without a pending
+//! receive nothing is read, so a slow reader applies backpressure to the publisher. Dropping a connection closes it.
+//! The effect of a loss is decided in `ingest`, the time of a reconnection by the reader.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -19,13 +19,13 @@ use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqError, 
 
 use crate::zmtp::{self, Caps, FrameCheck, PartsError, Replayed, StreamError};
 
-/// The longest that connecting may take, greeting included.
+/// Timeout of a connection, greeting included.
 const CONNECT_WAIT: Duration = Duration::from_secs(5);
 
-/// Bytes that the relay passes on at once.
+/// Buffer size of the relay in bytes.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// Why a connection ended, or a message was refused.
+/// Reason for a closed connection or a rejected message.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SocketError {
     #[error("cannot connect: {0}")]
@@ -47,7 +47,7 @@ pub(crate) enum SocketError {
 }
 
 impl SocketError {
-    /// Its name in metrics.
+    /// Label value in metrics.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect",
@@ -62,7 +62,7 @@ impl SocketError {
     }
 }
 
-/// A standing subscription.
+/// An open subscription.
 pub(crate) struct Subscription {
     socket: SubSocket,
     relay: Relay,
@@ -74,7 +74,7 @@ impl Subscription {
         within(async {
             let (mut relay, inner) = Relay::to(endpoint, caps).await?;
             let mut socket = SubSocket::new();
-            // Known before there is a connection, so it is the first thing that is said on one.
+            // Set before the connection exists, so the subscription is its first message.
             socket.subscribe(topic).await.map_err(SocketError::Protocol)?;
             relay.carry(socket.connect(&inner)).await?;
             Ok(Self { socket, relay })
@@ -82,11 +82,11 @@ impl Subscription {
         .await
     }
 
-    /// The next message: its number and payload. Abandoning it loses nothing. The payload is a copy: as the library gives
-    /// it, a small one that is kept would keep all that was read beside it.
+    /// The next message: its number and payload. Cancel-safe. The payload is a copy, because the library's small
+    /// payloads share a large read buffer and would keep it alive.
     ///
     /// # Errors
-    /// A message of another shape, which costs only itself; or the end of the connection.
+    /// A malformed message, after which the connection continues; or the end of the connection.
     pub(crate) async fn receive(&mut self) -> Result<(u64, Bytes), SocketError> {
         let parts = self.relay.carry(self.socket.recv()).await?.into_vec();
         let (sequence, payload) = zmtp::live(&parts)?;
@@ -94,14 +94,14 @@ impl Subscription {
     }
 }
 
-/// One request for what was published before, and its answers.
+/// One replay request and its responses.
 pub(crate) struct ReplayRequest {
     socket: DealerSocket,
     relay: Relay,
 }
 
 impl ReplayRequest {
-    /// Asks `tcp://HOST:PORT` for every message from number `from` on.
+    /// Requests every message from number `from` on, at `tcp://HOST:PORT`.
     pub(crate) async fn ask(endpoint: &str, from: u64, caps: Caps) -> Result<Self, SocketError> {
         within(async {
             let (mut relay, inner) = Relay::to(endpoint, caps).await?;
@@ -115,10 +115,10 @@ impl ReplayRequest {
         .await
     }
 
-    /// The next answer. Abandoning it loses nothing.
+    /// The next response. Cancel-safe.
     ///
     /// # Errors
-    /// An answer of another shape, or the end of the connection: either way there is no more to come.
+    /// A malformed response, or the end of the connection. Both end the replay.
     pub(crate) async fn receive(&mut self) -> Result<Replayed<Bytes>, SocketError> {
         let parts = self.relay.carry(self.socket.recv()).await?.into_vec();
         Ok(match zmtp::replayed(&parts)? {
@@ -134,7 +134,7 @@ async fn within<T>(connect: impl Future<Output = Result<T, SocketError>>) -> Res
     tokio::time::timeout(CONNECT_WAIT, connect).await.unwrap_or(Err(SocketError::ConnectTimeout))
 }
 
-/// Carries bytes between an engine and a loopback connection, and looks at what the engine sends. Ends with its owner.
+/// Relays bytes between an engine and a loopback connection, and checks the engine's frames. Ends with its owner.
 struct Relay {
     task: JoinHandle<SocketError>,
 }
@@ -146,7 +146,7 @@ impl Drop for Relay {
 }
 
 impl Relay {
-    /// Connects to the engine, and opens the loopback end: `tcp://127.0.0.1:PORT`, for one connection.
+    /// Connects to the engine, and opens the loopback end `tcp://127.0.0.1:PORT` for one connection.
     async fn to(endpoint: &str, caps: Caps) -> Result<(Self, String), SocketError> {
         let address = endpoint.strip_prefix("tcp://").unwrap_or(endpoint);
         let engine = TcpStream::connect(address).await.map_err(SocketError::Connect)?;
@@ -158,20 +158,20 @@ impl Relay {
             drop(listener);
             match accepted {
                 Ok((inner, SocketAddr::V4(_))) => relay(engine, inner, FrameCheck::new(caps)).await,
-                Ok((_, SocketAddr::V6(_))) => SocketError::Closed, // it listens on IPv4
+                Ok((_, SocketAddr::V6(_))) => SocketError::Closed, // the listener is IPv4
                 Err(error) => SocketError::Broken(error),
             }
         });
         Ok((Self { task }, format!("tcp://{inner}")))
     }
 
-    /// Does something on the loopback end, for as long as the relay runs.
+    /// Runs an operation on the loopback end until the relay ends.
     async fn carry<T>(&mut self, work: impl Future<Output = Result<T, ZmqError>>) -> Result<T, SocketError> {
         tokio::select! {
             biased;
             done = work => match done {
                 Ok(done) => Ok(done),
-                // What broke the loopback end is known best by the relay, if it has ended.
+                // If the relay has ended, its error is the cause of the loopback error.
                 Err(error) if !self.task.is_finished() => Err(SocketError::Protocol(error)),
                 Err(_) => Err(self.end().await),
             },

@@ -1,7 +1,7 @@
-//! One plain HTTP GET, for what engines say of themselves.
+//! Plain HTTP GET for probes and metrics of engines.
 //!
-//! Owns the connection while it lasts: one for each question. Promises an answer or an error within the time-out, no
-//! more than the bytes asked for, no redirect followed and no task left behind. Leaves what the answer means to callers.
+//! Each request has its own connection. It ends with a response or an error within the timeout, reads at most the given
+//! number of bytes, follows no redirect and leaves no task behind. Callers interpret the response.
 
 use std::time::Duration;
 
@@ -15,42 +15,42 @@ use tokio::net::TcpStream;
 
 use crate::discovery::{HttpUrl, HttpUrlError};
 
-/// Most bytes that are read ahead; the answer's head must fit.
+/// Size of the read buffer in bytes; the response head must fit.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Most headers of an answer.
+/// Maximum number of response headers.
 const HEADERS_MAX: usize = 100;
 
-/// The system's errors for a process, and a machine, without a free descriptor: EMFILE and ENFILE, on Unix.
+/// OS errors for a process or a machine without a free file descriptor: EMFILE and ENFILE, on Unix.
 const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 
-/// Why a question was not answered.
+/// Failure of a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HttpError {
-    /// No address.
+    /// The URL is invalid.
     #[error(transparent)]
     Url(#[from] HttpUrlError),
-    /// The process, or the machine, has no descriptor for a connection: nothing is known of the other side.
+    /// No free file descriptor in the process or on the machine. The state of the server is unknown.
     #[error("no file descriptor for a connection")]
     NoDescriptor,
-    /// Nobody there.
+    /// The connection failed.
     #[error("cannot connect: {0}")]
     Connect(String),
-    /// Slow.
+    /// The request timed out.
     #[error("not answered within {} ms", .0.as_millis())]
     Timeout(Duration),
     /// A status other than 200.
     #[error("answered with status {0}, must be 200")]
     Status(u16),
-    /// A body beyond what was allowed for.
+    /// The body exceeds the limit.
     #[error("the answer is longer than {0} bytes")]
     TooLong(usize),
-    /// Not HTTP, or cut off.
+    /// The response is not HTTP, or is truncated.
     #[error("the answer is broken: {0}")]
     Broken(String),
 }
 
-/// The body that `GET url` is answered with, at most `bytes_max` long, within `timeout` from start to end.
+/// Returns the body of `GET url`, at most `bytes_max` long, within `timeout` in total.
 ///
 /// Cancel-safe: dropping the future closes the connection.
 ///
@@ -91,7 +91,7 @@ async fn get_untimed(url: &HttpUrl, bytes_max: usize) -> Result<Bytes, HttpError
     tokio::select! {
         biased;
         answer = &mut exchange => answer,
-        // It has ended with the answer's last bytes handed over, or with the error that the exchange will show.
+        // The connection has delivered the last bytes of the response, or its error appears in the exchange.
         _ = connection => exchange.await,
     }
 }
@@ -125,7 +125,7 @@ mod tests {
 
     const AN_HOUR: Duration = Duration::from_secs(3600);
 
-    /// A server that answers one connection with these bytes and hands back what it was asked.
+    /// A server that sends these bytes on one connection and returns the request.
     async fn answering(answer: Vec<u8>) -> (String, tokio::task::JoinHandle<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let url = format!("http://{}/metrics?a=b", listener.local_addr().expect("bound"));
@@ -135,7 +135,7 @@ mod tests {
             while !asked.ends_with(b"\r\n\r\n") {
                 asked.push(stream.read_u8().await.expect("the request's head"));
             }
-            let _ = stream.write_all(&answer).await; // the other end may have heard enough
+            let _ = stream.write_all(&answer).await; // the client may have closed
             String::from_utf8(asked).expect("text")
         });
         (url, asked)

@@ -96,7 +96,7 @@ impl State {
         Ok(())
     }
 
-    /// Starts the health actor without records: all ranks are in service again and start slowly.
+    /// Starts the health actor without records: all ranks return to service with a slow start.
     pub(super) async fn start_health(&mut self) -> Result<(), ActorProcessingErr> {
         let strand = Arc::clone(&self.dependencies.strands.health);
         let actor = self.spawn(&strand, Child::Health).await?;

@@ -1,4 +1,4 @@
-//! What the supervisor starts the actors with, and what it publishes.
+//! Dependencies of the supervisor: inputs to start the actors, and its published views.
 
 use std::sync::Arc;
 

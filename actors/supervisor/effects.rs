@@ -138,7 +138,7 @@ impl State {
         }
     }
 
-    /// The index removes the rank immediately; the scheduler forwards the retirement behind its last booking.
+    /// The index removes the rank immediately; the scheduler forwards the retirement after its last booking.
     fn retire_rank(&self, slot: Slot, generation: Generation) {
         if let Some(RankActor { entry, .. }) = self.ranks.get(&slot)
             && let Some(shard) = self.dependencies.strands.shards.of(entry.rank)
@@ -155,7 +155,7 @@ impl State {
         self.dependencies.strands.sequences.remove(slot);
         self.dependencies.views.ranks.remove(slot);
         strand.close();
-        // A sequence actor that died first has left its bookings.
+        // A sequence actor that died first leaves its bookings behind.
         for lease in self.dependencies.directory.booked_on(slot, generation) {
             self.dependencies.ender.end(&lease);
         }

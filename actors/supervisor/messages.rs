@@ -8,7 +8,7 @@ use crate::error::MembershipError;
 use crate::membership::{MembershipInput, SourceUpdate};
 use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
 
-/// Reply to a membership change: the number of bookings that a drain cut off, else 0.
+/// Reply to a membership change: the number of bookings ended by a drain, else 0.
 pub(crate) type MembershipReply = oneshot::Sender<Result<usize, MembershipError>>;
 
 pub(crate) enum SupervisorMsg {

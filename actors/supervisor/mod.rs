@@ -1,8 +1,8 @@
 //! Supervisor actor: starts and restarts the other actors, and performs the effects of the membership machine.
 //!
-//! Decisions belong to [`Membership`]. This actor converts messages, acknowledgements and deaths into its inputs, performs
-//! the effects in order, and publishes the read views of workers, sources and cold ranks. When it ends without a stop, the
-//! router has failed. No request passes through it.
+//! [`Membership`] makes the decisions. This actor converts messages, acknowledgements and deaths into its inputs,
+//! performs the effects in order, and publishes the read views of workers, sources and cold ranks. If it ends without a
+//! stop, the router has failed. No request passes through it.
 
 mod children;
 pub(crate) mod dependencies;

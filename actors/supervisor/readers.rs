@@ -20,7 +20,7 @@ impl State {
                 Ok(Some(arguments)) => arguments,
                 Ok(None) => return Ok(()),
                 Err(error) => {
-                    // Validated when the worker joined. Here the error affects one rank only.
+                    // Validated at the registration of the worker. An error here affects one rank only.
                     let (worker, rank) = (&*rank.entry.endpoint, rank.entry.rank.rank);
                     tracing::error!(worker, rank, %error, "the KV events of a rank cannot be read");
                     return Ok(());

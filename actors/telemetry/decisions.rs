@@ -1,4 +1,4 @@
-//! What became of requests for a booking: one verdict each, also where the caller has gone.
+//! Results of booking requests: one counted verdict each, cancelled requests included.
 
 use metrics::Counter;
 
@@ -8,12 +8,12 @@ use crate::error::RouteError;
 use crate::queue::{Backpressure, LimitKind};
 use crate::schedule::Rejection;
 
-/// How a request ended at the edge.
+/// Result of a request at the edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// On the rank that the router chose.
+    /// Booked on the rank that the router chose.
     Chosen,
-    /// On the rank that the embedder gave.
+    /// Booked on the rank that the embedder specified.
     Given,
     NoRanks,
     UnknownRank,
@@ -37,12 +37,12 @@ pub(crate) enum Verdict {
     Freed,
     Lost,
     Down,
-    /// Its caller did not wait for the answer.
+    /// Its caller cancelled it.
     Cancelled,
 }
 
 impl Verdict {
-    /// In the order of their declaration, by which counters are held.
+    /// All verdicts in the order of their declaration, which is the order of the counters.
     pub(super) const ALL: [Self; 25] = [
         Self::Chosen,
         Self::Given,
@@ -160,21 +160,21 @@ impl Verdict {
     }
 }
 
-/// Counts verdicts, and what a refusal to wait was about.
+/// Counters of verdicts, and of rejections by queue limit.
 pub(crate) struct Decisions {
     /// By verdict.
     counts: Vec<Counter>,
     backpressure: Vec<BackpressureCount>,
 }
 
-/// How often one limit of one class has refused a request.
+/// Counter of rejections by one limit of one class.
 struct BackpressureCount {
     class: String,
     limit: LimitKind,
     count: Counter,
 }
 
-/// A request that has no verdict yet. Dropped without one, its caller has gone.
+/// A request without a verdict yet. Dropping it counts a cancelled request.
 #[must_use = "dropping it counts a caller that has gone"]
 pub(crate) struct Undecided<'a> {
     decisions: &'a Decisions,
@@ -203,7 +203,7 @@ impl Decisions {
         }
     }
 
-    /// A request comes in.
+    /// Begins a request.
     pub(crate) fn begin<'a>(&'a self, span: &'a tracing::Span) -> Undecided<'a> {
         Undecided { decisions: self, span, verdict: Verdict::Cancelled }
     }
@@ -217,7 +217,7 @@ impl Decisions {
 }
 
 impl Undecided<'_> {
-    /// It was placed in this way, or not at all.
+    /// Records the verdict: `placed`, or the error of the result.
     pub(crate) fn end<T>(mut self, result: &Result<T, RouteError>, placed: Verdict) {
         self.verdict = match result {
             Ok(_) => placed,

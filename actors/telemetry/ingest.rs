@@ -1,6 +1,6 @@
-//! What is noticed on the way of engines' KV events.
+//! Metrics of KV event ingestion.
 //!
-//! Handles are made when something is first noticed: there are many causes, and most are never seen.
+//! Handles are created at first use: there are many causes, and most never occur.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::Pool;
 use crate::ingest::Note;
 use crate::wire::Findings;
 
-/// The instruments.
+/// Instruments of the ingest actors.
 pub(crate) struct IngestMeters {
     pool: Pool,
     heal_seconds: Histogram,
@@ -21,7 +21,7 @@ impl IngestMeters {
         Self { pool: pool.clone(), heal_seconds: pool.histogram("pointsman_kv_source_heal_seconds", &[]) }
     }
 
-    /// A connection that ended, or a message that was refused.
+    /// Counts a closed connection or a rejected message.
     pub(crate) fn error(&self, cause: &'static str) {
         self.pool.counter("pointsman_kv_source_errors_total", &[("cause", cause)]).increment(1);
     }
@@ -30,14 +30,14 @@ impl IngestMeters {
         self.pool.counter("pointsman_kv_source_notes_total", &[("note", note.name())]).increment(note.count());
     }
 
-    /// What could not be read in a batch.
+    /// Counts the undecodable parts of a batch.
     pub(crate) fn findings(&self, findings: &Findings) {
         for (finding, count) in findings.iter() {
             self.pool.counter("pointsman_kv_findings_total", &[("finding", finding.name())]).increment(count);
         }
     }
 
-    /// A source is trusted again, so long after it was first doubted.
+    /// Records the recovery of a source, with the time since its degradation.
     pub(crate) fn healed(&self, after: Duration) {
         self.heal_seconds.record(after.as_secs_f64());
     }

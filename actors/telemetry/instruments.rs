@@ -1,6 +1,6 @@
-//! Every instrument there is: name, kind, unit, labels, and what it tells.
+//! Table of all instruments: name, kind, unit, labels and description.
 //!
-//! Owns the one table that handles are checked against, that recorders are told of, and that `docs/metrics.md` shows.
+//! Handles are checked against this table, recorders receive its descriptions, and `docs/metrics.md` lists it.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub(crate) struct Instrument {
     pub(crate) kind: InstrumentKind,
     /// Absent for ratios.
     pub(crate) unit: Option<Unit>,
-    /// Beside `pool`, which every one carries.
+    /// Labels besides `pool`, which every instrument carries.
     pub(crate) labels: &'static [&'static str],
     pub(crate) help: &'static str,
 }
@@ -223,7 +223,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter("pointsman_restarts_total", &["role"], "Restarted actors by `role`."),
 ];
 
-/// Tells the recorder what each instrument is.
+/// Describes each instrument to the recorder.
 pub(crate) fn describe() {
     for &Instrument { name, kind, unit, help, .. } in INSTRUMENTS {
         metrics::with_recorder(|recorder| match kind {
@@ -234,7 +234,8 @@ pub(crate) fn describe() {
     }
 }
 
-/// Makes handles that carry the pool's name. Only what is in [`INSTRUMENTS`], with just its labels, is ever made.
+/// Creates handles with the name of the pool. Only instruments of [`INSTRUMENTS`], with exactly their labels, are
+/// created.
 #[derive(Clone)]
 pub(crate) struct Pool(SharedString);
 

@@ -1,9 +1,9 @@
-//! What a router tells of itself: metrics, and the way of each request as a span.
+//! Telemetry of a router: metrics, and the phases of each request as a span.
 //!
-//! Owns every instrument: its handle, made once and held, so that no message looks one up, and its row in
-//! `INSTRUMENTS`. Promises that every metric carries the pool, that labels are bounded, and that a request pays for a few
-//! counters and no clock. Leaves recorders, buckets and subscribers to the embedder: the recorder must be installed
-//! before the router starts, for handles belong to the one that is there when they are made.
+//! Each instrument has a handle, created once so that no message resolves one, and a row in `INSTRUMENTS`. Every metric
+//! carries the pool, and label values are bounded. A request costs a few counters and no clock read. The embedder
+//! provides recorders, buckets and subscribers. It must install the recorder before the router starts, because a handle
+//! belongs to the recorder present at its creation.
 
 mod decisions;
 #[cfg(feature = "zmq")]
@@ -30,24 +30,24 @@ use crate::protocol::Timestamp;
 use crate::queue::Depth;
 use predictions::PredictionMeters;
 
-/// The instruments of the edge, where callers come in, and of the supervisor.
+/// Instruments of the edge and of the supervisor.
 pub(crate) struct Meters {
     pub(crate) pool: Pool,
     pub(crate) decisions: Decisions,
     pub(crate) phases: Phases,
     pub(crate) predictions: PredictionMeters,
     pub(crate) restarts: Restarts,
-    /// Where there is a shared cache.
+    /// Present with a shared cache.
     pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
-    /// Bookings ended because nothing was heard of them.
+    /// Bookings ended because `load.booking_liveness_ms` passed without a report.
     pub(crate) expired: Counter,
-    /// Workers that two sources name.
+    /// Workers named by two sources.
     pub(crate) discovery_conflicts: Counter,
-    /// Events that came where none are used.
+    /// Events received although events are disabled.
     pub(crate) unused_events: Counter,
     #[cfg(feature = "zmq")]
     pub(crate) ingest: ingest::IngestMeters,
-    /// What engines said of their load and could not be used.
+    /// Unusable load reports of engines.
     #[cfg(any(feature = "discovery", feature = "zmq"))]
     pub(crate) engine_load_errors: EngineLoadErrors,
     funnel: Funnel,
@@ -74,7 +74,7 @@ impl Meters {
         }
     }
 
-    /// A request has been placed. `knows_overlap` where the index was asked about it.
+    /// Records a placed request. `knows_overlap` is true if the index was queried for it.
     pub(crate) fn placed(&self, isl_tokens: u32, block_size: u32, best: &BestMatch, knows_overlap: bool) {
         self.funnel.prompt_tokens.increment(u64::from(isl_tokens));
         if knows_overlap && isl_tokens > 0 {
@@ -85,7 +85,7 @@ impl Meters {
         }
     }
 
-    /// Kinds of requests whose predictions never come true, in words.
+    /// Names of the kinds of requests whose predictions never match.
     pub(crate) fn never_matching(&self) -> impl Iterator<Item = String> {
         self.predictions.never_matching().map(|kind| {
             let kind = kind.name();
@@ -93,7 +93,7 @@ impl Meters {
         })
     }
 
-    /// The engine says how much of a prompt it had cached.
+    /// Compares a prediction with the cached tokens that the engine reported.
     pub(crate) fn delivered(&self, prediction: &Prediction, predicted_tokens: u32, delivered_tokens: u32) {
         self.funnel.delivered.increment(u64::from(delivered_tokens));
         if let Some(kind) = prediction.kind() {
@@ -102,7 +102,7 @@ impl Meters {
     }
 }
 
-/// Prompt tokens on their way through the caches: what could have been reached, what was chosen, what came of it.
+/// Prompt tokens by cache stage: reachable, chosen, delivered.
 struct Funnel {
     prompt_tokens: Counter,
     reachable: Counter,
@@ -126,7 +126,7 @@ impl Funnel {
     }
 
     fn count(&self, isl_tokens: u32, block_size: u32, best: &BestMatch) {
-        // Where prompts are cut in windows, the last one may reach a token beyond the prompt.
+        // With windowed prompts, the last window may extend one token beyond the prompt.
         let reachable = best.reachable_blocks().saturating_mul(block_size).min(isl_tokens);
         let selected = best.cached_tokens().min(isl_tokens);
         self.reachable.increment(u64::from(reachable));
@@ -136,7 +136,7 @@ impl Funnel {
     }
 }
 
-/// Actors restarted, by what they were.
+/// Restart counters, by kind of actor.
 pub(crate) struct Restarts {
     pub(crate) scheduler: Counter,
     pub(crate) radix: Counter,
@@ -162,7 +162,7 @@ impl Restarts {
     }
 }
 
-/// Ejections, by what spoke against the rank.
+/// Ejection counters, by reason.
 pub(crate) struct Ejections {
     pub(crate) probe: Counter,
     pub(crate) outcomes: Counter,
@@ -175,19 +175,19 @@ impl Ejections {
     }
 }
 
-/// What engines said of their load and could not be used.
+/// Unusable load reports of engines.
 #[cfg(any(feature = "discovery", feature = "zmq"))]
 pub(crate) struct EngineLoadErrors {
-    /// Pages that were not got.
+    /// Failed page requests.
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
     pub(crate) request: Counter,
-    /// Pages that say nothing of the worker's ranks.
+    /// Pages without values for the worker's ranks.
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
     pub(crate) empty: Counter,
-    /// Single values on pages.
+    /// Unusable single values on pages.
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
     pub(crate) value: Counter,
-    /// Messages of load sockets.
+    /// Unusable messages of load sockets.
     #[cfg_attr(not(feature = "zmq"), expect(dead_code, reason = "nobody listens"))]
     pub(crate) message: Counter,
 }
@@ -200,7 +200,7 @@ impl EngineLoadErrors {
     }
 }
 
-/// What became of questions to the shared cache.
+/// Results of shared cache queries.
 pub(crate) struct SharedCacheMeters {
     late: Counter,
     errors: Counter,
@@ -236,7 +236,7 @@ impl SharedCacheMeters {
     }
 }
 
-/// What waits, class by class, in the order of the classes. Shows nothing once it is dropped.
+/// Gauges of waiting requests, in the order of the classes. Dropping it sets them to 0.
 pub(crate) struct QueueMeters(Vec<ClassMeters>);
 
 struct ClassMeters {
@@ -283,7 +283,7 @@ impl Drop for QueueMeters {
     }
 }
 
-/// A gauge's value. Beyond 2^53 the last digits are rounded.
+/// Gauge value of a count. Above 2^53 it is rounded.
 pub(crate) fn as_f64(count: u64) -> f64 {
     count as f64
 }

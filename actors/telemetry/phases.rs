@@ -1,6 +1,6 @@
-//! Where a request's time goes: sampled, and for each request whose span is wanted.
+//! Phase timings of requests: measured for a sample, and for each request with an enabled span.
 //!
-//! Owns the timestamps that a timed request carries. A request that is not timed carries none and reads no clock for them.
+//! A measured request carries its timestamps. Other requests carry none and read no clock for them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,13 +16,13 @@ use crate::directory::Lease;
 use crate::hashing::HashedPrompt;
 use crate::protocol::Timestamp;
 
-/// One request in so many is timed.
+/// Sampling ratio: one of this many requests is measured.
 pub(super) const SAMPLED_ONE_IN: u64 = 16;
 
-/// Hashes that an event shows of a prompt.
+/// Maximum number of prompt hashes in a trace event.
 const HASHES_SHOWN: usize = 8;
 
-/// How far a timed request has come, and when.
+/// Timestamps of the phases that a measured request has completed.
 pub(crate) struct PhaseTimestamps {
     clock: Clock,
     found: AtomicU64,
@@ -30,18 +30,18 @@ pub(crate) struct PhaseTimestamps {
 }
 
 impl PhaseTimestamps {
-    /// The index has answered.
+    /// Overlap query completed.
     pub(crate) fn set_found(&self) {
         self.found.store(self.clock.now().0, Ordering::Relaxed);
     }
 
-    /// Its rank is chosen.
+    /// Rank chosen.
     pub(crate) fn set_decided(&self) {
         self.decided.store(self.clock.now().0, Ordering::Relaxed);
     }
 }
 
-/// The histograms of phases.
+/// Histograms of phases.
 pub(crate) struct Phases {
     hash: Histogram,
     overlap: Histogram,
@@ -62,16 +62,16 @@ impl Phases {
         }
     }
 
-    /// PhaseTimestamps for a request that is to be timed, which few are.
+    /// Timestamps for a sampled request; `None` for most.
     pub(crate) fn sample(&self, lease: &Lease, span: &Span, clock: Clock) -> Option<Arc<PhaseTimestamps>> {
         let timed = lease.booking().0.is_multiple_of(SAMPLED_ONE_IN) || !span.is_disabled();
-        // Without an index, overlap is known at once.
+        // Without an index, the overlap phase takes no time.
         timed.then(|| {
             Arc::new(PhaseTimestamps { clock, found: AtomicU64::new(lease.arrival().0), decided: AtomicU64::new(0) })
         })
     }
 
-    /// A timed request, hashed from `started` on, has its answer.
+    /// Records a measured request whose hashing began at `started` and whose reply has arrived.
     pub(crate) fn record(&self, timestamps: &PhaseTimestamps, started: Timestamp, lease: &Lease, span: &Span) {
         let (hashed, answered) = (lease.arrival(), timestamps.clock.now());
         let found = Timestamp(timestamps.found.load(Ordering::Relaxed));
@@ -91,7 +91,7 @@ impl Phases {
     }
 }
 
-/// The span of a request. Where nobody wants it, it costs the look whether anybody does.
+/// Span of a request. A disabled span costs only the check for it.
 pub(crate) fn route_span(pool: &str, request_id: Option<&str>) -> Span {
     tracing::debug_span!(
         target: "pointsman::route",
@@ -109,7 +109,7 @@ pub(crate) fn route_span(pool: &str, request_id: Option<&str>) -> Span {
     )
 }
 
-/// Says in the span which blocks the prompt has: by their hashes, never by tokens.
+/// Records the hashes of the prompt blocks in the span, never tokens.
 pub(crate) fn trace_hashes(span: &Span, prompt: Option<&HashedPrompt>) {
     if span.is_disabled() {
         return;

@@ -1,11 +1,10 @@
-//! Whether predictions come true: of cached tokens, where the embedder reports what engines had, and of the time to the
-//! first token, where it reports that.
+//! Comparison of predictions with reports of the embedder: cached tokens, and time to first token.
 //!
-//! Owns the comparisons and the alarm. A report that both sides call 0 says nothing; it *agrees* where both are above 0,
-//! and *contradicts* where just one is. A prediction of 0 for a rank whose index was incomplete says nothing either: after
-//! a restart the engine's cache is warm long before its events are replayed. When [`NEVER_MATCHED_AFTER`] reports in a row of one kind contradict, this kind
-//! of request most likely never matches, because router and engine hash it differently, and the alarm counts one; after
-//! as many more, another.
+//! A pair of prediction and report that are both 0 is ignored. A pair *agrees* if both are above 0, and *contradicts*
+//! if exactly one is. A prediction of 0 for a rank with an incomplete index is ignored too: after a restart the
+//! engine's cache is warm long before its events are replayed. If [`NEVER_MATCHED_AFTER`] consecutive reports of one
+//! kind of request contradict, this kind most likely never matches, because router and engine hash it differently. The
+//! alarm then counts one, and again after each further series of that length.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -14,10 +13,10 @@ use metrics::{Counter, Histogram};
 
 use super::Pool;
 
-/// Contradictions in a row that raise the alarm. A power of two, so that counting may wrap.
+/// Consecutive contradictions that raise the alarm. A power of two, so that the counter may wrap.
 pub(super) const NEVER_MATCHED_AFTER: u32 = 64;
 
-/// What goes into a request's hashes besides tokens: the first that applies.
+/// First applicable hash input of a request besides tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PromptKind {
     Lora,
@@ -39,11 +38,11 @@ impl PromptKind {
     }
 }
 
-/// What a placement may be held to, once.
+/// Prediction of a placement, compared with one report.
 pub(crate) struct Prediction {
-    /// Absent where nobody was asked what is cached.
+    /// Absent without an overlap query.
     kind: Option<PromptKind>,
-    /// Whether the index had all of the rank's blocks when the request was placed.
+    /// Whether the index had all blocks of the rank at the placement.
     is_index_complete: bool,
     reported: AtomicBool,
 }
@@ -67,14 +66,14 @@ impl Prediction {
     }
 }
 
-/// The instruments.
+/// Instruments of predictions.
 pub(crate) struct PredictionMeters {
     predicted: Counter,
     delivered: Counter,
     over: Histogram,
     under: Histogram,
     exact: Histogram,
-    /// First tokens that came before or after they were expected.
+    /// Error of the expected time to first token, for tokens that arrived earlier or later.
     early: Histogram,
     late: Histogram,
     /// By kind.
@@ -130,13 +129,13 @@ impl PredictionMeters {
 }
 
 impl PredictionMeters {
-    /// A first token came after `elapsed`.
+    /// Records a first token that arrived after `elapsed`.
     pub(crate) fn first_token(&self, predicted: Duration, elapsed: Duration) {
         let result = if elapsed > predicted { &self.late } else { &self.early };
         result.record(elapsed.abs_diff(predicted).as_secs_f64());
     }
 
-    /// The kinds of requests of which no report for long has agreed with its prediction.
+    /// Kinds of requests without a matching report for a long time.
     pub(super) fn never_matching(&self) -> impl Iterator<Item = PromptKind> {
         let alarming = |kind: &PromptKind| {
             self.streaks[*kind as usize].contradictions.load(Ordering::Relaxed) >= NEVER_MATCHED_AFTER

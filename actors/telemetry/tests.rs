@@ -25,7 +25,7 @@ fn row(instrument: &Instrument) -> String {
 #[test]
 fn the_page_lists_every_instrument_and_nothing_else() {
     let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
-    // The gateway's rows are held to the code by its own tests.
+    // The gateway's own tests compare its rows with its code.
     let is_ours = |line: &&str| line.starts_with("| `pointsman_") && !line.starts_with("| `pointsman_gateway_");
     let listed: Vec<&str> = page.lines().filter(is_ours).collect();
     let expected: Vec<String> = INSTRUMENTS.iter().map(row).collect();
@@ -105,7 +105,7 @@ fn an_incomplete_index_that_predicts_nothing_raises_no_alarm() {
 
 #[test]
 fn making_every_handle_stays_within_the_table() {
-    // Handles outside it do not pass their assertion.
+    // Handles created elsewhere fail their assertion.
     let config = RouterConfig {
         queue: QueueConfig { threshold: Some(1.0), ..QueueConfig::default() },
         ..RouterConfig::default()

@@ -1,8 +1,8 @@
-//! What is known of each rank's event source, for others to read.
+//! Published state of each rank's KV event source.
 //!
-//! Owns one cell a rank ([`SourceCell`]) and the words it is shown in ([`KvSourceStatus`]). Promises that a reader never
-//! waits for a source, and that looking at an overlap costs one relaxed load while every source is trusted. Written by the
-//! rank's ingest only; a rank whose events its embedder brings has a cell that nobody writes, and is trusted.
+//! One cell per rank ([`SourceCell`]) with its report ([`KvSourceStatus`]). Readers never wait for a source, and
+//! scaling an overlap costs one relaxed load while every source is trusted. Only the rank's ingest writes the cell. The
+//! cell of a rank whose events come from the embedder is never written and counts as trusted.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,60 +11,61 @@ use std::time::Duration;
 use crate::ingest::{DegradationReason, StreamState};
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// How one rank's KV events are doing.
+/// State of one rank's KV event stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvSourceStatus {
     /// The rank.
     pub rank: WorkerRank,
-    /// Where it publishes.
+    /// Address of the publisher.
     pub endpoint: String,
-    /// Whether the subscription stands.
+    /// Whether the subscription is connected.
     pub connected: bool,
-    /// Whether everything that the publisher has said until now is known, be that nothing: also while it is silent.
+    /// True once every message published so far has been applied (trivially true if there were none). Stays true while
+    /// the stream is silent.
     pub caught_up: bool,
-    /// How far what the index knows of the rank is trusted.
+    /// Stream state, which determines the weight of the rank's overlap.
     pub trust: StreamState,
-    /// What is wrong, in words; absent while nothing is.
+    /// Reason of the degradation; absent for a healthy stream.
     pub doubt: Option<String>,
-    /// Why the last connection, or attempt at one, ended.
+    /// Error that ended the last connection or connection attempt.
     pub last_error: Option<String>,
-    /// Number of the last message whose events have been handed to the index; absent before the first.
+    /// Number of the last message whose events were sent to the index; absent before the first.
     pub applied: Option<u64>,
     /// Messages received, replayed ones included.
     pub messages: u64,
-    /// Since the last of them; absent where none has come.
+    /// Time since the last message; absent before the first.
     pub message_age: Option<Duration>,
 }
 
-/// How many ranks are credited with less than all they are known to guard.
+/// Number of ranks with reduced trust.
 pub(crate) type DegradedSources = Arc<AtomicUsize>;
 
-/// One rank's cell.
+/// State of one rank's source.
 #[derive(Debug)]
 pub(crate) struct SourceCell {
-    /// Set once, where there is a source.
+    /// Set once for a rank with a source.
     endpoint: Mutex<Option<Arc<str>>>,
     connected: AtomicBool,
     caught_up: AtomicBool,
-    /// What is taken off the credit, in thousandths.
+    /// Discount on the overlap, in thousandths.
     discount_permille: AtomicU32,
     trust: Mutex<(StreamState, Option<DegradationReason>)>,
     last_error: Mutex<Option<String>>,
     messages: AtomicU64,
-    /// Plus one; 0 before the first.
+    /// Message number plus one; 0 before the first.
     applied: AtomicU64,
-    /// Plus one; 0 before the first message.
+    /// Timestamp plus one; 0 before the first message.
     message_at: AtomicU64,
     degraded: DegradedSources,
     /// Whether the engine has computed a prompt of at least one block.
     has_served: AtomicBool,
-    /// Whether the reader is to be told when the engine has served a prompt.
+    /// Whether the reader waits for the first prompt of the engine.
     #[cfg(feature = "zmq")]
     awaits_served: AtomicBool,
-    /// Notified then.
+    /// Notified at that prompt.
     #[cfg(feature = "zmq")]
     served: tokio::sync::Notify,
-    /// Held by the task that reads: its successor must not be overtaken by what it still has in hand.
+    /// Locked by the reader task, so that its successor does not overtake events still in its hands.
     #[cfg(feature = "zmq")]
     reader: tokio::sync::Mutex<()>,
 }
@@ -94,7 +95,7 @@ impl SourceCell {
         }
     }
 
-    /// So many of `blocks` count.
+    /// Scales `blocks` by the trust of the source.
     #[inline]
     pub(crate) fn credited(&self, blocks: u32) -> u32 {
         match self.discount_permille.load(Ordering::Relaxed) {
@@ -106,8 +107,8 @@ impl SourceCell {
         }
     }
 
-    /// The engine has computed a prompt of at least one block. Costs two relaxed loads unless it is the first one, or the
-    /// reader waits for it.
+    /// Records that the engine has computed a prompt of at least one block. Costs two relaxed loads, except for the
+    /// first prompt or while the reader waits.
     #[inline]
     pub(crate) fn prompt_served(&self) {
         if !self.has_served.load(Ordering::Relaxed) {
@@ -119,25 +120,25 @@ impl SourceCell {
         }
     }
 
-    /// Whether the engine has served prompts, and nobody reads its events.
+    /// Whether the engine has served prompts but its events are not read.
     pub(crate) fn is_unread(&self) -> bool {
         let has_source = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         !has_source && self.has_served.load(Ordering::Relaxed)
     }
 
-    /// How far it is trusted; `None` where the rank has no source.
+    /// State of the stream; `None` for a rank without a source.
     pub(crate) fn trust(&self) -> Option<StreamState> {
         self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?;
         Some(self.trust.lock().unwrap_or_else(PoisonError::into_inner).0)
     }
 
-    /// Whether every block that the rank's engine has announced is in the index, as far as its source is known; true
-    /// where the embedder brings the events.
+    /// Whether the index contains every block that the engine has announced, according to its source. True if the
+    /// embedder supplies the events.
     pub(crate) fn is_complete(&self) -> bool {
         self.trust().is_none_or(|trust| trust == StreamState::Live && self.caught_up.load(Ordering::Relaxed))
     }
 
-    /// How the rank's source is; `None` where it has none.
+    /// Report on the rank's source; `None` without one.
     pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<KvSourceStatus> {
         let endpoint = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let (trust, doubt) = *self.trust.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,29 +158,30 @@ impl SourceCell {
     }
 }
 
-// For the ingest of a rank, the only one to write.
+// For the ingest of a rank, the only writer.
 #[cfg(feature = "zmq")]
 impl SourceCell {
-    /// The rank is read from `endpoint` from now on, and nothing that was said before is known.
+    /// Begins reading from `endpoint`, with an empty state.
     pub(crate) fn begin(&self, endpoint: &str) {
         *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(endpoint.into());
         self.start_over();
     }
 
-    /// There is no source any more: what is known is what the embedder says.
+    /// Ends the source. From here on the embedder supplies the events.
     pub(crate) fn end(&self) {
         *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.forget();
     }
 
-    /// Waits until whoever read before has ended, and is the one who reads until the answer is dropped.
+    /// Waits until the previous reader has ended, and takes the permit to read.
     pub(crate) async fn read(&self) -> ReaderPermit<'_> {
         let permit = self.reader.lock().await;
         self.start_over();
         ReaderPermit { cell: self, _permit: permit }
     }
 
-    /// Waits until nobody reads, and keeps it so until the answer is dropped; `None` if somebody is to read by then.
+    /// Waits until no reader holds the permit, and blocks readers until the returned guard is dropped. `None` if a
+    /// reader has been assigned by then.
     pub(crate) async fn once_left(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
         let permit = self.reader.lock().await;
         let is_left = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
@@ -241,7 +243,7 @@ impl SourceCell {
     }
 }
 
-/// The right to read a rank's source.
+/// Permit to read a rank's source.
 #[cfg(feature = "zmq")]
 pub(crate) struct ReaderPermit<'a> {
     cell: &'a SourceCell,
@@ -253,7 +255,7 @@ impl Drop for ReaderPermit<'_> {
     fn drop(&mut self) {
         let is_left = self.cell.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
         if is_left {
-            self.cell.forget(); // what the reader has written since
+            self.cell.forget(); // values written by this reader
         } else {
             self.cell.set_connected(false);
         }

@@ -19,7 +19,7 @@ pub(crate) struct RouterState {
 pub(crate) enum RouterPhase {
     #[default]
     Serving,
-    /// Finishing what is in flight; nothing new.
+    /// Requests in flight continue; new requests are rejected.
     Draining,
     Failed,
     Stopped,

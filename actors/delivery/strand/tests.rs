@@ -23,7 +23,8 @@ impl ActorState for Idle {
 }
 
 thread_local! {
-    /// How long this thread holds the state's lock beyond need, where a message or a close can be missed.
+    /// Extra time for which this thread holds the lock of the state, at points where a message or a close can be
+    /// missed.
     static LINGER: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
@@ -38,7 +39,7 @@ pub(super) fn linger() {
 #[derive(Clone, Copy)]
 struct Race {
     rounds: usize,
-    /// Messages that wait before the race begins.
+    /// Messages queued before the race.
     queued: u32,
     /// Messages of each sender.
     messages: u32,
@@ -46,7 +47,7 @@ struct Race {
 }
 
 impl Race {
-    /// The rounds that left a message or the state behind.
+    /// Number of rounds that left a message or the state behind.
     fn stranded(self) -> usize {
         const SENDERS: usize = 3;
         let (start, end) = (Barrier::new(SENDERS + 1), Barrier::new(SENDERS + 1));
@@ -81,8 +82,8 @@ impl Race {
     }
 }
 
-/// `POINTSMAN_STRAND_CLOSES` sets the number of closes at full speed, most of them with few messages waiting, some with
-/// more than `INLINE_DRAIN_MAX`, which a sender leaves to the actor.
+/// `POINTSMAN_STRAND_CLOSES` sets the number of closes at full speed. Most have few queued messages, some more than
+/// `INLINE_DRAIN_MAX`, which a sender leaves to the actor.
 #[test]
 #[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
 fn a_close_under_load_strands_no_message_and_no_state() {
@@ -95,7 +96,7 @@ fn a_close_under_load_strands_no_message_and_no_state() {
     }
 }
 
-/// Counts its steps; told to panic, it does so half way.
+/// Counts its steps. A panic message panics in the middle of a step.
 struct Counter {
     steps: Arc<AtomicU32>,
 }
