@@ -26,12 +26,12 @@ const DRIFT_MAX: f64 = 0.03;
 /// Header of the file of recorded figures.
 const HEAD: &str = "\
 # Figures of one small simulation, from which policies must not drift by more than 3 %: `first_ttft_mean_seconds` is the
-# mean time to the first token under the first policy, `ttft_ratios` are those of the others over it. After a change that
-# is meant to move them:
+# mean time to the first token under the first policy, `ttft_ratios` are the ratios of the other policies to it. After an
+# intended change, record them again:
 #
 #     cargo run -p pointsman-bench -- drift benches/harness/drift.toml --record
 #
-# With --policies kv,latency,... other policies are recorded than those that are.
+# With --policies kv,latency,... other policies are recorded.
 
 ";
 

@@ -85,19 +85,19 @@ impl Report {
             f,
             "\
 Engines   {ENGINES} mock engines of {RANKS} ranks and a gateway before them, in this process, on loopback.
-          They are models, not GPUs: a rank takes the time that an 8B model takes on an H100, and
-          has a prefix cache of {cache_tokens} tokens.
-Requests  {planned} streamed chats from {clients} clients (seed {seed}); each client asks, waits for the whole
-          answer, and thinks {think_min} to {think_max} s. Conversations of {turns_min} to {turns_max} questions over {SYSTEMS} shared system
+          They are models without GPUs: a rank has the timing of an 8B model on an H100 and a
+          prefix cache of {cache_tokens} tokens.
+Requests  {planned} streamed chats from {clients} clients (seed {seed}); each client sends a request, waits
+          for the whole answer, and pauses for {think_min} to {think_max} s. Conversations of {turns_min} to {turns_max} questions over {SYSTEMS} shared system
           prompts; {prompt_mean} prompt tokens on average.
-Tokens    to compare prompts by come from the engines' /tokenize.
-Runs      first each rank in its turn (round robin), then Pointsman's own policy ({policy}), with
+Tokens    for prefix matching come from the engines' /tokenize.
+Runs      first round robin, then Pointsman's own policy ({policy}), with
           {requests}, and cold caches for each.
 "
         )?;
         if self.time_scale > 0.0 && self.time_scale.to_bits() != 1.0_f64.to_bits() {
             let pace = self.time_scale;
-            writeln!(f, "Times     are the models': {pace} of their seconds passed in one of this machine's.")?;
+            writeln!(f, "Times     are virtual: {pace} virtual seconds per real second.")?;
         }
         writeln!(f)
     }
@@ -122,19 +122,19 @@ Runs      first each rank in its turn (round robin), then Pointsman's own policy
         let lag = self.round_robin.timer_lag.p99_ms.max(self.routed.timer_lag.p99_ms);
         writeln!(f)?;
         if self.times_usable {
-            writeln!(f, "One timer in a hundred was {lag:.1} ms late or more; times are as exact as that.")?;
+            writeln!(f, "Timer lag was {lag:.1} ms at p99, which limits the accuracy of times.")?;
         } else if self.time_scale > 0.0 {
             let slower = self.time_scale / 4.0;
             write!(
                 f,
                 "\
-No times: this machine was too busy. One timer in a hundred was {lag:.0} ms late or more, over {LAG_P99_MS_MAX} ms, and
-engines that are made of timers are late by as much. Try again when less else runs, or at a slower
+No times: this machine was too busy. Timers were {lag:.0} ms late at p99, over the limit of {LAG_P99_MS_MAX} ms, and the
+mock engines depend on timers. Try again with less other load, or at a slower
 pace: --time-scale {slower}.
 "
             )?;
         } else {
-            writeln!(f, "No times: at --time-scale 0 engines keep no pace.")?;
+            writeln!(f, "No times: at --time-scale 0 engines run without delays.")?;
         }
         if self.debug_build {
             writeln!(f, "This is a build without optimisation; cargo run --release -- demo needs a tenth of the CPU.")?;
@@ -147,8 +147,8 @@ pace: --time-scale {slower}.
         write!(
             f,
             "\n\
-Yours will differ. Prompts that share nothing have nothing to be found, and hit rates become equal. Engines
-that are nearly idle answer at once wherever a request goes. Ratios grow with prompts, sharing and load.
+Results depend on the workload. Prompts without shared prefixes have equal hit rates under any policy. Nearly idle
+engines respond immediately under any policy. Ratios grow with prompt length, sharing and load.
 "
         )
     }
@@ -260,7 +260,7 @@ pub(super) fn addresses<G: DemoGateway>(fleet: &Fleet<G>) -> String {
   curl -N http://{gateway}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{\"model\": \"{MODEL}\", \"stream\": true, \"messages\": [{{\"role\": \"user\", \"content\": \"Hello.\"}}]}}'
   curl http://{gateway}/metrics
-Ctrl-C ends it all.
+Ctrl-C stops everything.
 "
     );
     text

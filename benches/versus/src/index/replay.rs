@@ -9,8 +9,8 @@ use perf_event::events::Hardware;
 use pointsman_bench::cli::Common;
 use pointsman_bench::measure::Stopwatch;
 use pointsman_bench::target::Refusal;
-use serde::{Deserialize, Serialize};
 use pointsman_trial::workload::mix;
+use serde::{Deserialize, Serialize};
 
 use crate::medians::median;
 
