@@ -14,6 +14,7 @@
 mod admission;
 mod cost;
 mod decide;
+mod decision_facts;
 mod eligible;
 mod explain;
 mod load_view;

@@ -1,0 +1,107 @@
+//! Facts recorded with a decision: overlap, shared cache, prefill charge and its expected duration.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use super::decide::{Case, overlap_on};
+use super::rank::Rank;
+use super::{Decision, LoadView, Schedule, Target};
+use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
+use crate::select::Policy;
+
+impl<T> Schedule<T> {
+    pub(super) fn decision<V: LoadView>(&self, case: Case<'_, T, V>, position: usize) -> Decision {
+        let Case { pending, candidate, loads } = case;
+        let (rank, request) = (&self.ranks.as_slice()[position], &pending.request);
+        let overlap = overlap_on(&request.overlaps, rank);
+        let is_latency = self.settings.policy == Policy::Latency;
+        let projected = is_latency.then(|| rank.project(candidate));
+        let known = match &projected {
+            Some(projected) => self.expected_cached_tokens(pending, rank, overlap, projected),
+            None => overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size),
+        };
+        let (cached_tokens, expected_duration) = match request.target {
+            Target::Exactly { cached_tokens, expected_duration, .. } => {
+                (cached_tokens.unwrap_or(known), expected_duration)
+            }
+            Target::Any => (known, None),
+        };
+        let is_reported = !request.options.as_ref().is_some_and(|options| options.not_streamed);
+        let expected_duration = expected_duration
+            .or_else(|| self.expected_duration(loads, rank, request.isl_tokens, cached_tokens))
+            .or_else(|| {
+                if is_reported { None } else { self.assumed_duration(loads, rank, request.isl_tokens, cached_tokens) }
+            });
+        let track = self.tracks_prefill(pending);
+        // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
+        let reachable = request.overlaps.iter().filter(|known| match request.target {
+            Target::Any if self.scratch.verdicts.is_plain() => true,
+            Target::Any => {
+                let position = self.ranks.position_of(known.slot, known.generation);
+                position.is_some_and(|position| self.scratch.verdicts.is_open(position))
+            }
+            Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot(), rank.generation),
+        });
+        Decision {
+            request: pending.number,
+            rank: rank.rank,
+            slot: rank.slot(),
+            generation: rank.generation,
+            overlap,
+            shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
+            reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
+            hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
+                .map(|hint| if is_reported { hint } else { hint.unreported() }),
+            predicted_ttft: projected.filter(|_| track).map(|projected| {
+                let facts = self.latency_facts(pending, loads, rank, overlap, &projected);
+                let seconds = self.latency_cost_of(pending).terms(&facts).ttft_seconds;
+                Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+            }),
+        }
+    }
+
+    /// How long the rank will take to compute what it has not cached, as the embedder or the rank's past says.
+    fn expected_duration<V: LoadView>(
+        &self,
+        loads: &V,
+        rank: &Rank,
+        isl_tokens: u32,
+        cached_tokens: u32,
+    ) -> Option<Duration> {
+        let new_tokens = isl_tokens.saturating_sub(cached_tokens);
+        if let Some(estimator) = &self.extensions.estimator {
+            let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
+            // The embedder's code: its panic costs an estimate, not the scheduler.
+            let estimate = catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
+            if estimate.is_some() || self.settings.policy != Policy::Latency {
+                return estimate;
+            }
+        }
+        if !self.settings.models_prefill {
+            return None;
+        }
+        let work_tokens = work_tokens(new_tokens, cached_tokens);
+        match self.settings.policy {
+            // Whoever compares seconds must not take a wait for nothing because nobody knows how long it is.
+            Policy::Latency => self.assumed_duration(loads, rank, isl_tokens, cached_tokens),
+            Policy::Kv
+            | Policy::CacheAware
+            | Policy::RoundRobin
+            | Policy::Random
+            | Policy::PowerOfTwo
+            | Policy::LeastLoaded => loads.speed(rank.slot()).prefill_time(work_tokens),
+        }
+    }
+
+    /// The same at the speed that is assumed of the rank where none is learned.
+    fn assumed_duration<V: LoadView>(
+        &self,
+        loads: &V,
+        rank: &Rank,
+        isl_tokens: u32,
+        cached_tokens: u32,
+    ) -> Option<Duration> {
+        let work_tokens = work_tokens(isl_tokens.saturating_sub(cached_tokens), cached_tokens);
+        Duration::try_from_secs_f64(self.speed_of(loads, rank).prefill(work_tokens)).ok()
+    }
+}
