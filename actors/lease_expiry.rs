@@ -44,7 +44,7 @@ impl LeaseExpiry {
             if !lease.is_silent(liveness, self.clock.now()) {
                 continue; // reported since the sweep found it
             }
-            tracing::warn!(request_id = lease.request_id(), "booking expired: nothing was reported of it");
+            tracing::warn!(request_id = lease.request_id(), "booking expired without a report");
             self.expired.increment(1);
             self.ender.end(&lease);
         }

@@ -467,7 +467,7 @@ fn trace_decision(explanation: &Explanation) {
     }
     // Serialization of plain data with string keys cannot fail.
     let Ok(record) = serde_json::to_string(explanation) else { return };
-    tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "a sampled decision");
+    tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "decision sampled");
 }
 
 impl ActorState for Scheduler {

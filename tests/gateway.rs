@@ -219,7 +219,9 @@ async fn shared_hits_reach_the_selector_and_the_scores() {
 
 #[tokio::test(start_paused = true)]
 async fn a_shared_cache_that_fails_or_hangs_costs_nothing_but_its_hits() {
-    for (shared, says) in [(Shared::Fails, "no route to host"), (Shared::Hangs, "did not answer within 5 ms")] {
+    for (shared, says) in
+        [(Shared::Fails, "no route to host"), (Shared::Hangs, "no response from the shared cache within 5 ms")]
+    {
         let router = with_shared(shared, None).await;
         let prompt = tokens(1, 8);
         let before = tokio::time::Instant::now();

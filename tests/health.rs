@@ -330,7 +330,7 @@ mod probes {
         wells[1].store(false, Ordering::Relaxed);
         until(&router, |states| matches!(states[1], HealthState::Ejected { until: None })).await;
         let health = router.rank_health().await.expect("serving");
-        assert!(health[1].why.contains("probes in a row failed, the last: answered with status 503"), "{}", health[1]);
+        assert!(health[1].why.contains("probes in a row failed, the last: response status is 503"), "{}", health[1]);
         assert_eq!(open(&router).await, [0, 2, 3]);
         wells[1].store(true, Ordering::Relaxed);
         until(&router, |states| states[1] == HealthState::Healthy).await;

@@ -169,7 +169,7 @@ mod tests {
         a.push(1);
         assert_eq!(watch.take(), Some(vec![1]));
         b.push(2);
-        assert_eq!(*sink.0.lock().expect("no panic"), vec![vec![2]], "without waiting for a");
+        assert_eq!(*sink.0.lock().expect("no panic"), vec![vec![2]], "late response delivered separately");
     }
 
     #[test]

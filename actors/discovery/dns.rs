@@ -118,7 +118,7 @@ impl DnsNames {
             answers.extend(answer.ok());
         }
         for (position, name) in self.names.iter_mut().enumerate() {
-            match answers.remove(&position).unwrap_or_else(|| Err("the question was lost".to_owned())) {
+            match answers.remove(&position).unwrap_or_else(|| Err("the resolver task failed".to_owned())) {
                 Ok(addresses) => name.addresses = addresses,
                 Err(reason) => {
                     complaint.get_or_insert(DiscoveryError::Resolve { name: name.name.clone(), reason });
@@ -155,7 +155,7 @@ impl DnsName {
         let refused = |rule: &str| HttpUrlError { url: name.clone(), rule: rule.to_owned() };
         let url = HttpUrl::parse(&format!("http://{name}")).map_err(|error| refused(&error.rule))?;
         if url.path() != "/" || name.ends_with('/') || !name.ends_with(&format!(":{}", url.port())) {
-            return Err(refused("it must be NAME:PORT").into());
+            return Err(refused("must be NAME:PORT").into());
         }
         let (host, port) = (url.host().to_owned(), url.port());
         Ok(Self { name, host, port, addresses: BTreeSet::new() })
@@ -168,10 +168,10 @@ impl DnsName {
 
 async fn resolve(host: &str, port: u16) -> Result<BTreeSet<IpAddr>, String> {
     let looked_up = timeout(TIMEOUT, tokio::net::lookup_host((host, port))).await;
-    let found = looked_up.map_err(|_| format!("no answer within {} s", TIMEOUT.as_secs()))?;
+    let found = looked_up.map_err(|_| format!("not resolved within {} s", TIMEOUT.as_secs()))?;
     let found = found.map_err(|error| error.to_string())?;
     let addresses: BTreeSet<IpAddr> = found.take(ADDRESSES_MAX).map(|address| address.ip()).collect();
-    if addresses.is_empty() { Err("it has no addresses".to_owned()) } else { Ok(addresses) }
+    if addresses.is_empty() { Err("no addresses found".to_owned()) } else { Ok(addresses) }
 }
 
 impl DiscoverySource for DnsNames {

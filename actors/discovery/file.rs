@@ -161,7 +161,7 @@ async fn read(path: &Path) -> Result<Vec<u8>, DiscoveryError> {
     // A read of a pipe or device could block.
     let metadata = tokio::fs::metadata(path).await.map_err(|error| unreadable(error.to_string()))?;
     if !metadata.is_file() {
-        return Err(unreadable("it is no file".to_owned()));
+        return Err(unreadable("not a regular file".to_owned()));
     }
     let file = tokio::fs::File::open(path).await.map_err(|error| unreadable(error.to_string()))?;
     let mut content = Vec::new();

@@ -81,19 +81,19 @@ impl Prober {
         let mut last = BTreeMap::new();
         for (position, NamedWorker { id, config: given, probe }) in workers.iter().enumerate() {
             let url = &given.endpoint;
-            let mut complain = |reason: String| errors.push(EngineError { url: url.clone(), reason });
+            let mut add_error = |reason: String| errors.push(EngineError { url: url.clone(), reason });
             let described = match answers.remove(&position) {
                 None if !*probe => {
                     complete.push((*id, given.clone()));
                     continue;
                 }
                 None => {
-                    complain("the question was lost".to_owned());
+                    add_error("the probe task failed".to_owned());
                     self.last.get(url).cloned()
                 }
                 Some(Ok(described)) => Some(described),
                 Some(Err(reason)) => {
-                    complain(reason);
+                    add_error(reason);
                     self.last.get(url).cloned()
                 }
             };
@@ -101,7 +101,7 @@ impl Prober {
             let Some((described, at)) = described.zip(HttpUrl::parse(url).ok()) else { continue };
             match described.clone().complete(given, &at, &self.options.expected) {
                 Ok(config) => complete.push((*id, config)),
-                Err(error) => complain(error.to_string()),
+                Err(error) => add_error(error.to_string()),
             }
             last.insert(url.clone(), described);
         }

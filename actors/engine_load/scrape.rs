@@ -60,7 +60,7 @@ async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQu
             }
             Err(error) => {
                 errors.request.increment(1);
-                tracing::debug!(%worker, %error, "an engine does not say how busy it is");
+                tracing::debug!(%worker, %error, "engine load report unusable");
             }
         }
         tokio::time::sleep(interval).await;

@@ -58,7 +58,7 @@ async fn listen_to(sources: EngineLoadSources, rank: WorkerRank, endpoint: Strin
                     }
                     Ok(Err(_)) | Err(SocketError::Parts(_)) => sources.meters.engine_load_errors.message.increment(1),
                     Err(error) => {
-                        tracing::debug!(%rank, %error, "an engine's load socket is gone; connecting again");
+                        tracing::debug!(%rank, %error, "engine load socket disconnected, reconnecting");
                         break;
                     }
                 }

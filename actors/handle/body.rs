@@ -228,7 +228,7 @@ impl Follow {
             self.output_blocks += 1;
             let decay = self.expected_tokens.map(|expected| decay(self.output_blocks * block_size, expected));
             let told = placement.output_block(decay);
-            debug_assert!(told.is_ok(), "a decay is a share: {told:?}");
+            debug_assert!(told.is_ok(), "decay within [0, 1]: {told:?}");
         }
         self.tell_cached();
     }

@@ -165,7 +165,7 @@ impl Router {
     fn doubts(&self) -> Vec<String> {
         let sources = self.kv_sources().into_iter();
         let sources = sources.filter_map(|KvSourceStatus { rank, trust, doubt, last_error, .. }| {
-            let last_error = last_error.map(|error| format!("; the last error was: {error}")).unwrap_or_default();
+            let last_error = last_error.map(|error| format!("; last error: {error}")).unwrap_or_default();
             Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
         });
         sources.chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
@@ -175,8 +175,8 @@ impl Router {
     fn unread(&self) -> Vec<String> {
         let config = self.config();
         let consequence = match config.events.mode {
-            EventMode::On if config.has_index() => "it is routed to by load only",
-            EventMode::Auto if config.has_index() => "its cache is predicted from routing decisions",
+            EventMode::On if config.has_index() => "the rank is chosen by load alone",
+            EventMode::Auto if config.has_index() => "its index entries are speculative",
             EventMode::On | EventMode::Auto | EventMode::Off => return Vec::new(),
         };
         let mut entries = self.views().ranks.all();
@@ -184,7 +184,7 @@ impl Router {
         entries.sort_by_key(|entry| entry.rank);
         let doubt = |entry: &Arc<RankEntry>| {
             format!(
-                "no KV event of rank {} ({}) was ever applied though it serves requests, so {consequence}: give its \
+                "no KV event of rank {} ({}) has been applied although it serves requests, so {consequence}: give its \
                  worker an event endpoint (kv_events), or set events.mode to auto or off",
                 entry.rank, entry.endpoint
             )

@@ -43,10 +43,10 @@ pub trait SharedCache: Send + Sync + 'static {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SharedCacheFailure {
     /// No response within the timeout.
-    #[error("the shared cache did not answer within {0} ms")]
+    #[error("no response from the shared cache within {0} ms")]
     Late(u64),
     /// The query returned an error.
-    #[error("the shared cache failed: {0}")]
+    #[error("shared cache query failed: {0}")]
     Error(String),
 }
 

@@ -166,7 +166,7 @@ impl PlacedTarget {
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError<E> {
     /// The request has no placement options.
-    #[error("the request has no PlacementInput among its extensions")]
+    #[error("the request extensions contain no PlacementInput")]
     MissingInput,
     /// The placement failed.
     #[error(transparent)]

@@ -34,7 +34,7 @@ pub(crate) enum HealthMsg {
     /// The ranks or the embedder's rank conditions have changed.
     MembersChanged,
     /// Result of a probe.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody probes"))]
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "sent by probes only"))]
     Probed { worker: WorkerId, prober: u64, answer: Result<(), String> },
     /// Outcome of a request.
     Outcome { entry: Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>, permit: OwnedSemaphorePermit },

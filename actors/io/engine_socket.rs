@@ -30,17 +30,17 @@ const PIECE_BYTES: usize = 16 << 10;
 pub(crate) enum SocketError {
     #[error("cannot connect: {0}")]
     Connect(std::io::Error),
-    #[error("no answer to the greeting within {} s", CONNECT_WAIT.as_secs())]
+    #[error("no ZMTP greeting within {} s", CONNECT_WAIT.as_secs())]
     ConnectTimeout,
-    #[error("the peer closed the connection")]
+    #[error("the engine closed the connection")]
     Closed,
-    #[error("nothing comes on the connection, though there is something")]
+    #[error("no message on the connection although the engine has published")]
     Deaf,
-    #[error("the connection broke: {0}")]
+    #[error("connection lost: {0}")]
     Broken(std::io::Error),
-    #[error("the peer breaks the protocol: {0}")]
+    #[error("protocol violation by the engine: {0}")]
     Stream(#[from] StreamError),
-    #[error("the peer breaks the protocol: {0}")]
+    #[error("protocol violation by the engine: {0}")]
     Protocol(ZmqError),
     #[error(transparent)]
     Parts(#[from] PartsError),

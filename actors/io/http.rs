@@ -37,16 +37,16 @@ pub(crate) enum HttpError {
     #[error("cannot connect: {0}")]
     Connect(String),
     /// The request timed out.
-    #[error("not answered within {} ms", .0.as_millis())]
+    #[error("no response within {} ms", .0.as_millis())]
     Timeout(Duration),
     /// A status other than 200.
-    #[error("answered with status {0}, must be 200")]
+    #[error("response status is {0}, must be 200")]
     Status(u16),
     /// The body exceeds the limit.
-    #[error("the answer is longer than {0} bytes")]
+    #[error("response exceeds {0} bytes")]
     TooLong(usize),
     /// The response is not HTTP, or is truncated.
-    #[error("the answer is broken: {0}")]
+    #[error("invalid HTTP response: {0}")]
     Broken(String),
 }
 
@@ -188,6 +188,6 @@ mod tests {
         let url = format!("http://{}", silent.local_addr().expect("bound"));
         let timeout = Duration::from_millis(250);
         let error = get(&url, timeout, 9).await.expect_err("nobody answers");
-        assert_eq!(error.to_string(), "not answered within 250 ms");
+        assert_eq!(error.to_string(), "no response within 250 ms");
     }
 }

@@ -135,7 +135,7 @@ pub(crate) struct Radix {
 
 /// Replies delivered after the shard's strand is released.
 pub(crate) enum RadixReply {
-    Overlap(#[expect(dead_code, reason = "dropping it is the answer")] ReplyToken<RankOverlap, dyn OverlapQuery>),
+    Overlap(#[expect(dead_code, reason = "dropping it is the reply")] ReplyToken<RankOverlap, dyn OverlapQuery>),
     Flushed(oneshot::Sender<()>),
     Dumped(oneshot::Sender<Vec<RouterEvent>>, Vec<RouterEvent>),
 }

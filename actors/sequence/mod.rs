@@ -124,8 +124,8 @@ pub(crate) enum SequenceReply {
         /// Present if requests wait for falling load: the overlay of the scheduler for this Book has ended.
         fell: Option<Arc<dyn LoadFallListener>>,
     },
-    Drained(#[expect(dead_code, reason = "dropping it is the answer")] Acknowledgement),
-    Retired(#[expect(dead_code, reason = "dropping it is the answer")] Acknowledgement),
+    Drained(#[expect(dead_code, reason = "dropping it is the reply")] Acknowledgement),
+    Retired(#[expect(dead_code, reason = "dropping it is the reply")] Acknowledgement),
     /// Requests wait for falling load, and the load has fallen.
     LoadFell(Arc<dyn LoadFallListener>),
 }
@@ -361,7 +361,7 @@ mod tests {
             hint: PrefillLoadHint::new(tokens, 0, true, None),
             predicted_ttft: None,
         };
-        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free place");
+        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free permit");
         let number = BookNumber { incarnation: sequence.incarnation, number: 1 };
         let (answer, _) = oneshot::channel();
         let booked = sequence.step(SequenceMsg::Book(Book {
@@ -404,7 +404,7 @@ mod tests {
         assert!((rate / work_tokens(20_000, 0) - 1.0).abs() < 0.05, "{rate}");
         assert_eq!((meter.step().samples(), meter.watched()), (256, 0));
         assert!((learned.step(1.0, 1.0) / 0.010 - 1.0).abs() < 0.03, "{learned:?}");
-        assert_eq!(cell.output_tokens(), Some(160.0), "two blocks, and half a block");
+        assert_eq!(cell.output_tokens(), Some(160.0), "two and a half blocks");
 
         let lease = book(&mut sequence, "under way", 20_000);
         drop(sequence);
@@ -414,7 +414,7 @@ mod tests {
         restored.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
         lease.push_output_block(None);
         restored.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
-        assert_eq!(cell.speed_or(EngineSpeed::prior(64)), learned, "when it began is not known");
+        assert_eq!(cell.speed_or(EngineSpeed::prior(64)), learned, "the start of the prefill is unknown");
         let again = restored.meter.as_ref().expect("it learns").speed();
         assert!((again.work_tokens_per_second - rate).abs() < 1.0, "{again:?} after {rate}");
         assert!((again.step(9.0, 99.0) / learned.step(9.0, 99.0) - 1.0).abs() < 1e-6, "{again:?} after {learned:?}");

@@ -159,7 +159,7 @@ impl State {
         reason: &str,
         lost: &[WorkerRank],
     ) -> Result<(), ActorProcessingErr> {
-        tracing::warn!(role = child.name(), reason, "an actor died and is restarted");
+        tracing::warn!(role = child.name(), reason, "actor died, restarting");
         match child {
             Child::Scheduler => self.start_scheduler().await?,
             Child::IndexShard(shard) => {

@@ -170,9 +170,9 @@ impl State {
     }
 
     fn fail(&self, child: Child, reason: &str) {
-        tracing::error!(role = child.name(), reason, "an actor died and the restart budget is spent: the router fails");
+        tracing::error!(role = child.name(), reason, "actor died and the restart budget is exhausted: router failed");
         self.dependencies.views.status.enter(RouterPhase::Failed);
-        self.myself.stop(Some("restart budget spent".to_owned()));
+        self.myself.stop(Some("restart budget exhausted".to_owned()));
         self.dependencies.close();
     }
 

@@ -22,7 +22,7 @@ impl State {
                 Err(error) => {
                     // Validated at the registration of the worker. An error here affects one rank only.
                     let (worker, rank) = (&*rank.entry.endpoint, rank.entry.rank.rank);
-                    tracing::error!(worker, rank, %error, "the KV events of a rank cannot be read");
+                    tracing::error!(worker, rank, %error, "KV event reader not started");
                     return Ok(());
                 }
             };
@@ -71,7 +71,7 @@ impl State {
             worker,
             rank = number,
             reason,
-            "the KV event reader of a rank died and its restart budget is spent: the rank is no longer read"
+            "KV event reader died and its restart budget is exhausted: events of the rank are no longer read"
         );
         rank.entry.source.set_trust(StreamState::Mismatched, Some(DegradationReason::ReaderDied { deaths }));
     }

@@ -47,13 +47,13 @@ impl State {
                     worker = endpoint,
                     worker_id = %worker,
                     error,
-                    "discovery names a worker that cannot be used"
+                    "discovered worker rejected"
                 );
             }
             MembershipReport::ReaderRestarted { slot, reason } => {
                 let entry = self.ranks.get(&slot).map(|rank| &rank.entry);
                 let (worker, rank) = (entry.map(|entry| &*entry.endpoint), entry.map(|entry| entry.rank.rank));
-                tracing::warn!(worker, rank, reason, "the KV event reader of a rank died and is restarted");
+                tracing::warn!(worker, rank, reason, "KV event reader died, restarting");
             }
         }
     }

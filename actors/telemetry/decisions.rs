@@ -175,7 +175,7 @@ struct BackpressureCount {
 }
 
 /// A request without a verdict yet. Dropping it counts a cancelled request.
-#[must_use = "dropping it counts a caller that has gone"]
+#[must_use = "dropping it counts a cancelled request"]
 pub(crate) struct Undecided<'a> {
     decisions: &'a Decisions,
     span: &'a tracing::Span,

@@ -260,7 +260,7 @@ impl Pool {
         let has = |known: &Instrument| labels.iter().map(|(label, _)| label).eq(known.labels);
         debug_assert!(
             INSTRUMENTS.iter().any(|known| (known.name, known.kind) == (name, kind) && has(known)),
-            "{name} is no such instrument"
+            "{name} is not in INSTRUMENTS with these labels"
         );
         let labels = labels.iter().map(|(label, value)| Label::new(*label, (*value).to_owned()));
         std::iter::once(Label::new("pool", self.0.clone())).chain(labels).collect()

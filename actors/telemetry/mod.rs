@@ -179,16 +179,16 @@ impl Ejections {
 #[cfg(any(feature = "discovery", feature = "zmq"))]
 pub(crate) struct EngineLoadErrors {
     /// Failed page requests.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "used by the feature only"))]
     pub(crate) request: Counter,
     /// Pages without values for the worker's ranks.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "used by the feature only"))]
     pub(crate) empty: Counter,
     /// Unusable single values on pages.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "nobody asks"))]
+    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "used by the feature only"))]
     pub(crate) value: Counter,
     /// Unusable messages of load sockets.
-    #[cfg_attr(not(feature = "zmq"), expect(dead_code, reason = "nobody listens"))]
+    #[cfg_attr(not(feature = "zmq"), expect(dead_code, reason = "used by the feature only"))]
     pub(crate) message: Counter,
 }
 

@@ -24,7 +24,7 @@ fn row(instrument: &Instrument) -> String {
 
 #[test]
 fn the_page_lists_every_instrument_and_nothing_else() {
-    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
+    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("readable page");
     // The gateway's own tests compare its rows with its code.
     let is_ours = |line: &&str| line.starts_with("| `pointsman_") && !line.starts_with("| `pointsman_gateway_");
     let listed: Vec<&str> = page.lines().filter(is_ours).collect();
@@ -79,11 +79,11 @@ fn only_an_unbroken_row_of_contradictions_raises_the_alarm() {
     let (over, under) = ((PromptKind::Lora, 64, 0), (PromptKind::Lora, 0, 64));
     assert_eq!(alarms(&vec![over; one_short]), []);
     let silent = [vec![over; one_short], vec![(PromptKind::Lora, 0, 0); 9], vec![(PromptKind::Plain, 64, 0)]].concat();
-    assert_eq!(alarms(&silent), [], "neither what says nothing counts, nor another kind");
+    assert_eq!(alarms(&silent), [], "empty reports and other kinds do not count");
     let lora = |count| vec![(Some("lora".to_owned()), count)];
-    assert_eq!(alarms(&[silent.clone(), vec![under]].concat()), lora(1), "in whichever direction");
+    assert_eq!(alarms(&[silent.clone(), vec![under]].concat()), lora(1), "contradictions in both directions count");
     let agreed = [vec![over; one_short], vec![(PromptKind::Lora, 64, 16)], vec![over; one_short]].concat();
-    assert_eq!(alarms(&agreed), [], "one agreement begins anew");
+    assert_eq!(alarms(&agreed), [], "one agreement resets the streak");
     assert_eq!(alarms(&vec![over; 2 * NEVER_MATCHED_AFTER as usize]), lora(2));
 }
 

@@ -149,5 +149,5 @@ fn a_step_that_panics_while_another_actor_unwinds_kills_its_own_actor_too() {
     outer.tell(PanicsAnother(Arc::clone(&inner)));
     assert_eq!(steps.load(Ordering::Relaxed), 2, "the count, and the step that panicked");
     inner.tell(CounterMsg::Count);
-    assert_eq!(steps.load(Ordering::Relaxed), 2, "no further message reaches the half-changed state");
+    assert_eq!(steps.load(Ordering::Relaxed), 2, "no further message reaches the inconsistent state");
 }
