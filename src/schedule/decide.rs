@@ -1,4 +1,4 @@
-//! Shortlists and choices: the part of the scheduler that looks at costs.
+//! Shortlists and choices of ranks by cost.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -14,23 +14,23 @@ use crate::select::{
     Bounds, CacheAware, Candidate, CostFacts, Draw, Filter, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
 };
 
-/// Buffers kept between decisions.
+/// Buffers reused between decisions.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Who may serve the current request, by position.
+    /// Eligibility of ranks for the current request, by position.
     pub(super) verdicts: Verdicts,
-    /// The current request's overlap on each rank, by position.
+    /// Overlap of the current request per rank, by position.
     pub(super) overlaps: Vec<TierOverlap>,
-    /// The current request's bounds on each rank, by position.
+    /// Cost bounds of the current request per rank, by position.
     pub(super) bounds: Vec<Bounds>,
-    /// The one request whose bounds these still are but for the answers since, if its batch has no other.
+    /// The single request of a batch to which the bounds still apply, except for ranks that replied since.
     bounds_of: Option<u64>,
     /// Slots on the shortlist.
     pub(super) listed: Vec<Slot>,
 }
 
 impl Scratch {
-    /// The ranks have changed: positions mean others now.
+    /// Invalidates the bounds after a change of ranks and positions.
     pub(super) fn forget(&mut self) {
         self.bounds_of = None;
     }
@@ -63,18 +63,18 @@ impl<T, V> Clone for Case<'_, T, V> {
 
 impl<T, V> Copy for Case<'_, T, V> {}
 
-/// How the choice for one request went.
+/// Result of a choice.
 enum Choice {
     Rank(usize),
-    /// A rank that nobody asked could still win: ask again with what is left of the batch.
+    /// An unqueried rank could still win: query again with the rest of the batch.
     AskAgain,
-    /// Everybody is busy, though somebody was not when it was let through.
+    /// All ranks are busy, although one was not at dequeue time.
     Wait,
     None(Rejection),
 }
 
 impl<T> Schedule<T> {
-    /// Ranks whose exact load these requests need, in slot order. Whoever is known exactly need not be asked.
+    /// Ranks whose exact load these requests need, in slot order; ranks with known loads are omitted.
     pub(super) fn shortlist<V: LoadView>(&mut self, requests: &VecDeque<PendingRequest<T>>, loads: &V) -> Vec<Slot> {
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.listed.clear();
@@ -100,7 +100,7 @@ impl<T> Schedule<T> {
         slots
     }
 
-    /// What must be known to decide the request as if everything were known.
+    /// Knowledge required for an exact decision.
     fn needs(&self, pending: &PendingRequest<T>) -> Needs {
         let request = &pending.request;
         match (request.purpose, request.target) {
@@ -114,7 +114,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Puts those on the shortlist that can be asked and whose load is not known exactly.
+    /// Adds ranks to the shortlist that can be queried and whose load is not exact.
     fn list(&self, scratch: &mut Scratch, candidate: Prospect<'_>, positions: impl Iterator<Item = usize>) {
         let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
         let inexact = positions
@@ -122,7 +122,7 @@ impl<T> Schedule<T> {
         scratch.listed.extend(inexact.map(|position| ranks[position].slot()));
     }
 
-    /// Lists every rank whose least cost does not exceed the least of the highest costs by more than ties may.
+    /// Lists every rank whose lower bound does not exceed the least upper bound by more than the tie factor.
     fn list_bounded<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
         self.rules.judge(&self.ranks, case.pending.asked(), &mut scratch.verdicts);
         self.fill_bounds(case, false, scratch);
@@ -138,7 +138,8 @@ impl<T> Schedule<T> {
 
     /// Decides a batch in order, each decision visible to the next.
     ///
-    /// Where nobody was `asked`, asking again would find nothing new: bounds that do not meet are taken at their worst.
+    /// If no rank was queried, another query would return nothing new: overlapping bounds are replaced by the upper
+    /// bounds.
     pub(super) fn decide<V: LoadView>(
         &mut self,
         mut requests: VecDeque<PendingRequest<T>>,
@@ -185,7 +186,7 @@ impl<T> Schedule<T> {
         self.ask_again(requests);
     }
 
-    /// Judges the request, and chooses among those left.
+    /// Evaluates eligibility and chooses among the eligible ranks.
     fn choose<V: LoadView>(&mut self, case: Case<'_, T, V>, settle: bool) -> Choice {
         if let Target::Exactly { rank, .. } = case.pending.request.target {
             return self.ranks.position(rank).map_or(Choice::None(Rejection::UnknownRank(rank)), Choice::Rank);
@@ -215,7 +216,7 @@ impl<T> Schedule<T> {
             Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
             Policy::PowerOfTwo => {
                 let two = self.two_drawn(draw, verdicts);
-                // What the batch booked before may have closed a rank, and so drawn one that nobody asked.
+                // Earlier bookings of the batch may have closed a rank, which leads to a draw of an unqueried rank.
                 let is_unknown = |position: usize| {
                     let (rank, standing) = (&self.ranks.as_slice()[position], self.ranks.standings()[position]);
                     !standing.suspect && !rank.project(candidate).is_exact()
@@ -253,7 +254,7 @@ impl<T> Schedule<T> {
             Choice::AskAgain if settle => {
                 self.fill_bounds(case, true, scratch);
                 match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
-                    // Every open rank costs infinitely much, or no number: another query would not change that.
+                    // All eligible ranks have infinite or undefined cost; another query would not change that.
                     Choice::AskAgain => self.drawn(draw, &scratch.verdicts),
                     choice => choice,
                 }
@@ -262,7 +263,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The least cost, with every rank's cost taken as exact: they were all asked.
+    /// The lowest cost with all costs exact, because all ranks were queried.
     fn cheapest_of_all<V: LoadView>(&self, case: Case<'_, T, V>, draw: Draw, scratch: &mut Scratch) -> Choice {
         let Case { pending, candidate, loads } = case;
         self.fill_overlaps(&pending.request.overlaps, scratch);
@@ -302,7 +303,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The embedder's choice, shown everything.
+    /// Choice of the embedder's selector with all facts.
     fn choose_by_selector<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) -> Choice {
         let Case { pending, candidate, loads } = case;
         let Some(selector) = &self.extensions.selector else { return Choice::None(Rejection::NoRanks) };
@@ -331,7 +332,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Why nobody is left.
+    /// Reason for an empty choice.
     pub(super) fn rejection(&self, pending: &PendingRequest<T>, verdicts: &Verdicts) -> Rejection {
         let ranks = self.ranks.as_slice();
         if let Some(pin) = pending.request.options.as_ref().and_then(|options| options.constraints.hard_pin()) {
@@ -348,7 +349,7 @@ impl<T> Schedule<T> {
         Rejection::NoneEligible { removed }
     }
 
-    /// The least exact cost, or one that ties with it, if no rank that is known only by its bounds could do either.
+    /// The lowest exact cost or a tie with it, unless an inexact rank could match it.
     fn cheapest_within_bounds(
         &self,
         candidate: Prospect<'_>,
@@ -365,7 +366,7 @@ impl<T> Schedule<T> {
                 least = lesser(bounds.lo, least);
             }
         }
-        // Where nobody is known exactly, `least` is infinite, and so less than nothing.
+        // Without any exact rank, `least` is infinite and compares below nothing.
         let most = least * self.settings.tie_factor;
         if most >= least_unproven {
             return Choice::AskAgain;
@@ -375,13 +376,13 @@ impl<T> Schedule<T> {
         self.one_of_ties(candidate, pending, draw, overlaps, near).map_or(Choice::AskAgain, Choice::Rank)
     }
 
-    /// One of the open ranks, by lot alone.
+    /// A random eligible rank.
     fn drawn(&self, draw: Draw, verdicts: &Verdicts) -> Choice {
         let equal = verdicts.open().map(|position| (position, self.ranks.as_slice()[position].rank, 0.0));
         draw.cheapest(equal).map_or(Choice::None(Rejection::NoRanks), Choice::Rank)
     }
 
-    /// The position with the least load; ties go to the highest lot.
+    /// Position with the lowest load; ties go to the highest random key.
     fn least<L: Ord>(
         &self,
         draw: Draw,
@@ -417,14 +418,14 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The rank whose turn it is.
+    /// The next rank in rotation.
     fn in_turn(&self, verdicts: &Verdicts) -> Option<usize> {
         let open = u64::try_from(verdicts.open().count()).ok()?;
         let turn = usize::try_from(self.turns.checked_rem(open)?).ok()?;
         verdicts.open().nth(turn)
     }
 
-    /// The two ranks with the highest lots; one or none where there are no more.
+    /// The two ranks with the highest random keys; fewer if fewer are eligible.
     fn two_drawn(&self, draw: Draw, verdicts: &Verdicts) -> [Option<usize>; 2] {
         let mut best: [Option<(u64, usize)>; 2] = [None, None];
         for position in verdicts.open() {
@@ -493,7 +494,7 @@ impl<T> Schedule<T> {
             let new_tokens = new.map_or(0, |hint| u64::from(hint.effective_tokens()));
             PotentialLoad {
                 rank: rank.rank,
-                potential_prefill_tokens: projected.prefill_tokens.1.saturating_add(new_tokens), // a bound may be "at least"
+                potential_prefill_tokens: projected.prefill_tokens.1.saturating_add(new_tokens), // a bound may mean "at least"
                 potential_decode_blocks: projected.potential_blocks.1,
                 active_requests: projected.requests,
             }
@@ -517,7 +518,7 @@ impl<T> Schedule<T> {
     }
 }
 
-/// The lesser of two numbers that are numbers: one instruction, where `f64::min` looks for those that are not.
+/// The lesser of two numbers, neither NaN: one instruction, while `f64::min` checks for NaN.
 fn lesser(a: f64, b: f64) -> f64 {
     if a < b { a } else { b }
 }

@@ -33,7 +33,8 @@ impl<T> Schedule<T> {
                 if is_reported { None } else { self.assumed_duration(loads, rank, request.isl_tokens, cached_tokens) }
             });
         let track = self.tracks_prefill(pending);
-        // Verdicts are of this request where it was chosen for; for a rank named by its embedder nobody else counts.
+        // Eligibility belongs to this request if its rank was chosen; for a rank named by the embedder no other rank
+        // counts.
         let reachable = request.overlaps.iter().filter(|known| match request.target {
             Target::Any if self.scratch.verdicts.is_plain() => true,
             Target::Any => {
@@ -60,7 +61,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// How long the rank will take to compute what it has not cached, as the embedder or the rank's past says.
+    /// Expected duration of the uncached prefill on the rank, from the embedder's estimator or the learned speed.
     fn expected_duration<V: LoadView>(
         &self,
         loads: &V,
@@ -71,7 +72,7 @@ impl<T> Schedule<T> {
         let new_tokens = isl_tokens.saturating_sub(cached_tokens);
         if let Some(estimator) = &self.extensions.estimator {
             let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
-            // The embedder's code: its panic costs an estimate, not the scheduler.
+            // A panic in the embedder's code costs an estimate, not the scheduler.
             let estimate = catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
             if estimate.is_some() || self.settings.policy != Policy::Latency {
                 return estimate;
@@ -82,7 +83,7 @@ impl<T> Schedule<T> {
         }
         let work_tokens = work_tokens(new_tokens, cached_tokens);
         match self.settings.policy {
-            // Whoever compares seconds must not take a wait for nothing because nobody knows how long it is.
+            // A policy in seconds must not treat an unknown wait as zero.
             Policy::Latency => self.assumed_duration(loads, rank, isl_tokens, cached_tokens),
             Policy::Kv
             | Policy::CacheAware
@@ -93,7 +94,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The same at the speed that is assumed of the rank where none is learned.
+    /// The same with the assumed speed of the rank before any learning.
     fn assumed_duration<V: LoadView>(
         &self,
         loads: &V,

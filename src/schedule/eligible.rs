@@ -1,8 +1,8 @@
-//! Who may serve one request: each rank's verdict, and what preferences do to its cost.
+//! Eligibility of each rank for one request, and cost factors of preferences.
 //!
-//! Owns how constraints, standings, load and class come together. Promises one verdict a rank, that of the first
-//! [`Filter`] that refuses it, and that a request without options in a pool without limits and troubles costs nothing.
-//! Leaves to `admission` what a verdict means for a wait, and to `decide` the choice among those left.
+//! Combines constraints, rank status, load and class. Each rank has at most one excluding [`Filter`], the first in
+//! order. A request without options in a pool without limits and restrictions costs nothing. `admission` decides on
+//! waiting, and `decide` on the choice among eligible ranks.
 
 use std::time::Duration;
 
@@ -15,22 +15,22 @@ use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::{Filter, Removed, preference_factor};
 
-/// The least progress that a slow start counts as, so that the first requests of a new rank cost ten times as much.
+/// Minimum counted progress of a slow start, so that first requests on a new rank cost ten times as much.
 const PROGRESS_MIN: f64 = 0.1;
 
-/// The rules that a configuration makes.
+/// Rules derived from the configuration.
 #[derive(Debug)]
 pub(super) struct Rules {
-    /// Whether load and age stand against nobody, ever.
+    /// Whether load and age never exclude or penalize a rank.
     lenient: bool,
     overload: Limits,
     overload_blocks_frac: Option<f64>,
-    /// Beyond what a rank is busy, by class.
+    /// Busy limits by class.
     busy: Vec<Limits>,
     slow_start: Option<SlowStart>,
-    /// How long a return from an ejection is slow.
+    /// Duration of the slow return after an ejection.
     slow_return: Option<Duration>,
-    /// Beyond what a rank is overloaded by its engine's account.
+    /// Overload limits of engine-reported load.
     pub(super) engine: EngineLimits,
     pub(super) session_affinity: SessionAffinity,
     session_factor: f64,
@@ -42,12 +42,12 @@ struct SlowStart {
     longest: Duration,
 }
 
-/// Prefill tokens beyond which something holds of a rank.
+/// A limit of prefill tokens.
 #[derive(Clone, Copy, Debug, Default)]
 struct Limits {
     prefill_tokens: Option<u64>,
     prefill_frac: Option<f64>,
-    /// What the share is of where the rank's worker states no `max_num_batched_tokens`.
+    /// Base of the share for workers that do not report `max_num_batched_tokens`.
     unstated_batched_tokens: u32,
 }
 
@@ -65,28 +65,28 @@ impl Limits {
     }
 }
 
-/// What of a request its eligibility depends on.
+/// Inputs of eligibility from a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked<'a> {
     pub(super) options: Option<&'a ResolvedOptions>,
-    /// Where its session was served last.
+    /// Last rank of its session.
     pub(super) session: Option<WorkerRank>,
-    /// The class whose busy ranks it keeps away from.
+    /// Class whose busy ranks it avoids.
     pub(super) class: Option<ClassId>,
 }
 
-/// Every rank's verdict on one request, by position.
+/// Eligibility of every rank for one request, by position.
 #[derive(Debug, Default)]
 pub(super) struct Verdicts {
-    /// How many ranks there are, where all of them are open at their own cost: the usual case fills in nothing.
+    /// Number of ranks if all are eligible without cost factors: the usual case, which fills in nothing.
     all_open: Option<usize>,
     refused_by: Vec<Option<Filter>>,
-    /// What each cost is multiplied by; empty where no cost is.
+    /// Cost factors; empty if all are 1.
     factors: Vec<f64>,
 }
 
 impl Verdicts {
-    /// Whether all are open, at their own cost.
+    /// Whether all ranks are eligible without cost factors.
     #[inline]
     pub(super) fn is_plain(&self) -> bool {
         self.all_open.is_some()
@@ -101,7 +101,7 @@ impl Verdicts {
         self.all_open.map_or_else(|| self.refused_by.iter().any(Option::is_none), |ranks| ranks > 0)
     }
 
-    /// Whether waiting can help: somebody is open, or would be in another moment.
+    /// Whether waiting can help: some rank is eligible now or could be later.
     pub(super) fn may_open(&self) -> bool {
         let may_open = || self.refused_by.iter().any(|verdict| verdict.is_none_or(Filter::passes));
         self.all_open.map_or_else(may_open, |ranks| ranks > 0)
@@ -124,13 +124,13 @@ impl Verdicts {
         Removed::count(self.refused_by.iter().copied())
     }
 
-    /// Positions that may be chosen, in rank order.
+    /// Eligible positions, in rank order.
     pub(super) fn open(&self) -> impl Iterator<Item = usize> {
         let ranks = self.all_open.unwrap_or(self.refused_by.len());
         (0..ranks).filter(|&position| self.is_open(position))
     }
 
-    /// Refuses those that are open and for whom `refuse` holds.
+    /// Excludes eligible ranks for which `refuse` holds.
     fn refuse(&mut self, filter: Filter, refuse: impl Fn(usize) -> bool) {
         for (position, verdict) in self.refused_by.iter_mut().enumerate() {
             if verdict.is_none() && refuse(position) {
@@ -139,7 +139,7 @@ impl Verdicts {
         }
     }
 
-    /// If `keep` holds for anybody open, refuses the others.
+    /// If `keep` holds for any eligible rank, excludes the others.
     fn narrow(&mut self, filter: Filter, keep: impl Fn(usize) -> bool) {
         if self.open().any(&keep) {
             self.refuse(filter, |position| !keep(position));
@@ -173,7 +173,7 @@ impl Rules {
         }
     }
 
-    /// Fills in every rank's verdict and factor.
+    /// Evaluates eligibility and cost factor of every rank.
     pub(super) fn judge(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
         let (all, standings) = (ranks.as_slice(), ranks.standings());
         verdicts.factors.clear();
@@ -193,16 +193,16 @@ impl Rules {
         if !good {
             verdicts.refuse(Filter::Unavailable, |position| standings[position].unavailable);
             verdicts.refuse(Filter::Draining, |position| standings[position].draining);
-            // Before the session: a rank that is down keeps none.
+            // Before the session filter: a down rank keeps no session.
             verdicts.narrow(Filter::Unavailable, |position| !standings[position].down);
         }
         if let Some(bound) = asked.session.filter(|_| self.session_affinity == SessionAffinity::Hard) {
             verdicts.narrow(Filter::Pin, |position| all[position].rank == bound);
         }
         if !good {
-            // When nobody answers, the board must do.
+            // If no rank responds, the board decides.
             verdicts.narrow(Filter::Unresponsive, |position| !standings[position].suspect);
-            // When every rank refuses, the load is spread over all of them.
+            // If every rank refuses, the load is spread over all of them.
             verdicts.narrow(Filter::Refusing, |position| !standings[position].refusing);
         }
         if let Some(adapter) = asked.options.and_then(|options| options.lora_name.as_deref()) {
@@ -222,8 +222,8 @@ impl Rules {
         self.weigh(ranks, asked, verdicts);
     }
 
-    /// Whether anybody would be open to the request. The same as judging it, but a look at one rank where it is pinned to
-    /// one: many may wait so.
+    /// Whether any rank would be eligible. Same result as a full evaluation, but with a single rank for pinned
+    /// requests, of which many may wait.
     pub(super) fn is_open_to(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) -> bool {
         let pin = asked.options.and_then(|options| options.constraints.hard_pin());
         let Some((options, rank)) = asked.options.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
@@ -261,24 +261,24 @@ impl Rules {
             || full.is_some_and(|(frac, blocks)| rank.active_blocks_max() as f64 > frac * f64::from(blocks))
     }
 
-    /// What the cost of a rank is multiplied by when it joins.
+    /// Cost factor of a joining rank.
     pub(super) fn slow_start_factor(&self) -> f64 {
         if self.slow_start.is_some() { 1.0 / PROGRESS_MIN } else { 1.0 }
     }
 
-    /// What the cost of a rank is multiplied by when it returns from an ejection.
+    /// Cost factor of a rank that returns from an ejection.
     pub(super) fn slow_return_factor(&self) -> f64 {
         if self.slow_return.is_some() { 1.0 / PROGRESS_MIN } else { 1.0 }
     }
 
-    /// Looks at what engines say of themselves, where anything follows from it.
+    /// Reads engine-reported load, if any limit uses it.
     pub(super) fn look_at_engines<V: LoadView>(&self, ranks: &mut Ranks, loads: &V, now: Timestamp) {
         if self.engine.any() {
             ranks.look_at_engines(&self.engine, loads, now);
         }
     }
 
-    /// Moves slow starts on.
+    /// Advances slow starts.
     pub(super) fn warm_up<V: LoadView>(&self, ranks: &mut Ranks, loads: &V, now: Timestamp) {
         if let Some(longest) = self.slow_return {
             let progress = |passed: Duration| passed.as_secs_f64() / longest.as_secs_f64();

@@ -1,10 +1,9 @@
-//! The scheduler's decisions, as one pure state machine: inputs in, effects out.
+//! State machine of the scheduler: inputs in, effects out.
 //!
-//! Owns the order of requests, those that wait, the one batch in flight, what was booked since each rank last published
-//! (the overlay), the sessions, and every choice of a rank. Promises that a batch books exactly what a serial run in the
-//! same order would, that every request leaves in exactly one effect, that no rank gets more work than a class's
-//! threshold lets it have, and the same effects for the same seed and inputs. Leaves to its actor the performing of
-//! effects, and to the sequence actors the bookings.
+//! Holds the order of requests, the queue, the one batch in flight, the overlay (bookings since each rank last
+//! published), the sessions, and every choice of a rank. A batch books exactly what a serial run in the same order
+//! would. Every request leaves in exactly one effect. No rank receives work beyond a class's threshold. Equal seed and
+//! inputs give equal effects. The actor performs the effects; the sequence actors hold the bookings.
 //!
 //! ```text
 //! Request ─► arrivals ─► batch ─(shortlist)─► Query ─► Loads ─► Book | Report | LoadSnapshot | Explain | Reject
@@ -52,27 +51,27 @@ use eligible::Rules;
 use rank::Ranks;
 use typical::Typical;
 
-/// What embedders put in place of the router's own judgement.
+/// Extensions by the embedder.
 #[derive(Clone, Default)]
 pub struct Extensions {
-    /// Chooses in place of the policy.
+    /// Replaces the policy.
     pub selector: Option<Arc<dyn WorkerSelector>>,
-    /// Says how long prefills take, in place of what is learned.
+    /// Estimates prefill durations in place of learned speeds.
     pub estimator: Option<Arc<dyn PrefillEstimator>>,
-    /// Whether the exact load of every rank is queried, also where bounds decide. For comparison with the shortlist:
-    /// both place alike.
+    /// Queries the exact load of every rank, even if bounds decide. For comparison with the shortlist: both place
+    /// alike.
     #[cfg(any(test, feature = "test-support"))]
     pub queries_every_rank: bool,
 }
 
 impl Extensions {
-    /// The facts that a decision needs, if its policy needs `needs`.
+    /// Facts needed by a decision whose policy needs `needs`.
     #[cfg(any(test, feature = "test-support"))]
     fn needs(&self, needs: Needs) -> Needs {
         if self.queries_every_rank { Needs::All } else { needs }
     }
 
-    /// The facts that a decision needs, if its policy needs `needs`.
+    /// Facts needed by a decision whose policy needs `needs`.
     #[cfg(not(any(test, feature = "test-support")))]
     fn needs(&self, needs: Needs) -> Needs {
         needs
@@ -88,58 +87,59 @@ impl std::fmt::Debug for Extensions {
     }
 }
 
-/// The state machine. See the module's head.
+/// The state machine. See the module documentation.
 #[derive(Debug)]
 pub struct Schedule<T> {
     settings: Settings,
     rules: Rules,
-    /// Whether any request may ever have to wait.
+    /// Whether any request may ever wait.
     queueing: bool,
     overlap_refresh_after: Option<Duration>,
     extensions: Extensions,
     ranks: Ranks,
     sessions: Sessions,
     arrivals: VecDeque<PendingRequest<T>>,
-    /// Requests that are not decided though they were asked about: next, before all others.
+    /// Queried but undecided requests; they precede all others.
     again: VecDeque<PendingRequest<T>>,
     queue: Queue<PendingRequest<T>>,
-    /// Whether somebody who waits may be sent: since the last look at all of them, somebody may have opened.
+    /// Whether a waiting request may be eligible: some rank may have gained capacity since the last reconciliation of
+    /// the queue.
     look_again: bool,
-    /// Waiting requests by the age of their overlap, oldest first; those that have left are skipped.
+    /// Waiting requests by the age of their overlap, oldest first; departed ones are skipped.
     overlap_ages: BTreeSet<(Timestamp, BookingId)>,
     in_flight: Option<Batch<T>>,
-    /// Requests numbered so far.
+    /// Number of the last request.
     requests: u64,
-    /// Batches numbered so far.
+    /// Number of the last batch.
     batches: u64,
-    /// Bookings decided so far: whose turn it is under round robin.
+    /// Number of decided bookings, for the rotation of round robin.
     turns: u64,
-    /// What is typical of the pool, as its placements have shown.
+    /// Typical values of the pool, learned from its placements.
     typical: Typical,
-    /// The time of the current step.
+    /// Time of the current step.
     now: Timestamp,
     scratch: decide::Scratch,
 }
 
-/// What of the configuration each decision looks at, close together.
+/// Configuration read by every decision, kept together for locality.
 #[derive(Debug)]
 struct Settings {
     cost: KvCost,
     temperature: f64,
     seed: u64,
     decision_trace: f64,
-    /// What must be known at the least cost, and at a temperature.
+    /// Required knowledge for the lowest cost, and for a temperature.
     needs: Needs,
     needs_at_temperature: Needs,
     policy: Policy,
     role: PoolRole,
     /// Whether prefills have an expected duration.
     models_prefill: bool,
-    /// Costs up to this many times the least are ties.
+    /// Costs up to this multiple of the lowest are ties.
     tie_factor: f64,
 }
 
-/// Under `latency` costs are estimates from learned speeds: what is within a twentieth is as good.
+/// Under `latency` costs are estimates from learned speeds: differences within 5 % are insignificant.
 const TIE_FACTOR: f64 = 1.05;
 
 impl Settings {
@@ -162,20 +162,20 @@ impl Settings {
 #[derive(Debug)]
 struct PendingRequest<T> {
     number: u64,
-    /// Where the prompt stands in ranks' sketches.
+    /// Fingerprint of the prompt for the sketches of ranks.
     fingerprint: PromptFingerprint,
     request: Request<T>,
-    /// Where its session was served last, as was known when it was last looked at.
+    /// Last rank of its session at its last evaluation.
     session: Option<WorkerRank>,
-    /// The class whose busy ranks it keeps away from; absent for what never waits.
+    /// Class whose busy ranks it avoids; absent for requests that never wait.
     class: Option<ClassId>,
-    /// As of when its overlap is known; absent for what has never waited.
+    /// Time of its overlap; absent for requests that never waited.
     overlaps_at: Option<Timestamp>,
-    /// Whether its caller has gone while it was asked about.
+    /// Whether its caller left during the query.
     cancelled: bool,
 }
 
-/// Requests whose load queries are out.
+/// Requests with outstanding load queries.
 #[derive(Debug)]
 struct Batch<T> {
     number: u64,
@@ -185,8 +185,8 @@ struct Batch<T> {
 impl<T> Schedule<T> {
     /// An empty scheduler under a validated configuration.
     ///
-    /// `incarnation` counts its restarts: requests and batches are numbered from a base of its own, so that an answer to
-    /// an earlier incarnation's question is nobody's.
+    /// `incarnation` counts its restarts: each numbers requests and batches from its own base, so that replies to an
+    /// earlier incarnation never match.
     #[must_use]
     pub fn new(config: RouterConfig, incarnation: u32, extensions: Extensions) -> Self {
         let base = u64::from(incarnation) << 32;
@@ -244,7 +244,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The batch whose answers are awaited, if one is in flight.
+    /// The batch in flight, if any.
     #[must_use]
     pub fn batch_in_flight(&self) -> Option<u64> {
         self.in_flight.as_ref().map(|batch| batch.number)
@@ -257,7 +257,7 @@ impl<T> Schedule<T> {
         self.arrivals.len() + self.again.len() + self.queue.len() + in_flight
     }
 
-    /// Sessions remembered.
+    /// Remembered sessions.
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.sessions.len()
@@ -308,7 +308,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Decides what the board alone can decide, and sends queries for the rest; one batch at a time.
+    /// Decides requests that the board alone can decide, and queries loads for the others; one batch at a time.
     fn start_batches<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
         while self.in_flight.is_none() && self.has_candidates() {
             let requests = self.next_batch(loads, effects);

@@ -1,5 +1,5 @@
-//! What the scheduler keeps of each rank: its board, the overlay of Books not seen there yet, and, while a
-//! batch is in flight, its exact answer and what the batch has booked on it.
+//! Scheduler state of each rank: its board, the overlay of later Books, and, during a batch, its exact reply and the
+//! batch's bookings on it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,20 +19,20 @@ use crate::load::{
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::{RankConditions, RankTraits};
 
-/// The registered ranks, in [`WorkerRank`] order.
+/// Registered ranks in [`WorkerRank`] order.
 #[derive(Debug, Default)]
 pub(super) struct Ranks {
     all: Vec<Rank>,
-    /// What stands against each, by position. Apart from `all`, for most decisions look at nothing else of most ranks.
+    /// Status of each rank, by position. Separate from `all`, because most decisions read nothing else of most ranks.
     standings: Vec<Standing>,
-    /// Whether something may stand against somebody; looked up once a batch.
+    /// Whether any rank may be restricted; computed once per batch.
     troubled: bool,
-    /// Whether somebody may be open now who was not before: a load has fallen, or a standing has changed.
+    /// Whether any rank may have become eligible: a load has fallen, or a status has changed.
     eased: bool,
-    /// Slot to position in `all`, and who sits there.
+    /// Position in `all` and generation, by slot.
     positions: Vec<Option<(u32, Generation)>>,
     conditions: Arc<RankConditions>,
-    /// Kept from requests for their health.
+    /// Ranks excluded for health.
     exclusions: Arc<Exclusions>,
 }
 
@@ -42,76 +42,76 @@ pub(super) struct Rank {
     pub(super) rank: WorkerRank,
     pub(super) generation: Generation,
     pub(super) about: Box<About>,
-    /// The last good copy of the board, and when it was read.
+    /// The last good copy of the board and its time.
     seen: BoardLoad,
     seen_at: Timestamp,
-    /// What stood before a newcomer's prefill at the batch's start.
+    /// Prefill backlog ahead of a new request at the start of the batch.
     wait: Wait,
-    /// Books numbered above what the board has applied.
+    /// Books above the board's applied number.
     overlay: VecDeque<Ahead>,
     issued: u32,
     answer: Option<Answer>,
-    /// What the current batch has booked here.
+    /// Bookings of the current batch.
     booked: SmallVec<[Booked; 1]>,
 }
 
-/// What a look over all ranks reads of each, on one cache line.
+/// Fields that a pass over all ranks reads, on one cache line.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Front {
-    /// The seen load with the overlay on top, as of the batch's start.
+    /// The board load with the overlay, as of the start of the batch.
     view: View,
-    /// Which copy of the board was seen last.
+    /// Version of the last board copy.
     version: BoardVersion,
     slot: Slot,
-    /// Whether the board says everything of its load, however much time passes: nobody was asked, no Book is ahead of
-    /// the board, and nothing decays. So it is with most ranks.
+    /// Whether the board is exact and constant in time: no query, no Book in the overlay, and no decay. True for most
+    /// ranks.
     settled: bool,
 }
 
 const _: () = assert!(size_of::<Front>() == 64, "one cache line");
 
-/// What most decisions do not look at. Apart, so that a look over all ranks passes fewer cache lines.
+/// Fields that most decisions do not read. Separate, so that a pass over all ranks touches fewer cache lines.
 #[derive(Debug)]
 pub(super) struct About {
     pub(super) traits: Arc<RankTraits>,
     /// A published speed and its aged value; absent while the published speed is fresh.
     pub(super) aged_speed: Option<(PublishedSpeed, EngineSpeed)>,
-    /// When it joined.
+    /// Time of joining.
     pub(super) since: Timestamp,
-    /// What its cost is multiplied by while it warms up; 1 once that is over, for good.
+    /// Cost factor of the slow start; 1 after its end, permanently.
     pub(super) slow_start_factor: f64,
-    /// When it was last let back in after an ejection, and what its cost is multiplied by for that.
+    /// Time of the last return from an ejection, and its cost factor.
     returned_at: Timestamp,
     return_factor: f64,
 }
 
 impl About {
-    /// What its cost is multiplied by, new or back after an ejection.
+    /// Cost factor of a new or returned rank.
     pub(super) fn start_factor(&self) -> f64 {
         self.slow_start_factor.max(self.return_factor)
     }
 }
 
-/// A Book that the board has not shown yet.
+/// A Book that the board does not show yet.
 #[derive(Clone, Copy, Debug)]
 struct Ahead {
     number: u32,
     added: Added,
 }
 
-/// What a look at a rank's board has shown.
+/// Result of a board read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum News {
-    /// Nothing that would open it.
+    /// No freed capacity.
     Nothing,
-    /// Some of its load is gone.
+    /// Some load is gone.
     Fell,
-    /// A new incarnation of its sequence actor.
+    /// A new incarnation of the sequence actor.
     Reborn,
 }
 
-/// What became of the question that the current batch asked a rank.
+/// State of the current batch's query to a rank.
 #[derive(Debug)]
 enum Answer {
     Awaited,
@@ -119,7 +119,7 @@ enum Answer {
         load: RankLoad,
         shared_blocks: SmallVec<[u32; 2]>,
     },
-    /// The batch was closed without it.
+    /// The batch was closed without a reply.
     Missed,
 }
 
@@ -129,14 +129,14 @@ struct Booked {
     added: Added,
 }
 
-/// A request's prompt, and where it stands in its batch.
+/// The prompt of a request and its position in the batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
     pub(super) prompt: &'a PromptBlocks,
     /// Blocks of the prompt.
     pub(super) block_count: u64,
     pub(super) fingerprint: &'a PromptFingerprint,
-    /// Position of its answer among those of the batch.
+    /// Position of its reply within the batch.
     pub(super) in_batch: usize,
 }
 
@@ -161,19 +161,19 @@ impl Ranks {
         &self.standings
     }
 
-    /// Whether nothing stands against anybody.
+    /// Whether no rank is restricted.
     #[inline]
     pub(super) fn all_good(&self) -> bool {
         !self.troubled
     }
 
-    /// Call after a change of standings.
+    /// Call after a change of statuses.
     fn look_for_trouble(&mut self) {
         self.eased = true;
         self.troubled = self.standings.iter().any(|standing| *standing != Standing::GOOD);
     }
 
-    /// Whether somebody may have opened since the last time this was asked.
+    /// Whether any rank may have gained capacity since the last call.
     pub(super) fn take_eased(&mut self) -> bool {
         std::mem::take(&mut self.eased)
     }
@@ -193,7 +193,7 @@ impl Ranks {
                 position
             }
         };
-        // Where the board cannot be read, the rank's load is unknown, not 0.
+        // An unreadable board means unknown load, not 0.
         let suspect = self.all[position].seen.incarnation == UNREAD;
         self.standings[position] = Standing { draining, suspect, ..Standing::GOOD };
         self.index();
@@ -211,7 +211,7 @@ impl Ranks {
         if let Some(position) = self.position_of(slot, generation) {
             self.standings[position].draining = draining;
             self.eased |= !draining;
-            self.apply_conditions(); // what only it could narrow is open to others
+            self.apply_conditions(); // ranks that only this one could restrict are open to others
         }
     }
 
@@ -229,8 +229,8 @@ impl Ranks {
         self.apply_conditions();
     }
 
-    /// Takes over who is excluded for their health. The cost of those who return to service is multiplied by
-    /// `return_factor` from `now` on.
+    /// Replaces the ranks excluded for health. The cost of returning ranks is multiplied by `return_factor` from `now`
+    /// on.
     pub(super) fn set_exclusions(&mut self, exclusions: Arc<Exclusions>, return_factor: f64, now: Timestamp) {
         let before = std::mem::replace(&mut self.exclusions, exclusions);
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
@@ -248,7 +248,7 @@ impl Ranks {
         let serves = |(rank, standing): (&Rank, &Standing)| {
             reachable(rank) && !standing.draining && !self.exclusions.has_ejected(rank.rank)
         };
-        // Where only ejected ranks are left they serve, until whoever ejected them has seen it.
+        // If only ejected ranks are left, they serve until the health actor has reacted.
         let others_serve = !ejected.is_empty() && self.all.iter().zip(&self.standings).any(serves);
         for (rank, standing) in self.all.iter().zip(&mut self.standings) {
             standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
@@ -259,12 +259,12 @@ impl Ranks {
         self.look_for_trouble();
     }
 
-    /// Whether somebody costs more for having been ejected.
+    /// Whether any rank has a higher cost after an ejection.
     pub(super) fn any_returning(&self) -> bool {
         self.troubled && self.standings.iter().any(|standing| standing.returning)
     }
 
-    /// Moves the slow starts of those who returned on: `factor` is what so much time makes of them.
+    /// Advances the slow starts of returned ranks: `factor` maps elapsed time to the cost factor.
     pub(super) fn warm_returning(&mut self, factor: impl Fn(Duration) -> f64, now: Timestamp) {
         if !self.any_returning() {
             return;
@@ -280,7 +280,7 @@ impl Ranks {
         }
     }
 
-    /// Looks at what engines say of themselves.
+    /// Reads engine-reported load.
     pub(super) fn look_at_engines<V: LoadView>(&mut self, limits: &EngineLimits, loads: &V, now: Timestamp) {
         let mut changed = false;
         for (rank, standing) in self.all.iter().zip(&mut self.standings) {
@@ -305,23 +305,23 @@ impl Ranks {
         }
     }
 
-    /// Position of whoever sits in a slot.
+    /// Position of the occupant of a slot.
     pub(super) fn position_in(&self, slot: Slot) -> Option<usize> {
         self.positions.get(slot.index()).copied().flatten().map(|(position, _)| position as usize)
     }
 
-    /// Position of an incarnation of a slot; `None` when it is gone.
+    /// Position of a generation of a slot; `None` after its removal.
     pub(super) fn position_of(&self, slot: Slot, generation: Generation) -> Option<usize> {
         let (position, seated) = self.positions.get(slot.index()).copied().flatten()?;
         (seated == generation).then_some(position as usize)
     }
 
-    /// Reads every board; a batch decides by what it saw at its start.
+    /// Reads every board; a batch decides on the state at its start.
     pub(super) fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) {
         let (mut reborn, mut fell) = (false, false);
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
             if rank.front.settled && !loads.has_board_news(rank.slot(), rank.front.version) {
-                continue; // the view stands
+                continue; // the view is unchanged
             }
             match rank.refresh(loads, now) {
                 News::Nothing => {}
@@ -346,7 +346,7 @@ impl Ranks {
         }
     }
 
-    /// Takes an answer to the current batch's question in.
+    /// Applies a reply to the current batch's query.
     pub(super) fn answered(&mut self, answer: LoadAnswer) {
         if let Some(position) = self.position_of(answer.slot, answer.generation) {
             if std::mem::take(&mut self.standings[position].suspect) {
@@ -356,14 +356,14 @@ impl Ranks {
         }
     }
 
-    /// Whoever was asked and has not answered is missed, and suspect from now on.
+    /// Marks queried ranks without a reply as timed out.
     pub(super) fn close(&mut self) {
         for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
             if matches!(rank.answer, Some(Answer::Awaited)) {
                 rank.answer = Some(Answer::Missed);
                 standing.suspect = true;
                 self.troubled = true;
-                self.eased = true; // when nobody is left who answers, the others will do
+                self.eased = true; // without any responsive rank, the others become eligible
             }
         }
     }
@@ -403,7 +403,7 @@ impl Rank {
         self.front.slot
     }
 
-    /// It is asked, or has answered.
+    /// Records a query or its reply.
     fn ask(&mut self, answer: Answer) {
         self.answer = Some(answer);
         self.front.settled = false;
@@ -444,17 +444,17 @@ impl Rank {
         }
     }
 
-    /// The most blocks, prefill tokens and requests that it can have.
+    /// Upper bounds of blocks, prefill tokens and requests.
     fn load_max(&self) -> (u64, u64, u32) {
         (self.active_blocks_max(), self.prefill_tokens_max(), self.requests())
     }
 
-    /// Whether its slow start is not over.
+    /// Whether its slow start is in progress.
     pub(super) fn is_starting(&self) -> bool {
         self.about.slow_start_factor != 1.0
     }
 
-    /// Whether a prefill on it is long overdue: what its requests will have computed is then not known.
+    /// Whether a prefill on it is long overdue, so that the prompts its requests will have computed are unknown.
     pub(super) fn is_overdue(&self) -> bool {
         self.seen.prefill.is_overdue()
     }

@@ -19,21 +19,21 @@ use crate::select::{
 pub struct Request<T> {
     /// The caller's context, returned in exactly one effect.
     pub context: T,
-    /// The blocks it will hold while it runs.
+    /// Blocks that it holds while it runs.
     pub prompt: PromptBlocks,
     /// Prompt length in tokens.
     pub isl_tokens: u32,
-    /// What the index knows; ranks that hold nothing are absent.
+    /// Overlaps from the index; ranks without any are absent.
     pub overlaps: Vec<RankOverlap>,
-    /// What the shared cache holds.
+    /// Hits in the shared cache.
     pub shared_cache: SharedHits,
-    /// Who may serve it.
+    /// Requested target.
     pub target: Target,
-    /// What is wanted.
+    /// Requested result.
     pub purpose: Purpose,
     /// Its options; `None` stands for the defaults.
     pub options: Option<Box<ResolvedOptions>>,
-    /// What makes it wait and be cancelled: absent for what never waits.
+    /// Queueing and cancellation data; absent for requests that never wait.
     pub waits: Option<Box<Waits>>,
 }
 
@@ -55,143 +55,142 @@ impl<T> Request<T> {
     }
 }
 
-/// What is known of a request that may have to wait.
+/// Data of a request that may wait.
 #[derive(Clone, Debug)]
 pub struct Waits {
-    /// Its booking: unique, and how it is named when it is cancelled.
+    /// Unique booking id, which also identifies it for cancellation.
     pub booking: BookingId,
-    /// When it arrived.
+    /// Arrival time.
     pub arrival: Timestamp,
-    /// What to ask the index for when its overlap has aged.
+    /// Hashes for a new index query after its overlap has aged.
     pub block_hashes: Option<Arc<[BlockHash]>>,
 }
 
-/// Who may serve a request.
+/// Target of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Target {
-    /// Whoever the policy prefers.
+    /// The choice of the policy.
     Any,
-    /// This rank: its embedder dispatches by itself, and says what it knows of the prefill.
+    /// A given rank: the embedder dispatches by itself and provides the facts of the prefill.
     Exactly {
-        /// The rank.
+        /// Chosen rank.
         rank: WorkerRank,
-        /// Prompt tokens already cached there, or `None` for what the index says.
+        /// Prompt tokens cached there; `None` uses the index.
         cached_tokens: Option<u32>,
-        /// How long the prefill will take, where known.
+        /// Duration of the prefill, if known.
         expected_duration: Option<Duration>,
     },
 }
 
-/// What a caller wants of the scheduler.
+/// Result requested by a caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A booking.
     Book,
-    /// The rank that a booking would get, without one.
+    /// The rank that a booking would get, without a booking.
     Report,
     /// A load snapshot: each rank's load with this request added.
     LoadSnapshot,
-    /// The candidate table: what a booking would be decided by, and how.
+    /// The candidate table: inputs and method of a booking's decision.
     Explain,
 }
 
-/// What the scheduler is told.
+/// Input of the scheduler.
 #[derive(Debug)]
 pub enum Input<T> {
-    /// A request wants a decision.
+    /// A request for a decision.
     Request(Request<T>),
-    /// The answers to a load query. Late ones, of a batch long closed, only show that a rank is alive.
+    /// Replies to a load query. Late replies to a closed batch only show that a rank is alive.
     Loads {
-        /// The query's batch.
+        /// Batch of the query.
         batch: u64,
-        /// Answers, in any order; ranks that were lost or slow are absent.
+        /// Replies in any order; lost or slow ranks are absent.
         answers: Vec<LoadAnswer>,
     },
-    /// The caller of a request that may wait has gone: it leaves at once, or when the answers to its batch are in.
+    /// The caller of a waiting request has left: it leaves immediately, or after the replies to its batch.
     Cancel(BookingId),
-    /// A waiting request's overlap as it is now: the answer to [`Effect::Refresh`].
+    /// The present overlap of a waiting request: the reply to [`Effect::Refresh`].
     Overlaps {
         /// The request.
         booking: BookingId,
-        /// What the index knows.
+        /// Overlaps from the index.
         overlaps: Vec<RankOverlap>,
     },
-    /// Time has passed, or some rank's load has fallen: see who need not wait any longer.
+    /// Time has passed or the load of a rank has fallen: reconcile the queue.
     Wake,
-    /// A rank may be chosen from now on.
+    /// Registers a rank.
     Admit(Admission),
-    /// A rank's worker says otherwise of itself.
+    /// Changes the traits of a rank.
     Describe {
-        /// Its slot.
+        /// Slot.
         slot: Slot,
-        /// Its incarnation.
+        /// Generation.
         generation: Generation,
-        /// What it offers now.
+        /// New traits.
         traits: Arc<RankTraits>,
     },
-    /// A rank gets no new work.
+    /// Stops new work for a rank.
     Drain {
-        /// Its slot.
+        /// Slot.
         slot: Slot,
-        /// Its incarnation.
+        /// Generation.
         generation: Generation,
     },
-    /// A rank gets new work again.
+    /// Resumes new work for a rank.
     Undrain {
-        /// Its slot.
+        /// Slot.
         slot: Slot,
-        /// Its incarnation.
+        /// Generation.
         generation: Generation,
     },
-    /// A rank may not be chosen any more. Nothing is booked on it after this input.
+    /// Removes a rank. No booking follows this input.
     Retire {
-        /// Its slot.
+        /// Slot.
         slot: Slot,
-        /// Its incarnation; a retirement for another one does nothing.
+        /// Generation; a retirement for another generation has no effect.
         generation: Generation,
     },
-    /// What the embedder knows of the ranks, in place of what it said before.
+    /// Conditions set by the embedder, replacing earlier ones.
     Conditions(Arc<RankConditions>),
-    /// The ranks that are excluded for their health, in place of those before. A rank that returns to service starts
-    /// slowly.
+    /// Ranks excluded for health, replacing earlier ones. A returning rank starts slowly.
     Exclusions(Arc<Exclusions>),
 }
 
-/// A rank as it joins.
+/// A joining rank.
 #[derive(Clone, Debug)]
 pub struct Admission {
-    /// Its name.
+    /// Name.
     pub rank: WorkerRank,
-    /// Its slot.
+    /// Slot.
     pub slot: Slot,
-    /// Its incarnation in that slot.
+    /// Generation of the slot.
     pub generation: Generation,
-    /// What it offers.
+    /// Traits.
     pub traits: Arc<RankTraits>,
-    /// When it joined.
+    /// Time of joining.
     pub since: Timestamp,
-    /// Whether it gets no new work.
+    /// Whether it receives no new work.
     pub draining: bool,
 }
 
 impl Admission {
-    /// A rank that offers nothing in particular.
+    /// A rank without particular traits.
     #[must_use]
     pub fn new(rank: WorkerRank, slot: Slot, generation: Generation) -> Self {
         Self { rank, slot, generation, traits: Arc::default(), since: Timestamp::default(), draining: false }
     }
 }
 
-/// What the scheduler wants done, in this order.
+/// Effect to perform, in order.
 #[derive(Debug)]
 pub enum Effect<T> {
-    /// Ask these ranks what each prompt would find there, and answer with [`Input::Loads`].
+    /// Query the potential load of each prompt on these ranks, and reply with [`Input::Loads`].
     Query(LoadQuery),
-    /// Ask the index again, and answer with [`Input::Overlaps`].
+    /// Query the index again, and reply with [`Input::Overlaps`].
     Refresh {
         /// The waiting request.
         booking: BookingId,
-        /// Its blocks.
+        /// Block hashes.
         block_hashes: Arc<[BlockHash]>,
     },
     /// Publish the typical speed of the pool's ranks to every rank's sequence actor.
@@ -200,25 +199,25 @@ pub enum Effect<T> {
     Book {
         /// The request's context.
         context: T,
-        /// Where it goes.
+        /// Decision.
         decision: Decision,
-        /// The Book's number on that rank.
+        /// Number of the Book on that rank.
         number: BookNumber,
-        /// Everything it was decided by, where this decision was drawn for the trace.
+        /// All inputs of the decision, if it was sampled for the trace.
         trace: Option<Box<Explanation>>,
     },
     /// Return the decision to the caller, without a booking.
     Report {
         /// The request's context.
         context: T,
-        /// Where it would go.
+        /// Decision.
         decision: Decision,
     },
     /// Return the load snapshot to the caller.
     LoadSnapshot {
         /// The request's context.
         context: T,
-        /// One row a rank, in rank order.
+        /// One row per rank, in rank order.
         loads: Vec<PotentialLoad>,
     },
     /// Return the candidate table to the caller.
@@ -232,128 +231,127 @@ pub enum Effect<T> {
     Reject {
         /// The request's context.
         context: T,
-        /// Why.
+        /// Reason.
         reason: Rejection,
     },
-    /// The request has left the queue as its caller wished. Nobody waits for an answer.
+    /// The request has left the queue at its caller's wish. No caller waits for a reply.
     Cancelled {
         /// The request's context.
         context: T,
     },
 }
 
-/// A round of questions to the shortlisted ranks.
+/// Load query to the shortlisted ranks.
 #[derive(Clone, Debug)]
 pub struct LoadQuery {
-    /// The batch it belongs to.
+    /// Batch of the query.
     pub batch: u64,
-    /// Who is asked.
+    /// Queried slots.
     pub slots: Vec<Slot>,
     /// The prompts of the batch, in decision order.
     pub prompts: Arc<[PromptBlocks]>,
 }
 
-/// One rank's answer to a [`LoadQuery`].
+/// Reply of one rank to a [`LoadQuery`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadAnswer {
-    /// Who answers.
+    /// Replying slot.
     pub slot: Slot,
-    /// Its incarnation; an answer of an earlier one is ignored.
+    /// Generation; replies of an earlier one are ignored.
     pub generation: Generation,
-    /// Its load now.
+    /// Current load.
     pub load: RankLoad,
-    /// For each prompt of the query, its leading blocks that are active on the rank already.
+    /// For each prompt of the query, its leading blocks that are already active on the rank.
     pub shared_blocks: SmallVec<[u32; 2]>,
 }
 
-/// Number of one Book on one rank: counted from 1 in each incarnation of its sequence actor.
+/// Number of a Book on one rank, counted from 1 in each incarnation of its sequence actor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BookNumber {
-    /// The incarnation it was counted for.
+    /// Incarnation of the count.
     pub incarnation: u32,
     /// The count.
     pub number: u32,
 }
 
-/// Where a request goes, and what was known when that was decided.
+/// A placement decision with the facts known at its time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// The request's number: how many the scheduler had taken in before it. Where nothing waits, decisions fall in this
-    /// order.
+    /// Number of the request in order of arrival at the scheduler. Without queueing, decisions follow this order.
     pub request: u64,
     /// The rank.
     pub rank: WorkerRank,
-    /// Its slot.
+    /// Slot.
     pub slot: Slot,
-    /// Its incarnation.
+    /// Generation.
     pub generation: Generation,
-    /// What it holds of the prompt.
+    /// Overlap of the prompt on the rank.
     pub overlap: TierOverlap,
-    /// Blocks that the shared cache has beyond the rank's device blocks.
+    /// Blocks in the shared cache beyond the rank's device blocks.
     pub shared_cache_blocks: u32,
-    /// The most leading blocks that any eligible rank holds, in whatever tier: what could have been reached.
+    /// Longest overlap of any eligible rank in any tier: the reachable overlap.
     pub reachable_blocks: u32,
-    /// The prefill it was charged with.
+    /// Charged prefill.
     pub hint: Option<PrefillLoadHint>,
-    /// How long its first token is expected to take from now on, where the policy reckons in time and prefill is tracked.
+    /// Expected time to the first token from now on, if the policy computes in time and prefill is tracked.
     pub predicted_ttft: Option<Duration>,
 }
 
-/// One rank's load as it would be with a request on it.
+/// Load of one rank with an added request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PotentialLoad {
     /// The rank.
     pub rank: WorkerRank,
-    /// Prefill tokens to compute, the request's own uncached ones included.
+    /// Prefill tokens to compute, including the uncached ones of the request.
     pub potential_prefill_tokens: u64,
-    /// Blocks held, the request's included.
+    /// Held blocks, including those of the request.
     pub potential_decode_blocks: u64,
-    /// Requests active now, without this one.
+    /// Active requests, without this one.
     pub active_requests: u32,
 }
 
-/// Why no rank was chosen.
+/// Reason for which no rank was chosen.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Rejection {
     /// No rank is registered.
     #[error("no rank is registered")]
     NoRanks,
-    /// The rank asked for is not registered.
+    /// The requested rank is not registered.
     #[error("rank {0} is not registered")]
     UnknownRank(WorkerRank),
-    /// The filters left nobody.
+    /// All ranks were excluded by filters.
     #[error("no rank is eligible: {removed}")]
     NoneEligible {
-        /// How many ranks each filter removed.
+        /// Ranks removed per filter.
         removed: Removed,
     },
-    /// Those that could serve it have too much to do.
+    /// All ranks that could serve it are overloaded.
     #[error("all eligible workers are overloaded: {removed}")]
     AllOverloaded {
-        /// How many ranks each filter removed.
+        /// Ranks removed per filter.
         removed: Removed,
     },
-    /// The worker or rank it is pinned to may not serve it.
+    /// The pinned worker or rank is not eligible.
     #[error("pinned to {pin}, which is {}", refused_by.map_or("not registered", Filter::name))]
     Pinned {
         /// The pin.
         pin: Pin,
-        /// The filter that refused it; absent where it is not registered.
+        /// The excluding filter; absent if the rank is not registered.
         refused_by: Option<Filter>,
     },
-    /// Its time was up.
+    /// The deadline passed in the queue.
     #[error("the deadline passed after {} ms", waited.as_millis())]
     DeadlineExceeded {
-        /// How long it had waited.
+        /// Waiting time.
         waited: Duration,
     },
-    /// It would have had to wait, and may not.
+    /// The request would have to wait, but must not or cannot.
     #[error(transparent)]
     Backpressure(#[from] Backpressure),
-    /// It names a class that is not there.
+    /// Unknown queue class.
     #[error(transparent)]
     UnknownClass(#[from] UnknownClass),
-    /// The embedder's selector gave no usable answer.
+    /// Unusable result of the embedder's selector.
     #[error(transparent)]
     Selector(#[from] SelectorError),
 }
