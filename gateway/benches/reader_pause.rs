@@ -1,11 +1,12 @@
-//! What a reader of KV events costs that stands still: one publisher at 20,000 events a second over real sockets, its
-//! reader held for five seconds, and decisions going on all the while.
+//! Cost of a paused KV event reader: one publisher sends 20,000 events a second over real sockets, its reader is paused
+//! for five seconds, and two clients place requests throughout.
 //!
-//! The publisher is a process of its own, so that memory is the router's: PUB with a high-water mark, beyond which it
-//! drops as ZeroMQ does, and a replay ring. Half of its events store two to five blocks of 16 tokens, half remove as many.
-//! Said of each case: what was noticed and counted, how long after the pause the rank was trusted and caught up, how
-//! long decisions took before, during and after, and memory. At the end the index must hold what the publisher's cache
-//! holds, whatever was lost on the way.
+//! The publisher is a separate process, so the measured memory is the router's. It is a PUB socket with a high-water
+//! mark, beyond which it drops messages as ZeroMQ does, and it has a replay ring. Half of its events store two to five
+//! blocks of 16 tokens; the other half remove as many blocks. For each case the benchmark prints the stream states and
+//! notes, the time from the end of the pause until the rank is live and caught up, decision latency before, during and
+//! after the pause, and memory. At the end the index must hold exactly the blocks in the publisher's cache, whatever
+//! was lost.
 //!
 //! ```sh
 //! cargo bench -p pointsman-gateway --bench reader_pause
@@ -39,18 +40,18 @@ const BEFORE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_secs(5);
 const AFTER: Duration = Duration::from_secs(5);
 
-/// The rank whose reader stands still, and the number of others, of which nobody tells anything.
+/// The rank whose reader is paused, and the number of other workers, which publish no events.
 const READ: WorkerRank = WorkerRank::new(WorkerId(0), 0);
 const OTHERS: u64 = 7;
 
-/// Messages that may be on their way when a rank counts as caught up, in milliseconds of the publisher's.
+/// Lag at which a rank counts as caught up: the messages published within this time, in milliseconds.
 const ON_THE_WAY_MS: u64 = 20;
 
-/// One kind of publisher.
+/// Configuration of one publisher.
 struct Case {
     name: &'static str,
     events_per_message: u64,
-    /// Messages that wait for a slow reader before the next are dropped.
+    /// Messages queued for a slow reader; further messages are dropped.
     high_water_mark: usize,
     ring_messages: usize,
 }
@@ -90,7 +91,7 @@ fn main() {
         return runtime.block_on(publisher::run(&arguments[1..]));
     }
     if !arguments.iter().any(|argument| argument == "--bench") {
-        return; // built along with tests
+        return; // `cargo test` builds and runs it without `--bench`
     }
     let notes = notes::install();
     for case in &CASES {
@@ -98,7 +99,7 @@ fn main() {
     }
 }
 
-/// The publisher's process, ended with this.
+/// The publisher's process, killed on drop.
 struct Publisher {
     process: Child,
     port: u16,
@@ -128,7 +129,7 @@ impl Drop for Publisher {
     }
 }
 
-/// All that a publisher says.
+/// Number of messages that the publisher sends.
 fn messages(case: &Case) -> u64 {
     (BEFORE + PAUSE + AFTER).as_secs() * stream::EVENTS_PER_SECOND / case.events_per_message
 }
@@ -190,7 +191,7 @@ async fn run(case: &Case, notes: &notes::Notes) {
     println!("  memory: {:.1} MiB before, {:.1} peak, {:.1} after", mib(rss_before), mib(peak), mib(rss_bytes()));
 }
 
-/// Follows the rank's source.
+/// Observes the event source of the measured rank.
 struct Watcher<'a> {
     router: Router,
     told: Arc<Told>,
@@ -202,13 +203,13 @@ impl Watcher<'_> {
         self.router.kv_sources().into_iter().find(|source| source.rank == READ).expect("it has a source")
     }
 
-    /// Messages that the publisher is ahead.
+    /// Published messages that are not applied yet.
     fn lag(&self) -> u64 {
         let applied = self.source().applied.map_or(0, |applied| applied + 1);
         self.told.published.load(Ordering::Relaxed).saturating_sub(applied)
     }
 
-    /// What trust went through, and when nothing was left to catch up with.
+    /// Stream states after the pause, with times, and the time until the rank is live and caught up.
     async fn caught_up(&self, since: Instant) -> (String, Duration) {
         let on_the_way = ON_THE_WAY_MS * stream::EVENTS_PER_SECOND / 1_000 / self.case.events_per_message;
         let mut went = vec![StreamState::Live.name().to_owned()];
@@ -227,7 +228,7 @@ impl Watcher<'_> {
         }
     }
 
-    /// Comes back when all that the publisher says has been applied.
+    /// Waits until every published message is applied.
     async fn ended(&self) {
         let (begun, mut pace) = (Instant::now(), interval(Duration::from_millis(5)));
         while self.source().applied != Some(messages(self.case) - 1) {
@@ -253,7 +254,7 @@ async fn assert_exact(router: &Router, case: &Case) {
     assert!(missing == 0 && gone == 0, "{}: {missing} blocks are missing, {gone} are gone", case.name);
 }
 
-/// What happened meanwhile: before the pause, during it, after it.
+/// Measurements by phase: before, during and after the pause.
 #[derive(Debug)]
 struct Seen {
     begun: Instant,
@@ -283,7 +284,7 @@ impl Seen {
     }
 }
 
-/// Places a request every millisecond: every other one was computed by the rank that is read, not long ago.
+/// Routes a request every millisecond. Every second prompt is one that the measured rank stored recently.
 async fn decide(router: Router, client: u64, told: Arc<Told>, seen: Arc<Seen>) {
     let mut pace = interval(Duration::from_micros(1_000));
     for n in 0_u64.. {
@@ -296,7 +297,7 @@ async fn decide(router: Router, client: u64, told: Arc<Told>, seen: Arc<Seen>) {
         let took = u32::try_from(begun.elapsed().as_micros()).unwrap_or(u32::MAX);
         let hit = placement.overlap().total_blocks() > 0;
         let phase = usize::try_from(seen.phase.load(Ordering::Relaxed)).expect("one of three");
-        // The first half second is warming up.
+        // The first half second is warm-up.
         if seen.begun.elapsed() > Duration::from_millis(500) {
             seen.latencies_us[phase].lock().expect("nobody fails").push((took, hit));
         }
@@ -311,7 +312,7 @@ async fn sample(seen: Arc<Seen>) {
     }
 }
 
-/// Resident memory of this process; 0 where there is no /proc.
+/// Resident memory of this process; 0 without /proc.
 fn rss_bytes() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages: Option<u64> = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok());

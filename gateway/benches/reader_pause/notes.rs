@@ -1,4 +1,4 @@
-//! What the router's readers have counted: their notes, and nothing else.
+//! Metrics recorder that keeps only the notes counted by the event readers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 
-/// By the note's name.
+/// Counts by note name.
 #[derive(Clone, Default)]
 pub(super) struct Notes(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
 
-/// Counts from now on, for good.
+/// Installs the recorder for the rest of the process.
 pub(super) fn install() -> Notes {
     let notes = Notes::default();
     metrics::set_global_recorder(notes.clone()).expect("there is no other");
@@ -24,7 +24,7 @@ impl Notes {
     }
 }
 
-/// What was counted between two looks.
+/// Notes counted between two snapshots.
 pub(super) fn since(before: &BTreeMap<String, u64>, after: &BTreeMap<String, u64>) -> String {
     let more = after.iter().map(|(note, count)| (note, count - before.get(note).copied().unwrap_or(0)));
     let told: Vec<String> =

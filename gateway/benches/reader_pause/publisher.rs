@@ -1,7 +1,7 @@
-//! The publisher: a process that sends the stream's batches at a steady pace, and can send the last ones again.
+//! Publisher process: sends the stream's batches at a constant rate and replays the most recent ones.
 //!
-//! Three ports in a row: PUB, replay, and one that tells how far it is. PUB is written out here, for libraries give no
-//! say in how much may wait for a subscriber.
+//! It listens on three consecutive ports: PUB, replay, and progress. The PUB protocol is implemented here because
+//! libraries offer no control over the queue length per subscriber.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use zeromq::{RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 use super::stream::{EVENTS_PER_SECOND, Stream, batch};
 
-/// What makes the benchmark a publisher.
+/// First argument that runs the benchmark binary as a publisher.
 pub(super) const COMMAND: &str = "publish";
 
 const TOPIC: &[u8] = b"kv-events";
@@ -30,7 +30,8 @@ struct State {
     subscriber: Option<mpsc::Sender<Bytes>>,
 }
 
-/// `EVENTS_PER_MESSAGE HIGH_WATER_MARK RING_MESSAGES MESSAGES`. Prints its first port, and runs until it is killed.
+/// Arguments: `EVENTS_PER_MESSAGE HIGH_WATER_MARK RING_MESSAGES MESSAGES`. Prints its first port and runs until it is
+/// killed.
 pub(super) async fn run(arguments: &[String]) {
     let numbers: Vec<u64> = arguments.iter().map(|argument| argument.parse().expect("a number")).collect();
     let [events, high_water_mark, ring_messages, messages] = numbers[..] else { panic!("four numbers") };
@@ -56,7 +57,7 @@ pub(super) async fn run(arguments: &[String]) {
             }
             state.ring.push_back((published, payload.clone()));
             if let Some(subscriber) = &state.subscriber {
-                let _ = subscriber.try_send(framed(published, &payload)); // beyond the mark it is lost
+                let _ = subscriber.try_send(framed(published, &payload)); // dropped beyond the high-water mark
             }
             published += 1;
             (state.published, state.prompt) = (published, stream.prompt());
@@ -96,13 +97,13 @@ async fn take_subscribers(listener: TcpListener, state: Arc<Mutex<State>>, high_
         let (stream, _) = listener.accept().await.expect("it listens");
         let state = Arc::clone(&state);
         tokio::spawn(async move {
-            // Whoever breaks off is gone.
+            // An error means that the subscriber disconnected.
             let _ = serve_subscriber(stream, &state, high_water_mark).await;
         });
     }
 }
 
-/// ZMTP 3.0 (ZeroMQ RFC 23), as far as a PUB needs it.
+/// The part of ZMTP 3.0 (ZeroMQ RFC 23) that a PUB socket needs.
 async fn serve_subscriber(mut stream: TcpStream, state: &Mutex<State>, mark: usize) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let mut greeting = [0; 64];
@@ -147,7 +148,7 @@ async fn answer_replays(listener: TcpListener, state: Arc<Mutex<State>>) {
             let sequence = Bytes::copy_from_slice(&sequence.to_be_bytes());
             let frames = vec![peer.clone(), Bytes::new(), sequence, payload];
             if socket.send(ZmqMessage::try_from(frames).expect("four frames")).await.is_err() {
-                break; // it asks again
+                break; // the reader requests the replay again
             }
         }
     }
@@ -167,16 +168,16 @@ async fn tell(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-/// How far a publisher is, as of a few milliseconds ago.
+/// Progress of a publisher, a few milliseconds old.
 #[derive(Debug, Default)]
 pub(super) struct Told {
     /// Messages published.
     pub(super) published: AtomicU64,
-    /// The prompt that is being stored.
+    /// Number of the prompt being stored.
     pub(super) prompt: AtomicU64,
 }
 
-/// Asks a publisher, again and again, until it is gone.
+/// Polls the publisher's progress until the connection ends.
 pub(super) async fn ask(port: u16, told: Arc<Told>) -> std::io::Result<()> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
     stream.set_nodelay(true)?;

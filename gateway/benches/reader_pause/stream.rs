@@ -1,7 +1,7 @@
-//! What a busy cache says: an endless, always equal sequence of stores and removals.
+//! Events of a busy cache: an endless, deterministic sequence of stores and removals.
 //!
-//! Promises prompts of four stores of two to five blocks each, and, once the cache is full, behind each store a removal of
-//! as many blocks of the oldest prompts, the last first.
+//! Each prompt takes four stores of two to five blocks. Once the cache is full, each store is followed by the removal
+//! of as many blocks of the oldest prompts, the last block of a prompt first.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -14,28 +14,28 @@ pub(super) const EVENTS_PER_SECOND: u64 = 20_000;
 
 const STORES_PER_PROMPT: u64 = 4;
 
-/// One event.
+/// One KV event.
 pub(super) enum Event {
-    /// Blocks of a prompt, from one on.
+    /// Blocks of a prompt, starting with block `from`.
     Stored { prompt: u64, from: u64, blocks: u64 },
-    /// By their names.
+    /// Blocks by name.
     Removed(Vec<u64>),
 }
 
-/// The cache.
+/// Simulated cache.
 #[derive(Default)]
 pub(super) struct Stream {
     prompt: u64,
     stores: u64,
     blocks: u64,
-    /// Prompts, and how many blocks of each are held.
+    /// Cached prompts and the number of cached blocks of each.
     held: VecDeque<(u64, u64)>,
     held_blocks: usize,
     to_remove: u64,
 }
 
 impl Stream {
-    /// The prompt that is being stored.
+    /// Number of the prompt being stored.
     pub(super) fn prompt(&self) -> u64 {
         self.prompt
     }
@@ -75,7 +75,7 @@ impl Stream {
         names
     }
 
-    /// Names of all blocks that are held.
+    /// Names of all cached blocks.
     pub(super) fn held(&self) -> BTreeSet<u64> {
         self.held.iter().flat_map(|(prompt, held)| (0..*held).map(|block| name(*prompt, block))).collect()
     }
@@ -106,7 +106,7 @@ fn scattered(n: u64) -> u64 {
     n ^ (n >> 31)
 }
 
-/// A batch as vLLM writes it: `[ts, events, rank]`, its events as arrays.
+/// A batch in vLLM's format: `[ts, events, rank]` with events as arrays.
 pub(super) fn batch(stream: &mut Stream, number: u64, events: u64) -> Vec<u8> {
     const FITS: &str = "a vector takes all";
     let mut out = Vec::with_capacity(1024);
