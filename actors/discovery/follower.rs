@@ -103,8 +103,8 @@ impl Drop for PanicReport {
 
 /// Passes each value of the source to the supervisor, until the router is down or the source has closed.
 ///
-/// The task may be aborted at every await, where it holds no value: there is no await between the source's value and
-/// the message, and the supervisor keeps received values.
+/// The task may be aborted at every await. It awaits only without a value in progress: a value of the source becomes a
+/// message without an await in between, and the supervisor keeps received values.
 async fn follow(assignment: Assignment, pause: Duration, _report: PanicReport) {
     let Assignment { source, report, status } = assignment;
     tokio::time::sleep(pause).await;

@@ -23,8 +23,7 @@ impl ActorState for Idle {
 }
 
 thread_local! {
-    /// Extra time for which this thread holds the lock of the state, at points where a message or a close can be
-    /// missed.
+    /// Extra delay before this thread releases the state lock, to widen the window for a missed message or close.
     static LINGER: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
