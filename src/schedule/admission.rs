@@ -1,8 +1,8 @@
-//! Which requests are decided next: those that arrive, and those that have waited.
+//! Admission: selection of the next requests among arrivals and waiting requests.
 //!
-//! Owns the way of a request until its batch: whether it must wait, whether it may, and when its wait is over. Where no
-//! class has a threshold nothing waits, and requests are decided in the order of their arrival, many at once. Where one
-//! has, they are decided one by one, so that each sees exactly how busy the one before it has left the ranks.
+//! Decides whether a request must wait, whether it may, and when its wait ends. Without a threshold in any class
+//! nothing waits, and requests are decided in order of arrival, many per batch. With a threshold they are decided one
+//! at a time, so that each sees the load left by the previous one.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,17 +17,17 @@ use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
 use crate::select::{Draw, Filter, Policy, RankOverlap};
 
-/// Requests decided from one round of load queries.
+/// Maximum requests per round of load queries.
 const BATCH_MAX: usize = 64;
 
-/// Waiting requests whose overlap is asked for again in one step.
+/// Maximum overlap refreshes per step.
 const REFRESHES_MAX: usize = 64;
 
-/// How often waiting requests look at load that falls with time alone.
+/// Interval of queue evaluation while load decays with time.
 const DECAY_RECHECK: Duration = Duration::from_millis(20);
 
 impl<T> PendingRequest<T> {
-    /// What its eligibility depends on, the class where it is one that waits.
+    /// Inputs of its eligibility, with the class if it waits.
     pub(super) fn asked(&self) -> Asked<'_> {
         Asked { options: self.request.options.as_deref(), session: self.session, class: self.class }
     }
@@ -44,14 +44,14 @@ impl<T> PendingRequest<T> {
         self.request.waits.as_ref().is_some_and(|waits| waits.booking == booking)
     }
 
-    /// Whether it wants a place, or to know which it would get.
+    /// Whether it requests a placement or its preview.
     fn asks_for_place(&self) -> bool {
         matches!(self.request.purpose, Purpose::Book | Purpose::Report)
     }
 }
 
 impl<T> Schedule<T> {
-    /// Takes a request in. It is looked at when the batch in flight, if there is one, is decided.
+    /// Accepts a request. It is evaluated after the batch in flight, if any.
     pub(super) fn arrive(&mut self, request: Request<T>, effects: &mut VecDeque<Effect<T>>) {
         let number = self.requests;
         self.requests += 1;
@@ -71,7 +71,7 @@ impl<T> Schedule<T> {
         self.sessions.rank_of(session_id, self.now)
     }
 
-    /// Looks the session up again: one decided since may have begun it, or its rank may have gone.
+    /// Updates the session: a recent decision may have started it, or its rank may have left.
     pub(super) fn renew_session(&mut self, pending: &mut PendingRequest<T>) {
         let session = self.session_rank(&pending.request);
         if session != pending.session {
@@ -80,7 +80,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The requests to decide next; none when all that are here wait.
+    /// The next requests to decide; none if all present requests wait.
     pub(super) fn next_batch<V: LoadView>(
         &mut self,
         loads: &V,
@@ -116,7 +116,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Puts requests back that must be asked about once more, before all others.
+    /// Returns requests that need another query to the head of the queue.
     pub(super) fn ask_again(&mut self, mut requests: VecDeque<PendingRequest<T>>) {
         let line = if self.queueing { &mut self.again } else { &mut self.arrivals };
         while let Some(pending) = requests.pop_back() {
@@ -124,7 +124,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Decides whether an arrival goes on at once: it comes back if so, else it waits or is refused.
+    /// Decides on an arrival: returns it if it proceeds, otherwise queues or rejects it.
     fn admit(
         &mut self,
         mut pending: PendingRequest<T>,
@@ -151,26 +151,26 @@ impl<T> Schedule<T> {
         };
         pending.class = Some(class);
         if !pending.asks_for_place() {
-            return Some(pending); // it is explained that it would have to wait
+            return Some(pending); // an explanation shows that the request would wait
         }
         self.rules.judge(&self.ranks, pending.asked(), &mut self.scratch.verdicts);
         let verdicts = &self.scratch.verdicts;
-        // Only a busy rank is worth waiting for; everything else is said at once.
+        // Only busy ranks justify waiting; every other reason is reported immediately.
         if verdicts.any_open() || !verdicts.has(Filter::Busy) {
             return Some(pending);
         }
         self.hold(pending, class, effects)
     }
 
-    /// Lets a request wait for which everybody is busy, or refuses it. Comes back what is not for waiting: a question,
-    /// or a booking that nobody could cancel. It is decided as if nobody were busy.
+    /// Queues or rejects a request for which all ranks are busy. Returns requests that cannot wait (queries, and
+    /// bookings without a way to cancel them), which are decided as if no rank were busy.
     pub(super) fn hold(
         &mut self,
         mut pending: PendingRequest<T>,
         class: ClassId,
         effects: &mut VecDeque<Effect<T>>,
     ) -> Option<PendingRequest<T>> {
-        let waited = pending.overlaps_at.is_some(); // it was let in once
+        let waited = pending.overlaps_at.is_some(); // it was admitted before
         if !waited && let Err(backpressure) = self.may_wait(&pending, class) {
             let reason = Rejection::Backpressure(backpressure);
             effects.push_back(Effect::Reject { context: pending.request.context, reason });
@@ -200,7 +200,7 @@ impl<T> Schedule<T> {
         self.queue.check_limits(class, ranks, self.now)
     }
 
-    /// Those who wait for the same ranks stand in one lane: whatever narrows the choice is part of its key.
+    /// Requests with the same eligible ranks share a lane: every restriction of the choice is part of its key.
     fn lane_of(&self, pending: &PendingRequest<T>) -> LaneKey {
         let Some(options) = pending.request.options.as_deref() else { return LaneKey::default() };
         let adapter = options.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
@@ -209,7 +209,7 @@ impl<T> Schedule<T> {
         LaneKey(options.constraints.lane() ^ adapter ^ bound)
     }
 
-    /// Prompt tokens cached on the best of the ranks that may serve the request, now or after a wait.
+    /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
     fn best_cached_tokens(&mut self, asked: Asked<'_>, overlaps: &[RankOverlap]) -> u32 {
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let verdicts = &mut self.scratch.verdicts;
@@ -221,10 +221,10 @@ impl<T> Schedule<T> {
         may_serve.map(|known| known.overlap.cached_tokens(weights, block_size)).max().unwrap_or(0)
     }
 
-    /// Whoever leaves the queue next.
+    /// The next request to leave the queue.
     ///
-    /// When nobody can be sent, the lanes are not looked at again before some rank may have opened: what arrives, leaves
-    /// or is booked opens none.
+    /// If no request can leave, the lanes are not evaluated again before some rank may have gained capacity: arrivals,
+    /// departures and bookings free none.
     fn pop_dispatchable(&mut self) -> Option<PendingRequest<T>> {
         self.look_again |= self.ranks.take_eased();
         if !self.look_again {
@@ -240,14 +240,14 @@ impl<T> Schedule<T> {
         Some(pending)
     }
 
-    /// A request that leaves the queue needs no refresh.
+    /// Removes the refresh entry of a request that leaves the queue.
     fn forget_age(&mut self, pending: &PendingRequest<T>) {
         if let Some((since, waits)) = pending.overlaps_at.zip(pending.request.waits.as_ref()) {
             self.overlap_ages.remove(&(since, waits.booking));
         }
     }
 
-    /// Answers those whose time is up.
+    /// Rejects expired requests.
     pub(super) fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
         while let Some((_, pending)) = self.queue.pop_expired(self.now) {
             self.forget_age(&pending);
@@ -264,7 +264,7 @@ impl<T> Schedule<T> {
         Effect::Reject { context: pending.request.context, reason: Rejection::DeadlineExceeded { waited } }
     }
 
-    /// A request's caller has gone: it leaves from wherever it stands, or when its answers are in.
+    /// Removes a request whose caller has left, immediately or after its load replies.
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
         let removed = self.queue.remove(booking.0).or_else(|| {
             [&mut self.again, &mut self.arrivals].into_iter().find_map(|line| {
@@ -281,7 +281,7 @@ impl<T> Schedule<T> {
         in_flight.filter(|pending| pending.is(booking)).for_each(|pending| pending.cancelled = true);
     }
 
-    /// Asks the index again about those whose overlap has aged.
+    /// Queries the index again for requests with aged overlaps.
     pub(super) fn refresh_overlaps(&mut self, effects: &mut VecDeque<Effect<T>>) {
         let Some(after) = self.overlap_refresh_after else { return };
         for _ in 0..REFRESHES_MAX {
@@ -290,17 +290,17 @@ impl<T> Schedule<T> {
                 return;
             }
             self.overlap_ages.pop_first();
-            let Some(pending) = self.queue.get_mut(booking.0) else { continue }; // not waiting, or not just now
+            let Some(pending) = self.queue.get_mut(booking.0) else { continue }; // not waiting, or not at present
             let block_hashes = pending.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone());
             let Some(block_hashes) = block_hashes else { continue };
-            // Should the answer be lost, it is asked for again when as much time has passed.
+            // A lost reply is requested again after the same time.
             pending.overlaps_at = Some(self.now);
             self.overlap_ages.insert((self.now, booking));
             effects.push_back(Effect::Refresh { booking, block_hashes });
         }
     }
 
-    /// The key of a waiting request follows its overlap.
+    /// The queue key of a waiting request follows its overlap.
     pub(super) fn on_overlaps(&mut self, booking: BookingId, overlaps: Vec<RankOverlap>) {
         let Some(pending) = self.queue.get(booking.0) else { return };
         let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
@@ -315,7 +315,7 @@ impl<T> Schedule<T> {
         self.queue.set_cached_tokens(booking.0, cached_tokens);
     }
 
-    /// Answers those whom nobody may serve any more.
+    /// Rejects requests that no rank may serve any more.
     pub(super) fn reject_unservable(&mut self, effects: &mut VecDeque<Effect<T>>) {
         let Scratch { verdicts, .. } = &mut self.scratch;
         let mut lanes = Vec::new();
@@ -335,7 +335,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// When to be woken though nothing happens: somebody expires, an overlap ages, or load falls by itself.
+    /// The next time to wake without other input: an expiry, an aged overlap, or decaying load.
     #[must_use]
     pub fn next_wake(&self) -> Option<Timestamp> {
         if self.queue.is_empty() {
@@ -347,13 +347,13 @@ impl<T> Schedule<T> {
         [self.queue.next_due(), refresh, decays].into_iter().flatten().min()
     }
 
-    /// Whether any request waits for a rank's load to fall.
+    /// Whether any request waits for the load of a rank to fall.
     #[must_use]
     pub fn waits_for_load(&self) -> bool {
         !self.queue.is_empty()
     }
 
-    /// What waits, class by class.
+    /// Queue depths by class.
     pub fn depths(&self) -> impl Iterator<Item = (&str, Depth)> {
         let classes = self.queue.classes().iter().zip(0..);
         classes.map(|(class, id)| (class.name.as_str(), self.queue.depth(ClassId(id))))

@@ -459,7 +459,7 @@ impl Rank {
         self.seen.prefill.is_overdue()
     }
 
-    /// When its load was last seen to change.
+    /// Time of its last observed load change.
     pub(super) fn seen_at(&self) -> Timestamp {
         self.seen_at
     }
@@ -469,28 +469,28 @@ impl Rank {
         self.seen.prefill.decays()
     }
 
-    /// The most blocks that can be active or booked.
+    /// Upper bound of active and booked blocks.
     pub(super) fn active_blocks_max(&self) -> u64 {
         self.booked
             .iter()
             .fold(self.front.view.active_blocks.1, |sum, booked| sum.saturating_add(booked.added.blocks.1))
     }
 
-    /// The most prefill tokens that can be left to compute.
+    /// Upper bound of prefill tokens to compute.
     pub(super) fn prefill_tokens_max(&self) -> u64 {
         self.booked
             .iter()
             .fold(self.front.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.added.prefill_tokens))
     }
 
-    /// Requests active or booked.
+    /// Active and booked requests.
     pub(super) fn requests(&self) -> u32 {
         self.front.view.requests + u32::try_from(self.booked.len()).unwrap_or(u32::MAX)
     }
 
-    /// What a request of the current batch would make of this rank: bounds, which meet where its share in the active
-    /// prompts is known. What the batch booked before it counts.
-    #[inline(always)] // into the loop over all ranks, which is most of a decision
+    /// Projected load of this rank with a request of the current batch, as bounds that are exact if its shared blocks
+    /// are known. Includes earlier bookings of the batch.
+    #[inline(always)] // inlined into the loop over all ranks, which is most of a decision
     pub(super) fn project(&self, candidate: Candidate<'_>) -> Projected {
         if !self.front.settled {
             return self.project_unsettled(candidate);
@@ -522,12 +522,12 @@ impl Rank {
         let View { active_blocks, prefill_tokens, requests } = view;
         let mut projected = Projected { active_blocks, potential_blocks: (lo, hi), prefill_tokens, requests };
         if matches!(self.answer, Some(Answer::Missed)) {
-            projected.take_worst(); // it had its chance to say better
+            projected.take_worst(); // without a reply the upper bounds apply
         }
         projected
     }
 
-    /// Blocks of the request that may be active here already, before anything the batch booked.
+    /// Upper bound of request blocks that are already active here, before bookings of the batch.
     fn shared_blocks_max(&self, candidate: Candidate<'_>) -> u64 {
         // The board does not show the prompts in the overlay.
         let known = self.overlay.len() == self.booked.len();
@@ -539,14 +539,14 @@ impl Rank {
         u64::from(most)
     }
 
-    /// What stands before a newcomer's prefill, what the batch booked included. Its own answer does not say.
+    /// Prefill backlog ahead of a new request, including bookings of the batch. Load replies do not contain it.
     pub(super) fn wait(&self) -> Wait {
         let mut wait = self.wait;
         self.booked.iter().for_each(|booked| wait.add(booked.added));
         wait
     }
 
-    /// Counts a Book in, and numbers it.
+    /// Adds a Book and numbers it.
     pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
         let nothing =
@@ -565,8 +565,8 @@ impl Rank {
     }
 }
 
-/// Incarnation of a board that was being written at every read. No sequence actor has it: the first snapshot that is
-/// read counts as a new incarnation, and Books are numbered on from what that snapshot has applied.
+/// Incarnation of a board without any consistent read. No sequence actor uses it: the first snapshot counts as a new
+/// incarnation, and Books continue from its applied number.
 const UNREAD: u32 = u32::MAX;
 
 const NOTHING: PromptBlocks = PromptBlocks::Counted(0);

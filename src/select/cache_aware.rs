@@ -1,14 +1,14 @@
-//! The two tiers of SGLang's router, the other well-known way to choose by cache and load.
+//! Thresholds of SGLang's two-tier router: longest match while load is even, else fewest requests.
 //!
-//! Owns its thresholds. Promises to follow a match only while load is even. Leaves facts and ties to `schedule`.
+//! A match is followed only while load is even. `schedule` provides facts and ties.
 
-/// When a match is followed.
+/// Conditions for following a match.
 ///
-/// Load is uneven when the busiest rank has more than [`Self::BALANCE_REQUESTS`] requests more than the least busy one
-/// and more than [`Self::BALANCE_RATIO`] times as many. Then, and where no rank holds more than
-/// [`Self::MATCH_SHARE`] of the prompt, the rank with the fewest requests is chosen, otherwise the one that holds most.
-/// (source: the defaults of `sglang_router`'s command line, `--cache-threshold 0.3 --balance-abs-threshold 64
-/// --balance-rel-threshold 1.5`, and its choice by load where nothing matches, sgl-project/sglang#14650)
+/// Load is uneven if the busiest rank has more than [`Self::BALANCE_REQUESTS`] requests more than the least busy one
+/// and more than [`Self::BALANCE_RATIO`] times as many. With uneven load, or if no rank holds more than
+/// [`Self::MATCH_SHARE`] of the prompt, the rank with the fewest requests is chosen, otherwise the one with the longest
+/// match. (source: the defaults of `sglang_router`'s command line, `--cache-threshold 0.3 --balance-abs-threshold 64
+/// --balance-rel-threshold 1.5`, and its choice by load without a match, sgl-project/sglang#14650)
 ///
 /// ```
 /// use pointsman::select::CacheAware;
@@ -21,21 +21,21 @@
 pub struct CacheAware;
 
 impl CacheAware {
-    /// Share of a prompt that a match must exceed.
+    /// Minimum share of a prompt for a match.
     pub const MATCH_SHARE: f64 = 0.3;
-    /// Difference in requests up to which load is even.
+    /// Maximum difference of requests under even load.
     pub const BALANCE_REQUESTS: u32 = 64;
-    /// Ratio of requests up to which load is even.
+    /// Maximum ratio of requests under even load.
     pub const BALANCE_RATIO: f64 = 1.5;
 
-    /// Whether load is even between ranks of which none has fewer requests than `least` and none more than `most`.
+    /// Whether load is even between ranks with at least `least` and at most `most` requests.
     #[must_use]
     pub fn is_even(least: u32, most: u32) -> bool {
         most.saturating_sub(least) <= Self::BALANCE_REQUESTS
             || f64::from(most) <= Self::BALANCE_RATIO * f64::from(least)
     }
 
-    /// Whether `cached_tokens` of `isl_tokens` are worth following.
+    /// Whether a match of `cached_tokens` of `isl_tokens` is followed.
     #[must_use]
     pub fn is_match(cached_tokens: u32, isl_tokens: u32) -> bool {
         f64::from(cached_tokens) > Self::MATCH_SHARE * f64::from(isl_tokens)

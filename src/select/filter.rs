@@ -1,8 +1,7 @@
-//! Who may serve a request: what it asks for, what a rank offers, and which filter says no.
+//! Constraints of requests, traits of ranks, and the filters that compare them.
 //!
-//! Owns constraints, the order in which filters are tried, and the count of what each removed. Promises that every
-//! rank gets one verdict, that of the first filter that refuses it. Leaves to `schedule` which ranks there are, how
-//! loaded they are, and what happens to a request that nobody may serve.
+//! Each rank is excluded by at most one filter, the first that applies. A rejection counts removed ranks per filter.
+//! `schedule` provides ranks and loads, and handles requests without an eligible rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,39 +12,39 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId, WorkerRank};
 
-/// A taint under which a worker's topology can be asked for: `pointsman.topology/zone=a`.
+/// Taint for a worker's topology: `pointsman.topology/zone=a`.
 #[must_use]
 pub fn topology_taint(domain: &str, value: &str) -> String {
     format!("pointsman.topology/{domain}={value}")
 }
 
-/// How binding a pin is.
+/// Strength of a pin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PinMode {
-    /// Nobody else.
+    /// No other rank may serve.
     #[default]
     Hard,
-    /// Preferred whatever it costs while it is eligible; else anybody.
+    /// Preferred at any cost while eligible; otherwise any rank.
     Soft,
 }
 
-/// A worker, or one rank of it, that a request should go to.
+/// A target worker, or one rank of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pin {
-    /// The worker.
+    /// Worker.
     pub worker: WorkerId,
-    /// Its rank; any of its ranks where absent, which is the one of a single-rank worker.
+    /// Rank; any rank of the worker if absent, which is the only one of a single-rank worker.
     #[serde(default)]
     pub rank: Option<u32>,
-    /// How binding it is.
+    /// Strength.
     #[serde(default)]
     pub mode: PinMode,
 }
 
 impl Pin {
-    /// Whether the pin means this rank.
+    /// Whether the pin includes this rank.
     #[must_use]
     pub fn names(&self, rank: WorkerRank) -> bool {
         self.worker == rank.worker && self.rank.is_none_or(|wanted| wanted == rank.rank)
@@ -61,7 +60,7 @@ impl fmt::Display for Pin {
     }
 }
 
-/// What a request asks of whoever serves it.
+/// Constraints of a request on its rank.
 ///
 /// ```
 /// use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
@@ -74,32 +73,32 @@ impl fmt::Display for Pin {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Constraints {
-    /// Only these workers; any where absent.
+    /// Allowed workers; all if absent.
     pub allowed_workers: Option<BTreeSet<WorkerId>>,
-    /// None of these ranks: those that have failed the request already, when it is tried again elsewhere. Ranks that are
-    /// not registered are ignored.
+    /// Excluded ranks, such as those of failed attempts. Unregistered ranks are ignored.
     pub excluded_ranks: BTreeSet<WorkerRank>,
-    /// This worker or rank.
+    /// Target worker or rank.
     pub pin: Option<Pin>,
-    /// Taints that a worker must carry, all of them.
+    /// Taints that the worker must carry, all of them.
     pub required_taints: BTreeSet<String>,
-    /// Taints that are liked (positive weight) or disliked (negative): a rank's cost is multiplied by
-    /// exp(-tanh(sum of the weights it carries)), so by 0.37 to 2.72. Weights are finite. Pinned requests ignore them.
+    /// Preferred (positive weight) or avoided (negative weight) taints: the cost of a rank is multiplied by
+    /// exp(-tanh(sum of the weights of its taints)), a factor of 0.37 to 2.72. Weights are finite. Pinned requests
+    /// ignore them.
     pub preferred_taints: BTreeMap<String, f64>,
 }
 
-/// A weight that is no number.
+/// A weight that is not finite.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("the weight of preferred taint {taint:?} is {weight}, must be finite")]
 pub struct TaintWeightError {
-    /// The taint.
+    /// Taint.
     pub taint: String,
-    /// Its weight.
+    /// Weight.
     pub weight: f64,
 }
 
 impl Constraints {
-    /// Whether nothing is asked.
+    /// Whether there are no constraints.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.allowed_workers.is_none()
@@ -120,7 +119,7 @@ impl Constraints {
         }
     }
 
-    /// Asks the decode side of a request to stay where the KV blocks of this prefill worker can reach it.
+    /// Restricts the decode side of a request to ranks in the transfer domain of this prefill worker.
     pub fn follow_transfer(&mut self, prefill: &WorkerConfig) {
         let Some(domain) = &prefill.kv_transfer_domain else { return };
         let Some(value) = prefill.topology_domains.get(domain) else { return };
@@ -135,19 +134,19 @@ impl Constraints {
         }
     }
 
-    /// The hard pin, if there is one.
+    /// The hard pin, if any.
     #[must_use]
     pub fn hard_pin(&self) -> Option<Pin> {
         self.pin.filter(|pin| pin.mode == PinMode::Hard)
     }
 
-    /// Whether a soft pin names the rank.
+    /// Whether a soft pin includes the rank.
     #[must_use]
     pub fn prefers(&self, rank: WorkerRank) -> bool {
         self.pin.is_some_and(|pin| pin.mode == PinMode::Soft && pin.names(rank))
     }
 
-    /// The first of these constraints that refuses the rank.
+    /// The first of these constraints that excludes the rank.
     #[must_use]
     pub fn refused_by(&self, rank: WorkerRank, traits: &RankTraits) -> Option<Filter> {
         if self.allowed_workers.as_ref().is_some_and(|allowed| !allowed.contains(&rank.worker)) {
@@ -162,7 +161,7 @@ impl Constraints {
         (!self.required_taints.is_subset(&traits.taints)).then_some(Filter::RequiredTaints)
     }
 
-    /// What the rank's cost is multiplied by.
+    /// Cost factor of the rank.
     #[must_use]
     pub fn cost_factor(&self, traits: &RankTraits) -> f64 {
         if self.preferred_taints.is_empty() || self.hard_pin().is_some() {
@@ -172,7 +171,7 @@ impl Constraints {
         preference_factor(liked.map(|(_, weight)| weight).sum())
     }
 
-    /// A number that requests with the same set of eligible ranks share; 0 where everybody is eligible.
+    /// A number shared by requests with the same set of eligible ranks; 0 without restrictions.
     #[must_use]
     pub fn lane(&self) -> u64 {
         let Self { allowed_workers, excluded_ranks, required_taints, .. } = self;
@@ -186,28 +185,28 @@ impl Constraints {
     }
 }
 
-/// What a cost is multiplied by for a preference of this weight: exp(-tanh(weight)), 1 for none.
-/// (reference: NVIDIA Dynamo 1.6.1, preferred taints)
+/// Cost factor of a preference weight: exp(-tanh(weight)), 1 for none. (reference: NVIDIA Dynamo 1.6.1, preferred
+/// taints)
 #[must_use]
 pub fn preference_factor(weight: f64) -> f64 {
     (-weight.tanh()).exp()
 }
 
-/// What a rank offers, as its worker's configuration says.
+/// Traits of a rank, from the configuration of its worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankTraits {
-    /// Its taints, the topology among them.
+    /// Taints, including topology.
     pub taints: BTreeSet<String>,
-    /// LoRA adapters it has loaded.
+    /// Loaded LoRA adapters.
     pub lora_adapters: BTreeSet<String>,
-    /// Tokens one engine step may hold, where known.
+    /// Maximum tokens per engine step, if known.
     pub max_num_batched_tokens: Option<u32>,
-    /// KV blocks it has, where known.
+    /// Total KV blocks, if known.
     pub total_kv_blocks: Option<u32>,
 }
 
 impl RankTraits {
-    /// What the ranks of a worker offer.
+    /// Traits of the ranks of a worker.
     #[must_use]
     pub fn of(config: &WorkerConfig) -> Self {
         let topology = config.topology_domains.iter().map(|(domain, value)| topology_taint(domain, value));
@@ -220,48 +219,47 @@ impl RankTraits {
     }
 }
 
-/// What the embedder knows of ranks that the router cannot: the whole truth, not a change. Ranks that are not
-/// registered are ignored.
+/// Conditions of ranks known to the embedder, as a complete set. Unregistered ranks are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RankConditions {
-    /// Ranks with too much to do.
+    /// Overloaded ranks.
     pub overloaded: BTreeSet<WorkerRank>,
-    /// Ranks that cannot be reached.
+    /// Unreachable ranks.
     pub unavailable: BTreeSet<WorkerRank>,
 }
 
-/// What can refuse a rank, in the order in which they are tried.
+/// Filters in order of evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Filter {
-    /// Its worker is not among those allowed.
+    /// Worker not among the allowed ones.
     Allowed,
-    /// It is among those excluded: it has failed the request already.
+    /// Rank excluded by the request after a failed attempt.
     Excluded,
-    /// The request is pinned elsewhere.
+    /// Request pinned to another rank.
     Pin,
-    /// It lacks a required taint.
+    /// Missing required taint.
     RequiredTaints,
-    /// The embedder says that it cannot be reached, or it is ejected for its health. A rank that is down is refused only
-    /// while another one is left.
+    /// Unreachable according to the embedder, or ejected for health. Down ranks are excluded only while other ranks
+    /// remain.
     Unavailable,
-    /// It is being drained.
+    /// Draining.
     Draining,
-    /// Its sequence actor let a question time out, and others did not.
+    /// Its sequence actor timed out on a load query while others responded.
     Unresponsive,
-    /// It has just refused requests, and others have not.
+    /// It has just refused requests while others have not.
     Refusing,
-    /// Others have the LoRA adapter loaded, and it does not.
+    /// It lacks the LoRA adapter that other ranks have loaded.
     Lora,
-    /// It has too much to do, as the embedder or its load says.
+    /// Overloaded according to the embedder or its load.
     Overloaded,
-    /// It is busy for the request's class.
+    /// Busy for the class of the request.
     Busy,
 }
 
 impl Filter {
-    /// All of them, in the order in which they are tried.
+    /// All filters, in order of evaluation.
     pub const ALL: [Self; 11] = [
         Self::Allowed,
         Self::Excluded,
@@ -276,7 +274,7 @@ impl Filter {
         Self::Busy,
     ];
 
-    /// Its name in labels and messages.
+    /// Name in labels and messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -294,7 +292,7 @@ impl Filter {
         }
     }
 
-    /// Whether the verdict can change by waiting: the rank itself would do.
+    /// Whether waiting can end the exclusion, because the rank itself is suitable.
     #[must_use]
     pub fn passes(self) -> bool {
         match self {
@@ -306,7 +304,7 @@ impl Filter {
     }
 }
 
-/// How many ranks each filter removed.
+/// Number of ranks removed per filter.
 ///
 /// ```
 /// use pointsman::select::{Filter, Removed};
@@ -319,7 +317,7 @@ impl Filter {
 pub struct Removed([u32; Filter::ALL.len()]);
 
 impl Removed {
-    /// Counts verdicts; `None` is eligible.
+    /// Counts exclusions; `None` is eligible.
     pub fn count(verdicts: impl IntoIterator<Item = Option<Filter>>) -> Self {
         let mut removed = Self::default();
         for filter in verdicts.into_iter().flatten() {
@@ -328,7 +326,7 @@ impl Removed {
         removed
     }
 
-    /// Ranks that a filter removed.
+    /// Ranks removed by a filter.
     #[must_use]
     pub fn by(&self, filter: Filter) -> u32 {
         self.0[filter as usize]
@@ -389,7 +387,7 @@ mod tests {
         assert!(hard.lane() != 0 && hard.lane() == hard.clone().lane());
     }
 
-    /// Requests that wait for different ranks must not wait in one lane, nor read each other's verdicts.
+    /// Requests that wait for different ranks must not share a lane or an eligibility result.
     #[test]
     fn excluded_ranks_make_a_lane_and_are_plain_data() {
         let excluding = |ranks: &[WorkerRank]| Constraints {
@@ -406,7 +404,7 @@ mod tests {
         assert!(!Filter::Excluded.passes(), "waiting does not help");
     }
 
-    /// The reference's range: exp(-tanh(sum)), from 0.368 to 2.718.
+    /// Range of the reference: exp(-tanh(sum)), from 0.368 to 2.718.
     #[test]
     fn preferred_taints_scale_the_cost() {
         let mut constraints = Constraints {

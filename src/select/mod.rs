@@ -1,8 +1,7 @@
-//! Selection: which rank a request should go to, given what is known of each.
+//! Selection of a rank for a request from given facts.
 //!
-//! Owns the filters, the costs and the pick, as pure functions of their arguments. Promises the same choice
-//! for the same seed, request number and facts, and that a policy's bounds hold: lo ≤ exact ≤ hi. Leaves to
-//! `schedule` where the facts come from, and when they are gathered.
+//! Filters, costs and the pick as pure functions. Equal seed, request number and facts give equal choices, and the
+//! bounds of a policy hold: lo ≤ exact ≤ hi. `schedule` gathers the facts.
 
 mod cache_aware;
 mod cost;

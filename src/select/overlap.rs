@@ -1,41 +1,40 @@
-//! What a match is worth: blocks held per tier, weighed into one number.
+//! Weighted overlap: blocks per tier as one number.
 
 use serde::{Deserialize, Serialize};
 
 use crate::protocol::{Generation, Slot};
 
-/// Leading blocks of one request that one rank holds, by tier. Each lower tier counts only what it adds
-/// beyond the tiers above it.
+/// Leading blocks of a request on one rank, by tier. Each lower tier counts only blocks beyond the tiers above it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierOverlap {
     /// Blocks in accelerator memory.
     pub device_blocks: u32,
-    /// Blocks that pinned host memory adds.
+    /// Additional blocks in pinned host memory.
     pub host_pinned_blocks: u32,
-    /// Blocks that disk adds.
+    /// Additional blocks on disk.
     pub disk_blocks: u32,
-    /// Blocks that an external store adds.
+    /// Additional blocks in an external store.
     pub external_blocks: u32,
 }
 
-/// What a block found in a lower tier is worth, as a share of one found on the device, each in [0, 1].
+/// Weights of blocks in lower tiers relative to device blocks, each in [0, 1].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TierWeights {
-    /// Worth of a host-pinned block.
+    /// Weight of a host-pinned block.
     pub host: f64,
-    /// Worth of a block on disk or in an external store.
+    /// Weight of a block on disk or in an external store.
     pub disk: f64,
 }
 
 impl TierOverlap {
-    /// Blocks held in any tier: how far into the prompt the match reaches.
+    /// Blocks held in any tier: the length of the match.
     #[must_use]
     pub fn total_blocks(&self) -> u32 {
         self.device_blocks + self.host_pinned_blocks + self.disk_blocks + self.external_blocks
     }
 
-    /// Effective overlap in blocks: 1 × device + host weight × host + disk weight × (disk + external).
-    /// (reference: NVIDIA Dynamo 1.6.1, `index.host_hit_weight` and `index.disk_hit_weight`)
+    /// Weighted overlap in blocks: 1 × device + host weight × host + disk weight × (disk + external). (reference:
+    /// NVIDIA Dynamo 1.6.1, `host_cache_hit_weight` and `disk_cache_hit_weight`)
     ///
     /// ```
     /// use pointsman::select::{TierOverlap, TierWeights};
@@ -52,7 +51,7 @@ impl TierOverlap {
             + weights.disk * f64::from(self.disk_blocks + self.external_blocks)
     }
 
-    /// Effective overlap in tokens, rounded.
+    /// Weighted overlap in tokens, rounded.
     #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
@@ -64,13 +63,13 @@ impl TierOverlap {
     }
 }
 
-/// What one rank holds of a request, as an index shard answers. Ranks that hold nothing are not answered.
+/// Overlap of a request on one rank, as reported by an index shard. Ranks without any are omitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankOverlap {
-    /// The rank's slot.
+    /// Slot of the rank.
     pub slot: Slot,
-    /// Its incarnation when the shard learnt of it.
+    /// Generation at the time of the report.
     pub generation: Generation,
-    /// What it holds.
+    /// Overlap.
     pub overlap: TierOverlap,
 }

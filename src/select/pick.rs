@@ -1,13 +1,13 @@
-//! The pick: one of the candidates, by cost, with seeded draws.
+//! Choice among candidates by cost, with seeded draws.
 //!
-//! Owns how ties and temperatures are resolved. Every draw is a hash of (seed, request number, rank), never
-//! a shared stream, so that adding a rank or losing a message elsewhere changes no other decision.
+//! Resolves ties and temperatures. Every draw is a hash of (seed, request number, rank), never a shared stream, so that
+//! adding a rank or losing a message changes no other decision.
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::protocol::WorkerRank;
 
-/// The randomness of one decision.
+/// Random source of one decision.
 ///
 /// ```
 /// use pointsman::protocol::{WorkerId, WorkerRank};
@@ -21,14 +21,14 @@ use crate::protocol::WorkerRank;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Draw {
-    /// The router's seed.
+    /// Seed of the router.
     pub seed: u64,
-    /// The request's number, as the scheduler counted it in.
+    /// Number of the request, assigned by the scheduler.
     pub request: u64,
 }
 
 impl Draw {
-    /// The rank's lot in this decision: uniform, and independent between ranks and requests.
+    /// Random key of the rank in this decision: uniform, and independent between ranks and requests.
     #[must_use]
     pub fn key(&self, rank: WorkerRank) -> u64 {
         let mut bytes = [0; 20];
@@ -45,7 +45,7 @@ impl Draw {
         (xxh3_64_with_seed(&self.request.to_le_bytes(), self.seed) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Whoever has the lowest cost; exact ties go to the highest lot, so each is equally likely.
+    /// The candidate with the lowest cost; exact ties go to the highest random key, so each is equally likely.
     pub fn cheapest<T>(&self, candidates: impl IntoIterator<Item = (T, WorkerRank, f64)>) -> Option<T> {
         let mut best: Option<(T, WorkerRank, f64)> = None;
         for candidate in candidates {
@@ -73,13 +73,13 @@ impl Draw {
                 return Some(position);
             }
         }
-        costs.len().checked_sub(1) // the probabilities summed to a hair under one
+        costs.len().checked_sub(1) // rounding left the sum of the probabilities slightly below one
     }
 }
 
 /// Probabilities proportional to exp(−(cost − least) / ((most − least) · temperature)).
 ///
-/// All costs equal: uniform. Depends on relative position only (reference: NVIDIA Dynamo 1.6.1's picker).
+/// Uniform for equal costs. Depends on relative costs only (reference: NVIDIA Dynamo 1.6.1's picker).
 #[must_use]
 pub fn softmax(costs: &[f64], temperature: f64) -> Vec<f64> {
     let (mut least, mut most) = (f64::INFINITY, f64::NEG_INFINITY);
@@ -111,7 +111,7 @@ mod tests {
         }
     }
 
-    /// The reference's table.
+    /// Table of the reference.
     #[test]
     fn softmax_table() {
         let costs = [10.0, 20.0, 40.0];

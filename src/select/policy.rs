@@ -1,44 +1,44 @@
-//! The policies, and what each needs to know before it can choose.
+//! Policies and the knowledge that each requires.
 
 use serde::{Deserialize, Serialize};
 
-/// How a rank is chosen.
+/// Selection policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Policy {
-    /// Least [`super::KvCost`]: prefill still to do plus blocks held, less what is cached.
+    /// Lowest [`super::KvCost`]: remaining prefill plus held blocks, minus cached blocks.
     Kv,
-    /// Least [`super::LatencyCost`]: the seconds it takes and costs others.
+    /// Lowest [`super::LatencyCost`]: service time plus delay of others, in seconds.
     #[default]
     Latency,
-    /// The longest match where that is worth following and load is even, else the fewest requests: the two tiers of
-    /// SGLang's router ([`CacheAware`](super::CacheAware)).
+    /// Longest match if it is worth following and load is even, else the fewest requests: the two tiers of SGLang's
+    /// router ([`CacheAware`](super::CacheAware)).
     CacheAware,
-    /// Each eligible rank in its turn.
+    /// Eligible ranks in rotation.
     RoundRobin,
-    /// Any eligible rank, evenly.
+    /// Any eligible rank, uniformly.
     Random,
-    /// Of two drawn at random the one with fewer requests, then fewer blocks.
+    /// Of two random ranks the one with fewer requests, then fewer blocks.
     PowerOfTwo,
     /// The rank with the fewest requests.
     LeastLoaded,
 }
 
-/// What a policy must know of the ranks to place a request as if it knew everything.
+/// Knowledge that a policy requires for an exact placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Needs {
-    /// The board is enough.
+    /// The load board.
     Board,
-    /// Exact answers of every rank whose lower bound does not exceed the least upper bound, or ties with it.
+    /// Exact loads of every rank whose lower bound does not exceed the least upper bound, or ties with it.
     Bounded,
-    /// Exact answers of the two ranks drawn.
+    /// Exact loads of the two drawn ranks.
     Two,
-    /// Exact answers of every rank.
+    /// Exact loads of all ranks.
     All,
 }
 
 impl Policy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 7] = [
         Self::Kv,
         Self::Latency,
@@ -49,7 +49,7 @@ impl Policy {
         Self::LeastLoaded,
     ];
 
-    /// Its name, as configurations spell it.
+    /// Name in configurations.
     ///
     /// ```
     /// use pointsman::select::Policy;
@@ -69,11 +69,12 @@ impl Policy {
         }
     }
 
-    /// What this policy needs under a configuration.
+    /// Knowledge that this policy requires under a configuration.
     ///
-    /// With reuse assumed, the blocks of `kv` lie between active and active + request, and what `latency` need not compute
-    /// between what is cached and that with what active prompts share; without it the bounds meet, and nobody is asked. A temperature looks at every cost, and a decaying credit at every rank's prefill, so both
-    /// ask everyone.
+    /// With assumed reuse, the blocks of `kv` lie between active and active + request, and the cached part under
+    /// `latency` lies between the index overlap and that plus blocks shared with active prompts. Without reuse the
+    /// bounds are exact and no rank is queried. A temperature depends on every cost, and a decaying credit on every
+    /// rank's prefill, so both query all ranks.
     #[must_use]
     pub fn needs(self, temperature: f64, credit_decay: f64) -> Needs {
         match self {
