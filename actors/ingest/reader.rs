@@ -319,7 +319,7 @@ impl SubscriptionLink {
             },
             ConnectionState::Up(subscription) => match subscription.receive().await {
                 Ok((sequence, payload)) => {
-                    self.backoff.reset(); // reset only after a message, so an endpoint that merely greets is tried at growing intervals
+                    self.backoff.reset(); // only after a message: a greeting alone keeps the backoff
                     LinkEvent::Message(sequence, payload)
                 }
                 Err(error @ SocketError::Parts(_)) => LinkEvent::Refused(error),

@@ -196,7 +196,7 @@ impl Sequence {
         // The board now includes the charge in place of the scheduler's overlay, and may be lower.
         let fell = self.waking();
         if !booked {
-            return fell.map(SequenceReply::LoadFell); // a lease that ended first has no caller, so its reply is dropped
+            return fell.map(SequenceReply::LoadFell); // a lease that ended first has no caller
         }
         Some(SequenceReply::Booked { answer, decision, permit, fell })
     }
