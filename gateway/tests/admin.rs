@@ -1,4 +1,4 @@
-//! The administration: who may, what it does, and what it refuses.
+//! Admin API: authentication, effects of each route, and rejected requests.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::common::admin::{ALIAS, Asked, MODEL, TOKEN, file, read, settings, until};
 
-/// Every path, with a body that it takes. Those that end workers come last.
+/// Every route with a valid body. Routes that stop workers come last.
 const ROUTES: &[(&str, &str, &str)] = &[
     ("GET", "/live", ""),
     ("GET", "/admin/config", ""),
@@ -126,7 +126,7 @@ async fn a_worker_joins_serves_drains_and_goes() {
     assert_eq!(rank["active_requests"], 1, "{rank}");
     assert_eq!(rank["health"]["state"], "healthy", "{rank}");
     assert_eq!(rank["active_blocks"], 2, "{rank}");
-    // What is left of its 8 tokens falls with time.
+    // The prefill backlog of its 8 tokens decays with time.
     assert!(rank["active_prefill_tokens"].as_u64().is_some_and(|tokens| tokens <= 8), "{rank}");
 
     let drain = asked.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":60000}"#).await;
@@ -371,7 +371,7 @@ async fn a_dump_rebuilds_what_was_dumped() {
     router.upsert_worker(WorkerId(1), ranks).await.expect("a worker");
     let empty = asked.ask("GET", "/admin/models/mock/dump", "").await;
     assert_eq!((empty.status, empty.body.len()), (200, 0));
-    // Longer than one frame of the answer.
+    // Longer than one frame of the response body.
     let tokens: Vec<u32> = (0..40_000).collect();
     let events = [0, 1].map(|rank| stored(WorkerRank::new(WorkerId(1), rank), &tokens));
     router.apply_events(events.to_vec()).await.expect("applied");

@@ -1,4 +1,4 @@
-//! Work by hand on workers, and how it is undone.
+//! Manual drains, cordons and additions of workers, and how each is undone.
 
 use pointsman::discovery::derived_id;
 use pointsman::protocol::{WorkerConfig, WorkerId};
@@ -11,7 +11,7 @@ use crate::common::admin::{Asked, PATIENCE, read, settings, until};
 
 const WORKERS: &str = "/admin/models/mock/workers";
 
-/// An engine of two ranks that publish events, and a gateway that has discovered it.
+/// A gateway that has discovered an engine of two ranks with KV events.
 async fn discovered() -> (MockEngine, Asked, String) {
     let config = MockConfig {
         dialect: Dialect::SglangMap,
@@ -30,7 +30,7 @@ async fn discovered() -> (MockEngine, Asked, String) {
     (engine, asked, worker)
 }
 
-/// The answer to `GET .../workers`.
+/// The response to `GET .../workers`.
 async fn workers(asked: &Asked) -> Value {
     asked.ask("GET", WORKERS, "").await.json()
 }
@@ -72,7 +72,7 @@ async fn a_drain_under_way_is_undone() {
     until("its bookings end", || router.health().leases == 0).await;
     assert_eq!(router.workers().len(), 1, "the end of its last booking does not end it");
 
-    // A drain after that is one like any other.
+    // A later drain behaves like a first one.
     let drained = asked.ask("POST", &format!("{worker}/drain"), r#"{"timeout_ms":600000}"#).await;
     assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
 }
@@ -89,7 +89,7 @@ async fn a_cordoned_worker_keeps_its_requests_and_gets_no_new_ones() {
         let id = format!("request {n}");
         router.route(RouteRequest::new(&id, Prompt::Tokens(&[1, 2, 3]))).await.expect("a place")
     };
-    // Four ranks, four bookings: both workers have some.
+    // Four ranks and four bookings: both workers have bookings.
     let mut held = Vec::new();
     for n in 0..4 {
         held.push(place(n).await);
@@ -107,7 +107,7 @@ async fn a_cordoned_worker_keeps_its_requests_and_gets_no_new_ones() {
         held.push(place(n).await);
         assert_eq!(held[n].rank().worker, WorkerId(2));
     }
-    // Neither a change nor another rank opens it.
+    // Neither a configuration change nor an added rank lifts the cordon.
     let changed = asked.ask("PATCH", &format!("{WORKERS}/1"), r#"{"data_parallel_size":3}"#).await;
     assert_eq!((changed.status, &changed.json()["cordoned"]), (200, &json!(true)));
     held.push(place(12).await);
@@ -127,7 +127,7 @@ async fn adding_a_worker_that_is_there_drops_nothing() {
     let refused = asked.ask("POST", WORKERS, &body).await;
     assert_eq!((refused.status, refused.code().as_str()), (409, "worker_exists"));
     assert_eq!(asked.router().workers(), before);
-    // The same configuration is no change, and the worker stays discovery's.
+    // Adding the same configuration changes nothing, and the worker stays owned by discovery.
     let same = serde_json::to_string(&before[0].config).expect("JSON");
     assert_eq!(asked.ask("POST", WORKERS, &same).await.status, 200);
     assert_eq!(asked.ask("DELETE", &worker, "").await.status, 200);

@@ -1,16 +1,16 @@
-//! The alert rules hold on to what is there: metrics, runbooks, tests of their own.
+//! Consistency of the alert rules in `deploy/alerts.yml` with metrics, runbooks and rule tests.
 //!
-//! Owns nothing. Reads `deploy/alerts.yml` as text. Promises that no alert asks for a metric that nobody counts, and that
-//! whoever is woken up finds a page. Leaves what the rules say to promtool (`deploy/check`).
+//! The rules are read as text. Every alert uses documented metrics only, and every alert links to an existing runbook
+//! section. `deploy/check` validates the expressions with promtool.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// What Prometheus itself says of a scrape.
+/// Metrics that Prometheus itself adds to each scrape.
 const PROMETHEUS_OWN: &[&str] = &["up"];
 
-/// What PromQL is made of, as far as the rules use it.
+/// Functions and keywords of PromQL that the rules use.
 const PROMQL: &[&str] =
     &["absent", "and", "by", "group_left", "histogram_quantile", "increase", "on", "or", "rate", "sum", "unless"];
 
@@ -19,7 +19,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// What follows `key:` in each rule, folded lines as one.
+/// The value of `key:` in each rule, with folded lines joined.
 fn values(rules: &str, key: &str) -> Vec<String> {
     let lines: Vec<&str> = rules.lines().collect();
     let mut values = Vec::new();
@@ -35,7 +35,7 @@ fn values(rules: &str, key: &str) -> Vec<String> {
     values
 }
 
-/// Names in an expression: labels, their values, ranges and PromQL's own words left out.
+/// Metric names in an expression, without labels, label values, ranges and PromQL keywords.
 fn metrics_in(expr: &str) -> Vec<String> {
     let mut bare = String::new();
     let mut depth = 0_u32;
@@ -58,14 +58,14 @@ fn metrics_in(expr: &str) -> Vec<String> {
     words.filter(|word| !PROMQL.contains(word)).map(str::to_owned).collect()
 }
 
-/// Metrics in the tables of the pages.
+/// Metrics in the tables of the documentation.
 fn documented() -> BTreeSet<String> {
     let pages = ["docs/metrics.md", "docs/operations.md"].map(read).join("\n");
     let names = pages.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
     names.flat_map(|name| [name.to_owned(), format!("{name}_bucket")]).collect()
 }
 
-/// A page's anchors, as they are made of its headings.
+/// Anchors of a page, derived from its headings.
 fn anchors(page: &str) -> BTreeSet<String> {
     let headings =
         page.lines().filter_map(|line| line.strip_prefix('#')).map(|line| line.trim_start_matches('#').trim());

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Runs the command in an environment of nothing but `env`.
+/// Runs the command with only `env` in its environment.
 fn check_config(file: &Path, env: &[(&str, &str)]) -> Output {
     run(&["--config".as_ref(), file.as_os_str()], env)
 }
@@ -20,7 +20,7 @@ fn example() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/pointsman.toml")
 }
 
-/// A file of this test's own.
+/// A file of this test.
 fn written(name: &str, text: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     fs::write(&path, text).expect("the target directory can be written");
@@ -33,7 +33,7 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn the_example_is_accepted_and_printed() {
-    // As many connections as any machine has descriptors for.
+    // More connections than any machine has descriptors for.
     let env = [
         ("POINTSMAN_ROUTER_BLOCK_SIZE", "32"),
         ("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100"),

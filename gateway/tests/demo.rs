@@ -1,4 +1,4 @@
-//! The demo in small: at full speed, with few clients. Nothing here looks at times.
+//! The demo on a small scale: full speed, few clients, no assertions on times.
 
 use pointsman_trial::demo::{Demo, DemoConfig, Progress, Report};
 

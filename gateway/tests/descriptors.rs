@@ -1,6 +1,6 @@
-//! The real process with few descriptors, and more clients than it can have.
+//! The gateway process with few descriptors and more clients than it can accept.
 //!
-//! Owns the process: it is gone when the test is. Promises that every wait has a generous end.
+//! The process ends with the test. Every wait has a generous limit.
 #![cfg(unix)]
 
 use std::fs;
@@ -23,7 +23,7 @@ const DESCRIPTORS: usize = 256;
 /// Clients that connect and send nothing.
 const IDLE_CLIENTS: usize = 300;
 
-/// An engine that answers everything with 200, and counts health probes.
+/// An engine that responds to everything with 200 and counts health probes.
 async fn engine() -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
     let url = format!("http://{}", listener.local_addr().expect("it listens"));
@@ -44,7 +44,7 @@ async fn engine() -> (String, Arc<AtomicUsize>) {
     (url, probes)
 }
 
-/// A free port, most probably: `[admin]` shows its address nowhere.
+/// A port that is very likely free: the process does not report its `[admin]` address.
 async fn free_address() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
     listener.local_addr().expect("it listens")
@@ -81,7 +81,7 @@ impl Limited {
     }
 }
 
-/// The answer on a connection of its own, to somebody with the operators' token.
+/// The response on a new connection, with the admin token.
 async fn told(address: SocketAddr, what: &str, body: &str) -> String {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     let length = body.len();
@@ -114,7 +114,7 @@ async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
     assert!(refused.to_lowercase().contains("retry-after: 1\r\n"), "{refused}");
     let health = told(*admin, "GET /admin/models/m/health", "").await;
     assert!(health.starts_with("HTTP/1.1 200"), "{health}");
-    // The engine is probed on, and stays in service.
+    // The engine is still probed and stays in service.
     let before = probes.load(Ordering::Relaxed);
     let probed = async {
         while probes.load(Ordering::Relaxed) < before + 5 {

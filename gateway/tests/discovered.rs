@@ -1,4 +1,4 @@
-//! Engines that nobody describes: their addresses are known, the rest they are asked.
+//! Engines known by address only: the gateway probes them for their configuration.
 
 use pointsman::config::{EngineLoadConfig, HealthConfig};
 use std::time::Duration;
@@ -28,7 +28,7 @@ async fn engine(block_size: u32) -> MockEngine {
     MockEngine::start(config).await.expect("it starts")
 }
 
-/// Waits for something that is published; a wait without end is a failure.
+/// Polls a published state, with a limit.
 async fn until(what: &str, router: &Router, mut holds: impl FnMut() -> bool) {
     let wait = async {
         while !holds() {
@@ -100,7 +100,8 @@ async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() 
     })
     .await;
 
-    // An engine that goes is noticed, in words, and is not forgotten: its address is still wanted.
+    // When an engine stops, the loss of its events is reported. The worker stays registered because its address is
+    // still configured.
     good.shutdown().await;
     until("its events are gone", &router, || router.kv_sources().iter().all(|source| !source.connected)).await;
     assert_eq!(router.workers().len(), 1);

@@ -1,4 +1,4 @@
-//! `docs/metrics.md` says of the gateway's metrics what the code does, no more and no less.
+//! Checks that `docs/metrics.md` describes exactly the metrics of the gateway's code.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,7 +1,7 @@
-//! Holds `docs/gateway.md` to the code: every setting is there, in order, with its type, default and range.
+//! Checks `docs/gateway.md` against the code: every setting is listed in order, with its type, default and range.
 //!
-//! Owns nothing. Loads settings for their names and defaults, and breaks them for their types and ranges. On a
-//! difference it prints the row that the table must have.
+//! Names and defaults come from loaded settings, types and ranges from the errors for invalid values. For each
+//! difference the test prints the required table row.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use pointsman_gateway::settings::{ConfigFile, LoadError, LoadErrors, Loaded, Sou
 
 const PAGE: &str = "docs/gateway.md";
 
-/// What stands where a type is all the rule there is.
+/// Cell of a setting without a rule besides its type.
 const NO_RULE: &str = "–";
 
-/// The tables of the page: their heading, the header of what is printed, and what their settings are called in problems.
+/// Tables of the page: heading, section header in the printed settings, and path prefix in errors.
 const TABLES: [(&str, &str, &str); 5] = [
     ("## Gateway settings", "[gateway]", "gateway"),
     ("## Admin settings", "[admin]", "admin"),
@@ -22,7 +22,7 @@ const TABLES: [(&str, &str, &str); 5] = [
     ("## Tenant settings", "[[tenants]]", "tenants[0]"),
 ];
 
-/// The least that can be loaded, with `line` among the settings below `header`.
+/// Loads the minimal valid settings, with `line` in the section `header`.
 fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
     let key = line.split(' ').next().unwrap_or_default();
     let is_tenants = header == "[[tenants]]";
@@ -50,7 +50,7 @@ fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
     Sources { file, ..Sources::default() }.load()
 }
 
-/// Name and default of each setting below `header`, as they are printed: required, none, or a value.
+/// Name and default of each setting in the section `header`, as printed: required, none, or a value.
 fn settings_under(header: &str) -> Vec<(String, String)> {
     let printed = load(header, "").expect("the least is enough").to_string();
     let lines = printed.lines().skip_while(|line| *line != header).skip(1).take_while(|line| !line.is_empty());
@@ -68,7 +68,7 @@ fn settings_under(header: &str) -> Vec<(String, String)> {
     lines.map(setting).collect()
 }
 
-/// What a problem with exactly this setting says it must be.
+/// The rule in the error for exactly this setting.
 fn rule_of(header: &str, setting: &str, line: &str) -> Option<String> {
     let problems = load(header, line).err()?.0;
     problems.into_iter().find_map(|problem| match problem {
@@ -78,7 +78,7 @@ fn rule_of(header: &str, setting: &str, line: &str) -> Option<String> {
     })
 }
 
-/// The type, as the page writes it.
+/// The type, in the notation of the page.
 fn kind_of(header: &str, path: &str, name: &str) -> String {
     let rule = rule_of(header, &format!("{path}.{name}"), &format!("{name} = [1.5]")).expect("no setting takes this");
     match rule.as_str() {
@@ -140,7 +140,7 @@ fn every_table_lists_its_settings() {
     assert!(wrong.is_empty(), "{PAGE} does not say what the code does:\n\n{}\n", wrong.join("\n\n"));
 }
 
-/// The rows of the first table behind a heading, as cells, without its head.
+/// The rows of the first table after a heading, as cells, without its header.
 fn rows_under(page: &str, heading: &str) -> Vec<Vec<String>> {
     let lines = page.lines().skip_while(|line| *line != heading).skip(1);
     let in_section = lines.take_while(|line| !line.starts_with("## "));

@@ -1,7 +1,7 @@
-//! The end of the real process, with real clients on it.
+//! Shutdown of the gateway process with real clients.
 //!
-//! Owns the process: it is gone when the test is. Promises that every wait has a generous end. Leaves the listener's own
-//! rules to its tests.
+//! The process ends with the test. Every wait has a generous limit. The listener's own rules are tested beside the
+//! listener.
 #![cfg(unix)]
 
 use std::net::SocketAddr;
@@ -16,10 +16,10 @@ use tokio::time::{sleep, timeout};
 
 use crate::common::process::{PATIENCE, Process, serve};
 
-/// Clients in the middle of an answer.
+/// Clients in the middle of a response.
 const STREAMS: usize = 500;
 
-/// A gateway of one model, `mock`, before this engine.
+/// A gateway of one model, `mock`, with this engine.
 async fn start(engine: &MockEngine) -> Process {
     start_with(engine, &["--listen", "127.0.0.1:0"]).await
 }
@@ -37,7 +37,7 @@ async fn start_with(engine: &MockEngine, flags: &[&str]) -> Process {
     process
 }
 
-/// A whole answer, on a connection of its own.
+/// A complete response on a new connection.
 async fn ask(address: SocketAddr, what: &str, body: &str) -> String {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     let length = body.len();
@@ -48,7 +48,7 @@ async fn ask(address: SocketAddr, what: &str, body: &str) -> String {
     answer
 }
 
-/// A streamed answer of which the head and the first bytes have come.
+/// A streamed response whose head and first bytes have arrived.
 async fn begun(address: SocketAddr, n: usize, max_tokens: u32) -> (TcpStream, String) {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     stream.write_all(request(n, max_tokens).as_bytes()).await.expect("the connection stands");
@@ -60,7 +60,7 @@ async fn begun(address: SocketAddr, n: usize, max_tokens: u32) -> (TcpStream, St
     (stream, String::from_utf8(heard).expect("text"))
 }
 
-/// An engine whose answers last as long as they are to, `time_scale` virtual seconds a real one.
+/// An engine with simulated latency that runs `time_scale` virtual seconds per real second.
 async fn engine(time_scale: f64) -> MockEngine {
     let config = MockConfig { time_scale, sequences_max: 2 * STREAMS as u32, ..MockConfig::default() };
     MockEngine::start(config).await.expect("the engine starts")
@@ -68,7 +68,7 @@ async fn engine(time_scale: f64) -> MockEngine {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_drain_with_500_open_streams_breaks_none() {
-    // 100 steps of 14 ms, 20 times as slow: the signal comes long before the last of them.
+    // 100 steps of 14 ms at a twentieth of the speed: the signal arrives long before the last step.
     let engine = engine(0.05).await;
     let process = start(&engine).await;
     let mut asking = JoinSet::new();
@@ -104,7 +104,7 @@ async fn a_drain_with_500_open_streams_breaks_none() {
     engine.shutdown().await;
 }
 
-/// A streamed request for so many tokens, on a connection that is kept.
+/// A streamed request for this many tokens on a kept connection.
 fn request(n: usize, max_tokens: u32) -> String {
     let body = format!(
         r#"{{"model":"mock","stream":true,"max_tokens":{max_tokens},"messages":[{{"role":"user","content":"client {n}"}}]}}"#
@@ -115,7 +115,7 @@ fn request(n: usize, max_tokens: u32) -> String {
     )
 }
 
-/// One whole answer on a kept connection. `Err`: what came before the connection ended.
+/// One complete response on a kept connection. `Err`: the bytes before the connection ended.
 async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
     let mut heard = Vec::new();
     loop {
@@ -148,7 +148,7 @@ async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
         let first = first.clone();
         clients.spawn(async move {
             let mut stream = TcpStream::connect(address).await.expect("it listens");
-            // One request after the other, without a pause, until an answer ends the connection.
+            // Sends consecutive requests without a pause until a response ends the connection.
             for count in 1.. {
                 stream
                     .write_all(request(n, 20).as_bytes())
@@ -209,14 +209,14 @@ async fn during_the_drain_delay_kept_connections_are_served_and_then_closed() {
     engine.shutdown().await;
 }
 
-/// A directory of this test's own, for files.
+/// A directory for files of this test.
 fn directory(name: &str) -> std::path::PathBuf {
     let directory = std::env::temp_dir().join(format!("pointsman-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory of the test's own");
     directory
 }
 
-/// A port that nobody listens at.
+/// A port without a listener.
 fn free_address() -> String {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
     taken.local_addr().expect("it is bound").to_string()
@@ -245,7 +245,7 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     assert!(first.child.try_wait().expect("it is a child").is_none(), "the first one still drains");
     drop(stream);
     assert_eq!(first.exit().await.code(), Some(0));
-    // Only one is left at the administration's address.
+    // Only one process listens on the admin address.
     assert!(ask(admin.parse().expect("an address"), "GET /live", "").await.starts_with("HTTP/1.1 401 "));
     drop(second);
     engine.shutdown().await;

@@ -1,4 +1,4 @@
-//! A router before four engines of two ranks each, that speak four dialects at once: its index against their caches.
+//! A router with four engines of two ranks each that use four event dialects: its index must match their caches.
 #![allow(clippy::print_stdout, reason = "how long healing takes is there to be read")]
 
 use std::time::Duration;
@@ -18,7 +18,7 @@ const FORMATS: [EventFormat; 4] = [
     EventFormat { dialect: Dialect::SglangMap, binary_hashes: false },
 ];
 
-/// What the engines speak after they were all restarted in another dialect.
+/// Formats of the engines after the restart in another dialect.
 const OTHER_FORMATS: [EventFormat; 4] = [
     EventFormat { dialect: Dialect::SglangMap, binary_hashes: false },
     EventFormat { dialect: Dialect::SglangArray, binary_hashes: false },
@@ -26,21 +26,21 @@ const OTHER_FORMATS: [EventFormat; 4] = [
     EventFormat { dialect: Dialect::VllmMap, binary_hashes: false },
 ];
 
-/// Requests asked one at a time at each quiet point.
+/// Consecutive requests at each quiet point.
 const PROBES: u64 = 100;
 
-/// What was seen on the way.
+/// Results of the test.
 #[derive(Default)]
 struct Account {
     healed: Vec<(&'static str, Duration)>,
-    /// Until the ranks were heard and trusted again, while traffic went on.
+    /// Time until the ranks sent events and were live again, during traffic.
     trusted: Vec<(&'static str, Duration)>,
     blocks_compared: usize,
     overlaps_compared: usize,
     salted_overlaps: usize,
     probes: u64,
     as_predicted: u64,
-    /// All of the prompt was cached: the engine computes its last block again.
+    /// Probes of fully cached prompts, where the engine recomputes the last block.
     whole_prompts: u64,
 }
 
@@ -78,7 +78,7 @@ async fn messages_fail(fleet: &mut Fleet, account: &mut Account) {
     account.saw("5 % dropped, doubled, reordered", fleet.healed("faulty messages", since).await);
     account.quiet_point(fleet, "after faulty messages").await;
 
-    // Nothing comes behind what is lost here, so nothing shows that it is missing.
+    // No later message follows the lost ones, so no gap reveals the loss.
     let all_is_lost = Faults { drop_share: 1.0, ..Faults::default() };
     fleet.engines().for_each(|(_, engine)| engine.set_faults(all_is_lost.clone()).expect("valid"));
     fleet.nudge_all().await;
@@ -95,14 +95,15 @@ async fn engines_die(fleet: &mut Fleet, account: &mut Account) {
         traffic.until(1_000).await;
         fleet.revive(n, config).await;
         let since = Instant::now();
-        // The traffic may end before the router sends requests to the engine again: then its own events show that it is back.
+        // The traffic may end before the router sends requests to the engine again. In that case the direct prompts
+        // make the engine publish.
         let end = async {
             traffic.end().await;
             fleet.nudge_all().await;
         };
         let trusted = tokio::join!(fleet.trusted_again(n, since), end).0;
         account.trusted.push(("killed under traffic", trusted));
-        // Traffic has gone on: what was healed before its end shows at its end only.
+        // During traffic, recovery can be verified only after the traffic ends.
         account.saw("killed under traffic, to its end", fleet.healed("killed", since).await);
         account.quiet_point(fleet, "after an engine was gone").await;
     }
@@ -133,7 +134,7 @@ async fn engines_restart(fleet: &mut Fleet, account: &mut Account) {
     let since = Instant::now();
     account.saw("all publishers from 0, idle", fleet.healed("publishers from 0", since).await);
     fleet.traffic(500).end().await;
-    // Twice in a row, the first life as short as can be.
+    // Two restarts in a row, the first life as short as possible.
     for _ in 0..2 {
         fleet.engine(1).restart(fleet.format(1)).await.expect("it restarts");
         fleet.nudge_all().await;
@@ -170,7 +171,7 @@ impl Account {
         self.healed.push((what, after));
     }
 
-    /// Compares all that can be compared while nothing moves, then asks a few requests one at a time.
+    /// Compares all state while nothing changes, then sends single requests.
     async fn quiet_point(&mut self, fleet: &mut Fleet, when: &str) {
         let truth = fleet.assert_exact(when).await;
         self.blocks_compared += truth.len();
@@ -190,7 +191,8 @@ impl Account {
         fleet.assert_exact(when).await;
     }
 
-    /// Prompts under all names: each rank has of them what its cache has under just these.
+    /// Sends prompts under all adapters and salts: each rank's overlap must match its cache under exactly this adapter
+    /// and salt.
     async fn compare_overlaps(&mut self, fleet: &mut Fleet, truth: &Holdings, when: &str) {
         let chains = truth.chains();
         for n in fleet.numbers(30) {

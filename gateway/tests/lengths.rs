@@ -1,4 +1,4 @@
-//! Lengths through the gateway: prompts that no model takes, and ceilings on the output.
+//! Lengths at the gateway: prompts above the model's context length, and output limits.
 
 use pointsman::select::Policy;
 use pointsman_gateway::serve::Gateway;
@@ -11,7 +11,7 @@ const COMPLETIONS: &str = "/v1/completions";
 
 #[tokio::test]
 async fn a_prompt_longer_than_the_model_takes_is_refused_before_it_is_placed() {
-    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]); // nobody listens there
+    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]); // no listener
     settings.models[0].workers[0].config.max_model_len = Some(8);
     let gateway = gateway(settings).await;
     let ask = |tokens: u32| json!({ "model": "mock", "prompt": (1..=tokens).collect::<Vec<_>>(), "max_tokens": 1 });
@@ -22,8 +22,8 @@ async fn a_prompt_longer_than_the_model_takes_is_refused_before_it_is_placed() {
     at_rest(&gateway).await;
 }
 
-/// A conversation whose last turn is still being answered, and its next turn: it goes where the prompt is, whatever its
-/// client allows at most. An expectation of its own is believed.
+/// The next turn of a conversation arrives while the previous turn is still in progress. It follows the cached prompt
+/// whatever its `max_tokens`. An explicit expected output length takes effect.
 #[tokio::test]
 async fn a_ceiling_on_the_output_draws_no_request_from_its_cache() {
     for (headers, max_tokens, follows) in [

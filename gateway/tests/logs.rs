@@ -1,6 +1,6 @@
-//! The logs of the real process: one access line for each request, and lines about workers.
+//! Logs of the gateway process: one access line per request, and lines about workers.
 //!
-//! Owns the process and its files: both are gone when the test is. Promises that every wait has a generous end.
+//! The process and its files end with the test. Every wait has a generous limit.
 #![cfg(unix)]
 
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ use crate::common::proxy::{
 
 const KEY: &str = "acme-key-0123456789";
 
-/// A gateway process with a file of settings.
+/// A gateway process with a settings file.
 struct Process {
     child: Child,
     address: SocketAddr,
@@ -53,7 +53,7 @@ impl Lines {
         self.0.lock().expect("whole").clone()
     }
 
-    /// The first line for which this holds.
+    /// The first line that satisfies the condition.
     async fn wait_for(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Value {
         until(what, || self.all().iter().any(&holds)).await;
         self.all().into_iter().find(holds).expect("it is there")
@@ -65,7 +65,7 @@ impl Lines {
 }
 
 impl Process {
-    /// Starts `serve` with these settings; `NAME` in them is the directory of `files`.
+    /// Starts `serve` with these settings. `NAME` in them stands for the directory of `files`.
     async fn start(name: &str, settings: &str, files: &[(&str, &str)]) -> Self {
         let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
@@ -84,7 +84,7 @@ impl Process {
         Self { child, address, log, access, directory }
     }
 
-    /// Waits until a worker serves. Probes write no access line.
+    /// Waits until a worker is ready. Probes write no access line.
     async fn ready(&self) {
         let wait = async {
             while request(self.address, "GET", "/ready", "", b"").await.status != 200 {
@@ -112,7 +112,7 @@ impl Drop for Process {
     }
 }
 
-/// The fields of a line that are the same in every run.
+/// The fields of a line that are equal in every run.
 fn steady(line: &Value) -> Value {
     let mut steady = line.as_object().expect("an object").clone();
     for (field, is_required) in [("timestamp", true), ("duration_ms", true), ("ttft_ms", false)] {
@@ -241,7 +241,7 @@ async fn each_request_writes_one_access_line() {
 
     let lines = process.access.all();
     assert_eq!(lines.len(), 9, "one line for each request, none for a probe: {lines:?}");
-    // A warning about a request names it and its worker, each quoted once.
+    // A warning about a request contains its id and its worker, each quoted once.
     let cut_off = process.log.message("an answer was cut off").await;
     assert_eq!((&cut_off["request_id"], &cut_off["worker"]), (&json!("broken"), &json!(url)));
     let text = serde_json::to_string(&[lines, process.log.all()]).expect("text");
@@ -279,7 +279,7 @@ async fn the_access_log_goes_to_a_file_or_nowhere() {
     assert_eq!(process.access.all(), Vec::<Value>::new());
 }
 
-/// Ends the process in order: its logs are written then.
+/// Stops the process in order, which flushes its logs.
 async fn end(child: &mut Child) {
     let id = child.id().expect("it runs").to_string();
     assert!(std::process::Command::new("kill").args(["-s", "TERM", &id]).status().expect("kill is there").success());
@@ -290,7 +290,7 @@ async fn end(child: &mut Child) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_log_follows_workers_by_their_endpoints() {
     let worker = Scripted::start(|_| json_answer("200 OK", "{}")).await;
-    // Nobody listens where a listener has just gone.
+    // The port of a stopped listener refuses connections.
     let gone = Scripted::start(|_| Vec::new()).await.url();
     let settings = r#"
         [admin]
@@ -341,7 +341,7 @@ async fn the_log_follows_workers_by_their_endpoints() {
         .await;
 }
 
-/// After a restart engines have in their caches what the gateway has not read yet.
+/// After a restart of the gateway, engines hold cached blocks whose events the gateway has not read.
 #[tokio::test]
 async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
     let engine = Scripted::start(|_| script(1)).await;
@@ -350,9 +350,10 @@ async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
     let mut worker = worker(1, &engine.url(), 1);
     worker.config.kv_events = Some(unread);
     let mut settings = settings(vec![worker]);
-    settings.models[0].router.policy = Policy::Latency.into(); // which looks prompts up in the index
+    settings.models[0].router.policy = Policy::Latency.into(); // looks prompts up in the index
     let gateway = gateway(settings).await;
-    // As many as raise it where index and engine hash differently; each is new to the gateway, which so predicts nothing.
+    // As many requests as raise the alarm if the hashes of index and engine differ. Each prompt is new to the gateway,
+    // so it predicts no hits.
     for n in 0..65 {
         let prompt: Vec<u32> = (n * 1000..).take(200).collect();
         let answer = post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": prompt })).await;

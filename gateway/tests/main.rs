@@ -1,5 +1,5 @@
-//! Integration tests of the gateway, one module each. `alone/` is a second binary for the tests that need a process of their
-//! own.
+//! Integration tests of the gateway, one module each. `alone/` is a second binary for the tests that need a separate
+//! process.
 
 mod common;
 #[path = "../src/demo_gateway.rs"]

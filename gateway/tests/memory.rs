@@ -1,6 +1,6 @@
-//! Memory of the real process under bodies that never end.
+//! Memory of the gateway process under bodies that never end.
 //!
-//! Owns the process: it is gone when the test is. Promises that every wait has a generous end.
+//! The process ends with the test. Every wait has a generous limit.
 #![cfg(target_os = "linux")]
 
 use std::fs;
@@ -17,15 +17,15 @@ use crate::common::process::{PATIENCE, Process, serve};
 
 const MIB: u64 = 1 << 20;
 
-/// Clients that do not finish their bodies, and how much each of them sends.
+/// Clients with unfinished bodies, and the bytes that each of them sends.
 const CLIENTS: usize = 60;
 const SENT_BYTES: u64 = 4 * MIB;
 
-/// Budget of the gateway over all bodies.
+/// The gateway's memory budget for all bodies.
 const BUDGET_BYTES: u64 = 32 * MIB;
 
-/// What 60 connections take beside their bodies, and the allocator beside that: half a megabyte each. Without the budget
-/// their bodies would take 240 MiB.
+/// Memory of 60 connections besides their bodies, including allocator overhead: half a megabyte each. Without the
+/// budget their bodies would use 240 MiB.
 const CONNECTIONS_BYTES: u64 = 32 * MIB;
 
 /// A gateway of one model, `mock`.
@@ -39,7 +39,7 @@ impl Measured {
         Self(Process::start(command).await)
     }
 
-    /// Memory that the process has in RAM.
+    /// Resident memory of the process.
     fn resident_bytes(&self) -> u64 {
         let id = self.0.child.id().expect("it runs");
         let status = fs::read_to_string(format!("/proc/{id}/status")).expect("it runs");
@@ -47,7 +47,7 @@ impl Measured {
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
     }
 
-    /// The status of a small request's answer.
+    /// The status of the response to a small request.
     async fn small(&self) -> String {
         let body = r#"{"model":"mock","max_tokens":1,"messages":[{"role":"user","content":"hello"}]}"#;
         let mut stream = TcpStream::connect(self.0.address).await.expect("it listens");
@@ -75,7 +75,7 @@ fn head(length: u64) -> String {
     )
 }
 
-/// Sends a body but for its end, and returns the connection. Whoever is refused meanwhile is sent no more.
+/// Sends a body except for its end and returns the connection. Stops early if the body is rejected.
 async fn unfinished(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     let part = vec![b' '; MIB as usize / 4];
@@ -91,7 +91,7 @@ async fn unfinished(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Six rounds of what took 6.4 GB of the trial's machine, in small.
+/// Six rounds of a load that used 6.4 GB on the trial's machine, at a smaller scale.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back() {
     let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
@@ -130,8 +130,8 @@ async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back
     timeout(PATIENCE, given_back).await.unwrap_or_else(|_| panic!("{} MiB, idle {}", resident(), idle / MIB));
 }
 
-/// Clients that have sent nearly all of their bodies, and go on a byte at a time, take all the budget: others are served
-/// long before these are given up for their slowness.
+/// Clients that have sent nearly all of their bodies and continue byte by byte exhaust the budget. Other requests are
+/// served long before these clients time out.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_bodies_do_not_keep_others_from_being_served() {
     let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
@@ -153,7 +153,7 @@ async fn slow_bodies_do_not_keep_others_from_being_served() {
             sleep(Duration::from_millis(50)).await;
         }
     };
-    // One that is silent is given up after 30 s, and one that drips after 300 s.
+    // A silent client times out after 30 s, a slow one after 300 s.
     timeout(Duration::from_secs(25), served).await.unwrap_or_else(|_| panic!("not served beside {held} bytes"));
     drop(slow);
 }

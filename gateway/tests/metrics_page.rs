@@ -1,5 +1,5 @@
-//! What a gateway that has done something shows on its metrics page stands in the documents, and what they name of the
-//! gateway is in its code.
+//! Checks that every metric on the page of an active gateway is documented, and that every documented gateway metric
+//! exists in its code.
 
 use pointsman::config::EventMode;
 use std::collections::BTreeSet;
@@ -19,7 +19,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The metrics that have a row in one of the pages' tables.
+/// Metrics with a row in one of the documentation tables.
 fn documented() -> BTreeSet<String> {
     let read = |page: &str| fs::read_to_string(root().join(page)).expect("the page is there");
     let named = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());

@@ -1,6 +1,6 @@
-//! The gateway as an operator sees it: probes, metrics, signals, the end.
+//! The gateway from an operator's view: probes, metrics, signals and shutdown.
 //!
-//! Owns nothing. Promises that every wait has a generous end. Leaves what clients see to other tests.
+//! Every wait has a generous limit. Other tests cover the view of clients.
 
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-/// The end of every wait.
+/// Limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn settings(listen: SocketAddr) -> Settings {
@@ -31,7 +31,7 @@ fn any_port() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
 }
 
-/// The status and the body of an answer on a connection of its own.
+/// Status and body of a response on a new connection.
 async fn get(address: SocketAddr, path: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).await.expect("somebody listens");
     let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n");
@@ -42,13 +42,13 @@ async fn get(address: SocketAddr, path: &str) -> (u16, String) {
     (head[9..12].parse().expect("a status"), body.to_owned())
 }
 
-/// A request that is in flight for as long as its client likes: the end of its body is missing.
+/// A request that stays in flight: the end of its body is missing.
 async fn unfinished(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.expect("somebody listens");
     let request = "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\nexpect: 100-continue\r\n\
                    content-type: application/json\r\ncontent-length: 100\r\n\r\n";
     stream.write_all(request.as_bytes()).await.expect("the connection stands");
-    // Asked to go on, it is surely in flight.
+    // The `100 Continue` response proves that the request is in flight.
     let mut heard = [0; 25];
     timeout(PATIENCE, stream.read_exact(&mut heard)).await.expect("in time").expect("the connection stands");
     assert_eq!(&heard, b"HTTP/1.1 100 Continue\r\n\r\n");
@@ -108,7 +108,7 @@ async fn engines_that_have_said_nothing_yet_make_nobody_wait() {
     .expect("in time");
     assert!(router.kv_sources()[0].caught_up);
 
-    // It was warm: one that cannot be reached, and joins, makes nobody wait any more.
+    // The gateway has completed its warm-up: an unreachable worker that joins later does not make it unready.
     let events =
         KvEventsConfig { endpoint: "tcp://127.0.0.1:9".to_owned(), replay_endpoint: None, topic: String::new() };
     let gone = WorkerConfig { kv_events: Some(events), ..WorkerConfig::at("http://127.0.0.1:9") };
@@ -144,7 +144,7 @@ async fn the_metrics_page_is_as_prometheus_wants_it() {
     gateway.shutdown(PATIENCE).await;
 }
 
-/// Prometheus's own word, where its tool is there.
+/// Checks the page with promtool, if installed.
 fn promtool(page: &str) {
     use std::io::Write as _;
     let mut command = Command::new("promtool");
@@ -162,7 +162,7 @@ fn promtool(page: &str) {
     assert!(output.status.success() && said.is_empty(), "{}", String::from_utf8_lossy(&said));
 }
 
-/// A gateway that runs until signals end it, and where it listens.
+/// A gateway that runs until a signal ends it, and its address.
 async fn running(gateway: GatewaySettings) -> (SocketAddr, mpsc::Sender<Signal>, JoinHandle<Ended>) {
     let settings = Settings { gateway: GatewaySettings { listen: any_port(), ..gateway }, ..Settings::default() };
     let gateway = Gateway::start(settings).await.expect("it starts");

@@ -1,4 +1,4 @@
-//! The way of requests through the gateway: to workers and back, byte for byte, and elsewhere when a worker fails.
+//! Requests through the gateway: to workers and back byte for byte, and to another worker after a failure.
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
@@ -33,7 +33,7 @@ async fn every_endpoint_of_an_engine_answers_through_the_gateway() {
     let completed =
         post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": [1, 2], "max_tokens": 2 })).await;
     assert_eq!((completed.status, &completed.json()["usage"]["completion_tokens"]), (200, &json!(2)));
-    // What the engine does not know is its own to say.
+    // Routes that the engine does not support return the engine's own error.
     let unknown = post(&gateway, "/v1/embeddings", &json!({ "model": "mock", "input": "text" })).await;
     assert_eq!(unknown.status, 404, "{unknown:?}");
     at_rest(&gateway).await;
@@ -135,7 +135,7 @@ async fn bodies_pass_byte_for_byte_both_ways() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_are_passed_on_as_they_come() {
-    // The worker never says more: only a gateway that does not wait for more gets this to the client.
+    // The worker sends no further bytes: only a gateway that forwards immediately delivers this event.
     let scripted = Scripted::start(|_| [stream(&[EVENT]), vec![Act::Hang]].concat()).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
     let mut client =
@@ -147,7 +147,7 @@ async fn frames_are_passed_on_as_they_come() {
     }
     let router = gateway.router("mock").expect("it is served").clone();
     assert_eq!(router.health().leases, 1);
-    // The client leaves: so does the gateway.
+    // When the client disconnects, the gateway cancels the worker request.
     drop(client);
     until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
     at_rest(&gateway).await;
@@ -164,7 +164,8 @@ async fn a_client_that_leaves_before_the_first_byte_takes_its_request_along() {
     at_rest(&gateway).await;
 }
 
-/// Asks until the first worker, which fails as told, has been asked; each answer must be the second's.
+/// Sends requests until the first worker, which fails as scripted, has received one. Each response must come from the
+/// second worker.
 async fn retried(acts: Vec<Act>) {
     let failing = Scripted::start(move |_| acts.clone()).await;
     retried_from(&failing.url(), || failing.seen(|seen| seen.requests.len()) > 0).await;
@@ -206,12 +207,12 @@ async fn what_fails_before_the_first_byte_is_tried_elsewhere() {
 async fn a_worker_that_is_not_there_is_passed_over() {
     let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
     let asked = std::sync::atomic::AtomicU32::new(0);
-    // In turn: the second request at the latest begins there.
+    // Round-robin: the second request starts there at the latest.
     let twice = || asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) > 0;
     retried_from(&format!("http://{closed}"), twice).await;
 }
 
-/// The answer of a gateway whose only workers, two, do as told.
+/// The response of a gateway whose two workers both follow this script.
 async fn failed(acts: Vec<Act>) -> Answer {
     let script = move |_| acts.clone();
     let workers = [Scripted::start(script.clone()).await, Scripted::start(script).await];
@@ -344,7 +345,7 @@ async fn names_are_the_worker_s_own_when_they_get_there() {
         let got = scripted.requests().pop().expect("it was asked");
         assert_eq!(got.text(), body.replace(asked, sent));
     }
-    // An adapter that comes later is known as soon as its worker says so.
+    // An adapter added later is served as soon as its worker advertises it.
     let router = gateway.router("mock").expect("it is served").clone();
     let entry = router.workers()[0].clone();
     let mut config = entry.config;
@@ -352,7 +353,7 @@ async fn names_are_the_worker_s_own_when_they_get_there() {
     router.upsert_worker(entry.worker, config).await.expect("it is up");
     let answer = post(&gateway, CHAT, &chat("new", false)).await;
     assert_eq!(answer.status, 200, "{answer:?}");
-    // Without a name the only model is meant, and the worker is told nothing.
+    // A request without a model uses the only model, and the body is forwarded unchanged.
     let nameless = request(gateway.address(), "POST", CHAT, "", br#"{"messages":[]}"#).await;
     assert_eq!(nameless.status, 200, "{nameless:?}");
     assert_eq!(scripted.requests().pop().expect("it was asked").text(), r#"{"messages":[]}"#);

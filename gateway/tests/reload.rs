@@ -1,7 +1,7 @@
-//! Reloads of the real process: by SIGHUP and by the administration.
+//! Reloads of the gateway process by SIGHUP and by the admin API.
 //!
-//! Owns the process and its files: they are gone when the test is. Promises that every wait has a generous end. Leaves the list
-//! of settings that a reload changes to its own tests.
+//! The process and its files end with the test. Every wait has a generous limit. Unit tests cover the list of
+//! reloadable settings.
 #![cfg(unix)]
 
 use std::net::SocketAddr;
@@ -29,7 +29,7 @@ const OTHER_TOKEN: &str = "other-token-0123456789";
 const KEY: &str = "client-key-0123456789";
 const OTHER_KEY: &str = "other-client-key-0123456789";
 
-/// A gateway's process with a directory of files.
+/// A gateway process with a directory of files.
 struct Reloaded {
     process: Process,
     directory: PathBuf,
@@ -38,7 +38,7 @@ struct Reloaded {
 }
 
 impl Reloaded {
-    /// Starts with these settings; `files` are written beside them.
+    /// Starts with these settings. `files` are written beside them.
     async fn start(name: &str, config: &str, files: &[(&str, &str)]) -> Self {
         let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory of the test's own");
@@ -56,13 +56,13 @@ impl Reloaded {
         std::fs::write(self.directory.join(file), content).expect("the file is written");
     }
 
-    /// Reloads by SIGHUP, and waits until it is applied.
+    /// Reloads by SIGHUP and waits until the reload is applied.
     async fn reload(&mut self) {
         self.process.signal("HUP");
         self.process.logged("configuration reloaded").await;
     }
 
-    /// The administration's status and answer.
+    /// Status and response of the admin API.
     async fn admin(&self, what: &str, token: &str) -> (u16, Value) {
         let stream = TcpStream::connect(self.admin).await.expect("it listens");
         let head = format!("{what} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {token}\r\nconnection: close\r\n");
@@ -70,7 +70,7 @@ impl Reloaded {
         (status, serde_json::from_str(&body).unwrap_or(Value::String(body)))
     }
 
-    /// The status of a request for one token of this model, on a connection of its own.
+    /// The status of a request for one token of this model on a new connection.
     async fn complete(&self, model: &str, key: &str) -> u16 {
         let stream = TcpStream::connect(self.clients).await.expect("it listens");
         exchange(stream, &completion(model, key, "connection: close\r\n")).await.0
@@ -113,7 +113,7 @@ async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &str
     (head[9..12].parse().expect("a status"), body.to_owned())
 }
 
-/// The status of one answer of a known length on a connection that is kept.
+/// The status of one response with a content length on a kept connection.
 async fn kept(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), request: &str) -> Result<u16, String> {
     stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
     let mut heard = Vec::new();
@@ -147,7 +147,7 @@ fn config(gateway: &str, rest: &str) -> String {
     )
 }
 
-/// A model of these engines.
+/// The settings of a model with these engines.
 fn model(name: &str, engines: &[&MockEngine]) -> String {
     let urls: Vec<String> = engines.iter().map(|engine| format!("{:?}", engine.url())).collect();
     format!("[[models]]\nname = \"{name}\"\nupstream_name = \"mock\"\nworker_urls = [{}]\n", urls.join(", "))
@@ -182,7 +182,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
         let (stop, served, address) = (Arc::clone(&stop), Arc::clone(&served), process.clients);
         clients.spawn(async move {
             let mut stream = TcpStream::connect(address).await.expect("it listens");
-            // All on one connection: no reload closes it.
+            // All requests use one connection: no reload closes it.
             while !stop.load(Ordering::Relaxed) {
                 match kept(&mut stream, &completion("mock", KEY, "")).await {
                     Ok(200) => drop(served.fetch_add(1, Ordering::Relaxed)),
@@ -218,7 +218,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
         workers(&process, engines).await;
         more(CLIENTS).await;
     }
-    // A further key is taken, and then the first one is not any more.
+    // A second key is added, then the first one is removed.
     assert_eq!(process.complete("mock", OTHER_KEY).await, 401);
     process.write("keys", format!("{KEY}\n{OTHER_KEY}\n"));
     process.reload().await;
@@ -249,7 +249,7 @@ async fn what_cannot_be_used_changes_nothing_and_is_reported() {
     let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
     assert_eq!((&status["last"], &status["is_current"]), (&Value::Null, &Value::Bool(true)));
 
-    // Each of them would change the key, too.
+    // Each of these reloads would also change the key.
     let cases: [(&str, String, &str, &str); 4] = [
         ("pointsman.toml", "[gateway\n".to_owned(), OTHER_KEY, "cannot be read as TOML"),
         (
@@ -286,7 +286,7 @@ async fn what_cannot_be_used_changes_nothing_and_is_reported() {
     let rejected = process.metric("pointsman_gateway_config_reloads_total{result=\"rejected\"}").await;
     assert_eq!(rejected, Some(2.0 * rejections as f64));
 
-    // What is good again is applied; the operators' token changes with it.
+    // A valid configuration is applied again, and the admin token changes with it.
     process.write("token", OTHER_TOKEN);
     let (code, status) = process.admin("POST /admin/reload", TOKEN).await;
     assert_eq!(
@@ -336,7 +336,7 @@ fn certificate(file: &str) -> CertificateDer<'static> {
     CertificateDer::from_pem_file(tls_data(file)).expect("it is PEM")
 }
 
-/// A connection, and the certificate that it was given.
+/// A connection and the certificate that the server presented.
 async fn shake_hands(address: SocketAddr) -> (TlsStream<TcpStream>, CertificateDer<'static>) {
     let mut roots = RootCertStore::empty();
     for file in ["test-only.crt", "other-test-only.crt"] {
@@ -367,7 +367,7 @@ async fn a_renewed_certificate_is_shown_on_new_connections_and_open_ones_go_on()
     assert_eq!(shown, certificate("test-only.crt"));
     assert_eq!(kept(&mut before, live).await, Ok(200));
 
-    // Half of a pair is refused.
+    // A certificate without its key is rejected.
     process.write("tls.crt", read("other-test-only.crt"));
     process.process.signal("HUP");
     let line = process.process.logged("configuration reload rejected").await;

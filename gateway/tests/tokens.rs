@@ -1,7 +1,7 @@
-//! A model's tokens as the gateway has them: out of files, out of an engine, or not at all.
+//! Tokenization of a model's prompts: from local files, from an engine, or not at all.
 //!
-//! Owns the promises of `prompt::Tokens` that need sockets, threads or metrics. Leaves which ids are right to the tests
-//! beside the tokenizer.
+//! These tests cover the parts of `prompt::Tokens` that need sockets, threads or metrics. The token ids themselves are
+//! tested beside the tokenizer.
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use rustls::RootCertStore;
 use serde_json::Value;
 use tokio::time::{sleep, timeout};
 
-/// How long anything may take before a test gives up.
+/// Limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn data(name: &str) -> PathBuf {
@@ -47,7 +47,7 @@ fn with_files(source: TokenSourceChoice) -> TokensSettings {
     TokensSettings { tokenizer_file: Some(data("tokenizer.json")), ..settings(source) }
 }
 
-/// A worker that may come later.
+/// A worker that may be registered later.
 #[derive(Clone, Default)]
 struct Worker(Arc<Mutex<Option<String>>>);
 
@@ -69,7 +69,7 @@ async fn tokens(settings: &TokensSettings, worker: &Worker) -> Tokens {
     Tokens::start(settings, "m", upstream(), worker.any()).await.expect("the files can be used")
 }
 
-/// A worker that answers every question after `/tokenize` alike; its address, and how often it was asked what.
+/// A worker with this handler for `/tokenize`. Returns its address and its request count.
 async fn answering(
     answer: impl Fn(Value) -> (StatusCode, String) + Clone + Send + Sync + 'static,
 ) -> (String, Arc<AtomicUsize>) {
@@ -86,7 +86,7 @@ async fn answering(
     (url, asked)
 }
 
-/// A prompt's tokens, and where they came from; asked by an alias.
+/// The tokens of a prompt and their source, requested with an alias.
 async fn had(tokens: &Tokens, prompt: AskedPrompt) -> (Vec<u32>, TokenSource) {
     let had = tokens.of(&prompt, "an alias").await;
     (had.ids.into_owned(), had.source)
@@ -240,7 +240,7 @@ async fn an_engine_that_fails_is_left_alone() {
             assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::None, "{shown}");
         }
         assert_eq!(asked.load(Ordering::Relaxed), 5, "{shown}");
-        // Chats are another matter, for some engines tokenise texts alone.
+        // Chats are counted separately because some engines tokenize plain text only.
         tokens.of(&chat(HELLO), "m").await;
         assert_eq!(asked.load(Ordering::Relaxed), 6, "{shown}");
     }
@@ -250,7 +250,7 @@ async fn an_engine_that_fails_is_left_alone() {
 async fn one_worker_that_fails_costs_no_prompt_its_tokens() {
     let (failing, failed) = answering(|_| (StatusCode::INTERNAL_SERVER_ERROR, String::new())).await;
     let (good, answered) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
-    // The one that fails is always asked first.
+    // The failing worker is always tried first.
     let any: AnyWorker = Arc::new(move |but, _| Some(if but.is_none() { failing.clone() } else { good.clone() }));
     let tokens = Tokens::start(&settings(TokenSourceChoice::Engine), "m", upstream(), any).await.unwrap();
     for _ in 0..8 {
@@ -274,7 +274,7 @@ async fn large_prompts_and_answers_are_as_good_as_small_ones() {
         let (ids, source) = had(&tokens, prompt).await;
         assert_eq!((ids.len(), ids.last(), source), ((1 << 17) + 1, Some(&2), TokenSource::Engine));
     }
-    // Read as carefully as small ones.
+    // Large prompts are validated as strictly as small ones.
     assert_eq!(had(&tokens, large(r#",{"type":"image_url"}"#)).await.1, TokenSource::None);
     assert_eq!(asked.load(Ordering::Relaxed), 2);
 }
@@ -317,7 +317,7 @@ async fn parity_with_an_engine_that_has_the_same_files_is_equal() {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.unwrap() });
-    // The worker is there only after the start.
+    // The worker is registered only after the start.
     let worker = Worker::default();
     let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
     let _tokens = tokens(&settings, &worker).await;

@@ -1,4 +1,4 @@
-//! TLS on both sides: a gateway whose worker is another gateway that speaks TLS to its clients.
+//! TLS on both sides: a gateway whose worker is another gateway with a TLS listener.
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +31,7 @@ async fn workers_behind_tls_are_believed_by_their_authority_only() {
     at_rest(&before).await;
     at_rest(&behind).await;
 
-    // Nobody whom this system trusts has signed it.
+    // The certificate is not signed by any CA that the system trusts.
     let strangers = gateway(settings(vec![worker(1, &url, 1)])).await;
     let told = post(&strangers, CHAT, &chat).await;
     assert_eq!((told.status, told.code().as_str()), (502, "worker_failed"), "{told:?}");

@@ -1,4 +1,4 @@
-//! The audit log of the admin API.
+//! Audit log of the admin API.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ async fn every_change_writes_a_line_and_none_has_the_token() {
     let _alone = alone().await;
     let log = Log::default();
     let subscriber = tracing_subscriber::fmt().with_writer(log.clone()).json().finish();
-    // This test has one thread, and all of the gateway's tasks run on it.
+    // The test has one thread, and all tasks of the gateway run on it.
     let _guard = tracing::subscriber::set_default(subscriber);
     let asked = Asked::start().await;
     asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
@@ -57,7 +57,7 @@ async fn every_change_writes_a_line_and_none_has_the_token() {
     }
 }
 
-/// What was logged.
+/// Captured log output.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 

@@ -1,6 +1,6 @@
-//! Engines of a real gateway die, most of them or all, and come back on the same ports.
+//! Most or all engines behind a gateway die and restart on the same ports.
 //!
-//! Owns nothing. Asserts counts: failed requests, exported metrics, the state of `/ready`. Every wait has an end.
+//! The tests assert counts: failed requests, exported metrics and the state of `/ready`. Every wait is bounded.
 #![allow(clippy::print_stdout, reason = "counts are there to be read")]
 
 use pointsman::config::HealthConfig;
@@ -33,7 +33,7 @@ async fn engines() -> Vec<Option<MockEngine>> {
     engines
 }
 
-/// The default router before these engines.
+/// Settings of a gateway in front of these engines.
 fn before(engines: &[Option<MockEngine>], router: RouterConfig) -> Settings {
     let workers = engines.iter().flatten().zip(1..).map(|(engine, n)| worker(n, &engine.url(), 1)).collect();
     let mut settings = settings(workers);
@@ -43,7 +43,7 @@ fn before(engines: &[Option<MockEngine>], router: RouterConfig) -> Settings {
     settings
 }
 
-/// Stops an engine. Returns what starts it again on the same port.
+/// Stops an engine. Returns the configuration that restarts it on the same port.
 async fn kill(engine: &mut Option<MockEngine>) -> MockConfig {
     let engine = engine.take().expect("it runs");
     let config = MockConfig { port: engine.address().port(), ..engine.config().clone() };
@@ -51,7 +51,7 @@ async fn kill(engine: &mut Option<MockEngine>) -> MockConfig {
     config
 }
 
-/// Whether a streamed request is answered as a whole.
+/// True if a streamed request receives a complete response.
 async fn is_served(gateway: &Gateway, n: usize) -> bool {
     let body = json!({
         "model": "mock", "stream": true, "max_tokens": 16,
@@ -61,7 +61,8 @@ async fn is_served(gateway: &Gateway, n: usize) -> bool {
     answer.status == 200 && answer.is_whole && answer.text().contains("data: [DONE]")
 }
 
-/// Requests of [`CLIENTS`] concurrent clients, `each` one after the other, and how many failed.
+/// Sends `each` consecutive requests from each of [`CLIENTS`] concurrent clients. Returns the numbers of requests and
+/// of failures.
 async fn load(gateway: &Arc<Gateway>, each: usize) -> (usize, usize) {
     let mut clients = JoinSet::new();
     for client in 0..CLIENTS {
@@ -77,7 +78,7 @@ async fn load(gateway: &Arc<Gateway>, each: usize) -> (usize, usize) {
     (CLIENTS * each, clients.join_all().await.into_iter().sum())
 }
 
-/// Values on the metrics page of the model's pool, by name; those with further labels summed up.
+/// Exported metrics by name, summed over all label values.
 async fn exported(gateway: &Gateway) -> BTreeMap<String, f64> {
     let page = get(gateway, "/metrics").await;
     let mut values = BTreeMap::new();
@@ -89,7 +90,8 @@ async fn exported(gateway: &Gateway) -> BTreeMap<String, f64> {
     values
 }
 
-/// The expression of a rule in `deploy/alerts.yml`: `A == B` or `A < B`, where each side is a metric, a number or a product.
+/// Evaluates the expression of a rule in `deploy/alerts.yml`: `A == B` or `A < B`, where each side is a metric, a
+/// number or a product.
 async fn holds(gateway: &Gateway, alert: &str) -> bool {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/alerts.yml");
     let rules = fs::read_to_string(path).expect("the rules are there");
@@ -143,7 +145,7 @@ async fn no_request_fails_while_one_engine_of_four_is_alive() {
     println!("| 0 of 4 | {requests} | {failed} | 0 | 0 |");
     assert_eq!(failed, 0);
 
-    // Three die under requests, which may break off; every request that is sent afterwards is served by the fourth.
+    // Three engines die during requests, which may fail. The fourth engine serves every later request.
     let mut running = JoinSet::new();
     for n in 0..CLIENTS {
         let gateway = Arc::clone(&gateway);
@@ -171,7 +173,7 @@ async fn no_request_fails_while_one_engine_of_four_is_alive() {
     assert!(why.contains("no rank can serve: 4 of 4 are ejected"), "{why}");
     until_alert(&gateway, "PointsmanNoRank", true).await;
 
-    // The ranks that are down are tried for want of others: the first request finds the engine that is back.
+    // If no rank is healthy, requests are sent to ejected ranks, so the first requests reach the restarted engine.
     engines[0] = Some(MockEngine::start(dead.swap_remove(0)).await.expect("its port is free"));
     let mut tried = 1;
     while !is_served(&gateway, 20_000 + tried).await {

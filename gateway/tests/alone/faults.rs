@@ -1,8 +1,8 @@
-//! What tests of faults need beside the proxy's own: workers that break off at any byte, a client that reads as far as it
-//! likes, and looks at what must be at rest.
+//! Helpers for fault tests: workers that break the connection at any byte, clients that stop reading at any byte, and
+//! checks for leftover state.
 //!
-//! Owns no scenario. Promises that every wait has a generous end, and that nothing goes on which was not let go on. Leaves
-//! expectations to the tests.
+//! Every wait has a generous limit. A worker passes a `Wait` step only after the test releases it. Expectations belong
+//! to the tests.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -19,19 +19,19 @@ use tokio::time::{Duration, sleep, timeout};
 
 use crate::common::proxy::{self, Answer, Got, PATIENCE, at_rest, get, send, until, worker};
 
-/// The end mark of a stream.
+/// Final event of a stream.
 pub(crate) const DONE: &str = "data: [DONE]\n\n";
 
-/// Completions of token ids: they are booked by their length, and no tokenizer is asked.
+/// Completions of token ids: bookings use the prompt length, and no tokenizer is involved.
 pub(crate) const PATH: &str = "/v1/completions";
 
-/// A request for 64 tokens.
+/// A request of 64 tokens.
 pub(crate) fn body() -> String {
     serde_json::json!({ "model": "mock", "prompt": (0..64).collect::<Vec<u32>>(), "max_tokens": 8, "stream": true })
         .to_string()
 }
 
-/// One model before these workers of one rank each; no time-out is met by accident.
+/// One model with one-rank workers at these URLs. No timeout fires by accident.
 pub(crate) fn settings(urls: &[String]) -> Settings {
     let workers = (1..).zip(urls).map(|(n, url)| worker(n, url, 1)).collect();
     let mut settings = proxy::settings(workers);
@@ -40,20 +40,20 @@ pub(crate) fn settings(urls: &[String]) -> Settings {
     settings
 }
 
-/// One step of a worker.
+/// One step of a worker's script.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// Writes these bytes.
     Send(Vec<u8>),
-    /// Writes them again and again, until nobody takes them any more.
+    /// Writes these bytes repeatedly until a write fails.
     Flood(Vec<u8>),
-    /// Waits until the test lets it go on; the other side's end ends the connection.
+    /// Waits for the test's release. Ends the connection if the other side closes or sends.
     Wait,
-    /// Ends the connection in order.
+    /// Closes the connection in order.
     Close,
-    /// Breaks it.
+    /// Resets the connection.
     Reset,
-    /// Says nothing until the other side ends the connection.
+    /// Sends nothing until the other side closes the connection.
     Hang,
 }
 
@@ -61,13 +61,13 @@ pub(crate) fn say(text: impl AsRef<[u8]>) -> Step {
     Step::Send(text.as_ref().to_vec())
 }
 
-/// An answer with its length.
+/// A response with a content length.
 pub(crate) fn whole(status: &str, body: &str) -> Step {
     let (length, content_type) = (body.len(), proxy::content_type(body));
     say(format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n{body}"))
 }
 
-/// The head of an answer in chunks.
+/// The head of a chunked response.
 pub(crate) fn chunked_head() -> Step {
     say("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
 }
@@ -81,21 +81,21 @@ pub(crate) fn chunks_end() -> Step {
     say("0\r\n\r\n")
 }
 
-/// What a worker has seen.
+/// Observations of a worker.
 #[derive(Default)]
 pub(crate) struct Seen {
-    /// Connections so far.
+    /// Connections accepted so far.
     pub(crate) accepted: usize,
-    /// Connections that have not ended.
+    /// Open connections.
     pub(crate) open: usize,
-    /// Bytes that floods got rid of.
+    /// Bytes written by floods.
     pub(crate) flooded: usize,
     pub(crate) requests: Vec<Got>,
 }
 
 type Answers = dyn Fn(usize, &Got) -> Vec<Step> + Send + Sync;
 
-/// What a worker does: at once on each connection, and on each request by its number, counted from 0.
+/// Script of a worker: the steps after accepting a connection, and the steps for each request by its number from 0.
 struct Script {
     greets: Vec<Step>,
     answers: Box<Answers>,
@@ -125,7 +125,7 @@ impl Script {
         }
     }
 
-    /// Whether the connection goes on.
+    /// Returns whether the connection stays open.
     async fn play(&self, stream: &mut TcpStream, steps: &[Step]) -> bool {
         for step in steps {
             match step {
@@ -181,7 +181,7 @@ async fn next_request(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Option<Got
     }
 }
 
-/// A worker that fails as it is told.
+/// A worker that fails according to a script.
 pub(crate) struct Faulty {
     address: SocketAddr,
     script: Arc<Script>,
@@ -189,7 +189,7 @@ pub(crate) struct Faulty {
 }
 
 impl Faulty {
-    /// Answers each request with these steps.
+    /// A worker that responds to each request with these steps.
     pub(crate) async fn answering(steps: Vec<Step>) -> Self {
         Self::start(Vec::new(), move |_, _| steps.clone()).await
     }
@@ -204,7 +204,7 @@ impl Faulty {
         let script = Arc::new(Script { greets, answers: Box::new(answers), seen, gate });
         let shared = Arc::clone(&script);
         let task = tokio::spawn(async move {
-            // They end with it.
+            // Dropping the set aborts the connections.
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let script = Arc::clone(&shared);
@@ -230,17 +230,17 @@ impl Faulty {
         self.see(|seen| seen.requests.len())
     }
 
-    /// Lets so many waits go on.
+    /// Releases this many waits.
     pub(crate) fn release(&self, waits: usize) {
         self.script.gate.add_permits(waits);
     }
 
-    /// Waits until all that were let go on have gone on.
+    /// Waits until all released waits have continued.
     pub(crate) async fn went_on(&self) {
         until("the worker goes on", || self.script.gate.available_permits() == 0).await;
     }
 
-    /// Waits until the gateway has left it.
+    /// Waits until the gateway has closed all connections to the worker.
     pub(crate) async fn left_alone(&self) {
         until("the worker is left alone", || self.see(|seen| seen.open) == 0).await;
     }
@@ -252,30 +252,30 @@ impl Drop for Faulty {
     }
 }
 
-/// A client that reads as far as it likes.
+/// A client that controls how much it reads.
 pub(crate) struct Client {
     pub(crate) stream: TcpStream,
     bytes: Vec<u8>,
 }
 
 impl Client {
-    /// A connection on which nothing was said yet.
+    /// Connects without sending anything.
     pub(crate) async fn connect(address: SocketAddr) -> Self {
         Self { stream: TcpStream::connect(address).await.expect("it listens"), bytes: Vec::new() }
     }
 
-    /// Sends a request, and reads nothing yet.
+    /// Sends a request and reads nothing.
     pub(crate) async fn ask(gateway: &Gateway) -> Self {
         let stream = send(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
         Self { stream, bytes: Vec::new() }
     }
 
-    /// Writes, as far as the other side takes it.
+    /// Writes the bytes. Returns whether the peer accepted all of them.
     pub(crate) async fn say(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         self.stream.write_all(bytes.as_ref()).await.is_ok()
     }
 
-    /// Reads until this much of the answer's body is there, and no more.
+    /// Reads until the response body equals `body`, and no further.
     pub(crate) async fn has(&mut self, body: &[u8]) {
         let comes = async {
             loop {
@@ -291,19 +291,19 @@ impl Client {
         assert!(came, "after {:?}", String::from_utf8_lossy(&self.bytes));
     }
 
-    /// Everything until the other side ends the connection. A reset is an end like any other.
+    /// Reads everything until the connection ends, in order or by a reset.
     pub(crate) async fn rest(mut self) -> Vec<u8> {
         let _ = timeout(PATIENCE, self.stream.read_to_end(&mut self.bytes)).await.expect("an end in time");
         self.bytes
     }
 
-    /// The answer, at the connection's end. None: it ended without one.
+    /// The response at the end of the connection. `None` if it ended without one.
     pub(crate) async fn answer(self) -> Option<Answer> {
         Answer::parse(&self.rest().await)
     }
 }
 
-/// Waits for something that must be asked for; a wait without end is a failure.
+/// Polls an asynchronous condition, with a limit.
 pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let wait = async {
         while !holds().await {
@@ -317,7 +317,7 @@ pub(crate) fn router(gateway: &Gateway) -> Router {
     gateway.router("mock").expect("it is served").clone()
 }
 
-/// The sum of the series of a metric whose labels have all of these, as the page says them.
+/// Sum of the metric's series whose label text contains all of `labels`.
 pub(crate) async fn metric(gateway: &Gateway, name: &str, labels: &[&str]) -> f64 {
     let page = get(gateway, "/metrics").await;
     let of_it = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
@@ -325,7 +325,7 @@ pub(crate) async fn metric(gateway: &Gateway, name: &str, labels: &[&str]) -> f6
     lines.map(|line| line.rsplit(' ').next().expect("a value").parse::<f64>().expect("a number")).sum()
 }
 
-/// Waits until no booking, no load and no request in flight is left.
+/// Waits until no booking, no load and no request in flight remains.
 pub(crate) async fn quiet(gateway: &Gateway) {
     at_rest(gateway).await;
     let router = router(gateway);
@@ -341,13 +341,13 @@ pub(crate) async fn quiet(gateway: &Gateway) {
     .await;
 }
 
-/// Makes one failure speak against a rank, so that what the router counts can be seen.
+/// Lowers the ejection threshold to one failure, which makes each counted outcome visible.
 pub(crate) fn counting_outcomes(mut settings: Settings) -> Settings {
     settings.models[0].router.health.outcome_failures_max = 1;
     settings
 }
 
-/// Waits until the last outcome of some rank was this.
+/// Waits until the last failure of some rank has this outcome.
 pub(crate) async fn blamed(gateway: &Gateway, case: &str, outcome: Outcome) {
     let router = router(gateway);
     let says = format!("the last: {}", outcome.name());
@@ -358,7 +358,7 @@ pub(crate) async fn blamed(gateway: &Gateway, case: &str, outcome: Outcome) {
     .await;
 }
 
-/// Nothing speaks against any rank.
+/// Asserts that no failure counts against any rank.
 pub(crate) async fn blameless(gateway: &Gateway) {
     let ranks = router(gateway).rank_health().await.expect("it is up");
     assert!(ranks.iter().all(|rank| rank.why.is_empty()), "{ranks:?}");

@@ -1,6 +1,6 @@
-//! Integration tests of the gateway that need the whole process: gateways share the process-wide metrics recorder, a global
-//! allocator counts all bytes, and a tracing callsite caches the interest of the first thread that reaches it. Each test
-//! holds the lock of [`alone`].
+//! Integration tests of the gateway that need the whole process: gateways share the process-wide metrics recorder, a
+//! global allocator counts all bytes, and a tracing callsite caches the interest of the first thread that reaches it.
+//! Each test holds the lock of [`alone`].
 
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
@@ -21,7 +21,7 @@ use tokio::sync::{Mutex, MutexGuard};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// The lock that the running test holds.
+/// The lock held by the running test.
 async fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::const_new(());
     ALONE.lock().await

@@ -1,4 +1,5 @@
-//! One worker of four answers quickly and wrongly: what clients see with default settings, and how much the worker draws.
+//! One worker of four responds quickly and incorrectly: responses to the clients with default settings, and the
+//! worker's share of the requests.
 #![allow(clippy::print_stdout, reason = "the rows are the result")]
 
 use std::time::Duration;
@@ -16,14 +17,14 @@ use crate::common::proxy::{Answer, EVENT, gateway, request, worker};
 use crate::faults::{DONE, Faulty, Step, chunk, chunked_head, chunks_end, metric, router, say, whole};
 
 const REQUESTS: u32 = 150;
-/// Between two requests, whatever becomes of the first.
+/// Time between the starts of two requests.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Failures in a row that eject a rank, by default.
+/// Default number of consecutive failures that eject a rank.
 const FAILURES: usize = 5;
 const GOOD: u64 = 3;
 const BAD: WorkerRank = WorkerRank { worker: WorkerId(4), rank: 0 };
 
-/// Default settings, but for tokens: the prompts are token ids.
+/// Default settings except for tokenization: prompts are token ids.
 fn default_settings(urls: &[String]) -> Settings {
     let workers = (1..).zip(urls).map(|(n, url)| worker(n, url, 1)).collect();
     let mut settings = Settings::default();
@@ -34,7 +35,7 @@ fn default_settings(urls: &[String]) -> Settings {
     settings
 }
 
-/// Three engines that are well and one worker that answers generation so; its health endpoint is well.
+/// Three healthy engines and one worker with this response to generation requests. Its health endpoint is healthy.
 struct Fleet {
     engines: Vec<MockEngine>,
     bad: Faulty,
@@ -57,7 +58,7 @@ impl Fleet {
         Self { engines, bad, gateway }
     }
 
-    /// Requests that the bad worker got.
+    /// Number of requests that the bad worker received.
     fn drawn(&self) -> usize {
         self.bad.see(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /v1/")).count())
     }
@@ -75,7 +76,8 @@ fn is_served(answer: &Answer, streamed: bool) -> bool {
     answer.status == 200 && answer.is_whole && content
 }
 
-/// Sends all requests, one after each pause. Returns those that failed, and those of them that were cut off.
+/// Sends all requests with a pause after each. Returns the number of failed requests and the number of truncated
+/// responses.
 async fn send_all(fleet: &Fleet, streamed: bool) -> (usize, usize) {
     let address = fleet.gateway.address();
     let mut clients = tokio::task::JoinSet::new();
@@ -102,7 +104,7 @@ async fn is_ejected(fleet: &Fleet) -> bool {
     ranks.iter().any(|rank| rank.rank == BAD && matches!(rank.state, HealthState::Ejected { .. }))
 }
 
-/// `cut_max`: answers that may be visibly cut off at clients.
+/// `cut_max`: limit of visibly truncated responses.
 async fn case(name: &str, streamed: bool, bad: Vec<Step>, outcome: &str, cut_max: usize) {
     let fleet = Fleet::start(bad).await;
     let endpoint = format!("worker_endpoint=\"{}\"", fleet.bad.url());
@@ -155,6 +157,6 @@ async fn a_worker_with_invalid_answers_draws_no_more_than_its_share() {
     case("200, garbage", false, vec![whole("200 OK", "{garbage")], "invalid_answer", 0).await;
     case("200, truncated JSON", false, vec![whole("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
     let unfinished = vec![chunked_head(), chunk(EVENT), chunks_end()];
-    // A stream that has begun cannot be retried, until enough have failed.
+    // A started stream cannot be retried, so responses are truncated until the rank is ejected.
     case("200, no end mark", true, unfinished, "invalid_answer", 2 * FAILURES).await;
 }

@@ -1,6 +1,6 @@
-//! A gateway with an administration, and a client that speaks to it byte by byte.
+//! A gateway with the admin API, and a client that reads its raw responses.
 //!
-//! Owns the token and its file. Promises that every wait has a generous end. Leaves what is asked to the tests.
+//! The module owns the token file. Every wait has a generous limit. Requests belong to the tests.
 
 use pointsman::config::{HealthConfig, IndexConfig};
 use std::net::SocketAddr;
@@ -16,12 +16,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// How long anything may take before a test gives up.
+/// Limit of every wait.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) const TOKEN: &str = "s3cret-0123456789";
 
-/// A model whose name needs care in a path, and its alias.
+/// A model name that needs escaping in a path, and its alias.
 pub(crate) const MODEL: &str = "org/mock";
 pub(crate) const ALIAS: &str = "mock";
 
@@ -37,7 +37,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", shown()))
     }
 
-    /// The code of an error in the clients' shape.
+    /// The error code in the OpenAI error format.
     pub(crate) fn code(&self) -> String {
         let json = self.json();
         assert!(json["error"]["message"].is_string() && json["error"]["type"].is_string(), "{json}");
@@ -45,7 +45,7 @@ impl Answer {
     }
 }
 
-/// A file with these bytes, of a name of its own.
+/// A file with these bytes and a unique name.
 pub(crate) fn file(bytes: &[u8]) -> PathBuf {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let n = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -59,10 +59,10 @@ pub(crate) fn file(bytes: &[u8]) -> PathBuf {
     path
 }
 
-/// Settings on free ports of loopback, with an administration and one model without workers.
+/// Settings with free loopback ports, the admin API, and one model without workers.
 pub(crate) fn settings() -> Settings {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
-    // Most workers of these tests answer nobody.
+    // Most workers of these tests respond to no probe.
     let router = RouterConfig {
         block_size: 4,
         health: HealthConfig { probe_interval_ms: 0, ..HealthConfig::default() },
@@ -83,7 +83,7 @@ pub(crate) fn settings() -> Settings {
     }
 }
 
-/// A gateway to ask.
+/// A gateway with its admin API.
 pub(crate) struct Asked {
     pub(crate) gateway: Gateway,
 }
@@ -105,22 +105,22 @@ impl Asked {
         self.gateway.admin_address().expect("there is an administration")
     }
 
-    /// Asks with the token.
+    /// Sends a request with the admin token.
     pub(crate) async fn ask(&self, method: &str, path: &str, body: &str) -> Answer {
         self.ask_as(method, path, body, &[&format!("authorization: Bearer {TOKEN}")]).await
     }
 
-    /// Asks with these headers.
+    /// Sends a request with these headers.
     pub(crate) async fn ask_as(&self, method: &str, path: &str, body: &str, headers: &[&str]) -> Answer {
         exchange(self.address(), method, path, body, headers).await
     }
 
-    /// Asks as a client of models does.
+    /// Sends a request to the client listener.
     pub(crate) async fn ask_as_client(&self, path: &str, body: &str) -> Answer {
         exchange(self.gateway.address(), "POST", path, body, &["content-type: application/json"]).await
     }
 
-    /// A connection on which this has been asked, and whose answer nobody has read.
+    /// Sends a request and returns the connection with the response unread.
     pub(crate) async fn begin(&self, method: &str, path: &str, body: &str) -> TcpStream {
         let token = format!("authorization: Bearer {TOKEN}");
         begin(self.address(), method, path, body, &[&token]).await
@@ -136,7 +136,7 @@ async fn begin(address: SocketAddr, method: &str, path: &str, body: &str, header
     head += &format!("content-length: {}\r\n\r\n", body.len());
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     stream.write_all(head.as_bytes()).await.expect("the head is sent");
-    // A body that is refused may not be read to its end.
+    // A rejected body may not be read completely.
     let _ = stream.write_all(body.as_bytes()).await;
     stream
 }
@@ -146,10 +146,10 @@ async fn exchange(address: SocketAddr, method: &str, path: &str, body: &str, hea
     timeout(PATIENCE, read(stream)).await.expect("answered in time")
 }
 
-/// The answer on a connection that is closed behind it.
+/// Reads the response until the connection closes.
 pub(crate) async fn read(mut stream: TcpStream) -> Answer {
     let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
-    // A connection whose request was refused early may be reset once the answer is out.
+    // A connection whose request was rejected early may be reset after the response.
     while let Ok(1..) = stream.read(&mut chunk).await.inspect(|n| bytes.extend_from_slice(&chunk[..*n])) {}
     let end = bytes.windows(4).position(|four| four == b"\r\n\r\n").expect("a head");
     let head = String::from_utf8(bytes[..end].to_vec()).expect("a head is text").to_ascii_lowercase();
@@ -174,7 +174,7 @@ fn unchunked(mut bytes: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 pub(crate) async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let wait = async {
         while !is_so() {

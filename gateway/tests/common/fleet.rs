@@ -1,7 +1,7 @@
-//! Mock engines behind a router, and the traffic that goes through it.
+//! Mock engines behind a router, and traffic through it.
 //!
-//! Owns engines, router and the count of requests. Promises that every request is completed, by whichever engine is
-//! there for it, and that every wait has a generous end. Leaves faults to the test.
+//! The fleet owns the engines, the router and the request counter. Every request is completed by some running engine,
+//! and every wait has a generous limit. Faults belong to the tests.
 
 use pointsman::config::{HealthConfig, IndexConfig, SlowStartConfig};
 use std::net::SocketAddr;
@@ -25,7 +25,7 @@ use super::workload::{Ask, BLOCK_SIZE, LORAS, NAMES};
 
 const SEED: u64 = 20_261_121;
 
-/// Clients that ask at the same time.
+/// Concurrent clients.
 const CLIENTS: u64 = 32;
 
 /// Engines and their router. Worker n is the n-th engine, from 0.
@@ -35,19 +35,19 @@ pub(crate) struct Fleet {
     formats: Vec<EventFormat>,
     asked: u64,
     lone: AtomicU64,
-    /// Attempts that an engine did not answer.
+    /// Attempts without a response from the engine.
     pub(crate) failures: Arc<AtomicU64>,
     direct: Client,
 }
 
 impl Fleet {
-    /// One engine of two ranks for each format; those of odd number have host memory, too.
+    /// Starts one engine of two ranks per format. Engines with odd numbers also have host memory.
     pub(crate) async fn start(formats: &[EventFormat]) -> Self {
         let config = RouterConfig {
             block_size: BLOCK_SIZE,
             index: IndexConfig { shards: 2, ..IndexConfig::default() },
             health: HealthConfig {
-                // A dead engine is left alone soon, and taken back soon.
+                // A dead engine is ejected quickly and readmitted quickly.
                 probe_interval_ms: 100,
                 probe_successes_min: 1,
                 ejection_ms: 200,
@@ -86,7 +86,7 @@ impl Fleet {
         fleet
     }
 
-    /// Tells the router of an engine, or of what has changed about it.
+    /// Registers an engine, or updates its registration.
     async fn register(&self, n: usize) {
         let engine = self.engine(n);
         let names = self.formats[n].dialect != Dialect::SglangArray;
@@ -115,7 +115,7 @@ impl Fleet {
         all.filter_map(|(n, engine)| Some((WorkerId(n as u64), engine.as_ref()?)))
     }
 
-    /// Ends an engine; its start later with the answer brings it back where it was.
+    /// Stops an engine. Starting the returned configuration later brings it back at the same address.
     pub(crate) async fn kill(&mut self, n: usize) -> MockConfig {
         let engine = self.engines[n].take().expect("the engine runs");
         let config = engine.config().clone();
@@ -134,18 +134,18 @@ impl Fleet {
     /// Restarts an idle engine in another format.
     pub(crate) async fn redialect(&mut self, n: usize, format: EventFormat) {
         self.formats[n] = format;
-        self.register(n).await; // whoever no longer names salts gets no more of them
+        self.register(n).await; // without salts in its events the worker receives no more salted requests
         self.engine(n).restart(format).await.expect("the engine restarts");
     }
 
-    /// The next `count` requests, of all clients together.
+    /// Starts the next `count` requests, shared by all clients.
     pub(crate) fn traffic(&mut self, count: u64) -> Traffic {
         let numbers = self.asked..self.asked + count;
         self.asked = numbers.end;
         Traffic::start(&self.router, numbers, &self.failures)
     }
 
-    /// A prompt of its own for each rank, past the router: whoever has published nothing since it began does so now.
+    /// Sends a unique prompt to each rank directly, without the router, so every rank publishes at least one event.
     pub(crate) async fn nudge_all(&self) {
         let mut client = Client::default();
         for n in 0..self.engines.len() {
@@ -167,12 +167,12 @@ impl Fleet {
         Ask::nth(SEED, n)
     }
 
-    /// How many requests there have been.
+    /// Number of requests so far.
     pub(crate) fn asked(&self) -> u64 {
         self.asked
     }
 
-    /// Makes every engine forget what it has cached.
+    /// Resets the cache of every engine.
     pub(crate) async fn reset_caches(&mut self) {
         self.engines_quiet().await;
         for n in 0..self.engines.len() {
@@ -181,7 +181,7 @@ impl Fleet {
         }
     }
 
-    /// Ranks of which not all that their engines have published has been applied, or that are not trusted.
+    /// Ranks with published events that are not applied yet, or whose stream state is not live.
     fn behind(&self) -> Vec<(WorkerRank, KvSourceStatus)> {
         let sources = self.router.kv_sources().into_iter().map(|source| (source.rank, source));
         sources.filter(|(_, source)| !self.has_caught_up(source)).collect()
@@ -191,7 +191,7 @@ impl Fleet {
         let n = usize::try_from(source.rank.worker.0).expect("a number");
         let Some(engine) = self.engines[n].as_ref() else { return true };
         let next = engine.sequence_next(u16::try_from(source.rank.rank).expect("a rank"));
-        // Who has said nothing yet may still be remembered by an earlier life's last word.
+        // If the engine has published nothing yet, the last message of its earlier life may still be recorded.
         let has_applied = next == 0 || source.applied.is_some_and(|applied| applied + 1 == next);
         source.connected && source.trust == StreamState::Live && has_applied
     }
@@ -216,7 +216,7 @@ impl Fleet {
         (truth, differences)
     }
 
-    /// Waits until everything is quiet and applied; the index must then hold what the caches hold.
+    /// Waits until all engines are idle and all events are applied. Then the index must match the caches.
     pub(crate) async fn assert_exact(&mut self, when: &str) -> Holdings {
         self.engines_quiet().await;
         let (begun, mut pace) = (Instant::now(), pace());
@@ -234,8 +234,8 @@ impl Fleet {
         truth
     }
 
-    /// Waits until the index holds what the caches hold and every rank is trusted: how long after a fault's end that is.
-    /// Nobody says anything meanwhile.
+    /// Waits until the index matches the caches and every rank is live. Returns the time since the end of the fault. No
+    /// engine publishes during the wait.
     pub(crate) async fn healed(&self, what: &str, since: Instant) -> Duration {
         let mut pace = pace();
         loop {
@@ -252,13 +252,13 @@ impl Fleet {
         }
     }
 
-    /// How long after `since`, when an engine was back, all its ranks are heard and trusted.
+    /// Time from `since`, when an engine restarted, until all its ranks have sent messages and are live.
     pub(crate) async fn trusted_again(&self, n: usize, since: Instant) -> Duration {
         let of_engine = || {
             let sources = self.router.kv_sources().into_iter();
             sources.filter(|source| source.rank.worker.0 == n as u64).collect::<Vec<_>>()
         };
-        // What was heard of its earlier life is not heard again.
+        // Messages of its earlier life are not counted again.
         let before: Vec<u64> = of_engine().iter().map(|source| source.messages).collect();
         let mut pace = pace();
         loop {
@@ -274,7 +274,7 @@ impl Fleet {
         }
     }
 
-    /// Asks one request, with nothing else under way, and lets its events arrive. Predicted and delivered tokens.
+    /// Sends one request with nothing else in flight and waits for its events. Returns predicted and delivered tokens.
     pub(crate) async fn probe(&mut self, n: u64) -> (Ask, u32, u32) {
         let (ask, id) = (Self::ask(n), format!("probe-{n}"));
         let placement = self.router.route(ask.request(&id)).await.expect("the request is placed");
@@ -294,7 +294,7 @@ impl Fleet {
     }
 }
 
-/// Requests under way.
+/// Requests in flight.
 pub(crate) struct Traffic {
     clients: JoinSet<()>,
     sent: watch::Receiver<u64>,
@@ -323,13 +323,13 @@ impl Traffic {
         Self { clients, sent }
     }
 
-    /// Comes back when so many requests have been taken up.
+    /// Waits until this many requests have been started.
     pub(crate) async fn until(&mut self, count: u64) {
         let waited = timeout(PATIENCE, self.sent.wait_for(|sent| *sent >= count)).await;
         let _ = waited.expect("the traffic gets on").expect("there is traffic");
     }
 
-    /// Comes back when all are answered.
+    /// Waits until all requests are completed.
     pub(crate) async fn end(mut self) {
         while let Some(client) = timeout(PATIENCE, self.clients.join_next()).await.expect("the traffic ends") {
             client.expect("no client fails");
@@ -337,14 +337,14 @@ impl Traffic {
     }
 }
 
-/// Places a request and completes it, again and again until an engine has answered.
+/// Places a request and completes it; retries until an engine responds.
 async fn serve(router: &Router, client: &mut Client, n: u64, failures: &AtomicU64) {
     let ask = Fleet::ask(n);
     let (begun, mut pace) = (Instant::now(), pace());
     for attempt in 0.. {
         let id = format!("{n}-{attempt}");
         assert!(begun.elapsed() < PATIENCE, "request {id} finds no engine");
-        // Refused while its engines are known to be gone.
+        // Rejected while all its engines are known to be down.
         let Ok(placement) = router.route(ask.request(&id)).await else {
             pace.tick().await;
             continue;
@@ -368,7 +368,7 @@ async fn serve(router: &Router, client: &mut Client, n: u64, failures: &AtomicU6
     }
 }
 
-/// How often something is looked at that nobody announces.
+/// Polling interval for state without notifications.
 fn pace() -> Interval {
     let mut pace = interval(Duration::from_millis(2));
     pace.set_missed_tick_behavior(MissedTickBehavior::Delay);

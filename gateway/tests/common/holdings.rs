@@ -1,7 +1,7 @@
-//! What ranks hold: as their engines say, and as the router's index has it, told in the same words.
+//! Cached blocks of each rank, from the engines and from the router's index in one representation.
 //!
-//! Owns the comparison. Promises that two holdings without a difference name the same blocks in the same tiers of the
-//! same ranks, each with the same content, in the same place of its prompt, behind the same block.
+//! The comparison is part of this module. Two holdings without differences have the same blocks in the same tiers of
+//! the same ranks, each with equal content, depth and parent.
 
 use std::collections::BTreeMap;
 
@@ -13,11 +13,11 @@ use super::workload::{Ask, block_hashes};
 /// A rank and one of its tiers.
 type Place = (WorkerRank, StorageTier);
 
-/// One block that is held.
+/// One cached block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Held {
     block_hash: BlockHash,
-    /// Blocks before it.
+    /// Number of blocks before it.
     depth: u32,
     parent: Parent,
 }
@@ -26,7 +26,7 @@ struct Held {
 enum Parent {
     None,
     Named(EngineHash),
-    /// There is one, which this tier does not hold.
+    /// The parent exists but is not in this tier.
     Elsewhere,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Holdings {
 }
 
 impl Holdings {
-    /// What the ranks of an engine hold now.
+    /// Adds the blocks that the ranks of an engine hold now.
     pub(crate) fn add_engine(&mut self, worker: pointsman::protocol::WorkerId, engine: &MockEngine) {
         for rank in 0..engine.config().data_parallel_size {
             for (tier, named) in [(Tier::Device, StorageTier::Device), (Tier::Host, StorageTier::HostPinned)] {
@@ -52,10 +52,10 @@ impl Holdings {
         }
     }
 
-    /// What an index holds, by its dump: applied as plainly as can be.
+    /// The content of an index from its dump, applied by the simplest possible implementation.
     ///
     /// # Panics
-    /// A parent comes after its child, or a block that is not held is removed.
+    /// Panics if a block that is not held is removed, or if the dump contains `Cleared`.
     pub(crate) fn from_dump(events: &[RouterEvent]) -> Self {
         let mut holdings = Self::default();
         for RouterEvent { rank, tier, data } in events {
@@ -73,7 +73,7 @@ impl Holdings {
                         behind = Some(block.engine_hash);
                     }
                 }
-                // What stood in for blocks that the tier does not hold.
+                // Placeholders for blocks that the tier does not hold.
                 KvEvent::Removed { blocks } => {
                     for name in blocks {
                         assert!(held.remove(name).is_some(), "{name} of {rank} is not there");
@@ -100,7 +100,7 @@ impl Holdings {
         self.blocks.iter().filter(|((_, of), _)| *of == tier).map(|(_, held)| held.len()).sum()
     }
 
-    /// Where `index` says otherwise than these, the truth; empty where nowhere.
+    /// Differences between `index` and these holdings, which come from the engines.
     pub(crate) fn differences(&self, index: &Self) -> Vec<String> {
         let mut found = Vec::new();
         let none = BTreeMap::new();
@@ -122,7 +122,7 @@ impl Holdings {
         found
     }
 
-    /// The same, to look prompts up in.
+    /// The same blocks, arranged for prompt lookups.
     pub(crate) fn chains(&self) -> Chains {
         let mut chains = Chains::default();
         for (place, held) in &self.blocks {
@@ -133,12 +133,12 @@ impl Holdings {
     }
 }
 
-/// In each place, the name of the block with some content behind a block with some name.
+/// For each place: the block name by parent name and content.
 #[derive(Debug, Default)]
 pub(crate) struct Chains(BTreeMap<Place, BTreeMap<(Option<EngineHash>, BlockHash), EngineHash>>);
 
 impl Chains {
-    /// What a rank holds of a prompt: leading blocks on the device, and those that the host adds.
+    /// A rank's overlap with a prompt: leading blocks on the device, and further blocks from the host.
     pub(crate) fn overlap(&self, rank: WorkerRank, ask: &Ask) -> (u32, u32) {
         let hashes = ask.block_hashes();
         let (mut at, mut counts, mut rest) = (None, [0; 2], hashes.as_slice());

@@ -1,7 +1,7 @@
-//! A client that asks engines for completions.
+//! HTTP client for completions at engines.
 //!
-//! Owns one connection to each engine, used again and again. Promises an answer or the way it failed, within
-//! [`PATIENCE`]. Knows no more of HTTP than engines say.
+//! It keeps one connection per engine. Each call returns a response or the failure within [`PATIENCE`]. It supports
+//! only the HTTP that the engines use.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,17 +15,17 @@ use tokio::time::timeout;
 
 use super::workload::Ask;
 
-/// How long anything may take before a test gives up.
+/// Limit of every wait.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Connections, kept.
+/// Kept connections.
 #[derive(Default)]
 pub(crate) struct Client {
     open: BTreeMap<SocketAddr, TcpStream>,
 }
 
 impl Client {
-    /// Completes a prompt on a rank: the tokens that were found in its cache.
+    /// Completes a prompt on a rank. Returns the number of cached tokens.
     pub(crate) async fn complete(&mut self, engine: SocketAddr, rank: u32, ask: &Ask) -> Result<u32, Outcome> {
         let mut body = json!({ "prompt": ask.tokens, "max_tokens": ask.output_tokens });
         if let Some(name) = ask.lora_name {
@@ -44,7 +44,7 @@ impl Client {
         Ok(u32::try_from(cached.expect("cached tokens are told")).expect("a prompt's tokens"))
     }
 
-    /// Makes an engine forget what it has cached.
+    /// Resets the cache of an engine.
     pub(crate) async fn reset_cache(&mut self, engine: SocketAddr) -> Result<(), Outcome> {
         let request = "POST /reset_prefix_cache HTTP/1.1\r\nhost: engine\r\ncontent-length: 0\r\n\r\n";
         self.exchange(engine, request.as_bytes()).await.map(drop)
@@ -52,7 +52,7 @@ impl Client {
 
     async fn exchange(&mut self, engine: SocketAddr, request: &[u8]) -> Result<Json, Outcome> {
         if let Some(stream) = self.open.remove(&engine) {
-            // One that was kept may have ended long ago.
+            // The engine may have closed a kept connection.
             if let Ok(answer) = self.exchange_on(engine, stream, request).await {
                 return Ok(answer);
             }

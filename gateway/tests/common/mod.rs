@@ -1,6 +1,7 @@
-//! Helpers of the gateway's tests: fleets of mock engines, scripted workers, HTTP clients, an administered gateway.
+//! Helpers of the gateway's tests: fleets of mock engines, scripted workers, HTTP clients, and a gateway with the admin
+//! API.
 //!
-//! [`holdings`] asserts that the router's index matches the engines' caches; the other assertions are in the tests.
+//! [`holdings`] asserts that the router's index matches the engines' caches. All other assertions are in the tests.
 
 pub(crate) mod admin;
 pub(crate) mod fleet;

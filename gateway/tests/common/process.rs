@@ -10,7 +10,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::time::timeout;
 
-/// The end of every wait for a process.
+/// Limit of every wait for a process.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// `pointsman serve` without environment variables, with a log of JSON lines.
@@ -22,13 +22,13 @@ pub(crate) fn serve() -> Command {
 
 pub(crate) struct Process {
     pub(crate) child: Child,
-    /// The address for clients.
+    /// Address of the client listener.
     pub(crate) address: SocketAddr,
-    /// The address for operators, if any.
+    /// Address of the admin listener, if enabled.
     pub(crate) admin: Option<SocketAddr>,
-    /// Lines of the log until the gateway listened.
+    /// Log lines until the gateway listened.
     pub(crate) startup: Vec<String>,
-    /// Lines after that, read from the process at any time so that it never blocks.
+    /// Later log lines, read continuously so that the process never blocks on its log.
     log: UnboundedReceiver<String>,
 }
 
@@ -53,14 +53,14 @@ impl Process {
         Self { child, address, admin, startup, log }
     }
 
-    /// Sends a signal, by its name without `SIG`.
+    /// Sends a signal, named without `SIG`.
     pub(crate) fn signal(&self, name: &str) {
         let id = self.child.id().expect("it runs").to_string();
         let sent = std::process::Command::new("kill").args(["-s", name, &id]).status().expect("kill exists");
         assert!(sent.success());
     }
 
-    /// The next line of the log that contains this text.
+    /// The next log line that contains this text.
     pub(crate) async fn logged(&mut self, text: &str) -> Value {
         message(&mut self.log, text, &mut Vec::new()).await
     }

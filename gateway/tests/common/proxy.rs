@@ -1,7 +1,7 @@
-//! What tests of the proxy need: a gateway before given workers, a client that hides nothing, and workers that follow a
-//! script to the byte.
+//! Helpers of the proxy tests: a gateway with given workers, a client that exposes raw responses, and workers that
+//! follow a script byte by byte.
 //!
-//! Owns no assertions about the proxy. Promises that every wait has a generous end. Leaves scenarios to the tests.
+//! Every wait has a generous limit. Scenarios and assertions about the proxy are in the tests.
 
 use pointsman::config::HealthConfig;
 use std::net::SocketAddr;
@@ -19,10 +19,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-/// How long anything may take before a test gives up.
+/// Limit of every wait.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits for something that can be seen; a wait without end is a failure.
+/// Polls a condition, with a limit.
 pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let wait = async {
         while !holds() {
@@ -32,14 +32,13 @@ pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     assert!(timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
 }
 
-/// A worker of so many ranks.
+/// A worker with this many ranks.
 pub(crate) fn worker(n: u64, url: &str, data_parallel_size: u32) -> NamedWorker {
     let config = WorkerConfig { data_parallel_size, ..WorkerConfig::at(url) };
     NamedWorker { id: Some(WorkerId(n)), config, probe: false }
 }
 
-/// Settings of one model, `mock`, that goes from worker to worker in turn, holds nothing against any, and asks none for
-/// tokens.
+/// Settings of one model, `mock`, with round-robin selection, no ejection, and no tokenizer.
 pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     let router = RouterConfig {
         policy: pointsman::select::Policy::RoundRobin.into(),
@@ -53,7 +52,7 @@ pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     settings
 }
 
-/// A gateway whose workers are there.
+/// A gateway whose workers are registered.
 pub(crate) async fn gateway(settings: Settings) -> Gateway {
     let wanted: Vec<_> = settings.models.iter().map(|model| (model.name.clone(), model.workers.len())).collect();
     let gateway = Gateway::start(settings).await.expect("it starts");
@@ -70,13 +69,13 @@ pub(crate) async fn at_rest(gateway: &Gateway) {
     until("every booking has ended", || router.health().leases == 0).await;
 }
 
-/// An answer as it came.
+/// A response as received.
 #[derive(Clone, Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) head: String,
     pub(crate) body: Vec<u8>,
-    /// Whether the body ended as its framing promised.
+    /// Whether the body ended as its framing announced.
     pub(crate) is_whole: bool,
 }
 
@@ -132,7 +131,7 @@ fn unchunked(mut rest: &[u8]) -> (Vec<u8>, bool) {
     (body, false)
 }
 
-/// Sends a request on a connection of its own, and leaves its answer unread.
+/// Sends a request on a new connection and leaves the response unread.
 pub(crate) async fn send(address: SocketAddr, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     let length = body.len();
@@ -143,10 +142,10 @@ pub(crate) async fn send(address: SocketAddr, method: &str, path: &str, headers:
     stream
 }
 
-/// The rest of what comes on a connection, up to its end, as an answer. None: it ended without one.
+/// Reads a response until the connection ends. `None` if it ended without a response.
 pub(crate) async fn receive(mut stream: TcpStream) -> Option<Answer> {
     let mut bytes = Vec::new();
-    // A reset is an end like any other.
+    // A reset also ends the response.
     let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("an end in time");
     Answer::parse(&bytes)
 }
@@ -164,41 +163,41 @@ pub(crate) async fn get(gateway: &Gateway, path: &str) -> Answer {
     request(gateway.address(), "GET", path, "", b"").await
 }
 
-/// One step of a scripted worker's answer.
+/// One step of a scripted worker's response.
 #[derive(Clone, Debug)]
 pub(crate) enum Act {
     /// Writes these bytes.
     Send(Vec<u8>),
-    /// Ends the connection in order.
+    /// Closes the connection in order.
     Close,
-    /// Breaks it.
+    /// Resets the connection.
     Reset,
-    /// Says nothing until the other side ends the connection.
+    /// Sends nothing until the other side closes the connection.
     Hang,
 }
 
-/// An event of a stream, which is not its last.
+/// An event of a stream that is not the last one.
 pub(crate) const EVENT: &str = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
 
-/// A whole stream.
+/// A complete stream.
 pub(crate) const FINE: &str = "data: {\"choices\":[{\"text\":\"fine\"}]}\n\ndata: [DONE]\n\n";
 
-/// A whole answer that is not streamed.
+/// A complete response without streaming.
 pub(crate) const FINE_JSON: &str = "{\"choices\":[{\"text\":\"fine\"}]}";
 
-/// The content type of a body: events where it looks like them.
+/// The content type of a body: an event stream if it starts like one.
 pub(crate) fn content_type(body: &str) -> &'static str {
     if body.starts_with("data:") { "text/event-stream" } else { "application/json" }
 }
 
-/// An answer with its length, as an engine gives it.
+/// A response with a content length, as engines send it.
 pub(crate) fn answer(status: &str, body: &str) -> Vec<Act> {
     let (length, content_type) = (body.len(), content_type(body));
     let head = format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n");
     vec![Act::Send((head + body).into_bytes())]
 }
 
-/// The head of a stream and these chunks of it; the end is [`stream_end`].
+/// The head of a stream and these chunks. [`stream_end`] is its end.
 pub(crate) fn stream(chunks: &[&str]) -> Vec<Act> {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
     let chunk = |chunk: &&str| Act::Send(format!("{:x}\r\n{chunk}\r\n", chunk.len()).into_bytes());
@@ -209,7 +208,7 @@ pub(crate) fn stream_end() -> Act {
     Act::Send(b"0\r\n\r\n".to_vec())
 }
 
-/// A request as a scripted worker got it.
+/// A request as a scripted worker received it.
 #[derive(Clone, Debug)]
 pub(crate) struct Got {
     pub(crate) head: String,
@@ -226,15 +225,15 @@ impl Got {
     }
 }
 
-/// What a scripted worker has seen.
+/// Observations of a scripted worker.
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) requests: Vec<Got>,
-    /// Connections that the other side ended while it waited for an answer.
+    /// Connections that the other side closed while it waited for a response.
     pub(crate) hung_up: usize,
 }
 
-/// A worker that answers as it is told.
+/// A worker that responds according to a script.
 pub(crate) struct Scripted {
     pub(crate) address: SocketAddr,
     seen: Arc<Mutex<Seen>>,
@@ -242,7 +241,7 @@ pub(crate) struct Scripted {
 }
 
 impl Scripted {
-    /// Answers each request with what `script` says of its number, counted from 0.
+    /// Responds to each request with the result of `script` for its number, counted from 0.
     pub(crate) async fn start(script: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("it is bound");

@@ -1,7 +1,7 @@
-//! Prompts that share prefixes as those of real users do: by system prompt, then by conversation, then not at all.
+//! Prompts with shared prefixes like those of real users: a shared system prompt, then a shared conversation, then a
+//! unique tail.
 //!
-//! Promises the same request for the same number, whoever asks, and that tokens alike stand under different salts and
-//! adapters too.
+//! A number always yields the same request. Equal tokens also occur under different salts and adapters.
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::BlockHash;
@@ -11,13 +11,13 @@ use pointsman::{Prompt, RouteRequest};
 /// Tokens per block.
 pub(crate) const BLOCK_SIZE: u32 = 16;
 
-/// What a worker carries whose events name salts and adapters.
+/// Taint of workers whose events carry salts and adapters.
 pub(crate) const NAMES: &str = "names";
 
 pub(crate) const SALTS: [&str; 3] = ["tenant-a", "tenant-b", "tenant-c"];
 pub(crate) const LORAS: [&str; 2] = ["sql", "poet"];
 
-/// System prompts.
+/// Number of system prompts.
 const GROUPS: u64 = 24;
 const VOCABULARY: u64 = 100_000;
 
@@ -32,7 +32,7 @@ pub(crate) struct Ask {
 }
 
 impl Ask {
-    /// The `n`-th request of a history.
+    /// The `n`-th request of a sequence.
     pub(crate) fn nth(seed: u64, n: u64) -> Self {
         let mut dice = Dice(scattered(seed ^ scattered(n)));
         let (lora_name, cache_salt) = match dice.below(100) {
@@ -47,7 +47,7 @@ impl Ask {
         stretch(&mut tokens, 1, group, (3 + group % 6) * 16);
         stretch(&mut tokens, 2, branch, (branch % 6) * 16);
         let tail_tokens = match dice.below(20) {
-            0 => 0, // the same prompt again, and nothing but complete blocks
+            0 => 0, // the same prompt again, of complete blocks only
             1..3 => dice.below(380),
             _ => 1 + dice.below(200),
         };
@@ -55,14 +55,14 @@ impl Ask {
         Self::new(tokens, 1 + dice.below(8) as u32, lora_name, cache_salt)
     }
 
-    /// A prompt of its own, short.
+    /// A short unique prompt.
     pub(crate) fn lone(n: u64) -> Self {
         let mut tokens = Vec::new();
         stretch(&mut tokens, u64::MAX, n, 40);
         Self::new(tokens, 1, None, None)
     }
 
-    /// The same tokens under other names.
+    /// The same tokens with another adapter and salt.
     pub(crate) fn under(&self, lora_name: Option<&'static str>, cache_salt: Option<&'static str>) -> Self {
         Self::new(self.tokens.clone(), self.output_tokens, lora_name, cache_salt)
     }
@@ -79,7 +79,7 @@ impl Ask {
         Self { tokens, output_tokens, lora_name, cache_salt, constraints }
     }
 
-    /// As the router is asked.
+    /// The request to the router.
     pub(crate) fn request<'a>(&'a self, id: &'a str) -> RouteRequest<'a> {
         let Self { lora_name, cache_salt, .. } = *self;
         let constraints = Some(&self.constraints);
@@ -91,7 +91,7 @@ impl Ask {
         block_hashes(&self.tokens, self.lora_name, self.cache_salt)
     }
 
-    /// Tokens that the engine may take from its cache where all of the prompt is there: the last one is computed always.
+    /// Tokens that the engine can reuse if the whole prompt is cached. The last token is always computed.
     pub(crate) fn reusable_tokens(&self) -> u32 {
         (self.tokens.len() as u32 - 1) / BLOCK_SIZE * BLOCK_SIZE
     }
@@ -104,7 +104,7 @@ pub(crate) fn block_hashes(tokens: &[u32], lora_name: Option<&str>, cache_salt: 
     hasher.hashes(tokens, &MmBlocks::NONE).collect()
 }
 
-/// Appends `count` tokens that only `kind` and `of` decide.
+/// Appends `count` tokens that depend on `kind` and `of` only.
 fn stretch(tokens: &mut Vec<u32>, kind: u64, of: u64, count: u64) {
     let mut dice = Dice(scattered(kind ^ scattered(of)));
     tokens.extend((0..count).map(|_| dice.below(VOCABULARY) as u32));

@@ -1,4 +1,4 @@
-//! Bodies that make no sense, are too long, or are only large.
+//! Request bodies that are malformed, too long, or valid but large.
 
 use super::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, Scene, head, repeated};
 use crate::alone;
@@ -6,7 +6,7 @@ use crate::common::proxy::FINE_JSON;
 use crate::faults::Client;
 use crate::live_bytes;
 
-/// Bodies, and the codes of the errors they get.
+/// Malformed bodies with the status and error code of each.
 fn bodies() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
     let deep = |part: &str| repeated(r#"{"model":"mock","prompt":[1],"x":"#, part, 100_000, "");
     let of = |name: &'static str, body: &str, code: &'static str| (name, body.as_bytes().to_vec(), 400, code);
@@ -88,7 +88,7 @@ async fn bodies_that_make_no_sense_are_refused_with_the_reason() {
     scene.over().await;
 }
 
-/// Clients that send all before they read any are told, too, unless they never come to an end.
+/// A client that sends its whole body before it reads still receives the 413 response. An endless body is cut off.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_that_are_too_long_are_told_so() {
     let _alone = alone().await;
@@ -115,7 +115,7 @@ async fn bodies_that_are_too_long_are_told_so() {
     scene.over().await;
 }
 
-/// Large, odd, and sound: they pass.
+/// Large and unusual but valid bodies pass.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_that_are_only_large_pass_within_bounds() {
     let _alone = alone().await;

@@ -1,4 +1,4 @@
-//! Clients that are slow on purpose, alone and in crowds.
+//! Deliberately slow clients, alone and in large numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use crate::common::proxy::{self, gateway, until};
 use crate::faults::{self, Client, Faulty, Step, quiet, settings};
 use crate::live_bytes;
 
-/// Hundreds that say as much as they may and then nothing: they cost little, and end.
+/// Hundreds of clients send a partial request and then stall: they use little memory and are disconnected.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn crowds_of_slow_clients_cost_little_and_end() {
     const CROWD: usize = 300;
@@ -32,13 +32,13 @@ async fn crowds_of_slow_clients_cost_little_and_end() {
         }
     }
     let most = scene.peak.most().saturating_sub(before);
-    // Far from what they announced, 600 MiB.
+    // The announced total is 600 MiB.
     assert!(most < CROWD * (64 << 10) + 16 * MIB, "{most} bytes");
     assert!(scene.reached().is_empty());
     scene.over().await;
 }
 
-/// What is kept for clients that take nothing is what buffers hold, however much a worker has to say.
+/// Memory for clients that do not read is bounded by socket buffers, however much a worker sends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_take_nothing_cost_little() {
     const CROWD: usize = 20;
@@ -54,7 +54,7 @@ async fn clients_that_take_nothing_cost_little() {
     for _ in 0..CROWD {
         crowd.push(Client::ask(&gateway).await);
     }
-    // Until nobody takes any more: too early a look only finds less.
+    // Waits until the worker's writes stall. Stopping too early can only measure less memory.
     let (mut flooded, mut looks) = (0, 0);
     while looks < 10 {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -70,7 +70,7 @@ async fn clients_that_take_nothing_cost_little() {
     scene.over().await;
 }
 
-/// One byte after the other, for as long as it takes: the head's time is its own, however often something comes.
+/// A client sends its head byte by byte. The head timeout is absolute: received bytes do not extend it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_head_that_trickles_is_cut() {
     let _alone = alone().await;
@@ -85,7 +85,7 @@ async fn a_head_that_trickles_is_cut() {
             if over.load(Ordering::Relaxed) || tokio::io::AsyncWriteExt::write_all(&mut writes, byte).await.is_err() {
                 return true;
             }
-            tokio::time::sleep(Duration::from_millis(5)).await; // more than four minutes for all of it
+            tokio::time::sleep(Duration::from_millis(5)).await; // the complete head would take more than four minutes
         }
         false
     });

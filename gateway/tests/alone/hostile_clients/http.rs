@@ -1,4 +1,4 @@
-//! Requests that are no HTTP, or that two readers might read in two ways, and headers that ask for what is not theirs.
+//! Invalid HTTP, ambiguous requests (request smuggling), and headers that request internal functions.
 
 use super::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, MIB, Scene, head, repeated};
 use crate::alone;
@@ -6,7 +6,7 @@ use crate::common::proxy::{FINE_JSON, request};
 use crate::faults::PATH;
 use crate::live_bytes;
 
-/// A request that somebody tries to slip by.
+/// The request that the cases try to smuggle in.
 fn smuggled() -> String {
     let body = r#"{"model":"mock","prompt":[9]}"#;
     format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\nx-smuggled: 1\r\n\r\n{body}", body.len())
@@ -20,7 +20,7 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
     let sound = "content-length: 2\r\n";
     let many: String = (0..101).map(|n| format!("x-{n}: 1\r\n")).collect();
     let cases: Vec<(&str, Vec<u8>, &[u16])> = vec![
-        // Requests that are none.
+        // Bytes that are no HTTP request.
         ("garbage", b"garbage\r\n\r\n".to_vec(), &[400]),
         ("no version", format!("POST {PATH}\r\n\r\n").into(), &[400]),
         ("version of tomorrow", format!("POST {PATH} HTTP/9.9\r\n\r\n").into(), &[400, 505]),
@@ -30,23 +30,23 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
         ("a space in the path", b"POST /v1/ completions HTTP/1.1\r\n\r\n".to_vec(), &[400]),
         ("control characters in the path", b"GET /\x01\x7f HTTP/1.1\r\n\r\n".to_vec(), &[400]),
         ("a method that is none", b"P(ST / HTTP/1.1\r\n\r\n".to_vec(), &[400]),
-        // Heads beyond all bounds.
+        // Heads above the size limits.
         ("a long header", head(&repeated("x: ", "x", 80_000, "\r\n")).into(), &[431]),
         ("a long path", repeated("GET /", "a", 80_000, " HTTP/1.1\r\n\r\n").into(), &[414, 431]),
         ("many headers", head(&many).into(), &[431]),
         ("endless headers", repeated(&format!("POST {PATH} HTTP/1.1\r\n"), "a: b\r\n", 200_000, "").into(), &[431]),
         ("an endless method", vec![b'A'; MIB], &[400, 431]),
-        // Headers that are none.
+        // Invalid headers.
         ("a space before the colon", head("x : y\r\n").into(), &[400]),
         ("no colon", head("x\r\n").into(), &[400]),
         ("an empty name", head(": y\r\n").into(), &[400]),
         ("a folded header", head(&format!("x: y\r\n folded: z\r\n{sound}")).into(), &[400]),
         ("a null in a value", [b"GET / HTTP/1.1\r\nx: a".as_slice(), b"\0b\r\n\r\n"].concat(), &[400]),
         ("a bare CR in a value", head("x: a\rtransfer-encoding: chunked\r\n").into(), &[400]),
-        // Two readers might send it to two hosts.
+        // Ambiguous host.
         ("no host", format!("POST {PATH} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}").into(), &[400]),
         ("two hosts", (head("host: h\r\ncontent-length: 2\r\n") + "{}").into(), &[400]),
-        // Bodies of which two readers might see different ends.
+        // Ambiguous body length.
         ("a coding of its own", (head("transfer-encoding: gzip, chunked\r\n") + "0\r\n\r\n").into(), &[501]),
         ("two lengths", (head("content-length: 0\r\ncontent-length: 40\r\n") + &smuggled).into(), &[400]),
         ("a list of lengths", (head("content-length: 0, 40\r\n") + &smuggled).into(), &[400]),
@@ -75,7 +75,7 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
             format!("POST {PATH} HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}").into(),
             &[400],
         ),
-        // Chunks that are none. Whatever is left after them is nobody's request.
+        // Invalid chunks. Bytes after them must not be parsed as a request.
         ("a length that is none", (head("transfer-encoding: chunked\r\n") + "zz\r\n\r\n" + &smuggled).into(), &[400]),
         (
             "a chunk beyond all numbers",
@@ -109,10 +109,10 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
             &[413],
         ),
         ("too much announced", head("content-length: 1000000000000\r\nexpect: 100-continue\r\n").into(), &[413]),
-        // Bodies that stop.
+        // Incomplete bodies.
         ("a body that stops", (head("content-length: 100\r\n") + "{\"model\"").into(), &[408]),
         ("chunks that stop", (head("transfer-encoding: chunked\r\n") + "5\r\n{\"mod").into(), &[408]),
-        // Where it is no question of this server's.
+        // Methods and paths that the gateway does not serve.
         ("CONNECT", b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404, 405]),
         ("TRACE", format!("TRACE {PATH} HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n").into(), &[405]),
         ("OPTIONS *", b"OPTIONS * HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404, 405]),
@@ -141,7 +141,8 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
     for (name, bytes, statuses) in cases {
         let (before, _) = (live_bytes(), scene.peak.most());
         let answer = scene.told(&bytes).await;
-        // Where HTTP itself is broken, the connection may end without an answer: it may be reset before it was read.
+        // After a protocol error the connection may end without a response: a reset can discard the response before it
+        // is read.
         match &answer {
             Some(answer) => assert!(statuses.contains(&answer.status), "{name}: {answer:?}"),
             None => assert!(bytes.len() > 64 << 10 || name == "HTTP/2", "{name}: no answer"),
@@ -156,7 +157,7 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
     scene.over().await;
 }
 
-/// Lenient where the standard allows it: nothing but the one request passes.
+/// HTTP that the standard allows to accept: exactly one request passes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn odd_http_that_is_read_passes_as_one_request() {
     let _alone = alone().await;
@@ -257,7 +258,7 @@ async fn no_header_chooses_a_worker_or_a_name_in_logs() {
         assert!(got.header(&name.to_ascii_lowercase()).is_none(), "{name}: {}", got.head);
     }
     assert_eq!(got.text(), r#"{"model":"mock","prompt":[7],"data_parallel_rank":null,"kv_transfer_params":null}"#);
-    // Names of requests that are unfit for logs are replaced.
+    // Request ids that are unsuitable for logs are replaced.
     let unfit = [
         format!("x-request-id: {}\r\n", "a".repeat(129)),
         "x-request-id: \r\n".to_owned(),

@@ -1,7 +1,7 @@
-//! Clients that mean harm, beside one that means well.
+//! Hostile clients beside a well-behaved one.
 //!
-//! Owns nothing. Each case sends its bytes and sees how it ends; all the while the good client is served, nothing reaches
-//! the worker that should not, and memory stays within what the limits allow.
+//! Each case sends its bytes and checks the result. Throughout, the well-behaved client is served, no unwanted request
+//! reaches the worker, and memory stays within the configured limits.
 
 mod bodies;
 mod crowds;

@@ -1,7 +1,7 @@
-//! A gateway with a client that means well, for others to spoil.
+//! A gateway with one well-behaved client, used by the hostile cases.
 //!
-//! Owns the good client and the count of live bytes. Promises that a scene ends only when the good client was served all
-//! the while and nothing is left. Leaves harm to the cases.
+//! It owns the well-behaved client and samples the number of live bytes. [`Scene::over`] requires that the client was
+//! served throughout and that no request, booking or load remains. The hostile requests are in the cases.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,14 +17,14 @@ use crate::live_bytes;
 
 pub(crate) const MIB: usize = 1 << 20;
 
-/// Longest body that is taken.
+/// Maximum accepted body length.
 pub(crate) const BODY_BYTES_MAX: usize = 4 * MIB;
 
-/// What one case may take: its body as the test holds it and as it is sent, as it comes and while it grows, its tokens,
-/// what the worker of this process keeps of it, and what the good client is up to.
+/// Memory limit of one case. It covers the body in the test, in transit, while it is received and its buffer grows, its
+/// tokens, the worker's copy in this process, and the well-behaved client.
 pub(crate) const CASE_BYTES_MAX: usize = 10 * BODY_BYTES_MAX;
 
-/// Looks at the live bytes again and again, on a thread of its own.
+/// Samples the number of live bytes on a separate thread.
 pub(crate) struct Peak {
     is_over: Arc<AtomicBool>,
     most: Arc<AtomicUsize>,
@@ -46,7 +46,7 @@ impl Peak {
         Self { is_over, most, thread: Some(thread) }
     }
 
-    /// The most since it was asked last.
+    /// The maximum since the previous call.
     pub(crate) fn most(&self) -> usize {
         self.most.swap(0, Ordering::Relaxed).max(live_bytes())
     }
@@ -61,7 +61,7 @@ impl Drop for Peak {
     }
 }
 
-/// A gateway, its worker, and one client that means well, all the time.
+/// A gateway, its worker, and one well-behaved client with continuous requests.
 pub(crate) struct Scene {
     pub(crate) gateway: Gateway,
     pub(crate) worker: Faulty,
@@ -95,7 +95,7 @@ impl Scene {
         Self { gateway, worker, good, is_over, peak: Peak::watch() }
     }
 
-    /// What reached the worker of others than the good client, and forgets all of it.
+    /// Takes the requests at the worker that the well-behaved client did not send.
     pub(crate) fn reached(&self) -> Vec<proxy::Got> {
         let mut all = self.worker.see(|seen| std::mem::take(&mut seen.requests));
         all.retain(|got| got.body != GOOD.as_bytes());
@@ -111,10 +111,10 @@ impl Scene {
         assert_eq!(page.status, 200);
     }
 
-    /// The answer to these bytes. The connection must end with it.
+    /// The response to these bytes. The connection must end after it.
     pub(crate) async fn told(&self, bytes: impl AsRef<[u8]>) -> Option<Answer> {
         let mut client = Client::connect(self.gateway.address()).await;
-        // Who is answered before all was said may find the connection ended.
+        // The write may fail if the gateway responds before it has read everything.
         client.say(bytes).await;
         client.answer().await
     }
@@ -128,7 +128,7 @@ pub(crate) fn repeated(start: &str, part: &str, times: usize, end: &str) -> Stri
     [start, &part.repeat(times), end].concat()
 }
 
-/// A sound request with these headers, and whatever follows.
+/// The head of a valid request with these additional headers.
 pub(crate) fn head(headers: &str) -> String {
     format!("POST {PATH} HTTP/1.1\r\nhost: g\r\n{headers}\r\n")
 }

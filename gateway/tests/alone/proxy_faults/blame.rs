@@ -1,4 +1,4 @@
-//! Which worker a failed request counts against, and how often it is tried.
+//! Attribution of failed requests to workers, and the number of attempts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +15,7 @@ use crate::faults::{
 
 const ROLE: &str = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
 
-/// Workers that each answer so, behind a gateway where one failure counts.
+/// One worker per script, behind a gateway that counts a single failure.
 async fn fleet(answers: &[Vec<Step>]) -> (Vec<Faulty>, Gateway) {
     let mut workers = Vec::new();
     for steps in answers {
@@ -49,7 +49,7 @@ async fn a_request_that_fails_alike_at_two_workers_counts_against_none() {
     }
 }
 
-/// Round-robin: one of two requests begins at the worker that fails.
+/// Round-robin: one of two requests starts at the failing worker.
 async fn counts(fails: Vec<Step>, outcome: Outcome) {
     let (workers, gateway) = fleet(&[fails, vec![say(served())]]).await;
     while workers[0].asked() == 0 {
@@ -74,7 +74,7 @@ async fn a_worker_counts_that_fails_where_another_serves() {
     counts(vec![whole("200 OK", FINE_JSON)], Outcome::InvalidAnswer).await;
     counts(vec![chunked_head(), chunk(DONE), chunks_end()], Outcome::InvalidAnswer).await;
     counts(vec![chunked_head(), chunk(ROLE), chunks_end()], Outcome::InvalidAnswer).await;
-    // After the role nothing has been generated, and the client has been told nothing.
+    // After the role no token has been generated and nothing has been sent to the client.
     counts(vec![chunked_head(), chunk(ROLE), Step::Reset], Outcome::Reset).await;
     let error = "data: {\"error\":{\"message\":\"EngineCore died\",\"code\":500}}\n\n";
     counts(vec![chunked_head(), chunk(error), chunk(DONE), chunks_end()], Outcome::ServerError).await;
@@ -118,7 +118,7 @@ async fn a_late_first_token_is_retried_once() {
     quiet(&gateway).await;
 }
 
-/// The first request hangs and the second is served by the same rank: the rank works.
+/// The first request hangs and the same rank serves the second, so the rank works.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_late_whole_answer_does_not_count_where_the_rank_serves_others() {
     let _alone = alone().await;

@@ -1,4 +1,4 @@
-//! Bodies both ways, byte for byte, and frames at once.
+//! Bodies pass unchanged in both directions, and frames pass without delay.
 
 use proptest::test_runner::{Config, TestRunner};
 
@@ -6,7 +6,7 @@ use crate::alone;
 use crate::common::proxy::{self, EVENT, gateway, request};
 use crate::faults::{Client, DONE, Faulty, PATH, Step, chunk, chunked_head, chunks_end, quiet, say, settings};
 
-/// Writes JSON by what a tape of choices says: the end of the tape ends everything.
+/// Generates JSON from the choices on a tape. At the end of the tape all values are closed.
 struct Writer<'a> {
     tape: std::slice::Iter<'a, u8>,
     json: String,
@@ -87,7 +87,7 @@ impl Writer<'_> {
         self.say(&SPACES);
     }
 
-    /// Of a name that nobody reads.
+    /// A field with a name that the gateway does not read.
     fn field(&mut self, depth: usize) {
         self.say(&SPACES);
         self.string("x");
@@ -97,7 +97,7 @@ impl Writer<'_> {
     }
 }
 
-/// A request as odd as the tape says, with everything that routing wants.
+/// An unusually formatted request generated from the tape, with all fields that routing needs.
 fn odd_body(tape: &[u8]) -> String {
     let mut writer = Writer { tape: tape.iter(), json: String::new() };
     writer.say(&SPACES);
@@ -120,7 +120,7 @@ fn odd_body(tape: &[u8]) -> String {
     writer.json
 }
 
-/// The worker's answer is the request's body, in one piece: what comes back has passed both ways.
+/// The worker echoes the request body as its response, so the received bytes have passed in both directions.
 #[test]
 fn odd_bodies_pass_unchanged_both_ways() {
     let runtime =
@@ -154,7 +154,7 @@ fn odd_bodies_pass_unchanged_both_ways() {
     runtime.block_on(quiet(&gateway));
 }
 
-/// Pieces of an answer that look like framing, are cut within a letter, or are large.
+/// Parts of a response that look like framing, split a character, or are large.
 fn pieces() -> Vec<Vec<u8>> {
     let mut pieces: Vec<Vec<u8>> =
         [EVENT, ":\n\n", "\r\n", "0\r\n\r\n", "HTTP/1.1 200 OK\r\n\r\n", "\0", "data: [DO", "NE]\n\n"]
@@ -167,7 +167,7 @@ fn pieces() -> Vec<Vec<u8>> {
     pieces
 }
 
-/// The worker sends a piece only when the client has all before it.
+/// The worker sends a part only after the client has received all earlier ones.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_piece_arrives_before_the_next_is_sent() {
     let _alone = alone().await;

@@ -1,4 +1,4 @@
-//! Clients that leave: before an answer, at every frame of it, while they wait for others.
+//! Clients that disconnect: before a response, at every frame of it, and while other requests wait.
 
 use pointsman_gateway::settings::TokenSourceChoice;
 use tokio::io::AsyncWriteExt as _;
@@ -10,7 +10,7 @@ use crate::faults::{
     whole,
 };
 
-/// Frames of a streamed answer.
+/// Frames of a streamed response.
 const FRAMES: usize = 5;
 
 fn frame(n: usize) -> String {
@@ -41,7 +41,8 @@ async fn a_client_may_leave_at_every_frame() {
     let worker = Faulty::answering(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let gone = metric(&gateway, CLIENT_GONE, &[]).await;
-    // Before the head, after it, after each frame; then only the end is missing.
+    // Disconnects before the head, after it, and after each frame; in the last step only the end of the stream is
+    // missing.
     for steps in 0..=FRAMES + 1 {
         let mut client = Client::ask(&gateway).await;
         until("the worker is asked", || worker.asked() == 2 * steps + 1).await;
@@ -53,12 +54,12 @@ async fn a_client_may_leave_at_every_frame() {
         drop(client);
         worker.left_alone().await;
         quiet(&gateway).await;
-        // The next one is served as if nothing had been.
+        // The next request is served normally.
         worker.release(FRAMES + 2);
         let next = Client::ask(&gateway).await.answer().await.expect("an answer");
         assert!(next.status == 200 && next.is_whole && next.text() == frames(FRAMES), "{next:?}");
         quiet(&gateway).await;
-        // Its connection was kept for others: the next client's end is seen there, too.
+        // The worker connection was kept in the pool: the next client's disconnect is detected on it as well.
     }
     let gone = metric(&gateway, CLIENT_GONE, &[]).await - gone;
     assert_eq!(gone, (FRAMES + 2) as f64, "each is counted once");
@@ -87,7 +88,8 @@ async fn a_client_may_leave_within_an_answer_of_known_length() {
     }
 }
 
-/// Nobody can tell it from one who has left, and an engine that computes for nobody is the worse mistake.
+/// A half-closed connection cannot be distinguished from a disconnect. An engine that computes an unwanted response is
+/// the worse error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_ends_its_side_has_left() {
     let _alone = alone().await;
@@ -158,8 +160,9 @@ async fn a_client_may_leave_the_queue() {
     quiet(&gateway).await;
 }
 
-/// Prompts of 10,000 tokens before engines that state no capacity: at `queue.threshold` 2 a rank is busy with two of
-/// them, beyond 2 * 8,192 tokens. Two engines get four of twelve; the others wait until a rank has room.
+/// Prompts of 10,000 tokens for engines without a configured capacity. At `queue.threshold` 2 a rank is busy with two
+/// of them, above 2 * 8,192 tokens. Two engines receive four of twelve requests; the others wait until a rank has
+/// capacity.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_queue_before_engines_that_state_no_capacity() {
     const CLIENTS: usize = 12;
@@ -210,7 +213,7 @@ async fn a_client_may_leave_while_its_prompt_is_tokenised() {
     until("its tokens are asked for", || worker.asked() > asked).await;
     drop(client);
     quiet(&gateway).await;
-    // Who brings tokens is served at once, and nobody has asked for the one that left.
+    // A request with token ids is served immediately, and the abandoned request is never sent.
     let next = request(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
     assert_eq!((next.status, next.text()), (200, FINE));
     let completions = worker.see(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());

@@ -1,4 +1,4 @@
-//! The gateway's end while many answers are on their way.
+//! Gateway shutdown with many responses in flight.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::faults::{
 
 const STREAMS: usize = 500;
 
-/// Clients that have the first frame; the worker waits before the second.
+/// Clients that have received the first frame. The worker waits before the second.
 async fn streams(gateway: &Gateway, count: usize) -> Vec<Client> {
     let mut clients = Vec::new();
     for _ in 0..count {
@@ -30,7 +30,7 @@ fn steps() -> Vec<Step> {
     vec![chunked_head(), chunk(EVENT), Step::Wait, chunk(DONE), chunks_end()]
 }
 
-/// The gateway on its way out: nobody new gets in.
+/// A gateway during shutdown that refuses new connections.
 async fn ending(gateway: Gateway, deadline: Duration) -> JoinHandle<Drained> {
     let address = gateway.address();
     let ending = tokio::spawn(gateway.shutdown(deadline));
@@ -76,7 +76,7 @@ async fn what_is_open_at_the_deadline_is_cut_and_counted() {
     }
     worker.left_alone().await;
     until("every booking has ended", || router.health().leases == 0).await;
-    // All gateways of a process have one page.
+    // All gateways of a process share one metrics page.
     let other = proxy::gateway(settings(&[])).await;
     assert_eq!(metric(&other, "pointsman_gateway_streams_broken_total", &by_drain).await - broken, 20.0);
     assert_eq!(metric(&other, "pointsman_gateway_client_gone_total", &[]).await, gone, "clients are still there");

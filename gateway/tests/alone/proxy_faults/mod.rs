@@ -1,7 +1,7 @@
-//! The gateway between clients that leave and workers that fail, at every point of a request.
+//! A gateway between clients that disconnect and workers that fail, at every point of a request.
 //!
-//! Owns no scenario. Each is told to the byte: nothing goes on that was not let go on, and after each nothing is left
-//! booked. Leaves clients that mean harm to `hostile_clients`.
+//! The scripts control every byte: no step runs before the test releases it. After each case no booking may remain.
+//! Hostile clients are tested in `hostile_clients`.
 
 mod blame;
 mod bytes;

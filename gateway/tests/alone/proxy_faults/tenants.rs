@@ -1,4 +1,5 @@
-//! Tenants on the way through: nobody without a key reaches a worker, and nobody gets into another one's cache.
+//! Tenant isolation in the proxy: requests without a valid key never reach a worker, and no tenant can reuse another
+//! tenant's cache.
 
 use std::path::PathBuf;
 
@@ -11,7 +12,7 @@ use crate::faults::{Faulty, PATH, Step, body, eventually, quiet, router, setting
 
 const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
 
-/// A directory of this process's own, gone with the test.
+/// A directory of this process, removed after the test.
 struct Files(PathBuf);
 
 impl Files {
@@ -67,14 +68,14 @@ async fn without_a_key_nothing_reaches_a_worker() {
         format!("authorization: Bearer nobody-0123456789\r\nauthorization: Bearer {first}\r\n"),
     ];
     for headers in refused {
-        // Not even what is wrong with a body is said to strangers.
+        // Without a valid key, even errors in the body are not reported.
         for body in [r#"{"model":"mock","prompt":[1]}"#, "no JSON"] {
             let answer = ask(&gateway, &headers, body).await;
             assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"), "{headers}");
             assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
         }
     }
-    // Who sends all before it reads any is told, too.
+    // A client that sends its whole body before it reads receives the response as well.
     let large = format!(r#"{{"model":"mock","prompt":"{}"}}"#, "x".repeat(12 << 20));
     let answer = ask(&gateway, "", &large).await;
     assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"));
@@ -103,14 +104,14 @@ async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
     theirs.push(salt_of(KEYS[0], &with("own")).await);
     assert_eq!(theirs[0], salt_of(KEYS[0], plain).await, "a tenant's cache is its own again");
     assert_eq!(theirs[0], salt_of(KEYS[0], r#"{"model":"mock","prompt":[1],"cache_salt": null }"#).await);
-    // The other one tries what it may know of the first one's.
+    // The second tenant sends salts that it could know or guess of the first tenant.
     for guess in [theirs.clone(), ["acme", "own", "", "\0acme", "\",\"x\":\""].map(str::to_owned).to_vec()].concat() {
         let own = salt_of(KEYS[1], &with(&guess)).await;
         assert!(own != guess && !theirs.contains(&own), "{guess}");
     }
     let own = salt_of(KEYS[1], plain).await;
     assert!(!theirs.contains(&own));
-    // Two of them, of which a worker might take the other one.
+    // Duplicate fields, of which a worker might use the other one.
     for twice in ["\"cache_salt\"", "\"cache\\u005fsalt\""] {
         let body = format!(r#"{{"model":"mock","cache_salt":"a",{twice}:"{}","prompt":[1]}}"#, theirs[0]);
         let answer = ask(&gateway, &format!("authorization: Bearer {}\r\n", KEYS[1]), &body).await;
@@ -119,8 +120,8 @@ async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
     quiet(&gateway).await;
 }
 
-/// One worker serves one request at a time. Twelve requests of acme wait when two of brew come: they take turns. Deadlines
-/// that acme's requests carry change nothing, for acme has no right to a priority.
+/// One worker serves one request at a time. Twelve requests of acme wait when two of brew arrive: the tenants
+/// alternate. Deadlines on acme's requests change nothing, because acme has no right to a priority.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_take_turns_in_the_queue_whatever_their_deadlines() {
     let _alone = alone().await;

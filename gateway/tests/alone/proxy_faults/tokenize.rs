@@ -1,4 +1,4 @@
-//! Which workers are sent prompts to tokenise.
+//! Selection of the workers that receive prompts to tokenize.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::alone;
 use crate::common::proxy::{FINE_JSON, gateway, request};
 use crate::faults::{Faulty, PATH, Step, eventually, quiet, router, settings, whole};
 
-/// Requests sent one after the other.
+/// Number of consecutive requests.
 const REQUESTS: usize = 24;
 
-/// A worker that answers requests, and `/tokenize` as it is told.
+/// A worker that serves requests, and serves `/tokenize` or hangs on it.
 async fn worker(tokenizes: bool) -> Faulty {
     Faulty::start(Vec::new(), move |_, got| match got.head.starts_with("POST /tokenize ") {
         true if tokenizes => vec![whole("200 OK", r#"{"tokens":[1,2,3]}"#)],
@@ -35,7 +35,7 @@ fn with_engine_tokens(workers: &[&Faulty]) -> Settings {
     settings
 }
 
-/// Sends requests whose tokens have to be asked for.
+/// Sends requests that need tokenization.
 async fn send_all(address: std::net::SocketAddr) {
     for _ in 0..REQUESTS {
         let answer = request(address, "POST", PATH, "", br#"{"model":"mock","prompt":"some text"}"#).await;
@@ -43,7 +43,7 @@ async fn send_all(address: std::net::SocketAddr) {
     }
 }
 
-/// One of four engines stopped: a quarter of all requests waited half of `engine_timeout_ms` for it.
+/// Regression: with one of four engines stopped, a quarter of all requests waited half of `engine_timeout_ms` for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_whose_tokenizer_hangs_is_sent_one_prompt_for_each_pause() {
     let _alone = alone().await;

@@ -1,4 +1,4 @@
-//! Workers that fail: before an answer, at every point of it, with every status, or all of them at once.
+//! Workers that fail: before a response, at every point of it, with every status, or all at the same time.
 
 use pointsman::health::Outcome;
 use tokio::net::TcpSocket;
@@ -12,25 +12,25 @@ use crate::faults::{
     whole,
 };
 
-/// What becomes of a request that only workers like this are asked.
+/// The response to the client if every worker fails in the same way.
 #[derive(Clone, Copy, Debug)]
 enum Told {
     /// The gateway's own error.
     Own(u16, &'static str),
-    /// The worker's own answer, its body unchanged.
+    /// The worker's response with its body unchanged.
     Theirs(u16, &'static str),
 }
 
-/// One way to fail before the first byte.
+/// One failure before the first byte.
 #[derive(Clone)]
 struct Fault {
     name: &'static str,
     greets: Vec<Step>,
     answers: Vec<Step>,
     told: Told,
-    /// As the metric of retries says.
+    /// Label value of the retries metric.
     reason: &'static str,
-    /// As the router counts it. None: it depends on who sees it first.
+    /// Outcome counted by the router. `None`: it depends on the component that detects the failure first.
     outcome: Option<Outcome>,
 }
 
@@ -52,7 +52,7 @@ fn status(name: &'static str, status: &str, body: &'static str, reason: &'static
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\n";
 
-/// Those that end by themselves.
+/// Failures that end without a timeout.
 fn broken() -> Vec<Fault> {
     let many_headers: String = (0..200).map(|n| format!("x-{n}: 1\r\n")).collect();
     let is_error = |fault: Fault| Fault { outcome: Some(Outcome::ServerError), ..fault };
@@ -111,7 +111,7 @@ fn broken() -> Vec<Fault> {
     ]
 }
 
-/// Those that only a time-out ends.
+/// Failures that end by a timeout only.
 fn silent() -> Vec<Fault> {
     let late = |fault: Fault| Fault {
         told: Told::Own(504, "worker_timeout"),
@@ -132,7 +132,7 @@ fn silent() -> Vec<Fault> {
     ]
 }
 
-/// Where it is asked, and how often it was.
+/// A worker with this fault.
 async fn start(fault: &Fault) -> Faulty {
     let answers = fault.answers.clone();
     Faulty::start(fault.greets.clone(), move |_, _| answers.clone()).await
@@ -158,14 +158,14 @@ fn shown(step: &Step) -> String {
 
 const RETRIES: &str = "pointsman_gateway_retries_total";
 
-/// With a worker that is well beside it, the client never knows.
+/// With a healthy second worker the client receives a normal response.
 async fn elsewhere(fault: Fault, first_byte_timeout_ms: u64) {
     let (bad, good) = (start(&fault).await, Faulty::answering(vec![whole("200 OK", FINE)]).await);
     let mut settings = counting_outcomes(settings(&[bad.url(), good.url()]));
     settings.gateway.first_byte_timeout_ms = first_byte_timeout_ms;
     let gateway = gateway(settings).await;
     let mut asked = 0;
-    // In turn: the second begins at the bad one at the latest.
+    // Round-robin: the second request starts at the failing worker at the latest.
     while bad.see(|seen| seen.accepted) == 0 {
         let answer = Client::ask(&gateway).await.answer().await.expect("an answer");
         assert_eq!((answer.status, answer.text()), (200, FINE), "{}: {answer:?}", fault.name);
@@ -180,7 +180,7 @@ async fn elsewhere(fault: Fault, first_byte_timeout_ms: u64) {
     }
 }
 
-/// If all workers fail so, the client gets the error after one attempt at each.
+/// If all workers fail in this way, the client receives the error after one attempt at each.
 async fn fleet_of(fault: Fault, first_byte_timeout_ms: u64) {
     let workers = [start(&fault).await, start(&fault).await];
     let mut settings = settings(&[workers[0].url(), workers[1].url()]);
@@ -215,7 +215,7 @@ async fn silence_before_the_first_byte_is_tried_elsewhere_and_told_at_last() {
     let all_at_once = async {
         let mut all = JoinSet::new();
         for fault in silent() {
-            // Long enough for the good one even where the machine is busy.
+            // Long enough for the healthy worker on a busy machine.
             all.spawn_local(elsewhere(fault.clone(), 3_000));
             all.spawn_local(fleet_of(fault, 1_000));
         }
@@ -232,7 +232,7 @@ async fn silence_before_the_first_byte_is_tried_elsewhere_and_told_at_last() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_that_are_not_there_are_passed_over() {
     let _alone = alone().await;
-    // Bound, so that nobody else gets the port, and not listening.
+    // Bound, which reserves the ports, but not listening.
     let absent = [TcpSocket::new_v4(), TcpSocket::new_v4()].map(|socket| socket.expect("a socket"));
     let url = |socket: &TcpSocket| {
         socket.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
@@ -254,7 +254,8 @@ async fn workers_that_are_not_there_are_passed_over() {
     quiet(&alone).await;
 }
 
-/// Odd, or errors of the request's own: the answer is final, and what follows it spoils no other.
+/// Unusual responses and errors of the request itself: the response is final, and surplus bytes after it corrupt no
+/// other response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_answers_pass_and_spoil_nothing() {
     let _alone = alone().await;
@@ -300,7 +301,7 @@ async fn other_answers_pass_and_spoil_nothing() {
             if n == 0 { steps.clone() } else { vec![whole("200 OK", &FINE.replace("fine", "next"))] }
         })
         .await;
-        // Were it tried elsewhere, this one would be asked first or second.
+        // With a single worker, a retry would show up as a second request at this worker.
         let gateway = gateway(counting_outcomes(settings(&[worker.url()]))).await;
         let answer = Client::ask(&gateway).await.answer().await.expect("an answer");
         assert!((answer.status, answer.text(), answer.is_whole) == (status, text, true), "{shown}: {answer:?}");
@@ -318,7 +319,7 @@ async fn other_answers_pass_and_spoil_nothing() {
 
 const BROKEN: &str = "pointsman_gateway_streams_broken_total";
 
-/// What a worker sends, with what of it reaches the client before it fails so.
+/// A worker sends `begins`, fails with `ends`, and the client must have received exactly `told`.
 async fn cut(begins: Vec<Step>, ends: Step, told: &str, outcome: Outcome) {
     let shown = format!("{} after {told:?}", shown(&ends));
     let steps = [begins, vec![Step::Wait, ends]].concat();
@@ -390,7 +391,7 @@ async fn in_an_outage_of_all_workers_retries_stay_within_their_budget() {
         }
     }
     let tries: usize = workers.iter().map(|worker| worker.see(|seen| seen.accepted)).sum();
-    // Ten in any ten seconds, or a fifth of the requests.
+    // Ten retries in any ten seconds, or a fifth of the requests.
     let windows = usize::try_from(begun.elapsed().as_secs() / 10).expect("seconds") + 1;
     assert!(tries >= REQUESTS + 10, "{tries}: a few are always allowed");
     assert!(tries <= REQUESTS + REQUESTS / 5 + 10 * windows, "{tries} in {windows} windows");
