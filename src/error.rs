@@ -1,4 +1,4 @@
-//! What can go wrong for an embedder, one enum for each thing it does.
+//! Errors of the public API, one enum per operation.
 
 use crate::config::ConfigErrors;
 use crate::directory::DuplicateRequest;
@@ -10,27 +10,27 @@ use crate::schedule::Rejection;
 use crate::select::{Filter, TaintWeightError};
 use crate::session::SessionIdError;
 
-/// Why the router does nothing at all.
+/// Reason for a stopped router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Down {
-    /// It lost a part of itself that it could not bring back. Start a new one.
+    /// A component could not be restarted. Start a new router.
     #[error("the router has failed: its restart budget is spent or its supervisor died")]
     Failed,
-    /// It was told to stop.
+    /// The router was shut down.
     #[error("the router is shut down")]
     Stopped,
 }
 
-/// Why a request was not placed.
+/// Reason for which a request was not placed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RouteError {
-    /// A booking needs a request id.
+    /// A booking requires a request id.
     #[error("request_id is missing: a booking needs one (find_best_match does not)")]
     MissingRequestId,
-    /// The id has a booking that has not ended.
+    /// The id has an active booking.
     #[error(transparent)]
     DuplicateRequest(#[from] DuplicateRequest),
-    /// As many requests wait as may.
+    /// Limit of pending requests reached.
     #[error("{requests_max} requests are waiting, which is requests_max")]
     Overloaded {
         /// The limit.
@@ -39,45 +39,45 @@ pub enum RouteError {
     /// No rank was chosen.
     #[error(transparent)]
     Rejected(#[from] Rejection),
-    /// The hashes handed in do not fit together.
+    /// Inconsistent precomputed hashes.
     #[error(transparent)]
     Hashes(#[from] HashedPromptError),
-    /// The multimodal spans do not fit the prompt.
+    /// Multimodal spans that do not fit the prompt.
     #[error(transparent)]
     Multimodal(#[from] MmError),
-    /// More tokens than can be counted.
+    /// Prompt length out of range.
     #[error("prompt has {isl_tokens} tokens, must be at most {max}", max = u32::MAX)]
     PromptTooLong {
-        /// Its length.
+        /// Prompt length.
         isl_tokens: usize,
     },
-    /// More tokens than the model of any worker takes.
+    /// Prompt longer than the model of every worker accepts.
     #[error("prompt has {isl_tokens} tokens, must be at most {max_model_len}, the model's length")]
     ContextLength {
-        /// Its length.
+        /// Prompt length.
         isl_tokens: usize,
-        /// The longest sequence that any worker's model takes.
+        /// Maximum sequence length over all workers.
         max_model_len: u32,
     },
-    /// The priority jump is no number of seconds.
+    /// Priority jump that is not finite.
     #[error("priority_jump is {0}, must be finite")]
     PriorityJump(f64),
-    /// A preferred taint has no usable weight.
+    /// Unusable weight of a preferred taint.
     #[error(transparent)]
     Constraints(#[from] TaintWeightError),
-    /// An override breaks its rule.
+    /// Override that violates its rule.
     #[error(transparent)]
     Overrides(#[from] ConfigErrors),
-    /// The session id is too long, or empty.
+    /// Session id that is too long or empty.
     #[error(transparent)]
     Session(#[from] SessionIdError),
-    /// It was freed by its id before it was booked.
+    /// Freed by its id before it was booked.
     #[error("the request was freed before it was booked")]
     Freed,
-    /// The request was lost with an actor, again and again.
+    /// Repeatedly lost with an actor.
     #[error("the request was lost {attempts} times with the actor that had it")]
     Lost {
-        /// Times tried.
+        /// Number of attempts.
         attempts: u32,
     },
     /// The router is down.
@@ -85,29 +85,29 @@ pub enum RouteError {
     Down(#[from] Down),
 }
 
-/// What an error means for whoever answers a client, in the words of gRPC's status codes.
+/// Kind of an error for clients, named after gRPC's status codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The request makes no sense as it is: asking again will not help. HTTP 400.
+    /// Invalid request; a retry does not help. HTTP 400.
     InvalidArgument,
-    /// It names something that is not there. HTTP 404.
+    /// Unknown resource. HTTP 404.
     NotFound,
-    /// Its id is taken. HTTP 409.
+    /// Request id in use. HTTP 409.
     AlreadyExists,
-    /// There is no room for it now. HTTP 429.
+    /// No capacity at present. HTTP 429.
     ResourceExhausted,
-    /// Its deadline has passed. HTTP 504.
+    /// Deadline passed. HTTP 504.
     DeadlineExceeded,
-    /// Its caller has ended it.
+    /// Ended by its caller.
     Cancelled,
-    /// Nobody can serve it now. HTTP 503.
+    /// No rank can serve at present. HTTP 503.
     Unavailable,
-    /// The embedder's own code, or the router, is at fault. HTTP 500.
+    /// Failure of the embedder's code or the router. HTTP 500.
     Internal,
 }
 
 impl RouteError {
-    /// What it means for whoever answers the client.
+    /// Kind for the response to the client.
     ///
     /// ```
     /// use pointsman::error::{ErrorKind, RouteError};
@@ -139,7 +139,7 @@ impl RouteError {
 }
 
 impl Rejection {
-    /// What it means for whoever answers the client.
+    /// Kind for the response to the client.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         match self {
@@ -149,7 +149,7 @@ impl Rejection {
             Self::Pinned { refused_by: Some(filter), .. } => match filter {
                 Filter::Allowed | Filter::Pin | Filter::RequiredTaints => ErrorKind::InvalidArgument,
                 Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
-                // Whoever excluded the rank did so because it failed: another try, later, is not hopeless.
+                // The rank was excluded after a failure, so a later retry may succeed.
                 Filter::Excluded
                 | Filter::Unavailable
                 | Filter::Draining
@@ -164,10 +164,10 @@ impl Rejection {
     }
 }
 
-/// Why not every event that was accepted is known to be in the index.
+/// Reason for which accepted events may be missing in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FlushError {
-    /// An index shard died with events that had been accepted. Its ranks are cold: `Router::resyncs` names them.
+    /// An index shard died with accepted events. Its ranks are cold: `Router::resyncs` lists them.
     #[error("an index shard was lost with events that had been accepted")]
     Lost,
     /// The router is down.
@@ -175,52 +175,52 @@ pub enum FlushError {
     Down(#[from] Down),
 }
 
-/// Why a report about a booking, by request id, came to nothing.
+/// Rejected report about a booking by request id.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RequestError {
-    /// No booking has this id: it has ended, or never was.
+    /// No booking has this id: it has ended or never existed.
     #[error("request id {0:?} has no booking")]
     NotFound(String),
-    /// The decay is no share.
+    /// Decay outside of its range.
     #[error(transparent)]
     Decay(#[from] WeightError),
 }
 
-/// Why a message was not carried out.
+/// Rejected message.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum HandleError {
-    /// It names no prompt.
+    /// Missing prompt.
     #[error(transparent)]
     Prompt(#[from] PromptMessageError),
-    /// It was not routed.
+    /// Routing error.
     #[error(transparent)]
     Route(#[from] RouteError),
-    /// What it reports makes no sense.
+    /// Invalid report.
     #[error(transparent)]
     Report(#[from] RequestError),
 }
 
-/// Why the set of workers did not change as asked.
+/// Rejected change of workers.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum MembershipError {
-    /// The worker's configuration breaks a rule.
+    /// Configuration that violates a rule.
     #[error("worker {worker}: {error}")]
     Config {
-        /// The worker.
+        /// Worker.
         worker: WorkerId,
-        /// The rule.
+        /// Rule.
         error: WorkerConfigError,
     },
-    /// No such worker.
+    /// Unknown worker.
     #[error("worker {0} is not registered")]
     UnknownWorker(WorkerId),
-    /// It is on its way out.
+    /// Worker is draining.
     #[error("worker {0} is being drained")]
     Draining(WorkerId),
-    /// It is registered and not being drained, so there is no drain to undo.
+    /// Worker is not draining, so there is no drain to undo.
     #[error("worker {0} is not being drained")]
     NotDraining(WorkerId),
-    /// Its drain was undone before it ended.
+    /// The drain was undone before its end.
     #[error("the drain of worker {0} was undone")]
     Undrained(WorkerId),
     /// The router is down.
@@ -228,32 +228,32 @@ pub enum MembershipError {
     Down(#[from] Down),
 }
 
-/// Why a router did not start.
+/// Startup error of a router.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum StartError {
-    /// The configuration breaks a rule.
+    /// Invalid configuration.
     #[error(transparent)]
     Config(#[from] ConfigErrors),
-    /// An initial worker was refused.
+    /// Rejected initial worker.
     #[error(transparent)]
     Worker(#[from] MembershipError),
-    /// The discovery source ended before enough workers were there.
+    /// The discovery source ended with too few workers.
     #[error("the discovery source closed with {registered} workers registered, min_initial_workers is {wanted}")]
     SourceClosed {
-        /// Workers there.
+        /// Registered workers.
         registered: usize,
-        /// Workers wanted.
+        /// Required workers.
         wanted: u32,
     },
-    /// Enough workers can never come.
+    /// Too few workers without any discovery source.
     #[error("{registered} workers are given and there is no discovery source, min_initial_workers is {wanted}")]
     NoSource {
-        /// Workers there.
+        /// Registered workers.
         registered: usize,
-        /// Workers wanted.
+        /// Required workers.
         wanted: u32,
     },
-    /// The router went down while it waited for workers.
+    /// The router went down while waiting for workers.
     #[error(transparent)]
     Down(#[from] Down),
     /// An actor did not start.

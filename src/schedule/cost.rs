@@ -1,7 +1,7 @@
-//! What one request costs on each rank, and what is known of it there.
+//! Costs and bounds of one request per rank.
 //!
-//! Owns how overlap, projected load, overrides and preferences become costs and their bounds. Leaves the formulas to
-//! [`KvCost`] and [`LatencyCost`], and which rank follows from them to `decide`.
+//! Combines overlap, projected load, overrides and preferences. [`KvCost`] and [`LatencyCost`] have the formulas;
+//! `decide` chooses.
 
 use std::cmp::Reverse;
 
@@ -17,17 +17,17 @@ use crate::select::{
     Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, RankOverlap, TierOverlap,
 };
 
-/// Share of its blocks from which on a cache counts as full.
+/// Share of used blocks from which a cache counts as full.
 const FULL_SHARE: f64 = 0.9;
 
-/// A policy's cost, with its parameters as one request has them. Policies that compare no costs show that of `kv`.
+/// Cost of a policy with the parameters of one request. Policies without costs report that of `kv`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Cost {
     Kv(KvCost),
     Latency(LatencyCost),
 }
 
-/// The cost of a rank that may not be chosen. Every other cost is finite.
+/// Cost of an ineligible rank. Every other cost is finite.
 const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
 
 impl<T> Schedule<T> {
@@ -41,7 +41,8 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Fills in bounds of every rank's cost; `settle` takes each at its worst. Expects the request's verdicts in `scratch`.
+    /// Computes bounds of every rank's cost; `settle` uses the upper bounds. Requires the request's eligibility in
+    /// `scratch`.
     pub(super) fn fill_bounds<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) {
         self.fill_overlaps(&case.pending.request.overlaps, scratch);
         let cost = self.cost_of(case.pending);
@@ -59,8 +60,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Brings bounds that were filled before the queries up to date: only who was asked can have changed, or lost its
-    /// standing.
+    /// Updates bounds computed before the queries: only queried ranks can have changed load or status.
     pub(super) fn update_bounds<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
         let cost = self.cost_of(case.pending);
         let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
@@ -69,7 +69,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Bounds of a rank's cost. One that nobody can ask is taken at its worst.
+    /// Bounds of a rank's cost; upper bounds for a rank that cannot be queried.
     #[inline]
     fn bounds<V: LoadView>(
         &self,
@@ -90,7 +90,7 @@ impl<T> Schedule<T> {
         Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
     }
 
-    /// Bounds of the cost of a rank that is open, at its own cost.
+    /// Bounds of the cost of an eligible rank without cost factor.
     #[inline]
     pub(super) fn plain_bounds<V: LoadView>(
         &self,
@@ -129,7 +129,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// The cost that the policy compares, with its parameters as the request has them.
+    /// Cost compared by the policy, with the parameters of the request.
     pub(super) fn cost_of(&self, pending: &PendingRequest<T>) -> Cost {
         match self.settings.policy {
             Policy::Latency => Cost::Latency(self.latency_cost_of(pending)),
@@ -155,8 +155,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Output tokens that the request is expected to have: what its caller expects, else what is usual for it, and no
-    /// more than it may have.
+    /// Expected output tokens: the caller's estimate, else the learned mean, capped by the maximum.
     fn expected_output_tokens(&self, pending: &PendingRequest<T>) -> f64 {
         let typical = self.typical.output_tokens;
         let Some(options) = &pending.request.options else { return typical };
@@ -165,7 +164,7 @@ impl<T> Schedule<T> {
         options.output_tokens_max.map_or(expected, |most| expected.min(f64::from(most)))
     }
 
-    /// Leading tokens that more than a quarter of the ranks have cached, and more than one.
+    /// Leading tokens cached on more than a quarter of the ranks, and on more than one.
     fn common_tokens(&self, overlaps: &[RankOverlap]) -> u32 {
         let others = (self.ranks.as_slice().len() / 4).max(1);
         if overlaps.len() <= others {
@@ -176,7 +175,7 @@ impl<T> Schedule<T> {
         self.tokens(u64::from(*common_blocks))
     }
 
-    /// The facts of a rank: taken at their upper ends, with the least that it may share.
+    /// Facts of a rank at their upper bounds, with the minimum of shared blocks.
     pub(super) fn latency_facts<V: LoadView>(
         &self,
         pending: &PendingRequest<T>,
@@ -201,8 +200,8 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Tokens of the prompt that need not be computed when its turn comes: those in a cache, or those that a request
-    /// before it computes, unless that is overdue.
+    /// Prompt tokens that need no computation when the request is served: cached, or computed by an earlier request
+    /// unless that is overdue.
     pub(super) fn expected_cached_tokens(
         &self,
         pending: &PendingRequest<T>,
@@ -220,7 +219,7 @@ impl<T> Schedule<T> {
         cached.max(self.tokens(shared_blocks)).min(pending.request.isl_tokens)
     }
 
-    /// Whether caches count for the request at all.
+    /// Whether cache hits count for the request.
     fn credits_cache(&self, pending: &PendingRequest<T>) -> bool {
         let options = pending.request.options.as_ref();
         let otherwise = options.and_then(|options| options.overrides.overlap_score_credit);
@@ -231,13 +230,13 @@ impl<T> Schedule<T> {
         u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(self.settings.cost.block_size)
     }
 
-    /// How fast the rank computes; what is not known of it is taken to be as elsewhere in the pool.
+    /// Speed of the rank; unknown parts use the typical speed of the pool.
     #[inline]
     pub(super) fn speed_of<V: LoadView>(&self, loads: &V, rank: &Rank) -> EngineSpeed {
         rank.about.speed(loads.speed(rank.slot()), self.typical.speed)
     }
 
-    /// The parameters of the `kv` cost, as the request has them.
+    /// Parameters of the `kv` cost for the request.
     pub(super) fn kv_cost_of(&self, pending: &PendingRequest<T>) -> KvCost {
         let cost = self.settings.cost;
         let Some(options) = &pending.request.options else { return cost };
@@ -266,7 +265,7 @@ impl<T> Schedule<T> {
             .unwrap_or(self.settings.cost.track_prefill_tokens)
     }
 
-    /// The facts of a rank taken at their upper ends, which for exact ones are the only ends.
+    /// Facts of a rank at their upper bounds, which equal the exact values if known.
     #[inline]
     pub(super) fn cost_facts(
         &self,
@@ -285,7 +284,7 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Everything known of a rank and the request, raw. Expects overlaps and verdicts in `scratch`.
+    /// All raw facts of a rank and the request. Requires overlaps and eligibility in `scratch`.
     pub(super) fn candidate_facts<V: LoadView>(
         &self,
         pending: &PendingRequest<T>,

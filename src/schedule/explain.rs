@@ -1,6 +1,6 @@
-//! Why a request goes where it goes: the candidate table.
+//! Explanation of a decision: the candidate table.
 //!
-//! Owns the record and its schema. The same record answers `explain` and is what sampled decisions are traced with.
+//! `explain` returns this record, and traces of sampled decisions contain it.
 
 use serde::Serialize;
 
@@ -10,67 +10,67 @@ use super::{LoadView, Schedule};
 use crate::protocol::WorkerRank;
 use crate::select::{Bounds, Candidate, CostFacts, CostTerms, Draw, Filter, LatencyTerms, Policy};
 
-/// Apart from the seed of picks, so that what is traced says nothing about ties.
+/// Separate from the seed of picks, so that sampling is independent of ties.
 const TRACE_SEED: u64 = 0x7261_6365_5f73_6565;
 
-/// Everything one decision was based on.
+/// All inputs of one decision.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explanation {
-    /// Version of this record: raised when a field changes its meaning or goes.
+    /// Version of the record, raised when a field changes its meaning or is removed.
     pub schema: u32,
-    /// The request's number.
+    /// Request number.
     pub request: u64,
-    /// How ranks were compared.
+    /// Policy.
     pub policy: Policy,
-    /// Whether the embedder's selector chose in place of the policy.
+    /// Whether a custom selector replaced the policy.
     pub custom_selector: bool,
-    /// Prompt length.
+    /// Prompt length in tokens.
     pub isl_tokens: u32,
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// The choice.
+    /// Chosen rank.
     pub chosen: Option<WorkerRank>,
-    /// Why there is none.
+    /// Reason for no choice.
     pub refused: Option<String>,
-    /// One row a registered rank, in rank order.
+    /// One row per registered rank, in rank order.
     pub ranks: Vec<ExplainedRank>,
 }
 
-/// One row of the candidate table.
+/// A row of the candidate table.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ExplainedRank {
-    /// What is known of the rank. Where it was not asked, load and blocks are upper bounds.
+    /// Facts of the rank. Load and blocks are upper bounds if it was not queried.
     #[serde(flatten)]
     pub facts: Candidate,
-    /// The filter that refused it.
+    /// The excluding filter.
     pub refused_by: Option<Filter>,
-    /// Whether its numbers are exact, and not only bounds.
+    /// Whether its values are exact instead of bounds.
     pub exact: bool,
-    /// Effective overlap in tokens.
+    /// Weighted overlap in tokens.
     pub cached_tokens: u32,
-    /// What its `kv` cost is made of, at the upper bounds.
+    /// Terms of its `kv` cost at the upper bounds.
     pub cost_terms: CostTerms,
-    /// What its `latency` cost is made of, at the upper bounds, where that is the policy.
+    /// Terms of its `latency` cost at the upper bounds, under that policy.
     pub latency_terms: Option<LatencyTerms>,
-    /// Its cost: no lower than this.
+    /// Lower bound of its cost.
     pub cost_lo: f64,
-    /// Its cost: no higher than this. What was compared, preferences included.
+    /// Upper bound of its cost. Includes preferences, as compared.
     pub cost_hi: f64,
 }
 
 impl Explanation {
-    /// The version of the record that this code writes.
+    /// Version of the record written by this code.
     pub const SCHEMA: u32 = 1;
 }
 
 impl<T> Schedule<T> {
-    /// Whether this decision is one of those traced.
+    /// Whether this decision is sampled for the trace.
     pub(super) fn is_traced(&self, request: u64) -> bool {
         let share = self.settings.decision_trace;
         share > 0.0 && Draw { seed: self.settings.seed ^ TRACE_SEED, request }.unit() < share
     }
 
-    /// The table, as things stand.
+    /// The table in the present state.
     pub(super) fn explanation<V: LoadView>(
         &self,
         case: Case<'_, T, V>,
@@ -83,7 +83,7 @@ impl<T> Schedule<T> {
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let (cost, kv_cost) = (self.cost_of(pending), self.kv_cost_of(pending));
         let all = self.ranks.as_slice();
-        // What the others have to prefill matters only to a credit that decays.
+        // The prefill of other ranks matters only with a decaying credit.
         let open = scratch.verdicts.open().map(|position| all[position].project(candidate));
         let prefill_tokens_least = open.map(|projected| projected.prefill_tokens.1).min().unwrap_or(0);
         let ranks = all.iter().enumerate().map(|(position, rank)| {

@@ -18,32 +18,32 @@ use crate::session::SessionId;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ResolvedOptions {
-    /// Whose it is: tenants take turns in the queue.
+    /// Tenant key for fair queueing.
     pub tenant: TenantKey,
-    /// Higher leaves the queue first, whatever else.
+    /// Strict priority, higher first.
     pub strict_priority: u32,
-    /// Seconds by which it goes ahead of its tenant's other requests; at least 0.
+    /// Head start in seconds before other requests of its tenant; at least 0.
     pub priority_jump: f64,
-    /// When it is too late: it is then answered as expired.
+    /// Deadline of the placement; the request then expires.
     pub due: Option<Timestamp>,
-    /// The class or family it waits in; the default one where absent.
+    /// Queue class or family; the default class if absent.
     pub policy_class: Option<Arc<str>>,
-    /// Whether it would rather be refused than wait.
+    /// Whether the request is rejected instead of queued.
     pub do_not_queue: bool,
-    /// Who may serve it.
+    /// Constraints on the rank.
     pub constraints: Constraints,
-    /// The LoRA adapter it runs under.
+    /// LoRA adapter.
     pub lora_name: Option<Arc<str>>,
-    /// Its session.
+    /// Session.
     pub session_id: Option<SessionId>,
-    /// Output tokens that the caller expects.
+    /// Output tokens expected by the caller.
     pub expected_output_tokens: Option<u32>,
-    /// Output tokens that its session or tenant had on average, where that is known.
+    /// Mean output tokens of its session or tenant, if known.
     pub usual_output_tokens: Option<f64>,
-    /// Output tokens that it may have at most. A ceiling and no forecast: it only caps what is expected.
+    /// Maximum output tokens: a cap of the expected length, not an estimate.
     pub output_tokens_max: Option<u32>,
-    /// Whether its answer comes whole, so that nobody reports when its prefill is done.
+    /// Whether the response is not streamed, so that no first token is reported.
     pub not_streamed: bool,
-    /// Settings that are otherwise for it.
+    /// Overrides of the configuration.
     pub overrides: RouterConfigOverride,
 }

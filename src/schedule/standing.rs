@@ -1,30 +1,30 @@
-//! What the ranks' owners and keepers say against them.
+//! Status of a rank that restricts its use.
 //!
-//! Owns the list of it. Leaves to `rank` when each holds, and to `eligible` what follows from it.
+//! `rank` maintains the fields; `eligible` evaluates them.
 
-/// What stands against a rank, whoever asks.
+/// Restrictions of a rank, independent of the request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Standing {
-    /// The embedder cannot reach it, or it is ejected on suspicion.
+    /// Unreachable for the embedder, or ejected on suspicion.
     pub(super) unavailable: bool,
-    /// Its probes fail, or connections to it: chosen only when no other rank is left.
+    /// Its probes or connections fail: chosen only if no other rank is left.
     pub(super) down: bool,
-    /// It is in a back-off after refused requests: chosen only when every other rank is, too.
+    /// In a back-off after refused requests: chosen only if all other ranks are, too.
     pub(super) refusing: bool,
     pub(super) draining: bool,
-    /// It let a load query time out and has given no sign since, or its board has not been readable yet: chosen only
-    /// when nobody else is left.
+    /// Timed out on a load query without a reply since, or its board has not been readable yet: chosen only if no other
+    /// rank is left.
     pub(super) suspect: bool,
-    /// The embedder finds it overloaded.
+    /// Overloaded according to the embedder.
     pub(super) overloaded: bool,
-    /// Its engine's own account, as of the last look, makes it overloaded.
+    /// Overloaded according to the last engine report.
     pub(super) engine_overloaded: bool,
-    /// It was ejected not long ago, and costs more for a while.
+    /// Recently ejected, with a higher cost for a while.
     pub(super) returning: bool,
 }
 
 impl Standing {
-    /// Nothing stands against it.
+    /// No restrictions.
     pub(super) const GOOD: Self = Self {
         unavailable: false,
         down: false,

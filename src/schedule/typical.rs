@@ -1,7 +1,7 @@
-//! What is typical of the pool, for want of better: learned from its decisions.
+//! Typical values of the pool, learned from its decisions, as fallback for unknown values.
 //!
-//! Owns running means over the last placements, and the median speed of the ranks. Promises that one placement moves no
-//! mean far, and that fewer than half of the ranks cannot move the speed far. Leaves to ranks what is known of each.
+//! Running means over the last placements, and the median speed of the ranks. One placement moves no mean far, and
+//! fewer than half of the ranks cannot move the speed far.
 
 use std::time::Duration;
 
@@ -10,41 +10,41 @@ use super::rank::{About, Rank};
 use crate::load::{EngineSpeed, PublishedSpeed};
 use crate::protocol::Timestamp;
 
-/// Means run over some 64 placements each.
+/// Running means cover about 64 placements each.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Typical {
-    /// Speed of a rank: of each number the median over those ranks of which it is fresh, or known at all.
+    /// Typical speed of a rank: per parameter the median over ranks with fresh values, else with any.
     pub(super) speed: EngineSpeed,
-    /// When it was taken.
+    /// Time of its computation.
     speed_at: Option<Timestamp>,
     /// Output tokens of a request.
     pub(super) output_tokens: f64,
-    /// Share of the prompt tokens that is found cached.
+    /// Share of cached prompt tokens.
     cached_share: f64,
 }
 
-/// Share of the newest in a mean.
+/// Weight of the newest value in a mean.
 const SHARE: f64 = 1.0 / 64.0;
 
-/// How often speeds are aged, and the median is taken.
+/// Interval of aging and of the median.
 const SPEED_EVERY: Duration = Duration::from_millis(250);
 
-/// Output tokens where nobody has reported any.
+/// Output tokens before any report.
 const OUTPUT_TOKENS_UNKNOWN: f64 = 256.0;
 
-/// Share of the mean worth of a block that the next one to go is worth: engines push out what was used longest ago.
+/// Expected value of the next evicted block relative to the mean, because engines evict the least recently used block.
 const OLDEST_WORTH: f64 = 0.25;
 
-/// Most times that a block is taken to be found again.
+/// Maximum expected hits of a block.
 const HITS_MAX: f64 = 4.0;
 
 impl Typical {
-    /// Nothing is known but the blocks' size.
+    /// Initial values: only the block size is known.
     pub(super) fn new(speed: EngineSpeed) -> Self {
         Self { speed, speed_at: None, output_tokens: OUTPUT_TOKENS_UNKNOWN, cached_share: 0.0 }
     }
 
-    /// Counts a placement in; of a prompt of 0 tokens, nothing is said about caches.
+    /// Adds a placement; an empty prompt does not affect the cached share.
     pub(super) fn placed(&mut self, isl_tokens: u32, cached_tokens: u32, output_tokens: Option<f64>) {
         let toward = |mean: &mut f64, value: f64| *mean += SHARE * (value - *mean);
         if isl_tokens > 0 {
@@ -84,16 +84,16 @@ impl Typical {
         Some(self.speed)
     }
 
-    /// Seconds of prefill that are lost later for each one whose blocks push others out. Where a share h of all blocks is
-    /// found, each that is computed is found h / (1 − h) times on average; those that go next, less often.
+    /// Later loss in seconds of prefill per second of prefill with evictions. With a cached share h, each computed
+    /// block is hit h / (1 − h) times on average, and the next evicted blocks less often.
     pub(super) fn displaced(&self) -> f64 {
-        let hits = self.cached_share / (1.0 - self.cached_share); // infinite where all is found
+        let hits = self.cached_share / (1.0 - self.cached_share); // infinite if everything is cached
         OLDEST_WORTH * hits.min(HITS_MAX)
     }
 }
 
 impl About {
-    /// The `published` speed, aged if it has been, with `typical` for its unknown parts.
+    /// The `published` speed, aged if necessary, with `typical` for its unknown parts.
     #[inline]
     pub(super) fn speed(&self, published: PublishedSpeed, typical: EngineSpeed) -> EngineSpeed {
         match &self.aged_speed {
@@ -103,10 +103,10 @@ impl About {
     }
 }
 
-/// Seconds that a rank has shown, and whether they are fresh.
+/// A measured time in seconds, and whether it is fresh.
 type Shown = (f64, bool);
 
-/// What one rank has shown: seconds a token of work, a step, a request and a block.
+/// Measured times of one rank: seconds per work token, step, request and block.
 struct Known {
     published: PublishedSpeed,
     weights: [f64; 2],
@@ -144,8 +144,8 @@ impl Known {
     }
 }
 
-/// The median of the fresh numbers, or of all where none is fresh; `None` of nothing. Of two in the middle the
-/// shorter: who is taken to be fast is tried, and seen to be slow.
+/// Median of the fresh values, or of all if none is fresh; `None` without values. Of two middle values the shorter,
+/// because a rank assumed to be fast is tried and corrected.
 fn median(shown: impl Iterator<Item = Shown>) -> Option<f64> {
     let mut shown: Vec<Shown> = shown.collect();
     if shown.iter().any(|(_, is_fresh)| *is_fresh) {

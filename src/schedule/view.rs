@@ -1,6 +1,6 @@
-//! What the scheduler takes a rank's load to be, between bounds.
+//! The scheduler's view of a rank's load, between bounds.
 //!
-//! Owns how a board, an answer and Books on their way add up. Leaves to `rank` which of them count.
+//! Combines board, reply and overlay. `rank` selects the Books that count.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub(super) struct View {
     pub(super) requests: u32,
 }
 
-/// What stands before a newcomer's prefill.
+/// Prefill backlog ahead of a new request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Wait {
     /// How long the prefills take whose durations are modelled.

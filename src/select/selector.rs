@@ -1,8 +1,7 @@
-//! The embedder's own choice of a rank.
+//! Custom selectors of embedders.
 //!
-//! Owns what a custom selector is shown and how its answer is checked. Promises that it sees every eligible rank with
-//! raw, exact facts and no half-computed score, and that a wrong answer or a panic is an error of that one request.
-//! Leaves filtering, queueing and booking to `schedule`: a selector chooses, it does not admit.
+//! A selector receives every eligible rank with raw, exact facts. Invalid results and panics are errors of that one
+//! request. `schedule` filters, queues and books.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -13,60 +12,59 @@ use super::TierOverlap;
 use crate::engine_load::EngineLoadFact;
 use crate::protocol::WorkerRank;
 
-/// One rank that may be chosen, with everything that is known of it and the request.
+/// An eligible rank with all facts about it and the request.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Candidate {
     /// The rank.
     pub rank: WorkerRank,
-    /// What it holds of the prompt, by tier, in blocks.
+    /// Overlap of the prompt, by tier, in blocks.
     pub overlap: TierOverlap,
-    /// Blocks that the shared cache has beyond its device blocks.
+    /// Blocks in the shared cache beyond its device blocks.
     pub shared_cache_blocks: u32,
-    /// Prefill tokens it has still to compute, without this request.
+    /// Remaining prefill tokens, without this request.
     pub prefill_tokens: u64,
-    /// Blocks its active requests hold, this one included and what it shares with them counted once.
+    /// Blocks of its active requests and this one; shared blocks count once.
     pub potential_blocks: u64,
-    /// Requests active on it, without this one.
+    /// Active requests, without this one.
     pub active_requests: u32,
-    /// Tokens one engine step may hold, where known.
+    /// Maximum tokens per engine step, if known.
     pub max_num_batched_tokens: Option<u32>,
-    /// KV blocks it has, where known.
+    /// Total KV blocks, if known.
     pub total_kv_blocks: Option<u32>,
-    /// Blocks it holds in all tiers, as the index knows.
+    /// Indexed blocks in all tiers.
     pub held_blocks: u32,
-    /// Since its load was last published. An idle rank publishes nothing, so age is no sign of error.
+    /// Age of its last published load. An idle rank publishes nothing, so age is no sign of an error.
     pub load_age: Duration,
-    /// Since its last KV event; absent where none has come.
+    /// Age of its last KV event; absent without any.
     pub index_age: Option<Duration>,
-    /// What its engine says of its load, and how long ago; absent where it never has. Stale or absent is unknown, not
-    /// idle.
+    /// Engine-reported load with its age; absent without any report. Stale or absent means unknown, not idle.
     pub engine_load: Option<EngineLoadFact>,
-    /// The product of what taints, session and slow start do to its cost; 1 for none. A wish, not a rule.
+    /// Product of the cost factors of taints, session and slow start; 1 for none. A preference, not a rule.
     pub preference: f64,
 }
 
-/// What a selector is asked.
+/// Inputs of a selection.
 #[derive(Clone, Copy, Debug)]
 pub struct Selection<'a> {
-    /// The request's number: a seed for draws, if the selector makes any.
+    /// Request number, usable as a seed.
     pub request: u64,
-    /// Prompt length.
+    /// Prompt length in tokens.
     pub isl_tokens: u32,
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Output the caller expects, where it said so.
+    /// Output tokens expected by the caller, if given.
     pub expected_output_tokens: Option<u32>,
-    /// The LoRA adapter it runs under.
+    /// LoRA adapter.
     pub lora_name: Option<&'a str>,
-    /// Its session.
+    /// Session.
     pub session_id: Option<&'a str>,
-    /// The eligible ranks, in rank order. Never empty.
+    /// Eligible ranks, in rank order. Never empty.
     pub candidates: &'a [Candidate],
 }
 
-/// Chooses a rank in place of the configured policy.
+/// Replaces the configured policy.
 ///
-/// Runs in the scheduler's turn: it must be quick, and must not block. It sees what was decided before it.
+/// Runs on the scheduler's strand: it must be fast and must not block. Its inputs include all earlier decisions.
 ///
 /// ```
 /// use pointsman::select::{Selection, WorkerSelector};
@@ -82,33 +80,33 @@ pub struct Selection<'a> {
 /// }
 /// ```
 pub trait WorkerSelector: Send + Sync {
-    /// The position of the chosen candidate, or `None` to refuse the request.
+    /// Position of the chosen candidate, or `None` to reject the request.
     fn select(&self, selection: &Selection<'_>) -> Option<usize>;
 }
 
-/// Why a selector's answer could not be used.
+/// Unusable result of a selector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SelectorError {
-    /// It chose nobody.
+    /// No choice.
     #[error("the selector refused all {candidates} candidates")]
     Refused {
-        /// Their number.
+        /// Number of candidates.
         candidates: usize,
     },
-    /// It chose somebody who is not there.
+    /// Choice out of range.
     #[error("the selector chose candidate {position}, must be below {candidates}")]
     OutOfRange {
-        /// Its answer.
+        /// Returned position.
         position: usize,
         /// Number of candidates.
         candidates: usize,
     },
-    /// It panicked.
+    /// Panic.
     #[error("the selector panicked")]
     Panicked,
 }
 
-/// Asks a selector, and checks its answer.
+/// Calls a selector and validates its result.
 pub(crate) fn chosen(selector: &dyn WorkerSelector, selection: &Selection<'_>) -> Result<usize, SelectorError> {
     let candidates = selection.candidates.len();
     let answer = catch_unwind(AssertUnwindSafe(|| selector.select(selection))).map_err(|_| SelectorError::Panicked)?;

@@ -1,7 +1,6 @@
-//! The `kv` cost: blocks of prefill still to do plus blocks held, lower is better.
+//! The `kv` cost: remaining prefill blocks plus held blocks, lower is better.
 //!
-//! Owns the formula and its bounds. The formula is that of NVIDIA Dynamo 1.6.1's default scorer, so that
-//! fleets can move over without re-tuning:
+//! The formula equals that of NVIDIA Dynamo 1.6.1's default scorer, so that fleets can migrate without new tuning:
 //!
 //! ```text
 //! credit   = overlap_score_credit · d · device + host · w_host + (disk + external) · w_disk + shared_mult · shared
@@ -16,58 +15,58 @@ use serde::Serialize;
 use super::Bounds;
 use crate::select::{TierOverlap, TierWeights};
 
-/// The parameters of the formula. All finite and not negative.
+/// Parameters of the formula, all finite and not negative.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KvCost {
-    /// Credit of a device block, 1.0 = as much as computing it costs.
+    /// Credit of a device block; 1.0 equals its computation cost.
     pub overlap_score_credit: f64,
-    /// How fast the credit shrinks on a rank that is busy with prefill; 0 = not at all.
+    /// Decrease of the credit on a rank with prefill load; 0 disables it.
     pub overlap_score_credit_decay: f64,
-    /// Weight of a block of prefill against a block held.
+    /// Weight of a block of prefill compared with a held block.
     pub prefill_load_scale: f64,
     /// Cost of each active request, in blocks.
     pub active_request_weight: f64,
-    /// Worth of lower tiers.
+    /// Weights of lower tiers.
     pub tier_weights: TierWeights,
-    /// Credit of a block that only the shared cache has.
+    /// Credit of a block that only the shared cache holds.
     pub shared_cache_multiplier: f64,
     /// Whether prefill tokens count at all.
     pub track_prefill_tokens: bool,
-    /// Decode pools that do not track prefill: credit is taken off the blocks held.
+    /// Decode pools without prefill tracking: the credit is subtracted from the held blocks.
     pub decode_only: bool,
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: u32,
 }
 
-/// The facts about one request on one rank that the cost is made of.
+/// Facts about one request on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CostFacts {
-    /// Prompt length.
+    /// Prompt length in tokens.
     pub isl_tokens: u64,
-    /// What the rank holds of the prompt.
+    /// Overlap of the prompt on the rank.
     pub overlap: TierOverlap,
-    /// Blocks that the shared cache has beyond the rank's device blocks.
+    /// Blocks in the shared cache beyond the rank's device blocks.
     pub shared_cache_blocks: u32,
-    /// Prefill tokens still to compute on the rank.
+    /// Remaining prefill tokens of the rank.
     pub prefill_tokens: u64,
-    /// The least of these over all candidates; only looked at when the credit decays.
+    /// Minimum of these over all candidates; used only with a decaying credit.
     pub prefill_tokens_least: u64,
-    /// Blocks the rank would hold with this request.
+    /// Blocks held by the rank including this request.
     pub potential_blocks: u64,
-    /// Requests active on the rank.
+    /// Active requests of the rank.
     pub active_requests: u32,
 }
 
-/// What a cost is made of, in blocks.
+/// Terms of a cost, in blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct CostTerms {
-    /// Blocks of prefill that need not be computed.
+    /// Prefill blocks that need no computation.
     pub credit_blocks: f64,
-    /// Blocks of prefill to compute, scaled; 0 for decode pools.
+    /// Prefill blocks to compute, scaled; 0 for decode pools.
     pub prefill_blocks: f64,
-    /// Blocks held with the request, less the credit for decode pools.
+    /// Held blocks including the request, minus the credit for decode pools.
     pub held_blocks: f64,
-    /// What the active requests cost.
+    /// Cost of the active requests.
     pub requests_blocks: f64,
 }
 
@@ -98,7 +97,7 @@ impl KvCost {
         self.terms(facts).total()
     }
 
-    /// What the cost is made of.
+    /// Terms of the cost.
     #[must_use]
     #[inline]
     pub fn terms(&self, facts: &CostFacts) -> CostTerms {
@@ -115,11 +114,11 @@ impl KvCost {
         CostTerms { credit_blocks, prefill_blocks, held_blocks, requests_blocks }
     }
 
-    /// The interval the cost lies in when the potential blocks lie in `potential_blocks` and the prefill
-    /// tokens in `prefill_tokens` (each lowest, highest). Exact facts give an interval of one point.
+    /// Interval of the cost for potential blocks in `potential_blocks` and prefill tokens in `prefill_tokens` (each
+    /// lowest, highest). Exact facts give a single point.
     ///
-    /// The cost grows with both, so the ends are the costs of the ends. That holds only while the credit
-    /// does not decay; a decaying credit is not bounded here (see [`Policy::needs`](crate::select::Policy::needs)).
+    /// The cost increases with both, so its bounds are the costs of the bounds. This holds only without a decaying
+    /// credit, which is not bounded here (see [`Policy::needs`](crate::select::Policy::needs)).
     #[must_use]
     #[inline]
     pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {
@@ -135,13 +134,13 @@ impl KvCost {
         Bounds { lo: least.total(), hi: most.total() }
     }
 
-    /// Blocks held, less the credit for decode pools.
+    /// Held blocks, minus the credit for decode pools.
     fn held_blocks(&self, potential_blocks: u64, credit_blocks: f64) -> f64 {
         let potential = blocks(potential_blocks);
         if self.decode_only { (potential - credit_blocks).max(0.0) } else { potential }
     }
 
-    /// The credit in blocks for an overlap on a rank without prefill to do.
+    /// Credit in blocks for an overlap on a rank without prefill load.
     #[must_use]
     pub fn credit(&self, overlap: TierOverlap, shared_cache_blocks: u32) -> f64 {
         self.credit_blocks(&CostFacts { overlap, shared_cache_blocks, ..CostFacts::default() })
@@ -197,7 +196,7 @@ mod tests {
         TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks: 0 }
     }
 
-    /// The worked examples of the reference: 1,024 tokens in blocks of 16.
+    /// Worked examples of the reference: 1,024 tokens in blocks of 16.
     #[test]
     fn worked_examples() {
         let warm_idle = CostFacts { overlap: held(48, 8, 4), potential_blocks: 70, ..CostFacts::default() };
@@ -216,7 +215,7 @@ mod tests {
         assert_eq!(cost_of(|_| {}, facts), 3.0);
     }
 
-    /// The reference's facade test: two shared blocks beyond the device at a multiplier of 0.5 credit one block.
+    /// Facade test of the reference: two shared blocks beyond the device at a multiplier of 0.5 credit one block.
     #[test]
     fn shared_blocks_beyond_the_device_are_credited_by_the_multiplier() {
         let facts = CostFacts { overlap: held(2, 0, 0), shared_cache_blocks: 2, ..CostFacts::default() };

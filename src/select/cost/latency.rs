@@ -1,7 +1,7 @@
-//! The `latency` cost: the seconds that a request on a rank takes itself and costs others, lower is better.
+//! The `latency` cost of a request on a rank in seconds, lower is better.
 //!
-//! Owns the formula. It is the marginal cost of one more request, in seconds of waiting, over everybody whom it makes
-//! wait. With the [speed](EngineSpeed) that the rank has shown:
+//! Marginal cost of an additional request: the delay in seconds over all requests that it affects. With the learned
+//! [speed](EngineSpeed) of the rank:
 //!
 //! ```text
 //! work     = new · (1 + (cached + new / 2) / 33000)                  tokens; attention reads what stands before each
@@ -16,76 +16,76 @@
 //! cost     = 2 · (ttft + overdue) + stall + decode + displace − copy
 //! ```
 //!
-//! - *ttft*: what the caller waits for its first token: until the prefills before it are done, its own uncached
-//!   prompt, and a step. Rates are learned beside decodes, so these are in them. Twice, for these are the seconds in which nothing is on the screen.
-//! - *overdue*: waits count progressively. Whoever waits for ten seconds is not served by ten others who wait for none.
-//! - *stall*: engines prefill in the steps that decode: each request on the rank stands still as long.
-//! - *decode*: its own output, at the pace of a rank with so many requests and blocks.
-//! - *displace*: what is computed anew takes blocks in which others would have found theirs.
-//! - *copy*: a prefix that many ranks hold is asked for again and again. Computing it where it is missing is paid back
-//!   when it is next asked for there; without this, few requests would keep to warm ranks for ever beside an idle one.
+//! - *ttft*: time to the first token: earlier prefills, its own uncached prompt, and one step. Rates are learned beside
+//!   decodes and include them. Counts twice, because the caller sees nothing during it.
+//! - *overdue*: long waits count progressively. Ten requests without a wait do not compensate one wait of ten seconds.
+//! - *stall*: engines prefill within decode steps, so each active request on the rank stalls for that time.
+//! - *decode*: its own output at the step time of the rank with its requests and blocks.
+//! - *displace*: newly computed blocks evict blocks that later requests would have used.
+//! - *copy*: a prefix on many ranks is requested repeatedly. Computing it on a rank that lacks it pays off at its next
+//!   request there; without this term, few requests would stay on warm ranks beside an idle one.
 //!
 //! The first untuned form of this (queued + 2 · new + new · running / 8 + 4 · running, in blocks) and the idea to
-//! multiply work and batch (LMetric, arXiv 2603.15202) were measured beside it: docs/policies.md has the figures.
+//! multiply work and batch (LMetric, arXiv 2603.15202) were measured for comparison: docs/policies.md has the figures.
 
 use serde::Serialize;
 
 use crate::load::{EngineSpeed, work_tokens};
 
-/// Weight of the seconds before the first token.
+/// Weight of the time to first token.
 const TTFT_WEIGHT: f64 = 2.0;
 
-/// A wait of this long counts double, in seconds.
+/// Wait in seconds that counts double.
 const WAIT_TOLERANCE_SECONDS: f64 = 1.0;
 
-/// The parameters of the formula.
+/// Parameters of the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LatencyCost {
-    /// Tokens a block, at least 1.
+    /// Tokens per block, at least 1.
     pub block_size: u32,
-    /// Whether prefill counts at all: decode pools do none.
+    /// Whether prefill counts: decode pools have none.
     pub track_prefill_tokens: bool,
-    /// Tokens that the request is expected to generate.
+    /// Expected output tokens of the request.
     pub output_tokens: f64,
-    /// Leading tokens of the prompt that many ranks have cached: it is asked for again and again.
+    /// Leading tokens of the prompt cached on many ranks, and thus requested repeatedly.
     pub common_tokens: u32,
-    /// Seconds that others lose later for each second of prefill whose blocks push theirs out.
+    /// Later loss in seconds per second of prefill with evictions.
     pub displaced: f64,
 }
 
-/// The facts about one request on one rank that the cost is made of.
+/// Facts about one request on one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LatencyFacts {
     /// Prompt length in tokens.
     pub isl_tokens: u32,
-    /// Tokens of it that need not be computed once its turn has come: cached, or asked for by a request before it.
+    /// Tokens that need no computation when the request is served: cached, or computed by an earlier request.
     pub cached_tokens: u32,
-    /// How long the prefills before it take, in seconds.
+    /// Duration of the earlier prefills, in seconds.
     pub wait_seconds: f64,
-    /// Requests active on the rank, waiting or running.
+    /// Active requests on the rank, waiting or running.
     pub requests: u32,
-    /// Blocks that these hold.
+    /// Blocks of the active requests.
     pub active_blocks: u64,
-    /// Whether the rank's cache is full, so that something has to go.
+    /// Whether the cache of the rank is full, so that new blocks evict others.
     pub is_full: bool,
-    /// How fast the rank computes.
+    /// Speed of the rank.
     pub speed: EngineSpeed,
 }
 
-/// What a cost is made of, in seconds.
+/// Terms of a cost, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct LatencyTerms {
-    /// The expected time to first token.
+    /// Expected time to first token.
     pub ttft_seconds: f64,
-    /// What its wait counts beyond that.
+    /// Additional cost of a long wait.
     pub overdue_seconds: f64,
-    /// What the requests on the rank lose together while its prompt is computed.
+    /// Total stall of the active requests during its prefill.
     pub stall_seconds: f64,
-    /// What its output takes.
+    /// Duration of its output.
     pub decode_seconds: f64,
-    /// What others lose later for blocks that are pushed out.
+    /// Later loss from evicted blocks.
     pub displace_seconds: f64,
-    /// What others gain later from a prefix that many ranks hold and this one does not.
+    /// Later gain from a prefix that many ranks hold and this one lacks.
     pub copy_seconds: f64,
 }
 
@@ -126,7 +126,7 @@ impl LatencyCost {
         self.terms(facts).total()
     }
 
-    /// What the cost is made of.
+    /// Terms of the cost.
     #[must_use]
     #[inline]
     pub fn terms(&self, facts: &LatencyFacts) -> LatencyTerms {
@@ -148,7 +148,7 @@ impl LatencyCost {
         }
     }
 
-    /// Tokens that the rank has to compute: at least one, for the first token comes of it.
+    /// Tokens to compute: at least one, which produces the first token.
     fn new_tokens(&self, facts: &LatencyFacts) -> u32 {
         if self.track_prefill_tokens { facts.isl_tokens.saturating_sub(facts.cached_tokens).max(1) } else { 0 }
     }
@@ -157,13 +157,13 @@ impl LatencyCost {
         work_tokens(self.new_tokens(facts), self.cached_tokens(facts))
     }
 
-    /// Tokens before those that it computes.
+    /// Tokens before the computed ones.
     fn cached_tokens(&self, facts: &LatencyFacts) -> u32 {
         facts.isl_tokens.saturating_sub(self.new_tokens(facts))
     }
 }
 
-/// Counts stay far below 2^53, where f64 is exact; one that is "at least" may be any.
+/// Counts stay far below 2^53, where f64 is exact; a count that means "at least" may be imprecise.
 #[expect(clippy::cast_precision_loss, reason = "block and token counts stay far below 2^53")]
 fn count(count: u64) -> f64 {
     count as f64
@@ -183,7 +183,7 @@ mod tests {
         displaced: 0.1,
     };
 
-    /// 25,000 tokens of work a second, and the prior's steps.
+    /// 25,000 work tokens per second, and step times of the prior.
     fn facts() -> LatencyFacts {
         LatencyFacts {
             isl_tokens: 6_600,
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn worked_example_of_an_idle_rank() {
         let terms = COST.terms(&facts());
-        // 6,600 tokens with 3,300 before each on average: a tenth more work.
+        // 6,600 tokens after 3,300 cached ones on average: a tenth more work.
         let prefill = 6_600.0 * 1.1 / 25_000.0;
         close(terms.ttft_seconds, prefill + 0.004);
         close(terms.decode_seconds, 200.0 * (0.004 + 20e-6 + 65e-9 * 6_600.0));
@@ -239,8 +239,8 @@ mod tests {
         assert_eq!((terms.stall_seconds, terms.displace_seconds), (0.0, 0.0));
     }
 
-    /// The peer's first workload: 7,000 tokens, half of them one of ten prefixes. An idle rank that lacks the prefix is
-    /// not passed over for ever beside a warm one with a request on it.
+    /// First workload of Dynamo's benchmark: 7,000 tokens, half of them one of ten prefixes. An idle rank without the
+    /// prefix is eventually chosen over a warm rank with one request.
     #[test]
     fn a_common_prefix_is_copied_to_an_idle_rank() {
         let cold = LatencyFacts { isl_tokens: 7_000, ..facts() };
@@ -252,7 +252,7 @@ mod tests {
         close(copied.copy_seconds, 3_500.0 * (1.0 + 1_750.0 / 33_000.0) / 25_000.0);
     }
 
-    /// A rank of half the speed is worth it where the fast one is busy enough, and not before.
+    /// A rank of half the speed is chosen only if the fast one is busy enough.
     #[test]
     fn slow_ranks_get_what_fast_ones_cannot_take() {
         let prior = facts().speed;
