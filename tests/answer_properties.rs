@@ -1,4 +1,4 @@
-//! What is read of an answer, held to a parser that knows JSON, however the answer is cut.
+//! Usage and token counts read from an answer, compared with a JSON parser, for every way to split the answer.
 
 use pointsman::answer::{AnswerKind, AnswerReader, Usage};
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn assert_cuts_change_nothing(kind: AnswerKind, answer: &[u8]) {
     assert_eq!(read(kind, answer.chunks(1)), whole, "byte by byte");
 }
 
-/// Text with everything in it that JSON has to escape, and all that looks like what is searched for.
+/// Text with every character that JSON must escape, and text that resembles the searched fields.
 fn text() -> impl Strategy<Value = String> {
     prop_oneof![
         Just(String::new()),
@@ -59,7 +59,7 @@ fn event() -> impl Strategy<Value = Value> {
     ]
 }
 
-/// What a usage says, by the book.
+/// The usage according to the JSON parser.
 fn said(usage: &Value) -> Option<Usage> {
     let count = |value: &Value| value.as_u64().and_then(|count| u32::try_from(count).ok());
     let said = Usage {
@@ -70,7 +70,7 @@ fn said(usage: &Value) -> Option<Usage> {
     Some(said).filter(|said| *said != Usage::default())
 }
 
-/// What events say one after the other.
+/// Token count and usage of a sequence of events.
 fn told(events: &[Value]) -> (u64, Option<Usage>) {
     let (mut tokens, mut known) = (0, None);
     for event in events {
@@ -97,7 +97,7 @@ fn stream(events: &[Value], end: &str) -> Vec<u8> {
 }
 
 proptest! {
-    // Each case is read once for every byte that it has.
+    // Each case is read once per byte.
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
@@ -129,7 +129,7 @@ proptest! {
     }
 }
 
-/// Beyond what is read as a whole, where the way of holding changes.
+/// Lengths above the limit for buffered values, where the storage method changes.
 #[test]
 fn long_lines_and_long_values_may_be_cut_anywhere() {
     for filler in [65_000, 65_536, 70_000, 200_000] {

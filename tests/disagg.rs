@@ -1,4 +1,5 @@
-//! A request on two pools: what is booked where, what a failure of one side leaves, and what is skipped.
+//! A request on two pools: bookings per pool, cleanup after a failure of one side, and conditions for skipping the
+//! prefill pool.
 
 use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason, WhyLocal};
 use pointsman::error::RouteError;
@@ -8,7 +9,7 @@ use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, R
 
 use crate::common::{assert_at_rest, config, loads, rank, router, stored, tokens};
 
-/// Prefill workers 0 to `prefills` − 1, and decode workers likewise, which know what they have cached.
+/// Prefill workers 0 to `prefills` − 1, and decode workers likewise. The decode pool has an index.
 async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregated {
     let mut decode = config().for_decode();
     decode.index.enabled = true;

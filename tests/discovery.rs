@@ -1,6 +1,6 @@
-//! Discovery through a running router: what sources say becomes what runs, whatever breaks on the way.
+//! Discovery in a running router: the set of running workers follows the sources through every fault.
 //!
-//! Owns nothing. Waits for what must come about, never for a time; where a period must pass, the clock is paused.
+//! The tests wait for conditions, never for a time. If a period must elapse, the clock is paused.
 
 use pointsman::config::{DiscoveryConfig, SupervisionConfig};
 use std::collections::BTreeMap;
@@ -19,18 +19,18 @@ fn set(workers: &[(u64, &str)]) -> WorkerMap {
     workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect()
 }
 
-/// Workers and where they are.
+/// Registered workers and their endpoints.
 fn running(router: &Router) -> BTreeMap<u64, String> {
     router.workers().iter().map(|entry| (entry.worker.0, entry.config.endpoint.clone())).collect()
 }
 
-/// Waits until the workers are these.
+/// Waits until exactly these workers are registered.
 async fn runs(router: &Router, workers: &[(u64, &str)]) {
     let wanted: BTreeMap<u64, String> = workers.iter().map(|(id, at)| (*id, (*at).to_owned())).collect();
     until(router, |_| running(router) == wanted).await;
 }
 
-/// Waits until the sources are so.
+/// Waits until the source states satisfy a condition.
 async fn until(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
     crate::common::until("discovery state", async || {
         assert_eq!(router.health().state, Ok(()), "the router is up");
@@ -39,7 +39,7 @@ async fn until(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
     .await;
 }
 
-/// A source that says what it is told to say.
+/// A source that returns the results sent by the test.
 struct Told(mpsc::UnboundedReceiver<Say>);
 
 enum Say {
@@ -143,7 +143,7 @@ async fn news_that_was_missed_is_made_up_for_at_the_next_pass() {
         source.send_replace(set(&[(round, "a")]));
         until(&router, |statuses| statuses[0].workers == 1 && running(&router) == workers).await;
         let before = tokio::time::Instant::now();
-        // Nothing is left to do, so the clock runs on to the next pass.
+        // No task is ready, so the paused clock advances to the next pass.
         crate::common::until("next pass", async || {
             tokio::time::sleep(Duration::from_millis(1)).await;
             running(&router) != workers
@@ -186,7 +186,7 @@ async fn a_source_that_panics_is_asked_again() {
     assert_eq!(router.health().restarts, 0, "no actor dies of it");
 }
 
-/// As [`until`], letting a paused clock run on.
+/// Like [`until`], and lets a paused clock advance.
 async fn until_slowly(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) {
     crate::common::until("discovery state", async || {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -247,7 +247,7 @@ fn trouble_and_conflicts_are_counted() {
     assert_eq!(count("pointsman_discovery_errors_total"), ["Counter(2)"], "both sources bear one name here");
 }
 
-/// A source that waits for ever does not keep a router that is dropped.
+/// A pending source does not keep a dropped router alive.
 #[tokio::test]
 async fn sources_end_with_the_router() {
     struct Silent(#[allow(dead_code, reason = "held until the source is dropped")] mpsc::Sender<()>);
@@ -265,7 +265,7 @@ async fn sources_end_with_the_router() {
     assert_eq!(gone.recv().await, None, "the source has been dropped");
 }
 
-/// Twenty deaths of each while the set keeps changing: every change arrives.
+/// Each actor is killed twenty times while the set changes: no change is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_discovery_actor_that_dies_loses_nothing() {
     without_reports_of_drills();
@@ -317,7 +317,7 @@ mod found {
     const SOON: Duration = Duration::from_millis(5);
     const AN_HOUR: Duration = Duration::from_secs(3600);
 
-    /// A directory of one test, gone with it.
+    /// A directory of one test, removed after it.
     struct Directory(PathBuf);
 
     impl Directory {
@@ -327,7 +327,7 @@ mod found {
             Self(path)
         }
 
-        /// Replaces a file at once.
+        /// Replaces a file atomically.
         fn replace(&self, name: &str, content: &str) -> PathBuf {
             let (new, path) = (self.0.join("new"), self.0.join(name));
             std::fs::write(&new, content).expect("written");
@@ -342,7 +342,7 @@ mod found {
         }
     }
 
-    /// An engine: what it answers to which path; anything else is 404.
+    /// A mock engine: responses by path; all other paths return 404.
     #[derive(Clone, Default)]
     struct Engine(Arc<Mutex<BTreeMap<&'static str, String>>>);
 
@@ -446,7 +446,7 @@ mod found {
         let mismatch = format!("{misfit}: its block size is 8, must be 4, which is the pool's");
         assert!(error.contains(&mismatch) && error.contains("cannot connect"), "{error}");
 
-        // It answers nonsense from now on: what it said before stands, and the other is still heard.
+        // After an invalid response the last valid one stays in force, and the other engine is still polled.
         good.says("/metrics", "<html>");
         until(&router, |statuses| statuses[0].last_error.as_ref().is_some_and(|e| e.contains("/metrics"))).await;
         let grown = Engine::vllm(200, BLOCK_SIZE).0.lock().expect("no panic")["/metrics"].clone();
@@ -454,7 +454,7 @@ mod found {
         until(&router, |_| config_of(&router, &other_url).is_some_and(|c| c.total_kv_blocks == Some(200))).await;
         assert_eq!(config_of(&router, &good_url).and_then(|config| config.total_kv_blocks), Some(100));
 
-        // It says clearly that it belongs elsewhere.
+        // The engine now reports an incompatible configuration.
         good.says("/metrics", Engine::vllm(1, BLOCK_SIZE * 4).0.lock().expect("no panic")["/metrics"].clone());
         until(&router, |_| config_of(&router, &good_url).is_none()).await;
         assert!(config_of(&router, &other_url).is_some());

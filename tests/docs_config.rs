@@ -1,7 +1,7 @@
-//! Holds `docs/configuration.md` to the code: every setting is there, in order, with its type, default and rules.
+//! Checks `docs/configuration.md` against the code: every setting is listed in order, with its type, default and rules.
 //!
-//! Owns nothing. Asks the structs for their fields by way of serde, and for their rules by breaking them. On a
-//! difference it prints the row that the table must have.
+//! Fields come from the structs through serde, rules from the errors for invalid values. For each difference the test
+//! prints the required table row.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,15 +17,15 @@ use serde_json::{Value, json};
 
 const PAGE: &str = "docs/configuration.md";
 
-/// Settings that one table lists.
+/// Settings of one table.
 struct Subject {
-    /// The heading that the table stands under.
+    /// Heading above the table.
     heading: &'static str,
-    /// By path, with defaults.
+    /// Paths with defaults.
     fields: Vec<(String, Value)>,
-    /// Returns a configuration in which this field, and no other of the subject, has this value.
+    /// Returns a configuration in which this field, and no other field of the table, has this value.
     place: Box<dyn Fn(&str, &Value) -> Value>,
-    /// What the names of its fields begin with in errors.
+    /// Prefix of the field names in errors.
     prefix: &'static str,
     has_variables: bool,
 }
@@ -66,7 +66,7 @@ fn subjects() -> Vec<Subject> {
         },
     ));
     let bucket = UncachedBucket { min_tokens: 0, bucket: "short".to_owned() };
-    // Two elements with the same value, so that rules between them are broken as well.
+    // Two elements with equal values, which also violates the rules between elements.
     subjects.push(Subject {
         heading: "## Queue classes",
         fields: fields_in_order(&QueueClass::named("a")),
@@ -91,7 +91,7 @@ fn subjects() -> Vec<Subject> {
     subjects
 }
 
-/// The fields of a section that are no sections themselves.
+/// The fields of a section without nested sections.
 fn section(heading: &'static str, path: &str, section: &impl serde::Serialize) -> Subject {
     let fields = fields_in_order(section).into_iter().filter(|(_, value)| !value.is_object());
     Subject {
@@ -141,7 +141,7 @@ fn settings_that_came_from_the_peer_exist() {
     }
 }
 
-/// What is wrong with a subject's table: rows as they must be, and rows of nothing.
+/// Differences of a table: required rows, and rows without a setting.
 fn differences(subject: &Subject, page: &str, sources: &str) -> Vec<String> {
     let rows = rows_under(page, subject.heading);
     let mut wrong = Vec::new();
@@ -163,7 +163,7 @@ fn differences(subject: &Subject, page: &str, sources: &str) -> Vec<String> {
     wrong
 }
 
-/// The cells that the code decides.
+/// The cells defined by the code.
 struct Row {
     name: String,
     kind: String,
@@ -191,7 +191,7 @@ impl Row {
         Self { name: format!("`{name}`"), kind: format!("{kind}{optional}"), default, rules, variable }
     }
 
-    /// Whether the row says the same. It may name more rules, as long as the code has them.
+    /// Whether the row matches. It may state additional rules, as long as the code has them.
     fn agrees(&self, row: &[String], sources: &str) -> bool {
         let [name, kind, default, rule, meaning, rest @ ..] = row else { return false };
         let stated: BTreeSet<&str> = rule.split("; ").filter(|rule| *rule != NO_RULE).collect();
@@ -210,10 +210,10 @@ impl Row {
     }
 }
 
-/// What stands where a type is all the rule there is.
+/// Cell of a setting without a rule besides its type.
 const NO_RULE: &str = "–";
 
-/// The type that a field has, as the page writes it, and the words it takes if it takes only some.
+/// The field's type in the notation of the page, and its variants if it accepts only some words.
 fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
     let error = match serde_json::from_value::<RouterConfig>(with_question_mark.clone()) {
         Ok(_) => return ("string".to_owned(), Vec::new()),
@@ -233,7 +233,7 @@ fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
     (kind.to_owned(), Vec::new())
 }
 
-/// Every rule of a field that some value breaks, alone or beside the opposite of every boolean default.
+/// Every rule of a field that some value violates, alone or with every boolean default inverted.
 fn rules_of(field: &str, variants: &[String], place: impl Fn(&Value) -> Value) -> BTreeSet<&'static str> {
     let numbers = [json!(0), json!(1), json!(-1.0), json!(0.5), json!(1e300), json!(u32::MAX)];
     let words = ["a", "a b"].map(Value::from);
@@ -263,7 +263,7 @@ fn rules_of(field: &str, variants: &[String], place: impl Fn(&Value) -> Value) -
     errors.filter(|error| error.field == field).map(|error| error.rule).collect()
 }
 
-/// Puts the settings of `over` over those of `base`, section by section.
+/// Overrides the settings of `base` with those of `over`, section by section.
 fn merge(base: &mut Value, over: &Value) {
     match (base.as_object_mut(), over.as_object()) {
         (Some(base), Some(over)) => {
@@ -275,7 +275,7 @@ fn merge(base: &mut Value, over: &Value) {
     }
 }
 
-/// Whether the struct cannot be read without the field.
+/// Whether deserialization fails without the field.
 fn is_required(subject: &Subject, name: &str) -> bool {
     if subject.has_variables {
         return false; // sections have a default for every field
@@ -293,7 +293,7 @@ fn changed(mut element: Value, field: &str, value: &Value) -> Value {
     element
 }
 
-/// The rows of the first table behind a heading, as cells, without its head.
+/// The rows of the first table after a heading, as cells, without its header.
 fn rows_under(page: &str, heading: &str) -> Vec<Vec<String>> {
     let mut lines = page.lines().skip_while(|line| *line != heading).skip(1);
     let in_section = lines.by_ref().take_while(|line| !line.starts_with("## "));
@@ -308,13 +308,13 @@ fn unquoted(cell: &str) -> String {
     cell.trim_matches('`').to_owned()
 }
 
-/// A struct's fields and values in the order of their declaration.
+/// A struct's fields and values in declaration order.
 fn fields_in_order(value: &impl serde::Serialize) -> Vec<(String, Value)> {
     let text = serde_json::to_string(value).expect("settings can be written");
     serde_json::from_str::<InOrder>(&text).expect("and read").0
 }
 
-/// A map as it was written.
+/// A map that keeps its order.
 struct InOrder(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for InOrder {
@@ -341,7 +341,7 @@ impl<'de> Deserialize<'de> for InOrder {
     }
 }
 
-/// The text that rules are written in.
+/// The sources that contain the rule texts.
 fn rule_sources() -> String {
     let validation = fs::read_to_string(root().join("src/validation.rs")).expect("sources are UTF-8");
     let directories = ["src/config", "src/policy"].map(|directory| root().join(directory));

@@ -1,4 +1,4 @@
-//! Bodies that hold their placement, and the layer that places requests: whatever happens to them, the booking ends.
+//! Response bodies with a placement, and the layer that places requests: the booking ends in every case.
 
 use pointsman::config::{HealthConfig, QueueConfig};
 use std::collections::VecDeque;
@@ -29,10 +29,10 @@ use crate::common::{assert_at_rest, config, loads, rank, router, tokens};
 
 type Step = Result<Frame<Bytes>, io::Error>;
 
-/// A body that goes by a script, and may not be moved, as some may not.
+/// A scripted body that is not `Unpin`.
 struct Scripted {
     steps: Mutex<VecDeque<Step>>,
-    /// Whether it says after its last frame that it has ended, or only when asked for another.
+    /// Whether `is_end_stream` is true directly after the last frame, or only the next poll reveals the end.
     knows_its_end: bool,
     _pinned: PhantomPinned,
 }
@@ -60,7 +60,7 @@ impl Body for Scripted {
     }
 }
 
-/// The n-th frame of a streamed answer: one token each.
+/// The `n`-th frame of a streamed answer, with one token.
 fn token(n: usize) -> Step {
     Ok(Frame::data(format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"t{n}\"}}}}]}}\n\n").into()))
 }
@@ -73,7 +73,7 @@ async fn place(router: &Router, id: &str) -> Placement {
     router.route(RouteRequest::new(id, Prompt::Tokens(&tokens(1, 5)))).await.expect("placed")
 }
 
-/// Reads so many frames, or all.
+/// Reads up to this many frames.
 async fn read<B: Body>(mut body: Pin<&mut PlacedBody<B>>, frames: usize) -> Vec<Result<Frame<Bytes>, B::Error>> {
     let mut read = Vec::new();
     while read.len() < frames
@@ -132,7 +132,7 @@ async fn nothing_stays_booked_wherever_a_body_stops() {
             .await;
     for stop in 0..=FRAMES {
         for knows_its_end in [false, true] {
-            // Dropped after so many frames.
+            // Dropped after this many frames.
             let script = Scripted::new((0..FRAMES).map(token), knows_its_end);
             let body = Box::pin(place(&router, "a").await.wrap_body(script, AnswerKind::Events));
             let mut body = body;
@@ -142,7 +142,7 @@ async fn nothing_stays_booked_wherever_a_body_stops() {
             drop(body);
             assert_at_rest(&router).await;
 
-            // Broken off after so many, and kept.
+            // Fails after this many frames, and is kept.
             let steps = (0..stop).map(token).chain([reset()]);
             let body = place(&router, "b").await.wrap_body(Scripted::new(steps, knows_its_end), AnswerKind::Events);
             let mut body = pin!(body);
@@ -172,7 +172,7 @@ async fn the_bytes_and_the_trailers_stay_as_they_are() {
     assert_at_rest(&router).await;
 }
 
-/// What is held against the rank after so many bodies that each end like this: ranks that are left.
+/// Number of eligible ranks after as many such bodies as the failure threshold.
 async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) -> usize {
     let router = router(config(), 2).await;
     let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
@@ -183,7 +183,7 @@ async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) ->
         let mut body = Box::pin(placement.wrap_response(respond()).into_body());
         read(body.as_mut(), if read_all { usize::MAX } else { 1 }).await;
     }
-    router.rank_health().await.expect("up"); // behind the reports
+    router.rank_health().await.expect("up"); // processed after the reports
     assert_at_rest(&router).await;
     router.eligible_ranks()
 }
@@ -220,7 +220,7 @@ async fn a_chunk_with_only_a_role_does_not_complete_the_prefill() {
     assert_eq!((prefill().await, body.is_generating()), (0, true), "after the first token");
 }
 
-/// What is held against a rank after bodies that end without an error, each with these frames.
+/// Number of eligible ranks after bodies with these frames that end without an error.
 async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool) -> usize {
     let router = router(config(), 2).await;
     for n in 0..2 * router.config().health.outcome_failures_max {
@@ -232,7 +232,7 @@ async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool
         let mut body = Box::pin(if blames { body } else { body.without_blame() });
         read(body.as_mut(), usize::MAX).await;
     }
-    router.rank_health().await.expect("up"); // behind the reports
+    router.rank_health().await.expect("up"); // processed after the reports
     router.eligible_ranks()
 }
 
@@ -338,7 +338,7 @@ fn asked(mut request: Request<()>) -> PlacementInput {
 async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
     let failing = service_fn(async |_: Request<()>| Err::<Response<Empty<Bytes>>, _>(io::Error::other("no route")));
     for (layer_of, left) in [
-        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 0), // no rank can be connected to
+        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 0), // the default outcome is a connect failure, which ejects every rank
         (|router| PlacementLayer::new(router).outcomes(|_| Outcome::Ok), 2),
     ] {
         let router = router(config(), 2).await;
@@ -348,7 +348,7 @@ async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
             assert!(matches!(&refused, PlaceError::Inner(error) if error.to_string() == "no route"), "{refused}");
             assert_at_rest(&router).await;
         }
-        router.rank_health().await.expect("up"); // behind the reports
+        router.rank_health().await.expect("up"); // processed after the reports
         assert_eq!(router.eligible_ranks(), left);
     }
 }

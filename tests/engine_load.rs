@@ -1,6 +1,7 @@
-//! What engines say of their load: who sees it, what follows from it, and that silence is no sign of leisure.
+//! Load reports of engines: their display, their effect on placement, and missing or stale reports, which do not count
+//! as idle.
 //!
-//! Owns nothing. Time is paused but where pages are read over loopback.
+//! Time is paused except for metrics pages read over loopback.
 
 use pointsman::config::{EngineLoadConfig, OverloadConfig, QueueConfig};
 use std::sync::{Arc, Mutex};
@@ -32,8 +33,8 @@ async fn refusals(router: &Router) -> Vec<Option<Filter>> {
 async fn a_report_is_shown_with_its_age_and_grows_stale() {
     let router = router(config(), 2).await;
     router.report_engine_load(rank(1), waiting(3));
-    router.report_engine_load(rank(1), EngineReading::default()); // says nothing
-    router.report_engine_load(rank(9), waiting(3)); // not there
+    router.report_engine_load(rank(1), EngineReading::default()); // an empty report
+    router.report_engine_load(rank(9), waiting(3)); // an unknown rank
     let fact = |age_ms, is_stale| {
         let age = Duration::from_millis(age_ms);
         Some(EngineLoadFact { running: Some(8), waiting: Some(3), kv_usage: Some(0.5), age, is_stale })
@@ -89,7 +90,7 @@ async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
     })
     .await;
     router.report_engine_load(rank(0), waiting(5));
-    first.prefill_completed(); // not busy any more, but overloaded by its engine's account
+    first.prefill_completed(); // no longer busy, but overloaded according to its engine
     let placed = second.await.expect("answered").expect("placed when that account is stale");
     assert!(facts(&router)[0].is_some_and(|fact| fact.is_stale));
     assert_eq!(placed.rank(), rank(0));
@@ -140,7 +141,7 @@ async fn a_lost_actor_costs_nothing_but_the_message() {
 
 #[cfg(feature = "discovery")]
 mod pages {
-    //! Pages read over loopback.
+    //! Metrics pages read over loopback.
 
     use pointsman::protocol::LoadSource;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -148,7 +149,7 @@ mod pages {
 
     use super::*;
 
-    /// Where a page is served, as it is at that time.
+    /// The URL of a server that returns the current content of `page`.
     async fn serving(page: Arc<Mutex<String>>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let url = format!("http://{}/metrics", listener.local_addr().expect("bound"));

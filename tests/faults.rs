@@ -1,4 +1,4 @@
-//! Kill tests: every kind of actor dies under load, and what was promised still holds.
+//! Fault injection: every kind of actor dies under load, and the router's guarantees still hold.
 
 use pointsman::config::{EventsConfig, IndexConfig, LoadConfig, QueueConfig, SupervisionConfig};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -16,12 +16,12 @@ use crate::common::{
 
 const WORKERS: u64 = 6;
 
-/// Deaths in a row that no call may fail of: one fewer than the attempts of `Router::route`.
+/// Consecutive deaths that no call may fail of: one fewer than the attempts of `Router::route`.
 const BURST: u64 = 5;
 
 /// Callers that route, report and free.
 struct Callers {
-    /// Calls that have returned, by caller.
+    /// Completed calls by caller.
     returned: Vec<AtomicU64>,
     stop: AtomicBool,
 }
@@ -31,12 +31,12 @@ struct Callers {
 struct Calls {
     placed: u64,
     failed: Vec<(String, RouteError)>,
-    /// The last placements, not freed yet.
+    /// The most recent placements, not freed yet.
     held: VecDeque<Placement>,
 }
 
 impl Callers {
-    /// Waits until every call that is under way has returned, whatever calls follow.
+    /// Waits until every call in progress has returned, while later calls continue.
     async fn returned(&self) {
         let before: Vec<u64> = self.returned.iter().map(|returned| returned.load(Ordering::Relaxed)).collect();
         let more = |(returned, before): (&AtomicU64, &u64)| returned.load(Ordering::Relaxed) > *before;
@@ -70,8 +70,8 @@ impl Callers {
     }
 }
 
-/// Runs `disturb` beside callers: no call fails, and every caller has at least `rounds` placements. Returns those that
-/// are not freed yet.
+/// Runs `disturb` while callers route. No call may fail, and every caller needs at least `rounds` placements. Returns
+/// the placements that are not freed yet.
 async fn under_load(
     router: &Router,
     callers: usize,
@@ -101,7 +101,8 @@ async fn under_load(
     held
 }
 
-/// Each placement has exactly one lease and one booking, on its own rank; freed, it leaves nothing.
+/// Asserts that each placement has exactly one lease and one booking, on its own rank, and that nothing remains after
+/// they are freed.
 async fn assert_booked_once(router: &Router, held: Vec<Placement>) {
     assert_eq!(router.health().leases, held.len(), "a lease for each placement, and no other");
     let mut requests = BTreeMap::new();
@@ -115,7 +116,7 @@ async fn assert_booked_once(router: &Router, held: Vec<Placement>) {
     assert_at_rest(router).await;
 }
 
-/// Waits until actors have been restarted `restarts` times in all.
+/// Waits until the total number of actor restarts reaches `restarts`.
 async fn restarted(router: &Router, restarts: u64) {
     until("restart", async || {
         assert_eq!(router.health().state, Ok(()), "the router is up");
@@ -134,7 +135,7 @@ async fn entered(router: &Router, leases: usize) {
     until("entry of the requests", async || router.health().leases >= leases).await;
 }
 
-/// Kills actors in bursts. Every call under way meets at most one burst, so its attempts suffice.
+/// Kills actors in bursts. Every call in progress experiences at most one burst, so its attempts suffice.
 async fn die_in_bursts(router: &Router, callers: usize, bursts: u64, faults: &[Fault]) {
     let held = under_load(router, callers, bursts, async |callers| {
         for death in 1..=bursts * BURST {
@@ -185,7 +186,7 @@ async fn bookings_of_a_killed_sequence_actor_are_restored() {
     router.add_output_block("reported", Some(0.5)).expect("known");
     let before = loads(&router).await;
     assert!(router.inject(Fault::Sequence(rank(1))));
-    // Nobody is there to look; and a look that was lost must not keep later ones from being sent.
+    // The actor that would reconcile the leases is dead. The lost notification must not suppress later ones.
     router.mark_prefill_completed("kept").expect("known, though its actor is dead");
     router.free("freed").expect("known, though its actor is dead");
     restarted(&router, 1).await;
@@ -228,7 +229,7 @@ async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
     let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
     assert_eq!(best.overlap_blocks(), 10, "the other shard still knows");
 
-    // Events that go on where the old index ended do not make the rank known.
+    // Events that continue the old stream do not make a cold rank current.
     router.apply_events(vec![stored(rank(1), &tokens(5, 3))]).await.expect("up");
     assert!(router.health().cold.contains(&rank(1)));
     for worker in [1, 3] {
@@ -258,7 +259,7 @@ async fn when_the_supervisor_dies_the_router_fails_whole_and_says_so() {
     assert!(router.inject(Fault::Supervisor));
     down(&router).await;
     assert_down(&router, Down::Failed).await;
-    placement.prefill_completed(); // harmless
+    placement.prefill_completed(); // has no effect
 }
 
 async fn assert_down(router: &Router, down: Down) {
@@ -271,7 +272,7 @@ async fn assert_down(router: &Router, down: Down) {
     assert_eq!(upsert, Err(MembershipError::Down(down)));
 }
 
-/// Callers that wait at a hung scheduler until `fail` ends the router: each returns `down`.
+/// Callers wait at a hung scheduler until `fail` ends the router. Each of them must return `down`.
 async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail: impl AsyncFnOnce()) {
     let hang = router.hang(Fault::Scheduler).expect("there is one");
     let waiting: Vec<_> = (0..callers as u32)
@@ -329,11 +330,12 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
     assert_at_rest(&router).await;
 }
 
-/// The last answer to a load query waits in the scheduler's inbox, behind the timer that has fired meanwhile.
+/// The last load response waits in the scheduler's inbox behind the timer that has fired.
 #[tokio::test]
 async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive() {
-    // Not in paused time: a hang's thread, which handles the inbox in the end, is outside the runtime and its clock.
-    let router = router(config(), 4).await; // the idle one need not be queried, and would be left alone in service
+    // Real time: the thread of a hang, which finally processes the inbox, runs outside the runtime and its paused
+    // clock.
+    let router = router(config(), 4).await; // the idle rank needs no query and would be the only one in service
     let prompt = tokens(1, 50);
     let held = one_on_each(&router, 3, &prompt).await;
     let sequence = router.hang(Fault::Sequence(rank(0))).expect("registered");
@@ -346,7 +348,7 @@ async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive(
     let scheduler = router.hang(Fault::Scheduler).expect("there is one");
     let timeout = LoadConfig::QUERY_TIMEOUT;
     tokio::time::sleep(timeout * 2).await; // the timer's message is in the inbox
-    drop(sequence); // returns once the answer is there too
+    drop(sequence); // returns once the response is in the inbox as well
     drop(scheduler);
     let explained = explained.await.expect("answered");
     let refused: Vec<_> = explained.ranks.iter().filter_map(|row| row.refused_by).collect();
@@ -355,7 +357,7 @@ async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive(
     assert_at_rest(&router).await;
 }
 
-/// A request with this prompt on each rank, so that each must be asked about the next one.
+/// Places one request with this prompt on each rank, so the next one requires a load query to each rank.
 async fn one_on_each(router: &Router, ranks: usize, prompt: &[u32]) -> Vec<Placement> {
     let mut held = Vec::new();
     for n in 0..ranks {
@@ -411,7 +413,7 @@ async fn a_hung_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
         assert_ne!(placement.rank(), rank(1), "the hung rank is avoided");
         held.push(placement);
     }
-    drop(hang); // and catches up
+    drop(hang); // the rank processes its backlog
     drop(held);
     assert_at_rest(&router).await;
     let placement = router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("placed");
@@ -433,7 +435,7 @@ async fn workers_come_and_go_under_load() {
         }
     })
     .await;
-    drop(held); // bookings on workers that were removed have ended before
+    drop(held); // bookings on removed workers have already ended
     assert_at_rest(&router).await;
 }
 
@@ -456,7 +458,7 @@ async fn callers_that_leave_early_leave_nothing_behind() {
     }
     assert_eq!(router.health().leases, 0, "their ids are free at once");
     drop(hang);
-    assert_at_rest(&router).await; // answered behind the fifty, which booked nothing
+    assert_at_rest(&router).await; // processed after the fifty requests, which booked nothing
 }
 
 #[tokio::test]
@@ -502,6 +504,6 @@ async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
     beyond.await.expect("no panic").expect("up");
     router.flush().await.expect("up");
     assert_eq!(router.dump_events().await.expect("up").len(), 3);
-    // More blocks than the gate ever lets wait take all of it, one batch at a time.
+    // A batch with more blocks than the gate's limit takes the whole gate and passes alone.
     router.apply_events(vec![stored(rank(0), &tokens(3, 40))]).await.expect("up");
 }

@@ -1,4 +1,4 @@
-//! What a gateway asks of its router beside placing: conditions, drains, shared caches, selectors, explanations,
+//! Router functions for gateways other than placement: rank conditions, drains, shared caches, selectors, explanations,
 //! messages, and bookings that outlive their callers.
 
 use std::sync::Arc;
@@ -73,10 +73,10 @@ async fn ranks_that_can_serve_are_counted_without_waiting() {
     router.set_conditions(conditions).await.expect("up");
     assert_eq!(router.eligible_ranks(), 2);
     (0..5).for_each(|_| router.report_outcome(rank(1), Outcome::Timeout));
-    router.rank_health().await.expect("up"); // behind the reports
+    router.rank_health().await.expect("up"); // processed after the reports
     assert_eq!(router.eligible_ranks(), 1, "one is ejected");
     router.drain_worker(WorkerId(2), Duration::ZERO).await.expect("there");
-    router.rank_health().await.expect("up"); // behind the drain: whoever is needed is back
+    router.rank_health().await.expect("up"); // processed after the drain: ejected ranks are readmitted if needed
     assert_eq!(router.eligible_ranks(), 1, "the ejected one, for nobody else is left");
     router.clone().shutdown(Duration::ZERO).await;
     assert_eq!(router.eligible_ranks(), 0);
@@ -142,7 +142,7 @@ async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
     drop(a);
     assert_eq!(drain.await.expect("no panic"), Ok(0), "nobody was cut off");
     assert_eq!(router.workers().len(), 1);
-    // The other one never gets empty.
+    // The other rank never becomes empty.
     assert_eq!(router.drain_worker(second, Duration::from_secs(5)).await, Ok(1));
     assert_eq!(b.prefill_completed(), (), "a late report is harmless");
     assert!(router.workers().is_empty());
@@ -150,7 +150,7 @@ async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
     assert_at_rest(&router).await;
 }
 
-/// A shared cache that answers as it is told.
+/// A mock shared cache.
 enum Shared {
     Holds(u32),
     Fails,
@@ -169,7 +169,7 @@ impl SharedCache for Shared {
     }
 }
 
-/// Chooses whoever it is told to, and checks that it is shown the shared hits.
+/// A selector with a fixed choice that checks the shared hits of the candidates.
 struct Chooses(Option<usize>, u32);
 
 impl WorkerSelector for Chooses {
@@ -236,7 +236,7 @@ async fn a_shared_cache_that_fails_or_hangs_costs_nothing_but_its_hits() {
     }
 }
 
-/// Answers wrongly, then panics, then chooses the first.
+/// Returns an invalid position, then panics, then rejects, then chooses the first candidate.
 struct Unreliable(std::sync::atomic::AtomicU32);
 
 impl WorkerSelector for Unreliable {
@@ -284,7 +284,7 @@ async fn an_explanation_names_what_the_booking_then_does() {
     let explained = router.explain(request).await.expect("up");
     assert_eq!((explained.chosen, explained.ranks.len()), (Some(rank(2)), 4));
     assert_eq!(explained.ranks[0].refused_by, Some(Filter::Allowed));
-    // 40 tokens are 10 blocks to compute and 10 to hold, less 6 cached.
+    // 40 tokens are 10 blocks to compute and 10 blocks to hold, minus 6 cached blocks.
     let costs: Vec<f64> = explained.ranks[1..].iter().map(|row| row.cost_hi).collect();
     assert_eq!(costs, [20.0, 14.0, 80.0]);
     assert!(explained.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));

@@ -1,5 +1,5 @@
-//! Hashes that NVIDIA Dynamo's router computes, taken from runs of `dynamo-kv-router` 1.6.1: whoever hashes for it
-//! must be able to hash for us. The numbers in the names and comments are those runs' rows.
+//! Hashes computed by NVIDIA Dynamo's router, taken from runs of `dynamo-kv-router` 1.6.1. They guarantee that
+//! components with Dynamo's hashes are compatible. The numbers in the names and comments are the rows of those runs.
 
 use std::num::NonZeroU32;
 

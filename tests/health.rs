@@ -1,6 +1,6 @@
-//! Ejections: by failed requests and failed probes, under the floor, beside what the embedder says, and the way back.
+//! Ejection by failed requests and failed probes, its limit, conditions set by the embedder, and readmission.
 //!
-//! Owns nothing. Time is paused but where engines are asked over loopback, and there nothing depends on how long it takes.
+//! Time is paused except for engines on loopback, where no assertion depends on duration.
 
 #![allow(clippy::print_stdout, reason = "shares are there to be read")]
 
@@ -23,14 +23,14 @@ fn fail(router: &Router, worker: u64) {
     (0..5).for_each(|_| router.report_outcome(rank(worker), Outcome::Timeout));
 }
 
-/// Each rank's worker with what its cost is multiplied by, or the filter that refuses it.
+/// The worker of each rank with its cost multiplier, or the filter that excludes it.
 async fn standings(router: &Router) -> Vec<(u64, Result<f64, Filter>)> {
     let explanation = router.explain(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("explained");
     let rows = explanation.ranks.into_iter();
     rows.map(|row| (row.facts.rank.worker.0, row.refused_by.map_or(Ok(row.facts.preference), Err))).collect()
 }
 
-/// Workers that may be chosen.
+/// Eligible workers.
 async fn open(router: &Router) -> Vec<u64> {
     let standings = standings(router).await;
     standings.into_iter().filter(|(_, standing)| standing.is_ok()).map(|(worker, _)| worker).collect()
@@ -60,7 +60,7 @@ async fn failed_requests_put_a_rank_out_and_it_comes_back_slowly() {
         let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&prompt))).await.expect("placed");
         if placement.rank() == rank(0) {
             placement.outcome(Outcome::ServerError);
-            placement.outcome(Outcome::Ok); // only the first word counts
+            placement.outcome(Outcome::Ok); // only the first outcome counts
             failed += 1;
         } else {
             placement.outcome(Outcome::Ok);
@@ -140,11 +140,11 @@ async fn whoever_is_drained_does_not_count_as_one_who_can_serve() {
     assert_eq!(drain.await.expect("drained"), Ok(0));
 }
 
-/// The time that a request takes where it is accepted, in steps of 50 ms.
+/// Duration of an accepted request, in steps of 50 ms.
 const STEPS: usize = 64;
 
-/// Sends a request every 50 ms to four ranks of which `refusers` refuse theirs at once. Returns how many each rank drew,
-/// and how many it had drawn when it was first ejected.
+/// Sends a request every 50 ms to four ranks of which `refusers` refuse immediately. Returns the number of requests per
+/// rank, and that number at its first ejection.
 async fn draws(policy: Policy, refusers: &[u64], requests: usize) -> ([usize; 4], [Option<usize>; 4]) {
     let router = router(RouterConfig { policy: policy.into(), ..config() }, 4).await;
     let (mut running, mut drawn, mut ejected) = (VecDeque::new(), [0; 4], [None; 4]);
@@ -272,7 +272,7 @@ async fn a_health_actor_that_stands_still_hurts_nobody() {
 
 #[cfg(feature = "discovery")]
 mod probes {
-    //! Engines that answer, refuse and fall silent over loopback.
+    //! Engines on loopback that respond, fail or hang.
 
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -282,7 +282,7 @@ mod probes {
 
     use super::*;
 
-    /// An engine's endpoint; it is well while the flag is up.
+    /// An engine's endpoint, healthy while the flag is set.
     async fn engine(is_well: Arc<AtomicBool>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
@@ -303,7 +303,7 @@ mod probes {
     }
 
     fn probing() -> RouterConfig {
-        // The time-out is far from what loopback takes: nothing here depends on it.
+        // The timeout is far above loopback latency, so no result depends on timing.
         RouterConfig {
             health: HealthConfig { probe_interval_ms: 1, probe_timeout_ms: 60_000, ..config().health },
             ..config()
@@ -325,7 +325,7 @@ mod probes {
             let at = WorkerConfig::at(engine(Arc::clone(is_well)).await);
             builder = builder.worker(WorkerId(worker), WorkerConfig { health_path: "/healthz".to_owned(), ..at });
         }
-        // One that is no address is never asked.
+        // A worker without a valid address is never probed.
         let router = builder.worker(WorkerId(3), WorkerConfig::at("engine-3")).start().await.expect("starts");
         wells[1].store(false, Ordering::Relaxed);
         until(&router, |states| matches!(states[1], HealthState::Ejected { until: None })).await;

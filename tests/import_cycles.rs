@@ -1,8 +1,8 @@
-//! No import cycle among the files of `actors/`, and none among the modules of `src/`.
+//! Rejects import cycles among the files of `actors/` and among the modules of `src/`.
 //!
-//! Reads `use` declarations and paths that begin with `crate` or `super`, outside tests. A path stands for the deepest file
-//! that it names. A name that a module re-exports from a child stands for the child, so such a re-export is no import; an
-//! item that the parent itself defines stands for the parent.
+//! The test reads `use` declarations and paths that begin with `crate` or `super`, outside test code. A path refers to
+//! the deepest file in it. A name that a module re-exports from a child refers to the child, so such a re-export is no
+//! import. An item that the parent itself defines refers to the parent.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,7 +28,7 @@ fn modules_of_src_import_in_one_direction() {
 /// The files that each file imports, named by module path.
 struct Imports(BTreeMap<String, BTreeSet<String>>);
 
-/// A path in a file: absolute, and whether a `pub use` names it.
+/// A path in a file: absolute, and whether a `pub use` contains it.
 struct Import {
     is_reexport: bool,
     path: Vec<String>,
@@ -62,7 +62,7 @@ impl Imports {
         Self(groups)
     }
 
-    /// Some cycle: each module imports the next, and the last one the first.
+    /// One cycle, if any: each module imports the next, and the last one the first.
     fn cycle(&self) -> Option<Vec<&str>> {
         let mut finished = BTreeSet::new();
         self.0.keys().find_map(|start| self.cycle_from(start, &mut Vec::new(), &mut finished))
@@ -100,7 +100,7 @@ fn module_of(path: &str) -> Option<String> {
     (!is_test).then(|| std::iter::once("crate").chain(segments).collect::<Vec<_>>().join("::"))
 }
 
-/// Every path that a file names, absolute.
+/// Every path in a file, absolute.
 fn imports_of(file: &str, code: &str, files: &BTreeMap<String, String>) -> Vec<Import> {
     let mut imports = Vec::new();
     let mut rest = code.as_bytes().to_vec();
@@ -170,7 +170,7 @@ fn absolute(file: &str, path: &str, files: &BTreeMap<String, String>) -> Option<
     Some(base)
 }
 
-/// The file that defines what a path names, behind re-exports.
+/// The file that defines the target of a path, after resolving re-exports.
 fn file_of(path: &[String], files: &BTreeMap<String, Vec<Import>>, depth: u32) -> Option<String> {
     let known = (1..=path.len()).rev().find(|n| files.contains_key(&path[..*n].join("::")))?;
     let (module, rest) = (path[..known].join("::"), &path[known..]);
@@ -184,7 +184,7 @@ fn file_of(path: &[String], files: &BTreeMap<String, Vec<Import>>, depth: u32) -
 }
 
 mod checked_itself {
-    //! The guard on small examples.
+    //! The check on small examples.
 
     use super::Imports;
 

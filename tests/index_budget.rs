@@ -1,7 +1,7 @@
-//! An index with a budget: what it may forget, and in which order; what it may never say.
+//! An index with a budget: evictions, their order, and the limits of its answers.
 //!
-//! The reference model has no budget. An index with one must never answer more than the model, must answer the same
-//! for each rank that nothing was evicted from, and must stay within its bytes after every event.
+//! The reference model has no budget. An index with a budget must never report more than the model, must report the
+//! same for each rank without evictions, and must stay within its byte limit after every event.
 
 use pointsman::index::reference::Reference;
 use pointsman::index::{Applied, Index, Overlaps};
@@ -79,7 +79,7 @@ enum Op {
     Register { rank: u64 },
 }
 
-/// Prompts that share prefixes: each choice stands for a few blocks, so that runs have several and fork.
+/// Prompts with shared prefixes: each choice stands for a few blocks, so that runs have several blocks and fork.
 fn prompt() -> impl Strategy<Value = Vec<u64>> {
     prop::collection::vec((0..3_u64, 1..9_u64), 1..7).prop_map(|choices| {
         let blocks = choices.iter().scan(0, |path, &(choice, blocks)| {
@@ -118,7 +118,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// An index with a budget, and the model of one without.
+/// An index with a budget, and a model without one.
 struct World {
     index: Index,
     model: Reference,
@@ -219,8 +219,8 @@ proptest! {
         prompts.iter().for_each(|prompt| world.check_answer(prompt));
     }
 
-    /// Names that say nothing of the prefix, and come again elsewhere. In lower tiers such names would be adopted
-    /// by a parent of the same name, which is why this is of the device tier only.
+    /// Names independent of the prefix that recur elsewhere. In lower tiers a parent with the same name would adopt
+    /// such blocks, so this test covers the device tier only.
     #[test]
     fn a_name_that_moves_to_where_nothing_is_known_does_not_stay_where_it_was(
         budget in 0..3_000_u64,
@@ -245,7 +245,7 @@ proptest! {
     }
 }
 
-/// A prompt of `own`, behind the first `shared` blocks of `family`.
+/// A prompt with the first `shared` blocks of `family`, followed by blocks unique to `own`.
 fn prompt_of(family: u64, shared: u64, own: u64, len: u64) -> Vec<u64> {
     (0..len).map(|at| if at < shared { mix(family << 32 | at) } else { mix(mix(own) ^ at) }).collect()
 }
@@ -256,7 +256,7 @@ fn store(index: &mut Index, rank: u64, prompt: &[u64]) -> Applied {
     applied
 }
 
-/// Stores prompts until something is evicted. Returns how many that were.
+/// Stores prompts until the first eviction. Returns their number.
 fn fill(index: &mut Index, rank: u64, first: u64, len: u64) -> u64 {
     let mut own = first;
     while index.apply(&stored(rank, StorageTier::Device, &prompt_of(0, 0, own, len), 0)).evicted == 0 {
@@ -313,7 +313,7 @@ fn leaves_go_before_the_prefix_that_leads_to_them() {
     index.set_budget(Some(200_000));
     let conversation = prompt_of(7, 30, 1, 60);
     store(&mut index, 0, &conversation);
-    // Prompts that start alike keep the start; the end that nobody asks for goes.
+    // Prompts with a shared prefix keep the prefix; their unused tails are evicted.
     for own in 2..400 {
         store(&mut index, 0, &prompt_of(7, 30, own, 60));
     }
@@ -329,7 +329,7 @@ fn a_rank_within_its_share_loses_nothing_for_others() {
     for prompt in &small {
         store(&mut index, 1, prompt);
     }
-    // Alone, the large one may have more than its share; all that comes is taken from it.
+    // While alone, the large rank may exceed its share. Space for later prompts is taken from it.
     let filled = fill(&mut index, 0, 0, 40);
     assert!(filled * 40 * 30 > 200_000, "{filled} prompts");
     for own in 0..300 {
@@ -398,8 +398,8 @@ fn a_budget_that_not_even_empty_ranks_fit_in_holds_nothing() {
     assert_eq!((index.held_blocks(), ask(&index, &prompt)), (0, vec![]));
 }
 
-/// Runs of one block consist of nodes and spans, whose numbers are used again: what was given up must make room
-/// for blocks on long runs too.
+/// Runs of one block consist of nodes and spans with reused numbers. Their freed memory must also be usable for blocks
+/// on long runs.
 #[test]
 fn room_of_short_runs_is_room_for_long_ones() {
     let mut index = registered(2);

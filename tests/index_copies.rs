@@ -1,8 +1,8 @@
-//! Copies of a block: an engine that does not de-duplicate computes a block that it holds, keeps both, and removes each
-//! by an event of its own under the same name.
+//! Copies of a block: an engine without deduplication computes a block that it already holds, keeps both copies, and
+//! removes each by a separate event under the same name.
 //!
-//! The model is the engine's own cache, slot by slot, written as vLLM's block pool behaves. After every batch of events
-//! the index must find of every prompt what the engine would.
+//! The model is the engine's cache, slot by slot, with the behavior of vLLM's block pool. After every batch of events
+//! the index must find the same cached prefix of every prompt as the engine.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -63,7 +63,7 @@ fn held(index: &Index, prompt: &[u64]) -> usize {
 fn a_block_is_held_until_its_last_copy_is_removed() {
     let mut index = registered();
     apply(&mut index, stored(&[1, 2, 3], 0));
-    // The whole prompt again, twice: its last block is computed anew.
+    // The same prompt twice more: its last block is computed again.
     assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)), Applied { copies: 1, ..Applied::default() });
     assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)).copies, 1);
     assert_eq!(index.held_blocks(), 3, "copies are not blocks of their own");
@@ -81,7 +81,7 @@ fn a_block_is_held_until_its_last_copy_is_removed() {
     assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 5);
 }
 
-/// vLLM's `kv_cache_report_mode: full`: what a request reuses is announced again, from the prompt's start.
+/// vLLM's `kv_cache_report_mode: full`: reused blocks are announced again, from the prompt's start.
 #[test]
 fn a_prefix_that_is_reported_again_is_no_copy() {
     let mut index = registered();
@@ -148,7 +148,7 @@ fn a_dump_has_every_copy() {
     assert_eq!(held(&rebuilt, &[1, 2]), 2, "one of two copies");
 }
 
-/// A publisher that stores one block over and over costs no memory for it, and removals without end do no harm.
+/// Repeated stores of one block use no additional memory, and surplus removals have no effect.
 #[test]
 fn the_number_of_copies_is_bounded() {
     let mut index = registered();
@@ -166,13 +166,13 @@ fn the_number_of_copies_is_bounded() {
     assert_eq!(apply(&mut index, removed(&[1, 2])).unknown_removals, 1);
 }
 
-/// What a request may ask of the engine, beside its prompt.
+/// Mode of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Plain,
-    /// What it reuses is announced again.
+    /// Reused blocks are announced again.
     ReportsReused,
-    /// It reuses nothing, as one that wants its prompt's log-probabilities.
+    /// Nothing is reused, as for a request with prompt log-probabilities.
     Recomputes,
 }
 
@@ -196,10 +196,10 @@ enum Op {
     Reset,
 }
 
-/// An engine's cache: slots that hold the block behind a whole prefix.
+/// An engine's cache: each slot holds the last block of a complete prefix.
 struct Cache {
     slots: Vec<(Option<Vec<u64>>, usize)>,
-    /// Slots that nobody uses; the first is taken next.
+    /// Unused slots. The first is taken next.
     free: VecDeque<usize>,
     /// By prefix: the slots that hold it, in the order in which they were filled.
     held: BTreeMap<Vec<u64>, Vec<usize>>,
@@ -248,7 +248,7 @@ impl Cache {
         let mut slots: Vec<_> = (1..=hit).map(|len| self.held[&prompt[..len]][0]).collect();
         let unused = slots.iter().filter(|slot| self.slots[**slot].1 == 0).count();
         if mode == Mode::ReportsReused && hit > 0 {
-            self.events.push(stored(&prompt[..hit], 0)); // also where it then finds no room
+            self.events.push(stored(&prompt[..hit], 0)); // announced even if the request then finds no free slots
         }
         if self.free.len() - unused < prompt.len() - hit {
             return;
@@ -292,7 +292,7 @@ impl Cache {
     }
 }
 
-/// Few different blocks, so that prompts repeat and requests generate alike.
+/// Few different blocks, so that prompts and generated blocks repeat.
 fn ops(modes: &'static [Mode], blocks_min: usize) -> impl Strategy<Value = Vec<Op>> {
     let prompt = prop::collection::vec(0..2_u64, blocks_min..5);
     let begin = (prompt, any::<bool>(), prop::sample::select(modes)).prop_map(|(prompt, is_partial, mode)| Op::Begin {
@@ -318,7 +318,7 @@ fn prompts() -> impl Iterator<Item = Vec<u64>> {
 proptest! {
     #![proptest_config(effort(300, "tests/index_copies.proptest-regressions"))]
 
-    /// Prompts of two blocks and more, reused where they can be: then every copy has a parent.
+    /// Prompts of at least two blocks, reused where possible. In this case every copy has a parent.
     #[test]
     fn the_index_finds_what_an_engine_with_copies_finds(
         slots in 5..16_usize,
@@ -338,8 +338,8 @@ proptest! {
         }
     }
 
-    /// A copy of a prompt's first blocks cannot be told from a report of what is reused. The index then knows too little,
-    /// never too much, and all again once the engine has evicted what it had.
+    /// A copy of a prompt's first blocks cannot be distinguished from a report of reused blocks. The index then
+    /// underestimates, never overestimates, and is exact again after the engine has evicted the affected blocks.
     #[test]
     fn what_cannot_be_told_is_underestimated_and_heals(
         slots in 5..16_usize,

@@ -1,8 +1,7 @@
-//! The prefix index against its reference model, event by event.
+//! The prefix index compared with its reference model after every event.
 //!
-//! Streams are made to collide: few ranks, few names, few block hashes, so that re-stores, aliases, moves, holes
-//! and parents of other tiers are the rule. Ranks are spread over several shards. The number of cases is taken
-//! from `PROPTEST_CASES`.
+//! Streams collide by construction: few ranks, few names and few block hashes make re-stores, aliases, moves, holes and
+//! parents in other tiers frequent. Ranks are spread over several shards. `PROPTEST_CASES` sets the number of cases.
 
 use pointsman::index::reference::{Reference, ReferenceMatch};
 use pointsman::index::{Index, Overlaps};
@@ -12,21 +11,21 @@ use pointsman::protocol::{
 use proptest::prelude::*;
 use proptest::sample::Index as Pick;
 
-/// Where a stored list goes.
+/// Parent of a stored list.
 #[derive(Clone, Debug)]
 enum Parent {
     Start,
-    /// Behind a block that the rank knows, if it knows any, in this tier or another.
+    /// A block that the rank holds in this tier, if any; the tier may differ from the stored one.
     Known(StorageTier, Pick),
     Named(u64),
 }
 
-/// How a stored list is named.
+/// Naming of a stored list.
 #[derive(Clone, Debug)]
 enum Names {
-    /// By prefix, as engines do: the same block gets the same name again.
+    /// By prefix, as engines do: the same block always has the same name.
     ByPrefix,
-    /// At random: names repeat, move, and stand beside others.
+    /// At random: names repeat, move, and coexist with others.
     Random(Vec<u64>),
 }
 
@@ -39,7 +38,7 @@ enum Op {
         hashes: Vec<u64>,
         names: Names,
     },
-    /// Removes what the rank knows: `Pick`s into its names, and how many neighbours leave with it.
+    /// Removes blocks that the rank holds: an index into its names, and the number of neighbors removed with it.
     Evict {
         rank: usize,
         tier: StorageTier,
@@ -118,11 +117,11 @@ fn op(names: u64, hashes: u64) -> impl Strategy<Value = Op> {
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
-    // Few names and two hashes collide at every step; many names and three hashes grow branchier trees.
+    // Few names and two hashes collide at every step; many names and three hashes build trees with more branches.
     (2..24_u64, 1..4_u64).prop_flat_map(|(names, hashes)| prop::collection::vec(op(names, hashes), 1..40))
 }
 
-/// The shards and the model that they have to agree with.
+/// The shards and their common reference model.
 struct World {
     shards: Vec<Index>,
     model: Reference,
@@ -137,7 +136,7 @@ impl World {
         world
     }
 
-    /// A rank's shard is a function of its slot here, and a slot has one occupant over all shards.
+    /// The slot determines a rank's shard here, and a slot has one occupant across all shards.
     fn shard(&self, slot: u32) -> usize {
         slot as usize % self.shards.len()
     }
@@ -229,7 +228,7 @@ impl World {
         (parent, blocks.collect())
     }
 
-    /// Prompts worth asking for: all short ones, and whatever any rank holds, and a little more.
+    /// Prompts to query: all short ones, all held ones, and extensions of those.
     fn prompts(&self) -> Vec<Vec<BlockHash>> {
         let mut prompts = vec![Vec::new()];
         for len in 1..=3_u32 {
@@ -262,7 +261,7 @@ impl World {
     }
 }
 
-/// A fresh index that only the dump knows about.
+/// A new index built from the dump only.
 fn rebuild(index: &Index) -> Index {
     let mut rebuilt = Index::new();
     for rank in (0..RANKS).map(rank_of) {
@@ -277,7 +276,7 @@ fn rebuild(index: &Index) -> Index {
     rebuilt
 }
 
-/// Tree shape may differ after a rebuild, and with it which blocks come in one event: compare block by block.
+/// A rebuild may change the tree shape and the grouping of blocks in events, so the comparison is block by block.
 fn sorted(events: Vec<RouterEvent>) -> Vec<(WorkerRank, StorageTier, Option<EngineHash>, EngineHash, BlockHash)> {
     let removed: Vec<_> = events
         .iter()
@@ -304,7 +303,7 @@ fn sorted(events: Vec<RouterEvent>) -> Vec<(WorkerRank, StorageTier, Option<Engi
     stored
 }
 
-/// Asks every shard, both ways, and joins the answers.
+/// Queries every shard through both functions and joins the results.
 fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
     let mut overlaps = Overlaps::default();
     let mut matches = Vec::new();
@@ -356,11 +355,11 @@ proptest! {
             let named = whole.model.named(rank_of(*rank), *tier);
             let known = named.iter().any(|(name, _)| parent == Some(*name));
             if *tier == StorageTier::Device && parent.is_some() && !known {
-                continue; // a device list is refused whole: in parts, a part might be accepted
+                continue; // a device list is rejected as a whole; in parts, some could be accepted
             }
             let is_again = named.iter().any(|(name, _)| blocks.iter().any(|block| block.engine_hash == *name));
             if *tier == StorageTier::Device && parent.is_none() && is_again {
-                continue; // what is reported again from a prompt's start is no copy: in parts, the rest would be
+                continue; // blocks reported again from a prompt's start are no copies; in parts, later ones would be
             }
             whole.apply(*rank, *tier, KvEvent::Stored { parent, blocks: blocks.clone() });
             for block in blocks {
@@ -374,11 +373,11 @@ proptest! {
     }
 }
 
-/// Examples: what engines are known to do, and what the tree looks like afterwards.
+/// Examples of known engine behavior, and the resulting tree.
 mod examples {
     use super::*;
 
-    /// Ranks of the examples: `0`, `1`, ... are workers of one rank each, in slots of the same number.
+    /// Ranks of the examples: `0`, `1`, ... are single-rank workers in slots with the same numbers.
     struct Fleet(Index);
 
     impl Fleet {
@@ -428,7 +427,7 @@ mod examples {
         }
     }
 
-    /// Blocks named as their hashes plus ten.
+    /// Blocks named by their hashes plus ten.
     fn named(hashes: &[u64]) -> Vec<(u64, u64)> {
         hashes.iter().map(|hash| (hash + 10, *hash)).collect()
     }
@@ -516,7 +515,7 @@ mod examples {
         }
     }
 
-    /// Once, the second name was looked up before the first one's removal had put it into the table.
+    /// Regression: the second name was looked up before the removal of the first one had inserted it into the table.
     #[test]
     fn both_names_of_a_block_leave_in_one_list() {
         for names in [[11, 21], [21, 11]] {
@@ -551,7 +550,7 @@ mod examples {
         fleet.store_in(StorageTier::External, 0, Some(13), &named(&[4]));
         fleet.store_in(StorageTier::HostPinned, 1, None, &named(&[1]));
         assert_eq!(fleet.ask(&[1, 2, 3, 4, 5]), [(0, 2, 2), (1, 0, 1)]);
-        // The tiers are asked nearest first and only once: disk blocks before external ones, not between.
+        // Tiers are searched once, from the nearest to the farthest: a host block behind an external one is not found.
         fleet.store_in(StorageTier::HostPinned, 0, Some(14), &named(&[5]));
         assert_eq!(fleet.ask(&[1, 2, 3, 4, 5]), [(0, 2, 2), (1, 0, 1)]);
     }
@@ -590,7 +589,7 @@ mod examples {
         let shape = fleet.0.shape(StorageTier::Device);
         assert_eq!((shape.runs, shape.run_blocks, shape.holders), (1, 64, 64));
         assert!(fleet.ask(&prompt).iter().all(|(slot, blocks, _)| *blocks == slot + 1));
-        // Only as much of it stays as somebody holds.
+        // The run keeps only the blocks that some rank holds.
         fleet.0.remove_rank(WorkerRank::new(WorkerId(63), 0));
         fleet.remove(62, &[110]);
         assert_eq!(fleet.0.shape(StorageTier::Device).run_blocks, 63);
@@ -604,13 +603,13 @@ mod examples {
         let system: Vec<_> = (100..120).collect();
         fleet.store(20, None, &named(&system));
         for rank in 0..20 {
-            // Each rank leaves the system prompt one block later than the one before.
+            // Each rank diverges from the system prompt one block later than the previous one.
             let mut prompt = system[..=rank as usize].to_vec();
             prompt.extend([1_000 + rank, 2_000 + rank]);
             fleet.store(rank, None, &named(&prompt));
         }
         let shape = fleet.0.shape(StorageTier::Device);
-        // The last one continues the run at its end; the other nineteen hang inside.
+        // The last rank continues the run at its end. The other nineteen are children at inner positions.
         assert_eq!((shape.runs, shape.run_blocks), (20, 22 + 19 * 2));
         assert_eq!(shape.holders, 21 + 19, "who shares the run has one entry there, who left it one more");
         assert_eq!(fleet.ask(&system).len(), 21);

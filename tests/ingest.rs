@@ -1,4 +1,4 @@
-//! The event source's rules, one by one.
+//! Rules of the event source, one example each.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ fn payload(life: u8, sequence: u64) -> Payload {
     bytes
 }
 
-/// A source and everything that came of it.
+/// A source with a simulated clock.
 struct Bench {
     source: Source<Payload>,
     now: Timestamp,
@@ -27,7 +27,7 @@ impl Bench {
         Self { source: Source::new(config, Timestamp::default()), now: Timestamp::default() }
     }
 
-    /// Connected, replayed `0..count` of life 1, and live.
+    /// A live source, connected and replayed with messages `0..count` of life 1.
     fn live(config: SourceConfig, count: u64) -> Self {
         let mut bench = Self::new(config);
         bench.step(IngestInput::Connected);
@@ -58,7 +58,7 @@ impl Bench {
         self.step(IngestInput::Applied(applied))
     }
 
-    /// Lets time pass to each tick that is due within `by`, and on to its end.
+    /// Advances the clock through each tick that is due within `by`, and to the end of that time.
     fn pass(&mut self, by: Duration) -> Vec<IngestEffect<Payload>> {
         let (end, mut effects) = (self.now + by, Vec::new());
         while let Some(at) = self.source.next_tick().filter(|at| *at <= end) {
@@ -79,7 +79,7 @@ fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-/// Effects without what is only counted, in short: `a3` applies message 3, `clear`, `replay 2`, `live`.
+/// Short form of the effects, without notes: `a3` applies message 3, `clear`, `replay 2`, `live`.
 fn short(effects: &[IngestEffect<Payload>]) -> Vec<String> {
     let told = effects.iter().filter_map(|effect| match effect {
         IngestEffect::Apply { sequence, .. } => Some(format!("a{sequence}")),
@@ -108,16 +108,16 @@ fn notes(effects: &[IngestEffect<Payload>]) -> Vec<(&'static str, u64)> {
 fn without_a_replay_endpoint_a_new_connection_drops_what_was_known() {
     let mut bench = Bench::live(no_replay(), 3);
     bench.step(IngestInput::Disconnected);
-    // The engine restarted meanwhile, and its third message is the first that is read.
+    // The engine has restarted, and its third message is the first one received.
     assert_eq!(short(&bench.step(IngestInput::Connected)), ["clear", "cold"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::NoReplay { from: 3 }));
     assert_eq!(short(&bench.live_from(2, 3)), ["a3"]);
     assert_eq!(bench.source.state(), StreamState::Cold);
-    // One that is read from its first message on is known in full.
+    // A publisher read from its first message on is known completely.
     bench.step(IngestInput::Disconnected);
     assert_eq!(short(&bench.step(IngestInput::Connected)), ["clear"]);
     assert_eq!(short(&bench.live_from(3, 0)), ["a0", "live"]);
-    // Nothing is lost where nothing was known.
+    // A source without applied messages has nothing to drop.
     let mut bench = Bench::new(no_replay());
     for _ in 0..2 {
         assert_eq!(short(&bench.step(IngestInput::Connected)), Vec::<String>::new());
@@ -312,7 +312,7 @@ fn a_reconnection_whose_replay_begins_too_late_is_a_loss() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.step(IngestInput::Disconnected);
     bench.step(IngestInput::Connected);
-    // One message later is too late as well: nothing shows that the publisher is the same.
+    // A replay that begins one message later is already too late: nothing identifies the publisher as the same one.
     assert_eq!(short(&bench.replayed(1, 5)), ["clear", "a5"]);
     assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
 }
@@ -480,11 +480,11 @@ fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
     assert_eq!(short(&bench.live_from(1, 5)), ["recovering"], "a gap like any other");
     assert_eq!(short(&bench.replayed(1, 4)), ["a4", "a5", "live"]);
 
-    // Who looks late has not listened meanwhile, and looks at what has come first.
+    // A late tick means that the source itself was delayed. It reads pending messages first.
     bench.now = bench.now + secs(5);
     assert_eq!(short(&bench.step(IngestInput::Tick)), [""; 0]);
 
-    // It asks once, and again when something has come.
+    // It requests once, and again after new messages.
     for asked in ["replay 5", "replay 6"] {
         assert_eq!(short(&bench.pass(secs(2))), [asked]);
         bench.replayed(1, if asked == "replay 5" { 5 } else { 6 });
@@ -493,7 +493,7 @@ fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
         }
         bench.step(IngestInput::ReplayEnded);
     }
-    // Now and then again: a connection whose other end is gone without a word looks just so.
+    // It repeats the check periodically, because a broken connection without a reset looks identical.
     assert_eq!(short(&bench.pass(Duration::from_millis(29_999))), [""; 0]);
     assert_eq!(short(&bench.pass(Duration::from_millis(1))), ["replay 6"]);
     bench.replayed(1, 6);
@@ -511,7 +511,7 @@ fn a_subscription_that_brings_nothing_of_what_there_is_is_made_anew() {
         assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), deaf);
     }
 
-    // So is one to a host that no longer answers; a live message shows that it works.
+    // The same holds for a host that no longer responds. A live message proves that the connection works.
     let mut bench = Bench::live(SourceConfig::default(), 3);
     for sequence in 3..6 {
         bench.pass(secs(2));
@@ -561,7 +561,7 @@ fn silence_is_no_connection_or_never_a_word() {
     assert!(bench.source.awaits_served());
     bench.step(IngestInput::Served);
     bench.pass(secs(9));
-    // A connection that comes and goes does not hide it.
+    // A connection that is closed and reopened does not hide the silence.
     bench.step(IngestInput::Disconnected);
     bench.step(IngestInput::Connected);
     bench.step(IngestInput::ReplayEnded);

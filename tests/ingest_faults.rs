@@ -1,6 +1,7 @@
-//! Event sources that die, stand still, move and go, on real sockets: what is known of a rank is exact again, or doubted.
+//! Event sources on real sockets that die, hang, move and end: afterwards each rank is either exact again or marked as
+//! degraded.
 //!
-//! Owns nothing. Waits for what must come to pass and never for a time; the clock only bounds how long a failure takes.
+//! The tests wait for conditions, never for a time. The clock only bounds the duration of a failure.
 
 use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
 use std::collections::BTreeSet;
@@ -16,7 +17,7 @@ use tokio::time::Instant;
 use crate::common::{config, rank, stored, tokens, without_reports_of_drills};
 use crate::zmtp::{Form, Publisher, batch, event};
 
-/// Longer than anything here takes, the back-off of a machine that is busy included.
+/// Longer than any step, including the back-off on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
@@ -30,7 +31,7 @@ async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool)
     }
 }
 
-/// Polls until what the index holds is as it should be.
+/// Polls until the content of the index satisfies a condition.
 async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool) {
     let begun = Instant::now();
     loop {
@@ -60,7 +61,7 @@ async fn held(router: &Router) -> Held {
     blocks.collect()
 }
 
-/// An engine rank and what it holds.
+/// An engine rank and its cached prompts.
 struct Engine {
     rank: WorkerRank,
     publisher: Publisher,
@@ -86,7 +87,7 @@ impl Engine {
         batch(1.7e9 + f64::from(self.batches), &events)
     }
 
-    /// The batch by which it says that it stores a prompt of its own that nobody else has.
+    /// A batch that stores a new unique prompt.
     fn stores(&mut self, blocks: u32) -> Vec<u8> {
         let prompt = tokens(self.batches * 64 + self.rank.worker.0 as u32 + 1, blocks);
         let payload = self.payload(&[(stored(self.rank, &prompt), &prompt)]);
@@ -94,7 +95,7 @@ impl Engine {
         payload
     }
 
-    /// The batch by which it says that it drops its oldest prompt.
+    /// A batch that removes the oldest prompt.
     fn drops_oldest(&mut self) -> Vec<u8> {
         let prompt = self.prompts.remove(0);
         let removed = match stored(self.rank, &prompt).data {
@@ -110,7 +111,7 @@ impl Engine {
         self.publisher.publish(&payload);
     }
 
-    /// Stores three prompts and drops the first of them.
+    /// Stores three prompts and removes the oldest one.
     fn work(&mut self) {
         for _ in 0..3 {
             self.store();
@@ -135,7 +136,7 @@ fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
     WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(format!("http://engine-{}", worker.0)) }
 }
 
-/// Engines that have worked, and a router that has heard it.
+/// Engines with cached prompts, and a router whose index matches them.
 async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, Vec<Engine>) {
     without_reports_of_drills();
     let mut builder = Router::builder(config);
@@ -154,7 +155,7 @@ async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, 
     (router, fleet)
 }
 
-/// Waits until the index holds what the engines hold and everybody is trusted; and nothing was restarted but readers.
+/// Waits until the index matches the engines and every rank is live.
 async fn assert_exact(router: &Router, fleet: &[Engine]) {
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
     let begun = Instant::now();
@@ -170,7 +171,7 @@ async fn assert_exact(router: &Router, fleet: &[Engine]) {
     }
 }
 
-/// A shard that dies while it is asked gives no answer.
+/// A shard that dies during the query returns nothing.
 async fn held_or_empty(router: &Router) -> Held {
     if router.flush().await.is_err() { Held::new() } else { held(router).await }
 }
@@ -181,7 +182,7 @@ async fn assert_routed_to(router: &Router, engine: &Engine) {
     assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32));
 }
 
-/// Lets the reader of an engine's events panic, and waits until another one has connected.
+/// Makes the reader of an engine's events panic and waits until a new one has connected.
 async fn kill_reader(router: &Router, engine: &Engine) {
     let accepted = engine.publisher.accepted();
     assert!(router.inject(Fault::Ingest(engine.rank)));
@@ -215,12 +216,12 @@ async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_dies_where_the_past_is_gone_leaves_nothing_of_it() {
     let (router, mut fleet) = fleet(config(), 2, 4).await;
-    // Stored behind what the ring still has.
+    // Stores more messages than the ring holds.
     fleet[0].work();
     assert_exact(&router, &fleet).await;
     kill_reader(&router, &fleet[0]).await;
     until("cold", &router, || is(&router, rank(0), StreamState::Cold)).await;
-    // The ring had three stores and a removal of what was stored before them.
+    // The ring holds three stores and a removal of an earlier prompt.
     let known = fleet[0].prompts.len() - 3;
     fleet[0].prompts.drain(..known);
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
@@ -246,7 +247,7 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
     assert!(doubts.len() == 1 && doubts[0].contains("died 6 times"), "{doubts:?}");
     until("its connections close", &router, || fleet[1].publisher.connections() == 0).await;
 
-    // Nothing that it held counts, and the others go on.
+    // Its earlier blocks no longer count, and the other ranks continue.
     let lost = fleet[1].prompts.last().expect("it held one").clone();
     let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&lost))).await.expect("a match");
     assert_eq!(best.overlap_blocks(), 0);
@@ -259,7 +260,7 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
     }
     assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
 
-    // As it advises: remove and add.
+    // The documented recovery: remove the worker and add it again.
     router.remove_worker(WorkerId(1)).await.expect("known");
     router.upsert_worker(WorkerId(1), fleet[1].config()).await.expect("valid");
     assert_exact(&router, &fleet).await;
@@ -298,7 +299,7 @@ async fn a_shard_and_a_reader_that_die_together_are_both_made_good() {
     until("known again", &router, || router.health().cold.is_empty()).await;
 }
 
-/// A reader that stands still while its publisher goes on: `unheard` messages never reach it.
+/// Hangs a reader while its publisher continues: `unheard` messages never reach it.
 async fn stands_still(ring_max: usize, unheard: u32) -> (Router, Vec<Engine>) {
     let (router, mut fleet) = fleet(config(), 2, ring_max).await;
     let stuck = hang(&router, Fault::Ingest(rank(0))).await;
@@ -308,7 +309,7 @@ async fn stands_still(ring_max: usize, unheard: u32) -> (Router, Vec<Engine>) {
         fleet[0].publisher.publish_unheard(&payload);
     }
     fleet[0].store();
-    // Others, and decisions, do not wait for it.
+    // Other ranks and decisions do not wait for it.
     fleet[1].work();
     until_held(&router, |held| held.is_superset(&fleet[1].holds())).await;
     assert_routed_to(&router, &fleet[1]).await;
@@ -326,7 +327,7 @@ async fn what_a_reader_that_stood_still_has_missed_is_asked_for() {
 async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
     let (router, mut fleet) = stands_still(5, 20).await;
     until("cold", &router, || is(&router, rank(0), StreamState::Cold)).await;
-    // The last five messages are all there is.
+    // Only the last five messages are available.
     let known = fleet[0].prompts.len() - 5;
     fleet[0].prompts.drain(..known);
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
@@ -351,7 +352,7 @@ async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobod
         fleet[1].store();
     }
     until("it reads", &router, || received(&router) >= before.map(|messages| messages + 3)).await;
-    // Its reader waits now, for three prompts of three blocks do not fit; the other shard hears nothing of it.
+    // Its reader waits because three prompts of three blocks exceed the limit. The other shard is unaffected.
     fleet[0].work();
     until("the other shard goes on", &router, || source(&router, rank(0)).and_then(|source| source.applied) == Some(7))
         .await;
@@ -365,7 +366,7 @@ async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobod
     let gone = fleet.remove(1);
     assert_exact(&router, &fleet).await;
 
-    // Added again, it is another one.
+    // A worker added again starts without earlier state.
     let mut again = Engine::start(1, 100).await;
     again.batches = 100;
     router.upsert_worker(WorkerId(1), again.config()).await.expect("valid");
@@ -383,7 +384,7 @@ async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
         moved.batches = 1_000 + 10 * round;
         moved.work();
         let old = std::mem::replace(&mut fleet[0], moved);
-        // Work that the old one has in hand must not come behind the new one's.
+        // Messages of the old source still in progress must not be applied after those of the new one.
         let mut in_hand = old;
         in_hand.work();
         router.upsert_worker(WorkerId(0), fleet[0].config()).await.expect("valid");
@@ -393,7 +394,7 @@ async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
         let endpoint = fleet[0].publisher.kv_events().endpoint;
         assert_eq!(source(&router, rank(0)).expect("it is read").endpoint, endpoint);
     }
-    // Removed and added under another endpoint at once: as little of the old one stays.
+    // Removed and immediately added with another endpoint: no state of the old source remains.
     let mut again = Engine::start(0, 100).await;
     again.batches = 5_000;
     router.remove_worker(WorkerId(0)).await.expect("known");
@@ -449,7 +450,7 @@ async fn a_tiny_gate_lets_events_through_and_decisions_past() {
         for engine in &mut fleet {
             engine.work();
         }
-        let large = fleet[round % 3].stores(40); // more than the gate ever lets wait
+        let large = fleet[round % 3].stores(40); // more than the gate's limit
         fleet[round % 3].publisher.publish(&large);
         let id = round.to_string();
         let prompt = tokens(round as u32, 5);

@@ -1,7 +1,7 @@
-//! Holds event sources to publishers that restart and a network that loses, doubles, swaps and delays.
+//! Event sources against publishers that restart and a network that loses, duplicates, reorders and delays messages.
 //!
-//! The model is the publisher's own cache after each of its messages, in each of its lives. `PROPTEST_CASES` sets the
-//! number of cases; a failure prints its seed.
+//! The model is the publisher's cache after each message of each life. `PROPTEST_CASES` sets the number of cases; a
+//! failure prints its seed.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -12,12 +12,12 @@ use proptest::prelude::*;
 
 use crate::effort::effort;
 
-/// Blocks that a cache may hold.
+/// Blocks of a cache.
 type Cache = BTreeSet<u8>;
 type Payload = Vec<u8>;
 type Message = (u64, Payload);
 
-/// What one batch does to a cache.
+/// Effect of one batch on a cache.
 #[derive(Clone, Copy, Debug)]
 enum Batch {
     Stored(u8, u8),
@@ -26,7 +26,7 @@ enum Batch {
 }
 
 impl Batch {
-    /// The batch that each publisher sends under this number, if its life begins like the others'.
+    /// The batch with this number, equal for every publisher whose life begins like the others.
     fn drawn(draw: u64) -> Self {
         let blocks = ((draw >> 8) as u8 % 32, (draw >> 16) as u8 % 32);
         match draw % 16 {
@@ -36,7 +36,7 @@ impl Batch {
         }
     }
 
-    /// `mark` sets lives apart.
+    /// `mark` distinguishes lives.
     fn encoded(self, mark: u8) -> Payload {
         match self {
             Self::Stored(a, b) => vec![0, a, b, mark],
@@ -72,10 +72,10 @@ fn mix(n: u64) -> u64 {
     n ^ (n >> 27)
 }
 
-/// One life: everything it has sent, and its cache after each message.
+/// One life of a publisher: all sent messages, and its cache after each message.
 #[derive(Clone, Debug, Default)]
 struct Life {
-    /// So many first messages are the same in every life.
+    /// Number of initial messages that are equal in every life.
     shared: u64,
     sent: Vec<Payload>,
     caches: Vec<Cache>,
@@ -101,7 +101,7 @@ enum Answer {
     Failed,
 }
 
-/// How a replay that was asked for stands.
+/// State of a requested replay.
 #[derive(Clone, Debug)]
 enum Asked {
     Nothing,
@@ -109,24 +109,24 @@ enum Asked {
     Answering(VecDeque<Answer>),
 }
 
-/// What the owner of the source has done since the rank's blocks were last dropped.
+/// State of the source's owner since the rank's blocks were last dropped.
 #[derive(Clone, Debug, Default)]
 struct Epoch {
-    /// What was applied, and the number of the first.
+    /// Applied messages, and the number of the first one.
     applied: Vec<Payload>,
     first: u64,
-    /// Whether everything that the cache held is known: from the first message on, or since a clear.
+    /// Whether the cache is known completely: from the first message on, or since a clear.
     is_exact: bool,
     cache: Cache,
 }
 
 impl Epoch {
-    /// The number of the message that must come next, if any was applied.
+    /// The number of the next expected message, if any was applied.
     fn next(&self) -> Option<u64> {
         (!self.applied.is_empty()).then_some(self.first + self.applied.len() as u64)
     }
 
-    /// Whether `life` has sent just what was applied.
+    /// Whether the applied messages are exactly those of `life`.
     fn is_of(&self, life: &Life) -> bool {
         life.sent.get(self.first as usize..).is_some_and(|sent| sent.starts_with(&self.applied))
     }
@@ -245,7 +245,7 @@ impl World {
 
     fn disturb_answers(&mut self, act: &Act) {
         let Asked::Answering(answers) = &mut self.asked else { return };
-        let messages = answers.len().saturating_sub(1); // the end stays where it is
+        let messages = answers.len().saturating_sub(1); // the end mark stays last
         if messages == 0 {
             return;
         }
@@ -281,7 +281,7 @@ impl World {
         }
     }
 
-    /// The publisher reads the question and answers with what its ring has now.
+    /// The publisher receives the replay request and responds with the current content of its ring.
     fn serve(&mut self) {
         let Asked::Waiting(from) = self.asked else { return };
         let sent = &self.life().sent;
@@ -360,7 +360,7 @@ impl World {
         self.messages_out += 1;
     }
 
-    /// What must hold after every step.
+    /// Invariants after every step.
     fn check(&self) {
         self.source.check_invariants();
         assert!(self.source.held_messages() <= self.config.held_messages_max);
@@ -370,7 +370,7 @@ impl World {
         assert!(is_known || self.source.state() != StreamState::Live, "live means that everything is known");
     }
 
-    /// What must hold after every batch.
+    /// Invariants after every batch.
     fn check_truth(&self) {
         let Epoch { is_exact, cache, .. } = &self.epoch;
         let next = self.epoch.next().expect("something was applied");
@@ -380,7 +380,7 @@ impl World {
         assert!(!is_exact || cache == truth, "and all of it, if the beginning was seen");
     }
 
-    /// Everybody behaves until nothing is left to do.
+    /// Delivers everything in order until no work remains.
     fn settle(&mut self) {
         for _ in 0..10_000 {
             let due = self.source.next_tick().filter(|at| at.since(self.now) < Duration::from_secs(60));
@@ -400,7 +400,7 @@ impl World {
         panic!("it does not come to rest");
     }
 
-    /// After one more message that gets through, the rank is known, or known to be cold.
+    /// After one more delivered message the rank is either live and exact, or cold.
     fn check_healed(&mut self) {
         self.connect();
         self.settle();
@@ -408,7 +408,7 @@ impl World {
         self.check_known();
     }
 
-    /// Without another word, too.
+    /// Asserts the same without another message.
     fn check_known(&mut self) {
         self.connect();
         self.settle();
@@ -424,7 +424,7 @@ impl World {
     }
 }
 
-/// How many messages a note says were dropped.
+/// Number of messages that a note reports as dropped.
 fn dropped(note: Note) -> u64 {
     match note {
         Note::Duplicate | Note::Late | Note::Verified | Note::HeldOverflow | Note::Refused | Note::Dropped { .. } => {
@@ -449,7 +449,7 @@ fn config() -> impl Strategy<Value = SourceConfig> {
             remembered_max,
             silent_after: Duration::MAX,
             cold_heals_after: Duration::MAX,
-            end_check_interval: Duration::from_secs(600), // beyond what settling waits for
+            end_check_interval: Duration::from_secs(600), // longer than the time that settling simulates
             seed,
             ..SourceConfig::default()
         },
@@ -480,7 +480,8 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// What a publisher and TCP do: live messages are lost, connections break, but nothing is doubled, swapped or hangs.
+/// Faults of a publisher and TCP: live messages are lost and connections break, but nothing is duplicated, reordered or
+/// hangs.
 fn is_mild(act: &Act) -> bool {
     !matches!(
         act,
@@ -512,7 +513,7 @@ proptest! {
         world.check_healed();
     }
 
-    /// With a ring that has everything and a replay socket that answers nothing is ever given up.
+    /// With a complete ring and a responding replay socket no message is lost.
     #[test]
     fn where_replay_has_everything_nothing_is_lost(
         config in config(),
@@ -527,7 +528,7 @@ proptest! {
         prop_assert_eq!(world.source.state(), StreamState::Live);
     }
 
-    /// Inputs that no network would bring in that order.
+    /// Inputs in an order that no network produces.
     #[test]
     fn no_input_breaks_it(
         config in config(),

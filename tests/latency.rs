@@ -1,4 +1,4 @@
-//! What the policy `latency` makes of what it knows, and of what it does not.
+//! The policy `latency` with and without measurements.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use pointsman::{Prompt, RouteRequest, Router};
 
 use crate::common::{config, rank, router, tokens};
 
-/// Blocks of a prompt that is worth following.
+/// Blocks of a prompt long enough to prefer its cached rank.
 const BLOCKS: u32 = 2_000;
 
 fn latency() -> RouterConfig {

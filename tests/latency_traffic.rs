@@ -1,7 +1,6 @@
-//! The policy `latency` over minutes of traffic: ceilings on the output, ranks that were slow or hang, prompts that come
-//! one after the other.
+//! The policy `latency` during minutes of traffic: output limits, ranks that were slow or hang, and sequential prompts.
 //!
-//! Time is paused: an engine here is a time to the first token and one to the end.
+//! Time is paused. An engine is modeled by its time to the first token and its time to completion.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -20,19 +19,19 @@ fn with(policy: Policy) -> RouterConfig {
     RouterConfig { block_size: BLOCK_SIZE, policy: policy.into(), ..config() }
 }
 
-/// A prompt whose content follows from `seed`; prompts of one seed begin alike.
+/// A prompt whose content is a function of `seed`. Prompts with equal seeds share a prefix.
 fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
     (0..tokens).map(|n| seed.wrapping_mul(0x9e37_79b9) ^ n).collect()
 }
 
-/// What happens next to a request in flight.
+/// Next event of a request in flight.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Next {
     FirstToken,
     End,
 }
 
-/// Requests in flight. One without a first token hangs.
+/// Requests in flight. A request without a first token hangs.
 struct Traffic {
     router: Router,
     now_ms: u64,
@@ -47,7 +46,7 @@ impl Traffic {
         Self { router, now_ms: 0, sent: 0, live: BTreeMap::new(), next: BinaryHeap::new() }
     }
 
-    /// Lets time pass, with all that happens meanwhile.
+    /// Advances the clock and processes all due events.
     async fn pass(&mut self, ms: u64) {
         let until = self.now_ms + ms;
         while let Some(Reverse((at, next, request))) = self.next.peek().copied().filter(|next| next.0.0 <= until) {
@@ -63,7 +62,7 @@ impl Traffic {
         self.now_ms = until;
     }
 
-    /// Sends a prompt, whose first token comes after `ttft_ms` of its rank, and its end a second later.
+    /// Sends a prompt. Its first token arrives after the rank's `ttft_ms`, and it completes a second later.
     async fn send(&mut self, tokens: &[u32], only: Option<u64>, ttft_ms: impl Fn(u64) -> Option<u64>) -> u64 {
         let only = only
             .map(|worker| Constraints { allowed_workers: Some([WorkerId(worker)].into()), ..Constraints::default() });
@@ -81,7 +80,8 @@ impl Traffic {
     }
 }
 
-/// A rank had 30 prefills of 20 s, and then is as fast as the three others: within two minutes it has its share again.
+/// A rank has 30 prefills of 20 s and then becomes as fast as the three others: within two minutes it regains its
+/// share.
 #[tokio::test(start_paused = true)]
 async fn a_rank_that_was_slow_has_its_share_again_within_two_minutes() {
     for gap_ms in [400, 100, 50] {
@@ -109,8 +109,8 @@ async fn a_rank_that_was_slow_has_its_share_again_within_two_minutes() {
     }
 }
 
-/// New prompts one after the other, with nothing else in flight: no rank gets more than one and a half times its share,
-/// though each is a little slower than the one before.
+/// New prompts one at a time, with nothing else in flight: no rank receives more than one and a half times its share,
+/// even if each is slightly slower than the previous one.
 #[tokio::test(start_paused = true)]
 async fn paced_prompts_spread_over_an_idle_pool() {
     for slower_ms in [0, 1] {
@@ -126,7 +126,7 @@ async fn paced_prompts_spread_over_an_idle_pool() {
     }
 }
 
-/// A tie never costs a hit: the turns of a conversation stay on the rank that has it.
+/// Tie-breaking never costs a cache hit: the turns of a conversation stay on the rank that has it cached.
 #[tokio::test(start_paused = true)]
 async fn a_small_hit_is_not_drawn_away() {
     let mut traffic = Traffic::new(Policy::Latency, 8).await;
@@ -143,8 +143,8 @@ async fn a_small_hit_is_not_drawn_away() {
     }
 }
 
-/// Requests that a rank takes in and never answers, of those of 100 s at 20 a second; 40 conversations are cached, ten
-/// of them there.
+/// Counts the requests that a hung rank accepts and never answers during 100 s at 20 requests a second. With
+/// `conversations`, 40 conversations are cached, ten of them on the hung rank.
 async fn lost_to_a_hung_rank(policy: Policy, conversations: bool) -> usize {
     let mut traffic = Traffic::new(policy, 4).await;
     let prefixes: Vec<Vec<u32>> = (0..40).map(|n| prompt(50_000 + n, 6_400)).collect();
@@ -191,8 +191,8 @@ struct Served {
     e2e_ms: f64,
 }
 
-/// Conversations of up to 20 turns over `ranks` ranks, in a closed loop: answers have 200 tokens, whatever the ceiling.
-/// Figures are of the time after `warm_ms`.
+/// Conversations of up to 20 turns on `ranks` ranks, in a closed loop. Answers have 200 tokens, whatever the output
+/// limit. The results cover the time after `warm_ms`.
 async fn conversations(ranks: usize, sessions: u32, ceiling: Option<u32>, warm_ms: u64, end_ms: u64) -> Served {
     const ANSWER: u64 = 200;
     const THINK_MS: u64 = 4_000;
@@ -267,7 +267,7 @@ async fn conversations(ranks: usize, sessions: u32, ceiling: Option<u32>, warm_m
     Served { hit_rate: cached as f64 / asked as f64, ttft_ms: mean(ttft), e2e_ms: mean(e2e) }
 }
 
-/// What clients allow at most says nothing of how long answers are: hits and times stay as they are.
+/// The clients' output limit is no estimate of the output length: hit rate and latency do not depend on it.
 #[tokio::test(start_paused = true)]
 async fn a_ceiling_on_the_output_changes_no_placement() {
     let [none, exact, sdk, huge] = {
@@ -285,8 +285,8 @@ async fn a_ceiling_on_the_output_changes_no_placement() {
         assert!((beyond.ttft_ms / none.ttft_ms - 1.0).abs() < 0.05, "{} against {} ms", beyond.ttft_ms, none.ttft_ms);
         assert!((beyond.e2e_ms / none.e2e_ms - 1.0).abs() < 0.05, "{} against {} ms", beyond.e2e_ms, none.e2e_ms);
     }
-    // A ceiling of just the output's length is a little less than the learned mean, which counts whole blocks: another
-    // course of the same closed loop.
+    // A limit of exactly the output length is slightly below the learned mean, which counts whole blocks. The closed
+    // loop therefore takes a different course.
     assert!((exact.hit_rate - none.hit_rate).abs() < 0.06, "{} against {}", exact.hit_rate, none.hit_rate);
     assert!((exact.e2e_ms / none.e2e_ms - 1.0).abs() < 0.05, "{} against {} ms", exact.e2e_ms, none.e2e_ms);
 }

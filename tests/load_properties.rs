@@ -1,4 +1,4 @@
-//! Holds the load model to its slow reference: any calls in any order, compared after every step.
+//! Compares the load model with its slow reference after every step of arbitrary calls.
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
@@ -15,7 +15,7 @@ use proptest::prelude::*;
 
 use crate::effort::effort;
 
-/// Few ids, so that repeats, unknown ids and ids used again are common.
+/// Few ids, so that repeated, unknown and reused ids are common.
 const IDS: u64 = 8;
 
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ enum Step {
     CompletePrefill {
         id: u64,
     },
-    /// The caller reports output blocks; the rank may look only later.
+    /// The caller reports output blocks. The rank may read them later.
     Output {
         id: u64,
         decays: Vec<Option<f64>>,
@@ -40,7 +40,7 @@ enum Step {
     Project {
         prompt: Prompt,
     },
-    /// Time moves, sometimes backwards: calls reach a rank from many clocks.
+    /// Time advances, or moves backwards: callers have different clocks.
     Time {
         nanos: i64,
     },
@@ -58,7 +58,7 @@ impl Prompt {
         self.salted(0)
     }
 
-    /// The prompt with hashes that nobody else has, if nobody else has the salt.
+    /// The prompt with hashes that are unique to the salt.
     fn salted(&self, salt: u64) -> PromptBlocks {
         let words = match self {
             Self::Words(words) => words,
@@ -74,7 +74,7 @@ impl Prompt {
     }
 }
 
-/// The real thing and the model, told the same and compared.
+/// The implementation and the model with equal inputs.
 struct Rank {
     real: ActiveSequences,
     model: ReferenceSequences,
@@ -82,7 +82,7 @@ struct Rank {
     now: Timestamp,
 }
 
-/// What a caller has reported of its output, and what of that the rank has not looked at.
+/// Reported output of a request, and the part that the rank has not read.
 #[derive(Default)]
 struct Reported {
     output: OutputBlocks,
@@ -99,7 +99,7 @@ impl Rank {
         }
     }
 
-    /// Takes a step, with prompts made by `blocks`.
+    /// Executes a step, with prompts made by `blocks`.
     fn take(&mut self, step: &Step, blocks: impl Fn(&Prompt) -> PromptBlocks) {
         match step {
             Step::Book { id, prompt, hint } => self.book(*id, blocks(prompt), *hint),
@@ -152,7 +152,7 @@ impl Rank {
         projection
     }
 
-    /// Compares the load now, before and later, and the curve with it.
+    /// Compares the load now, earlier and later, and the prefill curve with it.
     fn check(&self, one_rate: bool) {
         self.real.check_invariants();
         assert_eq!(self.real.weighted_blocks(), self.model.weighted_blocks());
@@ -169,7 +169,7 @@ impl Rank {
         }
     }
 
-    /// Ends everything, and expects nothing to be left.
+    /// Frees everything and asserts that nothing remains.
     fn come_to_rest(mut self) {
         for id in 0..IDS {
             self.take(&Step::Free { id }, Prompt::blocks);
@@ -184,7 +184,7 @@ impl Rank {
 fn prompt() -> impl Strategy<Value = Prompt> {
     prop_oneof![
         9 => prop::collection::vec(0..3_u64, 0..12).prop_map(Prompt::Words),
-        // Repeating one word makes long common prefixes.
+        // A repeated word creates long common prefixes.
         3 => (0..40_usize, prop::collection::vec(0..2_u64, 0..3))
             .prop_map(|(n, end)| Prompt::Words([vec![0; n], end].concat())),
         1 => (0..9_u32).prop_map(Prompt::Counted),
@@ -192,7 +192,8 @@ fn prompt() -> impl Strategy<Value = Prompt> {
 }
 
 fn hint(one_rate: bool) -> impl Strategy<Value = Option<PrefillLoadHint>> {
-    // Small ones, for every rounding to matter; real ones; and nearly equal rates, for those of the curve to.
+    // Small sizes, which expose rounding; realistic sizes; and nearly equal rates, which expose rounding of the curve's
+    // rates.
     let size = prop_oneof![
         (0..60_u32, 0..20_u32, 0..3_000_u64),
         (0..200_000_u32, 0..100_000_u32, 0..2_000_000_000_u64),
@@ -206,7 +207,7 @@ fn hint(one_rate: bool) -> impl Strategy<Value = Option<PrefillLoadHint>> {
             _ if more == 0 => 0,
             nanos => nanos,
         };
-        // Some are not tracked, and some are not modelled.
+        // Some hints are not tracked, and some have no duration model.
         PrefillLoadHint::new(isl, cached, kind != 0, (kind > 1).then_some(Duration::from_nanos(nanos)))
     })
 }
@@ -252,7 +253,8 @@ proptest! {
         rank.come_to_rest();
     }
 
-    /// How others turn reuse off: hashes of its own for every request. Here it is counting, with equal numbers.
+    /// Other products turn reuse off by unique hashes per request. Counting blocks without hashes must yield equal
+    /// numbers.
     #[test]
     fn counting_without_reuse_equals_hashes_that_nobody_shares(steps in steps(false)) {
         let (mut counted, mut hashed) = (Rank::new(false), Rank::new(true));

@@ -1,5 +1,5 @@
-//! Integration tests of the library, one module each. `alone/` is a second binary for the tests that need a process of
-//! their own.
+//! Integration tests of the library, one module each. `alone/` is a second binary for the tests that need a separate
+//! process.
 
 #[cfg(feature = "runtime")]
 mod common;
@@ -17,7 +17,7 @@ mod world_config;
 #[path = "common/zmtp.rs"]
 mod zmtp;
 
-// The pure core: run with `--no-default-features`, too.
+// Tests of the pure core, which also run with `--no-default-features`.
 mod answer_properties;
 mod docs_config;
 mod hashing_vectors;

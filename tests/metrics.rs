@@ -1,7 +1,6 @@
-//! What a router tells a metrics recorder: only what `docs/metrics.md` lists, and the right values.
+//! Metrics of a router: only those listed in `docs/metrics.md`, with correct values.
 //!
-//! Owns nothing. Each test runs a router on one thread, where a recorder of its own sees every handle made, and checks
-//! all that was recorded against the page.
+//! Each test runs a router on one thread with a separate recorder and compares all recorded metrics with the page.
 
 use pointsman::config::QueueConfig;
 use std::collections::BTreeMap;
@@ -18,11 +17,11 @@ use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCa
 
 use crate::common::{config, rank, router, stored, tokens};
 
-/// What has been recorded since the last look: values by name and labels, such as `name{pool="p",class="c"}`.
+/// Metrics since the last snapshot: values by name and labels, such as `name{pool="p",class="c"}`.
 struct Recorded(BTreeMap<String, DebugValue>);
 
 impl Recorded {
-    /// Reads everything, and holds names, types, units, labels and help to the page.
+    /// Takes a snapshot and compares names, types, units, labels and help texts with the page.
     fn by(snapshotter: &Snapshotter) -> Self {
         let documented = documented();
         let values = snapshotter.snapshot().into_vec().into_iter().map(|(key, unit, help, value)| {
@@ -63,7 +62,7 @@ impl Recorded {
         }
     }
 
-    /// Decisions, those that are not 0, without the pool.
+    /// Nonzero decision counts, without the pool label.
     fn decisions(&self) -> Vec<(&str, u64)> {
         let prefix = "pointsman_decisions_total{pool=\"default\",";
         let all = self.0.keys().filter_map(|name| Some((name.strip_prefix(prefix)?, self.count(name))));
@@ -79,7 +78,7 @@ fn documented() -> BTreeMap<String, [String; 4]> {
     let rows = rows.map(|row| row.split(" | ").map(str::to_owned).collect::<Vec<_>>());
     rows.filter_map(|cells| {
         let [name, cells @ ..] = &cells[..] else { return None };
-        // The gateway's own tests hold its rows.
+        // The gateway's tests check these rows.
         if name.starts_with("gateway_") {
             return None;
         }
@@ -88,7 +87,7 @@ fn documented() -> BTreeMap<String, [String; 4]> {
     .collect()
 }
 
-/// Runs a scenario in paused time, on this thread, with a recorder of its own.
+/// Runs a scenario in paused time on this thread with a separate recorder.
 fn record(scenario: impl AsyncFnOnce(Snapshotter)) {
     let recorder = DebuggingRecorder::new();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
@@ -97,7 +96,7 @@ fn record(scenario: impl AsyncFnOnce(Snapshotter)) {
     });
 }
 
-/// Long enough for gauges to be published once more.
+/// Advances the clock until gauges are published again.
 async fn a_period_passes() {
     tokio::time::advance(Duration::from_secs(1)).await;
     for _ in 0..8 {
@@ -257,7 +256,7 @@ fn the_queue_shows_who_waits_who_may_not_and_who_has_left() {
     });
 }
 
-/// Has the first two blocks of everything, fails, or never answers: by the length of the prompt.
+/// A shared cache that holds the first two blocks, fails, or hangs, depending on the prompt's length.
 struct Moody;
 
 impl SharedCache for Moody {

@@ -1,4 +1,4 @@
-//! Routers that know caches from their own decisions: without events, and before events come.
+//! Routers with speculative entries from their own decisions: without events, and before events arrive.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -42,7 +42,7 @@ async fn route(router: &Router, id: &str, prompt: &[u32]) -> Placement {
     router.route(RouteRequest::new(id, Prompt::Tokens(prompt))).await.expect("placed")
 }
 
-/// The rank that a prompt would go to, and how many of its blocks are there.
+/// The rank that a prompt would be placed on, and its overlap in blocks.
 async fn best(router: &Router, prompt: &[u32]) -> (WorkerRank, u32) {
     let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("a match");
     (best.rank(), best.overlap_blocks())
@@ -174,7 +174,7 @@ async fn a_modelled_cache_gives_up_what_was_released_longest_ago() {
     assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4), "12 blocks want into 10");
     drop(held);
     assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (0, 4), "its output counts at its end");
-    // A larger cache, said later, holds more from then on.
+    // A larger capacity reported later applies from then on.
     let worker = WorkerConfig { total_kv_blocks: Some(20), ..WorkerConfig::at("e") };
     router.upsert_worker(WorkerId(0), worker).await.expect("valid");
     drop(route(&router, "a", &a).await);
@@ -228,24 +228,24 @@ async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
     let (published, routed) = (tokens(1, 20), tokens(2, 10));
     router.apply_events(vec![stored(rank(1), &published)]).await.expect("up");
     assert_eq!(best(&router, &published).await, (rank(1), 20));
-    // Of the rank that publishes nothing is guessed, of another one what was routed there.
+    // Decisions create speculative entries for ranks without events only.
     let query = RouteRequest::query(Prompt::Tokens(&routed));
     router.record_routing_decision(query, rank(1)).await.expect("known");
     assert_eq!(best(&router, &routed).await.1, 0);
     router.record_routing_decision(query, rank(2)).await.expect("known");
     assert_eq!(best(&router, &routed).await, (rank(2), 10));
-    // Once it publishes its events alone count.
+    // Once a rank publishes, only its events count.
     router.apply_events(vec![stored(rank(2), &tokens(3, 5))]).await.expect("up");
     assert_eq!(best(&router, &routed).await.1, 0);
     assert_eq!((best(&router, &tokens(3, 5)).await, counters.predicted("retracted")), ((rank(2), 5), 10));
-    // Cleared for good, for its source has gone, it is guessed of again.
+    // After a final clear, because its source has ended, speculative entries resume.
     router.apply_events(vec![cleared(rank(2))]).await.expect("up");
     router.record_routing_decision(query, rank(2)).await.expect("known");
     assert_eq!(best(&router, &routed).await, (rank(2), 10));
     assert_at_rest(&router).await;
 }
 
-/// A worker that serves and of which no event comes is named, unless it is idle or events are off.
+/// A worker that serves requests without publishing events is reported, unless events are off.
 #[tokio::test]
 async fn a_worker_that_serves_without_events_is_in_doubt() {
     for (events, is_doubted) in [(EventMode::On, true), (EventMode::Auto, true), (EventMode::Off, false)] {
@@ -263,13 +263,13 @@ async fn a_worker_that_serves_without_events_is_in_doubt() {
     }
 }
 
-/// Siblings: a long common beginning, and an end of their own.
+/// Siblings: prompts with a long common prefix and a unique tail.
 fn sibling(n: u32) -> Vec<u32> {
     [tokens(1, 300), tokens(100 + n, 2)].concat()
 }
 
-/// How many of 64 siblings, all asked for at once, go to a rank where none has been before. The leader's prefill is
-/// done, but its rank has not said yet what it stores.
+/// Counts how many of 64 concurrent siblings are placed on a rank without an earlier sibling. The leader's prefill is
+/// complete, but its rank has not published its stores yet.
 async fn strays(config: RouterConfig) -> usize {
     let router = router(config, 16).await;
     let leader = route(&router, "leader", &sibling(0)).await;
@@ -341,7 +341,7 @@ async fn a_lost_shard_believes_again_what_is_routed_next() {
     let prompt = tokens(1, 4);
     let held = route(&router, "a", &prompt).await;
     assert!(router.inject(pointsman::Fault::Radix(rank(0))));
-    // The restart is heard of by the supervisor; a question that is lost meanwhile is asked again.
+    // The supervisor detects the restart. A query lost in the meantime is sent again.
     drop(route(&router, "b", &prompt).await);
     crate::common::until("restart", async || router.health().restarts == 1).await;
     drop(held);

@@ -1,8 +1,8 @@
-//! Beliefs against slow literal models, decision by decision.
+//! Speculative entries compared with slow literal models, decision by decision.
 //!
-//! Prompts are short and made of few blocks, so that they share beginnings, contain each other and come again. Two
-//! models: a list of remembered prompts, for both kinds that age; and a list of copies of blocks, for the modelled LRU.
-//! The number of cases is taken from `PROPTEST_CASES`.
+//! Prompts are short and made of few blocks, so they share prefixes, contain each other and recur. There are two
+//! models: a list of remembered prompts for both kinds that age, and a list of block copies for the modeled LRU.
+//! `PROPTEST_CASES` sets the number of cases.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -67,7 +67,7 @@ fn hashes(prompt: &[u64]) -> Vec<BlockHash> {
     prompt.iter().copied().map(BlockHash).collect()
 }
 
-/// Engines name a block by what it contains and what comes before it.
+/// Engines derive a block's name from its content and its prefix.
 fn engine_hash(prefix: &[u64]) -> EngineHash {
     EngineHash(prefix.iter().fold(1, |name, block| name << 2 | block))
 }
@@ -78,7 +78,7 @@ fn held(index: &Index, slot: u32, prompt: &[u64]) -> usize {
     overlaps.hits().iter().find(|hit| hit.slot == Slot(slot)).map_or(0, |hit| hit.device_blocks as usize)
 }
 
-/// What a model answers.
+/// Operations and queries of a model.
 trait Model {
     fn register(&mut self, rank: u64, capacity: Option<u64>, anew: bool);
     fn remove(&mut self, rank: u64);
@@ -86,7 +86,7 @@ trait Model {
     fn output(&mut self, _: BookingId, _: u32) {}
     fn release(&mut self, _: BookingId) {}
     fn expire(&mut self, now: u64);
-    /// The rank's events have changed what it holds; `depth` says how deep it is now.
+    /// The rank's events have changed its blocks. `depth` returns the new overlap of a prompt.
     fn observe(&mut self, _: u64, _cleared: bool, _depth: &dyn Fn(&[u64]) -> usize) {}
     fn depth(&self, rank: u64, prompt: &[u64]) -> usize;
     fn believed(&self) -> usize;
@@ -106,9 +106,9 @@ struct Remembered {
 struct AgingRank {
     /// Oldest first.
     prompts: Vec<Memory>,
-    /// Every believed prefix, and whether it was a guess.
+    /// Every remembered prefix, and whether it was speculative.
     blocks: BTreeMap<Prompt, bool>,
-    /// When each prefix was last routed here, whatever became of it.
+    /// Time at which each prefix was last routed to this rank, even if its entry has ended.
     last_routed: BTreeMap<Prompt, u64>,
 }
 
@@ -248,7 +248,7 @@ impl Model for Remembered {
     }
 }
 
-/// Copies of blocks in caches of known capacity; ranks without one age.
+/// Block copies in caches of known capacity. Entries of ranks without a capacity age.
 struct Copies {
     aging: Remembered,
     ranks: BTreeMap<u64, CappedRank>,
@@ -397,7 +397,7 @@ impl Model for Copies {
     }
 }
 
-/// What is tested, beside its model.
+/// The implementation beside its model.
 struct Run<M> {
     model: M,
     lru: bool,
@@ -568,7 +568,7 @@ fn remembered(beside_events: bool, blocks_max: usize) -> Remembered {
     Remembered { beside_events, blocks_max, stamps: 0, ranks, counts }
 }
 
-/// Engines that send no events.
+/// Operations of engines that send no events.
 fn without_events(ops: Vec<Op>) -> Vec<Op> {
     ops.into_iter().filter(|op| !matches!(op, Op::Store { .. } | Op::Evict { .. } | Op::Clear { .. })).collect()
 }

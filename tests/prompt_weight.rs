@@ -1,4 +1,4 @@
-//! What a prompt weighs that is longer than any engine takes, and one whose answer comes whole.
+//! Load of prompts that exceed any engine's capacity, and of requests without streaming.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use pointsman::{Prompt, RouteRequest, Router};
 
 use crate::common::{BLOCK_SIZE, config, loads, rank, tokens};
 
-/// Blocks of a prompt that is longer than any engine takes.
+/// Blocks of a prompt that exceeds any engine's capacity.
 const HUGE_BLOCKS: u32 = 1_000_000 / BLOCK_SIZE;
 
 async fn with(policy: Policy, workers: u64, worker: impl Fn(WorkerConfig) -> WorkerConfig) -> Router {
@@ -22,7 +22,7 @@ async fn with(policy: Policy, workers: u64, worker: impl Fn(WorkerConfig) -> Wor
     builder.start().await.expect("valid")
 }
 
-/// One such prompt on each rank, and still a prompt goes where it is cached: they weigh what a rank can hold.
+/// Each rank has one huge prompt. Its load is limited to the rank's capacity, so predicted times stay realistic.
 #[tokio::test(start_paused = true)]
 async fn a_huge_prompt_weighs_what_a_rank_can_hold() {
     for (what, total_kv_blocks, most) in [
@@ -67,8 +67,8 @@ async fn a_prompt_longer_than_every_model_is_refused_by_name() {
     drop(unknown.route(RouteRequest::new("c", Prompt::Tokens(&prompt))).await.expect("placed"));
 }
 
-/// Nobody reports the prefill of an answer that comes whole: it counts for as long as it is expected to take, under
-/// either policy, and not until the answer's end.
+/// Requests without streaming have no report of the first token. Their prefill counts for its expected duration under
+/// either policy, and not until the end of the answer.
 #[tokio::test(start_paused = true)]
 async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
     for policy in [Policy::Latency, Policy::Kv] {
@@ -77,7 +77,7 @@ async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
         let whole = RouteRequest { not_streamed: true, ..RouteRequest::new("whole", Prompt::Tokens(&prompt)) };
         let placed = router.route(whole).await.expect("placed");
         assert_eq!(loads(&router).await[0].2, 8_000, "{policy:?}: it begins");
-        tokio::time::advance(Duration::from_secs(2)).await; // 10,000 tokens a second, as is assumed
+        tokio::time::advance(Duration::from_secs(2)).await; // the assumed 10,000 tokens a second
         assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is over");
         tokio::time::advance(Duration::from_secs(600)).await;
         assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is never overdue");
@@ -86,7 +86,7 @@ async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
     }
 }
 
-/// A prompt that a hung request would have computed is not cached, and the rank waits for as long as it is overdue.
+/// The prompt of a hung request is not treated as cached, and the overdue time counts as waiting time of the rank.
 #[tokio::test(start_paused = true)]
 async fn what_an_overdue_prefill_would_have_computed_is_not_cached() {
     let router = with(Policy::Latency, 2, |worker| worker).await;
@@ -102,7 +102,7 @@ async fn what_an_overdue_prefill_would_have_computed_is_not_cached() {
     let (prompt, sibling) = (tokens(1, 2_000), tokens(1, 2_010));
     let hung = router.route(RouteRequest::new("hung", Prompt::Tokens(&prompt))).await.expect("placed");
     tokio::time::advance(Duration::from_secs(30)).await;
-    // The rank looks for what is overdue when something is booked there.
+    // A booking on the rank triggers its check for overdue prefills.
     let there = Constraints { allowed_workers: Some([hung.rank().worker].into()), ..Constraints::default() };
     let probe = tokens(2, 1);
     let probe = RouteRequest { constraints: Some(&there), ..RouteRequest::new("probe", Prompt::Tokens(&probe)) };

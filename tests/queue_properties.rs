@@ -1,4 +1,4 @@
-//! Holds the waiting queue to a slow model of it: any calls in any order, compared after every step.
+//! Compares the waiting queue with a slow model after every step of arbitrary calls.
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
@@ -31,20 +31,20 @@ fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
     config
 }
 
-/// The queue in so many words: a list, searched from end to end, and rounds that are walked one by one.
+/// Literal model of the queue: a list that is searched completely, and rounds that are executed one by one.
 struct Model {
     classes: Vec<QueueClass>,
     rows: Vec<Row>,
     deficits: Vec<u64>,
     last: usize,
     pushed: u64,
-    /// Of each class: the latest finish of a request that was sent.
+    /// By class: the latest finish of a sent request.
     clocks: Vec<u64>,
-    /// The class's clock when a tenant last sent, or began to wait; kept while it waits.
+    /// The class's clock when a tenant last sent or began to wait; kept while it waits.
     starts: BTreeMap<(usize, TenantKey), u64>,
 }
 
-/// Strict priority, finish, sequence: the tenant with the least sends next.
+/// Strict priority, finish, sequence: the tenant with the lowest value sends next.
 type Place = (Reverse<u32>, u64, u64);
 
 #[derive(Clone, Debug)]
@@ -106,8 +106,8 @@ impl Model {
         (Reverse(row.entry.strict_priority), self.finish(row), row.sequence)
     }
 
-    /// The row that a class sends next of those in free lanes. A tenant ranks by its first row, or by its first free one
-    /// where that ranks later.
+    /// The next row that a class sends, considering free lanes only. A tenant ranks by its first row, or by its first
+    /// free row if that ranks later.
     fn next(&self, class: usize, free: impl Fn(&Row) -> bool) -> Option<&Row> {
         let tenants = self.starts.keys().filter(|(of, _)| *of == class).map(|(_, tenant)| *tenant);
         let of = tenants.filter_map(|tenant| {
@@ -118,7 +118,7 @@ impl Model {
         of.min_by_key(|(place, _)| *place).map(|(_, row)| row)
     }
 
-    /// The first of the rows of a class that pass.
+    /// The first row of a class that satisfies `pass`.
     fn first(&self, class: usize, pass: impl Fn(&Row) -> bool) -> Option<&Row> {
         let order = self.classes[class].order;
         let rows = self.rows.iter().filter(|row| row.class == class && pass(row));
@@ -191,12 +191,12 @@ enum Step {
         class: usize,
         lane: LaneKey,
         entry: QueueEntry,
-        /// In how many milliseconds it is due.
+        /// Time until the deadline, in milliseconds.
         due_ms: Option<u64>,
-        /// How long ago it came.
+        /// Age of the request, in milliseconds.
         age_ms: u64,
     },
-    /// Of one of the last requests, waiting or not.
+    /// Removes one of the most recent requests, queued or not.
     Remove {
         back: u64,
     },
@@ -204,7 +204,7 @@ enum Step {
         back: u64,
         cached_tokens: u32,
     },
-    /// With these lanes of each class free, one bit each.
+    /// Sends with these lanes of each class free, one bit each.
     Pop {
         free: u16,
         times: usize,
@@ -223,7 +223,7 @@ const CLASSES_MAX: usize = 4;
 const LANES: u64 = 4;
 
 fn entry() -> impl Strategy<Value = QueueEntry> {
-    // Few values each, so that most comparisons are ties but for one thing.
+    // Few values per field, so that most comparisons differ in one field only.
     let jump = prop_oneof![5 => Just(0.0), 1 => -1.0..0.0f64, 2 => 0.0..9.0f64, 1 => Just(1e300)];
     let tokens = prop_oneof![3 => 0u32..400, 1 => 0u32..20_000, 2 => Just(128)];
     let tenant = prop_oneof![3 => Just(0u64), 3 => 1u64..4, 1 => Just(u64::MAX)];
@@ -240,7 +240,7 @@ fn entry() -> impl Strategy<Value = QueueEntry> {
 }
 
 fn lane() -> impl Strategy<Value = LaneKey> {
-    // The outermost keys too, where ranges of keys end.
+    // Includes the largest key, at the end of key ranges.
     (0..LANES).prop_map(|lane| LaneKey(if lane == LANES - 1 { u64::MAX } else { lane }))
 }
 
@@ -272,7 +272,7 @@ fn classes() -> impl Strategy<Value = Vec<QueueClass>> {
     })
 }
 
-/// The queue and its model, kept in step.
+/// The queue and its model with equal inputs.
 struct Pair {
     queue: Queue<u64>,
     model: Model,

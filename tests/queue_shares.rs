@@ -1,4 +1,5 @@
-//! Holds the waiting queue to what it says about classes and tenants: their shares, and how long one can be kept waiting.
+//! Checks the documented shares of classes and tenants in the waiting queue, and the documented limits of their waiting
+//! times.
 //!
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
@@ -21,19 +22,19 @@ fn config_of(quanta: &[u32]) -> RouterConfig {
     }
 }
 
-/// One class's requests for the backlog tests: the fewest and the most that one costs.
+/// Minimum and maximum cost of one class's requests.
 fn costs() -> impl Strategy<Value = (u32, u32)> {
     (1u32..1_500, 1u32..1_500).prop_map(|(a, b)| (a.min(b), a.max(b)))
 }
 
-/// The nth number of a fixed sequence that looks like none.
+/// The `n`-th value of a fixed pseudo-random sequence.
 fn scattered(n: u64, between: (u32, u32)) -> u32 {
     let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let spread = u64::from(between.1 - between.0) + 1;
     between.0 + u32::try_from((mixed ^ (mixed >> 31)) % spread).expect("less than the spread")
 }
 
-/// Tenants of one class that are never empty: each has as many requests waiting as it likes, in a lane of its own.
+/// Tenants of one class with a constant number of queued requests, each in a separate lane.
 struct Tenants {
     queue: Queue<(usize, u64)>,
     costs: Vec<(u32, u32)>,
@@ -52,7 +53,7 @@ impl Tenants {
     fn push(&mut self, tenant: usize) {
         let cost = scattered(self.pushed, self.costs[tenant]);
         let (tenant_key, lane) = (TenantKey(tenant as u64), LaneKey(tenant as u64));
-        // What goes before a tenant's own requests does not go before those of others.
+        // Priority among a tenant's own requests gives no precedence over other tenants.
         let due = self.pushed.is_multiple_of(3).then_some(Timestamp(self.pushed));
         let priority_jump = self.pushed as f64;
         let entry = QueueEntry { tenant: tenant_key, isl_tokens: cost, due, priority_jump, ..QueueEntry::default() };
@@ -60,7 +61,7 @@ impl Tenants {
         self.pushed += 1;
     }
 
-    /// Sends a request of a tenant that may, and lets another of it wait: which tenant, and what it cost.
+    /// Sends a request of an allowed tenant and queues another one. Returns the tenant and the cost.
     fn send(&mut self, may: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
         let (_, sent) = self.queue.pop(Timestamp::default(), |_, lane, _| may(lane.0 as usize))?;
         self.push(sent.0);
@@ -68,12 +69,12 @@ impl Tenants {
     }
 }
 
-/// Tenants' costs, and how many requests each has waiting.
+/// Costs of the tenants, and their numbers of queued requests.
 fn tenants() -> impl Strategy<Value = (Vec<(u32, u32)>, Vec<usize>)> {
     prop::collection::vec((costs(), 1usize..40), 2..6).prop_map(|tenants| tenants.into_iter().unzip())
 }
 
-/// Classes that are never empty: whoever leaves is replaced.
+/// Classes that are never empty: each sent request is replaced.
 struct Backlog {
     queue: Queue<u32>,
     costs: Vec<(u32, u32)>,
@@ -95,7 +96,7 @@ impl Backlog {
         self.pushed += 1;
     }
 
-    /// Sends one request of a class that may: which class, and what it cost.
+    /// Sends a request of an allowed class. Returns the class and the cost.
     fn send(&mut self, may: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
         let before: Vec<u64> = (0..self.costs.len()).map(|n| self.queue.depth(ClassId(n as u32)).raw_tokens).collect();
         let (_, class) = self.queue.pop(Timestamp::default(), |class, _, _| may(class.0 as usize))?;
@@ -108,7 +109,8 @@ impl Backlog {
 proptest! {
     #![proptest_config(effort(400, "tests/queue_shares.proptest-regressions"))]
 
-    /// Sent tokens are within one round's worth of the quanta's proportion, so within 2 % after fifty such.
+    /// Sent tokens deviate from the proportion of the quanta by at most one round, so by at most 2 % after fifty
+    /// rounds.
     #[test]
     fn backlogged_classes_share_as_their_quanta(
         classes in prop::collection::vec((50u32..600, costs()), 2..5),
@@ -129,7 +131,7 @@ proptest! {
         }
     }
 
-    /// Whatever the others saved while some of them could not send, nobody waits longer than the documentation says.
+    /// The documented limit holds whatever deficit the other classes accumulate while some of them cannot send.
     #[test]
     fn nobody_waits_longer_than_promised(
         classes in prop::collection::vec((1u32..600, costs()), 2..5),
@@ -146,7 +148,7 @@ proptest! {
         let mut passed = vec![0; quanta.len()];
         for mask in blocked.iter().cycle().take(400) {
             let free = |class: usize| mask & (1 << class) == 0;
-            // Being unable to send ends the wait that the promise is about.
+            // A class that cannot send is not waiting in the sense of the limit.
             (0..quanta.len()).filter(|class| !free(*class)).for_each(|class| passed[class] = 0);
             let Some((sent, cost)) = backlog.send(free) else { continue };
             for class in (0..quanta.len()).filter(|class| free(*class)) {
@@ -160,7 +162,7 @@ proptest! {
 proptest! {
     #![proptest_config(effort(100, "tests/queue_shares.proptest-regressions"))]
 
-    /// However many requests each has waiting, and whatever deadlines they have.
+    /// Independent of the numbers of queued requests and their deadlines.
     #[test]
     fn backlogged_tenants_share_a_class_equally((costs, waiting) in tenants()) {
         let count = costs.len();
@@ -175,7 +177,7 @@ proptest! {
         tenants.queue.check_invariants();
     }
 
-    /// Whatever others saved while they could not send.
+    /// Independent of the credit that other tenants accumulate while they cannot send.
     #[test]
     fn no_tenant_waits_longer_than_promised(
         (costs, waiting) in tenants(),
@@ -201,7 +203,7 @@ proptest! {
     }
 }
 
-/// A hundred and twenty requests of one tenant wait when another tenant brings four, one after the other.
+/// One tenant has 120 queued requests when another tenant submits four, one after the other.
 #[test]
 fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
     let mut queue = Queue::new(&RouterConfig::default());
@@ -215,7 +217,7 @@ fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
         push(&mut queue, id, "few");
         assert_eq!([pop(&mut queue), pop(&mut queue)], ["many", "few"], "turn by turn, though it comes back empty");
     }
-    // Strangers who come one by one do not keep the many waiting either.
+    // New tenants with single requests do not starve the first tenant either.
     let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
     let order = (124..).zip(names).map(|(id, name)| {
         push(&mut queue, id, name);

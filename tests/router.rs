@@ -1,4 +1,4 @@
-//! The handle's promises, each by an example: the whole actor system on a runtime.
+//! Guarantees of the router handle, each by an example with the complete actor system.
 
 use pointsman::policy::{KvConfig, PolicyConfig};
 use std::time::Duration;
@@ -316,7 +316,7 @@ async fn every_policy_places_and_leaves_nothing_behind() {
     }
 }
 
-/// 1,000 requests of a few families, so that prefixes are shared, with events and frees between them.
+/// Places 1,000 requests of a few families with shared prefixes, with events and frees in between.
 async fn place_a_thousand(config: RouterConfig, queries_every_rank: bool) -> Vec<WorkerRank> {
     let router = started(Router::builder(config).queries_every_rank(queries_every_rank), 12).await;
     let (mut placed, mut held) = (Vec::new(), std::collections::VecDeque::new());
@@ -341,7 +341,7 @@ async fn place_a_thousand(config: RouterConfig, queries_every_rank: bool) -> Vec
     placed
 }
 
-/// Time stands still, for `latency` reckons with it.
+/// Time is paused because `latency` depends on it.
 #[tokio::test(start_paused = true)]
 async fn a_thousand_requests_go_the_same_way_whoever_is_asked() {
     for policy in Policy::ALL {

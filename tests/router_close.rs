@@ -1,4 +1,4 @@
-//! A router that fails or shuts down under load: every call that waits for an answer returns, whatever it waits for.
+//! A router that fails or shuts down under load: every pending call returns, whatever it waits for.
 
 use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
 use std::time::Duration;
@@ -8,10 +8,10 @@ use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, rank, router, stored, tokens, without_reports_of_drills};
 
-/// Longer than any answer takes on a loaded machine. Only a call that never returns reaches it.
+/// Longer than any response on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);
 
-/// Eight callers route without pause while the router goes down. Returns how many of them got no answer.
+/// Eight callers route continuously while the router stops. Returns the number of calls without a result.
 async fn hung_callers(round: u32) -> usize {
     let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 2).await;
     let call = |router: Router, caller: u32| async move {
@@ -27,7 +27,7 @@ async fn hung_callers(round: u32) -> usize {
         false
     };
     let callers: Vec<_> = (0..8).map(|caller| tokio::spawn(call(router.clone(), caller))).collect();
-    // Where in its work the router is hit differs from round to round; every instant will do.
+    // The delay varies per round, so the router stops at different points of its work.
     tokio::time::sleep(Duration::from_micros(300 + u64::from(round % 50) * 20)).await;
     if round.is_multiple_of(2) {
         router.inject(Fault::Supervisor);
@@ -54,7 +54,7 @@ async fn no_caller_hangs_when_the_router_goes_down_under_load() {
     assert_eq!(hung, 0, "callers hung in {rounds} rounds");
 }
 
-/// The actors never answer: the part that would is stuck, and stays so while the router fails.
+/// The hung scheduler never responds and stays hung while the router fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
     without_reports_of_drills();

@@ -1,5 +1,5 @@
-//! What a choice is made by and how it is told: overrides, the shared cache, the embedder's selector, explanations and
-//! traces, and that the shortlist places like asking everyone whatever requests ask for.
+//! Inputs of a choice and their effect: overrides, the shared cache, the embedder's selector, explanations and traces.
+//! The shortlist must place requests exactly like a query to all ranks.
 
 use pointsman::policy::{KvConfig, PolicyConfig};
 use std::collections::BTreeSet;
@@ -33,14 +33,14 @@ fn overriding(overrides: RouterConfigOverride) -> Ask {
     asks(ResolvedOptions { overrides, ..ResolvedOptions::default() })
 }
 
-/// Books `blocks` on a rank; they are to be prefilled.
+/// Books `blocks` on a rank, with their prefill pending.
 fn occupy(fleet: &mut Fleet, id: u64, worker: u64, blocks: u32) {
     let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
     fleet.ask(id, &Ask { blocks, prompt: 900 + id, target, waits: false, ..Ask::default() });
     assert_eq!(fleet.worker(id), worker);
 }
 
-/// The worker that this override leads to, and the one that is chosen without.
+/// The worker chosen with this override, and the one chosen without it.
 fn with_and_without(
     config: RouterConfig,
     prepare: fn(&mut Fleet),
@@ -62,7 +62,7 @@ fn with_and_without(
 fn overrides_change_one_requests_choice() {
     let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
     let busy: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 2);
-    // Warm and with two blocks to prefill and hold, 2 + 6, or cold and idle, 4 + 4 (and one block more of credit).
+    // The warm rank with two blocks of load costs 2 + 6, the cold idle rank 4 + 4; the credit is one block larger.
     let ask = Ask { blocks: 4, cached: vec![(0, 5)], ..Ask::default() };
     let no_credit = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
     assert_eq!(with_and_without(config(), busy, &ask, no_credit), [1, 0]);
@@ -106,7 +106,7 @@ fn an_override_of_the_temperature_spreads_one_request() {
     assert_eq!(dear[1], 0, "the others take the least cost");
 }
 
-/// Which formula holds for a decode pool follows from tracking and credit as they are for the request.
+/// The formula of a decode pool depends on the request's effective tracking and credit.
 #[test]
 fn overrides_reach_the_formula_of_decode_pools() {
     let decode = RouterConfig {
@@ -132,7 +132,7 @@ fn overrides_reach_the_formula_of_decode_pools() {
 fn shared_cache_hits_change_the_choice() {
     let placed = |hits: SharedHits| {
         let mut fleet = Fleet::new(config(), 2);
-        occupy(&mut fleet, 9, 0, 1); // 5 + 5 less what is cached, or 4 + 4
+        occupy(&mut fleet, 9, 0, 1); // 5 + 5 minus the credit, or 4 + 4
         fleet.ask(0, &Ask { cached: vec![(0, 3)], shared_cache: hits, ..Ask::default() });
         (fleet.worker(0), fleet.decision(0).shared_cache_blocks)
     };
@@ -141,7 +141,7 @@ fn shared_cache_hits_change_the_choice() {
     assert_eq!(placed(hits(3..4)), (0, 1), "one block more for each");
 }
 
-/// Notes what it is shown, and answers as told.
+/// A selector that records its candidates and returns a set answer.
 #[derive(Default)]
 struct Told {
     shown: Mutex<Vec<(u64, Vec<Candidate>)>>,
@@ -176,7 +176,7 @@ fn a_selector_is_shown_exact_facts_of_every_eligible_rank() {
     fleet.nodes[1].holdings.publish(12, fleet.now);
     fleet.now = fleet.now + Duration::from_millis(7);
     *selector.answer.lock().expect("never poisoned") = Some(1);
-    // The prompt of what runs on rank 1: two of its three blocks are shared.
+    // The prompt already active on rank 1: two of its three blocks are shared.
     fleet.ask(0, &Ask { prompt: 909, blocks: 2, cached: vec![(1, 1)], ..Ask::default() });
     assert_eq!(fleet.worker(0), 1);
     let shown = selector.shown.lock().expect("never poisoned").clone();
@@ -273,7 +273,7 @@ fn an_explanation_has_the_decayed_credit() {
     );
     occupy(&mut fleet, 9, 0, 5);
     occupy(&mut fleet, 8, 1, 1);
-    // 4 blocks busier than the least, by a prompt of 4: half the credit.
+    // 4 blocks above the lowest load, for a prompt of 4: half the credit.
     fleet.ask(0, &Ask { purpose: Purpose::Explain, cached: vec![(0, 4), (1, 4)], ..Ask::default() });
     let credits: Vec<f64> = fleet.explanation(0).ranks.iter().map(|row| row.cost_terms.credit_blocks).collect();
     assert_eq!(credits, [2.0, 4.0]);
@@ -305,7 +305,7 @@ fn decisions_are_traced_in_the_share_asked_for() {
     assert_ne!(some, traced(0.1, 2));
 }
 
-/// Request options of all kinds, by the digits of a number that looks random.
+/// Request options of all kinds, derived from the digits of a pseudo-random number.
 fn some_options(noise: u64, workers: u64) -> ResolvedOptions {
     let pick = |at: u32, of: u64| (noise >> at) % of;
     let mut constraints = Constraints::default();
@@ -340,8 +340,8 @@ fn some_options(noise: u64, workers: u64) -> ResolvedOptions {
     }
 }
 
-/// One request after the other on a fleet that is drained, overloaded, ejected and described as `seeds` say. With a `burst` so
-/// many come before answers do, and nothing else happens.
+/// Places requests one at a time on a fleet whose drains, overloads, ejections and traits are derived from `seeds`.
+/// With `burst`, that many requests arrive before responses, and the conditions stay constant.
 fn placed(
     config: &RouterConfig,
     queries_every_rank: bool,

@@ -1,5 +1,5 @@
-//! Who may serve a request, and whom the scheduler prefers: filters, pins, adapters, taints, sessions and slow starts,
-//! each by a worked example.
+//! Eligibility and preference of ranks: filters, pins, adapters, taints, sessions and slow start, each by a worked
+//! example.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ fn of_session(id: &str) -> ResolvedOptions {
     ResolvedOptions { session_id: Some(SessionId::new(id).expect("a good id")), ..ResolvedOptions::default() }
 }
 
-/// A rank is busy with more than `tokens` to prefill.
+/// A rank is busy above `tokens` of pending prefill.
 fn busy_above(tokens: u64) -> RouterConfig {
     let class = QueueClass { busy_prefill_tokens: Some(tokens), ..QueueClass::named("only") };
     RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }
@@ -65,7 +65,7 @@ fn occupy_with(fleet: &mut Fleet, id: u64, worker: u64, blocks: u32) {
     assert_eq!(fleet.worker(id), worker);
 }
 
-/// What a fresh fleet of two says to this request.
+/// The rejection of this request by a new fleet of two ranks.
 fn refused(prepare: impl FnOnce(&mut Fleet), ask: &Ask) -> Rejection {
     let mut fleet = Fleet::new(config(), 2);
     prepare(&mut fleet);
@@ -92,7 +92,8 @@ fn every_filter_is_named_with_its_count() {
     assert_eq!(said(&overloaded, any()), "all eligible workers are overloaded: 2 overloaded");
     let gone = |fleet: &mut Fleet| (0..2).for_each(|node| fleet.retire(node));
     assert_eq!(said(&gone, any()), "no rank is registered");
-    // The adapter and the answer are asked only of some, so these two refuse only beside another filter.
+    // The adapter filter and the response filter exclude only part of the ranks, so they cause a rejection only
+    // together with another filter.
     let adapter = |fleet: &mut Fleet| {
         fleet.describe(1, with_adapter("sql"));
         fleet.set_conditions(&[1], &[]);
@@ -326,7 +327,7 @@ fn a_hard_session_stays_until_its_rank_is_gone() {
     }
 }
 
-/// A burst decides like one request after the other: the second finds the session that the first has begun.
+/// A batch decides like consecutive requests: the second request finds the session that the first one created.
 #[test]
 fn a_session_begun_in_the_same_batch_is_found() {
     for threshold in [None, Some(1.0)] {
@@ -339,7 +340,7 @@ fn a_session_begun_in_the_same_batch_is_found() {
         occupy(&mut fleet, 90, 0);
         occupy(&mut fleet, 91, 1);
         fleet.prompt_answers = false;
-        fleet.ask(0, &Ask { prompt: 990, ..Ask::default() }); // must be asked about; the others arrive meanwhile
+        fleet.ask(0, &Ask { prompt: 990, ..Ask::default() }); // requires a load query; the others arrive in the meantime
         fleet.ask(1, &Ask { prompt: 3, cached: vec![(1, 4)], ..asks(of_session("chat")) });
         fleet.ask(2, &Ask { prompt: 4, cached: vec![(0, 4)], ..asks(of_session("chat")) });
         while !fleet.asked.is_empty() {
@@ -349,7 +350,8 @@ fn a_session_begun_in_the_same_batch_is_found() {
     }
 }
 
-/// Both wait while the session has no rank yet; where the first goes the second follows, even to wait there.
+/// Both requests wait while the session has no rank. The second follows the first one's rank, even if it must wait
+/// there.
 #[test]
 fn waiting_requests_of_one_hard_session_end_on_one_rank() {
     let mut fleet = Fleet::new(
@@ -448,7 +450,8 @@ fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy(
             };
             let mut drawn = BTreeSet::new();
             for _ in 0..40 {
-                // Few excluded ranks have all of it cached, and are passed over; else nobody has, and the load is spread.
+                // If few ranks are excluded, they have the prompt cached and must be skipped. Otherwise no rank has it
+                // cached, and the load spreads.
                 let cached = if down.len() + refusing.len() < 3 { vec![(0, 4), (1, 4)] } else { Vec::new() };
                 fleet.ask(id, &Ask { blocks: 4, prompt: id, cached, ..asks(options.clone()) });
                 drawn.insert(fleet.worker(id));
@@ -515,7 +518,7 @@ fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
 fn the_median_rank_says_what_an_unknown_capacity_must_hold() {
     let mut fleet =
         Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 3);
-    fleet.ask(9, &Ask::default()); // they start empty, together: nothing to catch up with
+    fleet.ask(9, &Ask::default()); // all start empty at the same time, so slow start does not apply
     for (node, held) in [(0, 80), (1, 100), (2, 400)] {
         fleet.nodes[node].holdings.publish(held, fleet.now);
     }

@@ -26,7 +26,7 @@ use crate::fleet::scattered;
 const RANKS: u32 = 6;
 const INPUTS: u64 = 1_500;
 
-/// One answer of a [`LoadView`].
+/// One result of a [`LoadView`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum LoadRead {
     HasNews(bool),
@@ -141,7 +141,7 @@ fn prompt(n: u64) -> PromptBlocks {
     PromptBlocks::Hashed((0..length).map(|block| SequenceHash(scattered(family << 32 | block))).collect())
 }
 
-/// The loads that the writer publishes in turn: 0 to 7 requests with their prefills.
+/// The loads that the writer publishes in rotation: 0 to 7 requests with their prefills.
 fn published_loads() -> Vec<BoardLoad> {
     let mut active = ActiveSequences::new(true);
     (0..8)
@@ -165,7 +165,7 @@ fn publish(cells: &[RankCells], loads: &[BoardLoad], n: u64) {
         let speed =
             EngineSpeed { work_tokens_per_second: 5e3 + (value % 1_000) as f64 * 30.0, ..EngineSpeed::prior(16) };
         if (n / 400).is_multiple_of(2) {
-            cells.speed.publish(&speed, at); // else it ages: 400 inputs are 40 s
+            cells.speed.publish(&speed, at); // otherwise the value ages: 400 inputs are 40 s
         }
         cells.speed.publish_output((value % 500) as f64);
         cells.holdings.publish((value % 9_000) as usize, at);

@@ -1,4 +1,4 @@
-//! Holds the scheduler to what it promises to those who wait, through anything that may happen, and by examples.
+//! Guarantees of the scheduler for queued requests, under random histories and by examples.
 //!
 //! `PROPTEST_CASES` sets the number of histories; a failure prints its seed.
 
@@ -42,7 +42,7 @@ fn a_hundred_thousand_steps_leave_nothing_behind() {
     assert!(waited > 1_000 && refreshed > 100, "{waited} waited, {refreshed} were refreshed");
 }
 
-/// A rank is busy with any prefill: requests are served one at a time, when the one before has been prefilled.
+/// A rank is busy with any prefill, so requests are served one at a time after the previous prefill completes.
 fn one_at_a_time(classes: &[(&str, u32)]) -> RouterConfig {
     let class = |(name, quantum_tokens): &(&str, u32)| QueueClass {
         busy_prefill_tokens: Some(0),
@@ -61,7 +61,7 @@ fn of_class(class: &str, blocks: u32) -> Ask {
     Ask { blocks, ..asks(options) }
 }
 
-/// Gives each worker something to prefill.
+/// Gives each worker a block to prefill.
 fn occupy(fleet: &mut Fleet, ids: Range<u64>) {
     for (worker, id) in (0..).zip(ids) {
         let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
@@ -79,7 +79,7 @@ fn finish(fleet: &mut Fleet, id: u64) {
     fleet.wake();
 }
 
-/// Classes that always have requests waiting for the one rank.
+/// Classes with permanently queued requests for a single rank.
 struct Backlog {
     fleet: Fleet,
     names: Vec<String>,
@@ -107,14 +107,14 @@ impl Backlog {
     fn ask(&mut self, class: usize) {
         let id = self.classes.len() as u64;
         self.classes.push(class);
-        // A pinned request waits in a lane of its own, and shares as the others do.
+        // A pinned request waits in a separate lane with the same share.
         let mut ask = of_class(&self.names[class], self.cost(id));
         let pin = Pin { worker: WorkerId(0), rank: None, mode: PinMode::Hard };
         ask.options.constraints.pin = id.is_multiple_of(3).then_some(pin);
         self.fleet.ask(id, &ask);
     }
 
-    /// Ends what runs, so that the next one is sent: its class, and what it cost.
+    /// Ends the running request, which sends the next one. Returns its class and cost.
     fn send(&mut self) -> (usize, u64) {
         self.fleet.left.clear();
         finish(&mut self.fleet, self.last);
@@ -151,7 +151,7 @@ proptest! {
         }
     }
 
-    /// The bound that the queue documents.
+    /// The limit that the queue documents.
     #[test]
     fn no_class_starves(classes in prop::collection::vec((1u32..200, costs()), 2..4)) {
         let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
@@ -256,7 +256,7 @@ fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
     assert_eq!((after(&mut fleet, 1_000), fleet.schedule.next_wake()), (vec![], None));
 }
 
-/// Whoever is let through to a rank that goes while it is asked about is held like an arrival.
+/// A request selected for a rank that is drained during the load query is queued like a new one.
 #[test]
 fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
     let options = |do_not_queue| ResolvedOptions { do_not_queue, ..ResolvedOptions::default() };
@@ -269,7 +269,7 @@ fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
     };
     let asked_about = |config: RouterConfig, ask: &Ask| {
         let mut fleet = Fleet::new(config, 2);
-        // Rank 0 has the prompt active but nothing to prefill: it must be asked about. Rank 1 is busy.
+        // Rank 0 has the prompt active but nothing to prefill, so it needs a load query. Rank 1 is busy.
         fleet.ask(80, &Ask { cached: vec![(0, 4)], ..Ask::default() });
         let busy = Target::Exactly { rank: rank(1), cached_tokens: None, expected_duration: None };
         fleet.ask(81, &Ask { target: busy, waits: false, prompt: 2, ..Ask::default() });
@@ -328,7 +328,7 @@ fn a_cancellation_finds_its_request_wherever_it_stands() {
     fleet.ask(90, &Ask { cached: vec![(0, 64)], blocks: 4, ..Ask::default() });
     fleet.prompt_answers = false;
     fleet.ask(0, &Ask::default()); // in flight
-    fleet.ask(1, &Ask::default()); // behind it
+    fleet.ask(1, &Ask::default()); // queued behind it
     assert_eq!(fleet.asked.len(), 1);
     fleet.cancel(1);
     assert!(matches!(fleet.outcome(1), Outcome::Cancelled));

@@ -1,14 +1,13 @@
-//! Rules of ARCHITECTURE.md that the compiler does not know, held as an ordinary test.
+//! Checks the rules of ARCHITECTURE.md that the compiler cannot check.
 //!
-//! Owns nothing. Reads the repository's own files as text. Promises that comments, strings and test code are not
-//! taken for code, and that every rule is seen to fail on a small example. It reads tokens, not meanings: it stops
-//! accidents, not tricks.
+//! The test reads the repository's files as text. Comments, strings and test code do not count as code, and every rule
+//! has an example that violates it. The check is lexical: it prevents accidents, not deliberate circumvention.
 
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
-/// Longer files want a reason in [`LONG_FILES`].
+/// Longer files need a reason in [`LONG_FILES`].
 const FILE_LINES_MAX: usize = 600;
 
 /// Files that may be longer, each with its reason.
@@ -20,23 +19,23 @@ const LONG_FILES: &[(&str, &str)] = &[
     ("tests/ingest.rs", "the event source's rules, one example each, all told by the same few helpers"),
 ];
 
-/// Where code stands.
+/// Directories with code.
 const SOURCES: &[&str] = &["src", "actors", "gateway", "benches", "tests"];
 
-/// Whose dependencies are stated with reasons.
+/// Manifests whose dependencies need a stated reason.
 const MANIFESTS: &[&str] =
     &["Cargo.toml", "gateway/Cargo.toml", "benches/harness/Cargo.toml", "benches/trial/Cargo.toml"];
 
-/// What decides may not name: anything that waits, performs I/O, reads a clock or draws at random.
+/// Names forbidden in the pure core: waiting, I/O, clocks and randomness.
 const IMPURE: &[&str] = &["tokio", "ractor", "SystemTime", "Instant::now", "rand", "fastrand", "getrandom", ".await"];
 
-/// Nor these modules of the standard library.
+/// Modules of the standard library forbidden in the pure core.
 const IMPURE_STD: &[&str] = &["env", "fs", "io", "net", "process"];
 
-/// Ways for an actor to wait for another one's answer.
+/// Calls that block an actor on another actor's response.
 const CALLS: &[&str] = &[".call(", ".call::<", "call!", "call_t!", "multi_call"];
 
-/// Left-overs that nobody may find.
+/// Forbidden left-overs.
 const LEFT_OVERS: &[&str] = &["todo!", "unimplemented!", "dbg!", "#[ignore"];
 
 #[test]
@@ -47,7 +46,7 @@ fn the_sources_follow_the_rules() {
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
 }
 
-/// Cargo finds no test files by itself where `main.rs` lists them, so a file without a `mod` line would never run.
+/// Cargo does not discover test files if `main.rs` lists them, so a file without a `mod` line would never run.
 #[test]
 fn every_test_file_is_a_module_of_a_test_binary() {
     let sources = sources();
@@ -112,7 +111,7 @@ fn collect(directory: &str, found: &mut Vec<(String, String)>) {
     }
 }
 
-/// Every rule that a file breaks, with the line.
+/// Every rule that a file violates, with the line.
 fn broken_rules(path: &str, text: &str) -> Vec<String> {
     let code = code_of(text);
     let shipped = if is_test_file(path) { String::new() } else { without_tests(&code) };
@@ -156,12 +155,12 @@ fn broken_rules(path: &str, text: &str) -> Vec<String> {
     broken
 }
 
-/// A module's tests in a file of their own: the module beside it carries the head.
+/// Tests of a module in a separate file: the module beside it carries the head comment.
 fn is_test_file(path: &str) -> bool {
     path.ends_with("/tests.rs")
 }
 
-/// Where `word` stands by itself: no identifier goes on at either end of it.
+/// Positions of `word` as a complete token, not as a part of an identifier.
 pub(crate) fn occurrences<'a>(code: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
     let identifier = |c: char| c.is_alphanumeric() || c == '_';
     code.match_indices(word).map(|(at, _)| at).filter(move |at| {
@@ -171,7 +170,7 @@ pub(crate) fn occurrences<'a>(code: &'a str, word: &'a str) -> impl Iterator<Ite
     })
 }
 
-/// Uses of modules of `std`, by path or out of a braced import.
+/// Uses of modules of `std`, by path or in a braced import.
 fn std_modules<'a>(code: &'a str, modules: &'a [&'a str]) -> Vec<(usize, &'a str)> {
     let mut found = Vec::new();
     for at in occurrences(code, "std::") {
@@ -186,7 +185,7 @@ fn word_end(text: &str) -> usize {
     text.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(text.len())
 }
 
-/// The text with comments, strings and characters blanked; every line and offset stays.
+/// The text with comments, strings and characters blanked. Lines and offsets stay the same.
 pub(crate) fn code_of(text: &str) -> String {
     let mut code = text.as_bytes().to_vec();
     let mut at = 0;
@@ -202,7 +201,7 @@ pub(crate) fn code_of(text: &str) -> String {
     String::from_utf8(code).expect("literals are blanked whole")
 }
 
-/// Where the comment, string or character that begins at `at` ends; `at` itself where none begins.
+/// The end of the comment, string or character that begins at `at`, or `at` if none begins there.
 fn literal_end(text: &[u8], at: usize) -> usize {
     let rest = &text[at..];
     let joined = at > 0 && (text[at - 1].is_ascii_alphanumeric() || text[at - 1] == b'_');
@@ -214,7 +213,7 @@ fn literal_end(text: &[u8], at: usize) -> usize {
         [b'r', b'"' | b'#', ..] if !joined => raw_string_length(rest),
         [b'b', b'r', b'"' | b'#', ..] if !joined => 1 + raw_string_length(&rest[1..]),
         [b'\'', b'\\', ..] => quoted_length(rest, b'\''),
-        // A quote that closes behind one character; any other is a lifetime's or a label's.
+        // A quote that closes after one character. Any other quote begins a lifetime or a label.
         [b'\'', first, ..] => match first {
             0x00..=0x7f if rest.get(2) == Some(&b'\'') => 3,
             0xc0.. => find(1, b"'").filter(|end| *end <= 5).map_or(0, |end| end + 1),
@@ -248,7 +247,7 @@ fn quoted_length(text: &[u8], quote: u8) -> usize {
     (at + 1).min(text.len())
 }
 
-/// Of `r"..."` and `r#"..."#`; 0 for a raw identifier.
+/// Length of `r"..."` and `r#"..."#`; 0 for a raw identifier.
 fn raw_string_length(text: &[u8]) -> usize {
     let hashes = text[1..].iter().take_while(|byte| **byte == b'#').count();
     if text.get(1 + hashes) != Some(&b'"') {
@@ -294,7 +293,7 @@ fn blank(text: &mut [u8], range: Range<usize>) {
     }
 }
 
-/// Dependencies that no comment stands above.
+/// Dependencies without a comment above them.
 fn dependencies_without_reason(manifest: &str) -> Vec<String> {
     let (mut in_table, mut above, mut missing) = (false, "", Vec::new());
     for line in manifest.lines().map(str::trim) {
@@ -314,13 +313,13 @@ fn dependencies_without_reason(manifest: &str) -> Vec<String> {
     missing
 }
 
-/// Whether a list goes on behind this line.
+/// Whether a list continues after this line.
 fn is_continued(line: &str) -> bool {
     line.ends_with(['[', '{', ','])
 }
 
 mod checked_itself {
-    //! Each rule on a text that breaks it, and on one that only looks as if.
+    //! Each rule on a text that violates it, and on one that only resembles a violation.
 
     use super::{broken_rules, code_of, dependencies_without_reason, without_tests};
 

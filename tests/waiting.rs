@@ -1,4 +1,4 @@
-//! Waiting through the whole actor system: who waits, who goes first, and how a wait ends.
+//! Queueing in the complete actor system: conditions, order, and the end of a wait.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -17,7 +17,7 @@ use crate::common::{BLOCK_SIZE, assert_at_rest, config, rank, stored, tokens};
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 
-/// One rank is busy from the first prompt of 25 blocks on.
+/// A rank is busy from the first prompt of 25 blocks on.
 fn waits() -> RouterConfig {
     RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() }
 }
@@ -31,7 +31,7 @@ async fn fleet(config: RouterConfig, workers: u64) -> Router {
     builder.start().await.expect("a valid configuration starts")
 }
 
-/// Sends a request on its way, and sees that it has to wait.
+/// Submits a request and asserts that it is queued.
 async fn wait_for<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a> {
     let mut route: Route<'a> = Box::pin(router.route(request));
     tokio::select! {
@@ -39,7 +39,7 @@ async fn wait_for<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a
         placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
         () = std::future::ready(()) => {}
     }
-    // Where the scheduler was busy, the request is still on its way: this question comes behind it.
+    // A busy scheduler may not have received the request yet. This query is processed after it.
     router.pending().await.expect("up");
     route
 }
@@ -114,7 +114,7 @@ async fn a_deadline_is_answered_when_it_passes() {
     assert_at_rest(&router).await;
 }
 
-/// Every prefill takes ten seconds.
+/// Estimates ten seconds for every prefill.
 struct TenSeconds;
 
 impl PrefillEstimator for TenSeconds {
@@ -189,7 +189,7 @@ async fn warm_requests_leave_first_where_the_order_is_by_work() {
     assert_at_rest(&router).await;
 }
 
-/// The counts are exact the moment a cancellation returns, and those who stay are served in order.
+/// The counts are exact as soon as a cancellation returns, and the remaining requests are served in order.
 #[tokio::test]
 async fn of_ten_thousand_who_wait_half_leave() {
     const WAITING: usize = 10_000;
@@ -219,7 +219,7 @@ async fn of_ten_thousand_who_wait_half_leave() {
     for (id, route) in routes.into_iter().filter_map(|(id, route)| Some((id, route?))) {
         let placement = route.await.expect("its turn");
         assert_eq!(placement.request_id(), id, "in the order of arrival");
-        drop(placement); // and the next one's turn comes
+        drop(placement); // lets the next request be sent
     }
     assert_eq!(waiting(&router).await, 0);
     assert_at_rest(&router).await;

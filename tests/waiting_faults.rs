@@ -1,4 +1,4 @@
-//! Waiting while parts of the router die or stand still: whoever waits is served, answered or gone.
+//! Queued requests while parts of the router die or hang: each is served, rejected or cancelled.
 
 use pointsman::config::QueueConfig;
 use std::future::Future;
@@ -15,7 +15,7 @@ use crate::common::{assert_at_rest, config, loads, rank, tokens, without_reports
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 
-/// A prompt of 25 blocks keeps a rank busy, and nothing but what happens ends a wait.
+/// A prompt of 25 blocks keeps a rank busy, and only load changes end a wait.
 fn waits() -> RouterConfig {
     RouterConfig {
         queue: QueueConfig { threshold: Some(0.5), overlap_refresh_after_ms: 0, ..config().queue },
@@ -31,7 +31,7 @@ async fn one_rank(config: RouterConfig) -> Router {
     Router::builder(config).worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
-/// Every prefill takes so long.
+/// Estimates this duration for every prefill.
 struct Takes(Duration);
 
 impl PrefillEstimator for Takes {
@@ -45,7 +45,7 @@ async fn estimated(estimator: impl PrefillEstimator + 'static, config: RouterCon
     builder.worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
-/// A request on its way that cannot be answered yet.
+/// A submitted request that cannot be answered yet.
 async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Route<'a> {
     let mut route: Route<'a> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(prompt))));
     tokio::select! {
@@ -56,7 +56,7 @@ async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Ro
     route
 }
 
-/// The Book lies before a rank that stands still; its caller goes, and the rank with it becomes free.
+/// A Book is pending at a hung rank when its caller cancels. The rank becomes free.
 #[tokio::test]
 async fn a_book_that_nobody_wants_any_more_frees_its_rank() {
     let router = one_rank(waits()).await;
@@ -140,7 +140,7 @@ async fn an_estimator_that_panics_costs_its_estimate() {
     assert_at_rest(&router).await;
 }
 
-/// The cancellation overtakes the request, whose overlap is still being asked for.
+/// The cancellation overtakes the request, whose overlap query is pending.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
     let router = one_rank(waits()).await;
@@ -149,7 +149,7 @@ async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
     let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
     let route = under_way(&router, "b", &prompt).await;
     drop(route);
-    drop(hang); // the shard answers at last
+    drop(hang); // the shard responds now
     router.flush().await.expect("up");
     let waiting: u64 = router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum();
     assert_eq!(waiting, 0);
@@ -157,7 +157,7 @@ async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
     assert_at_rest(&router).await;
 }
 
-/// What ended while its sequence actor was dead frees the rank all the same.
+/// A request that ended while its sequence actor was dead still frees the rank.
 #[tokio::test]
 async fn who_waits_for_a_rank_hears_of_what_ended_while_it_was_dead() {
     without_reports_of_drills();
@@ -166,12 +166,12 @@ async fn who_waits_for_a_rank_hears_of_what_ended_while_it_was_dead() {
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
     let route = under_way(&router, "b", &prompt).await;
     assert!(router.inject(Fault::Sequence(rank(0))));
-    drop(busy); // nobody is there to look
+    drop(busy); // the actor that would reconcile is dead
     drop(route.await.expect("the rank is back, and idle"));
     assert_at_rest(&router).await;
 }
 
-/// Whoever waited is lost with the scheduler, tries again, and waits again.
+/// A queued request lost with the scheduler is submitted again and waits again.
 #[tokio::test]
 async fn who_waits_outlives_the_scheduler() {
     without_reports_of_drills();

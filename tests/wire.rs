@@ -1,4 +1,4 @@
-//! What real publishers sent, and what it must come to; and what each part of an event does to its blocks.
+//! Recorded streams of real publishers with their expected events, and the effect of each field on an event's blocks.
 //!
 //! `data/frames.json` and `data/engine.json` were recorded from vLLM and SGLang.
 
@@ -28,7 +28,7 @@ fn decoder() -> Decoder {
     Decoder::new(config())
 }
 
-/// One batch after others of the same stream.
+/// Decodes one batch with an existing decoder.
 fn next(decoder: &mut Decoder, events: impl IntoIterator<Item = Msg>) -> (Vec<RouterEvent>, Report) {
     let mut decoded = Vec::new();
     let report = decoder.decode(&batch(events), &mut decoded);
@@ -39,7 +39,7 @@ fn found(report: &Report) -> Vec<(Finding, u64)> {
     report.findings.iter().collect()
 }
 
-/// What a request for `tokens` is matched by.
+/// The block hashes of a request for `tokens`.
 fn requested(tokens: &[u32], lora_name: Option<&str>, cache_salt: Option<&str>) -> Vec<u64> {
     requested_with(tokens, lora_name, cache_salt, &MmBlocks::NONE)
 }
@@ -64,7 +64,7 @@ fn cleared() -> RouterEvent {
     RouterEvent { rank: RANK, tier: StorageTier::Device, data: KvEvent::Cleared }
 }
 
-/// A store in map form: the least that there must be, and what else is given.
+/// A store in map form: required fields and `more`.
 fn store<'a>(
     names: impl IntoIterator<Item = u64>,
     parent: Option<u64>,
@@ -94,7 +94,7 @@ fn hashes(events: &[RouterEvent]) -> Vec<u64> {
     }
 }
 
-/// The block hashes of one store, and what was found, in a stream of its own.
+/// Block hashes and findings of one store in a new stream.
 fn hashes_of(event: Msg) -> (Vec<u64>, Vec<(Finding, u64)>) {
     let (events, report) = next(&mut decoder(), [event]);
     (hashes(&events), found(&report))
@@ -119,7 +119,7 @@ mod recorded {
 
     /// Tokens 151643, 9, 10, 11.
     const OTHER: [u32; 4] = [151_643, 9, 10, 11];
-    /// The names that the recorded hashes have: of binary ones the end.
+    /// Names of the recorded hashes; for binary hashes their last bytes.
     const ONES: u64 = 0x0101_0101_0101_0101;
     const TWOS: u64 = 0x0202_0202_0202_0202;
     const THREES: u64 = 0x0303_0303_0303_0303;
@@ -129,7 +129,7 @@ mod recorded {
     type Frame = (Vec<RouterEvent>, Vec<(Finding, u64)>);
 
     struct Expected {
-        /// As far as it tells the dialect.
+        /// Prefix of the publisher's name that identifies the dialect.
         publisher: &'static str,
         frames: Vec<Frame>,
     }
@@ -138,7 +138,7 @@ mod recorded {
         let child = stored(Device, Some(0x0123_4567_89ab_cdef), &[(0xfedc_ba98_7654_3210, 0)]);
         vec![
             (vec![stored(Device, None, &[(ONES, PLAIN[0]), (TWOS, PLAIN[1])])], vec![]),
-            // Adapter 1, but what its name is it does not say.
+            // Adapter 1 without a name.
             (vec![child], vec![(Finding::UnnamedLora, 1)]),
             (vec![stored(Device, None, &[(THREES, PLAIN[0])]), removed(Device, &[TWOS]), cleared()], vec![]),
             (vec![], vec![]),
@@ -191,7 +191,7 @@ mod recorded {
                 let mut decoded = Vec::new();
                 let report = decoder.decode(&unhex(&frame["payload"]), &mut decoded);
                 if findings == [(Finding::UnnamedLora, 1)] {
-                    // In a namespace that no request names: all that counts is that the hash is not another's.
+                    // This namespace matches no request. The hash only has to differ from all others.
                     let own = hashes(&decoded)[0];
                     assert!(![plain, both].contains(&own) && own != requested(&OTHER, Some("1"), None)[0], "{what}");
                     events = vec![stored(Device, Some(0x0123_4567_89ab_cdef), &[(0xfedc_ba98_7654_3210, own)])];
@@ -206,7 +206,7 @@ mod recorded {
         }
     }
 
-    /// Blocks that the rank holds of a prompt.
+    /// Cached blocks of a prompt.
     fn held(index: &Index, tokens: &[u32], cache_salt: Option<&str>) -> u32 {
         let prompt: Vec<_> = requested(tokens, None, cache_salt).into_iter().map(BlockHash).collect();
         let mut overlaps = Overlaps::default();
@@ -220,7 +220,8 @@ mod recorded {
         let prompt =
             |name: &str| -> Vec<u32> { serde_json::from_value(recorded["requests"][name].clone()).expect("token ids") };
         let prompts = [prompt("req1"), prompt("req2"), prompt("req3 (cache_salt tenantB)"), prompt("req4")];
-        // After each step: blocks held of the four prompts, unsalted; of the third under its own salt and another's.
+        // After each step: cached blocks of the four unsalted prompts, and of the third one under its own salt. Under
+        // another salt there are none.
         let expected = [
             ("req1 16 tokens = 4 full blocks", [4, 2, 2, 0], 0),
             ("free req1 -> no events", [4, 2, 2, 0], 0),
@@ -324,7 +325,7 @@ mod hashes_and_tokens {
         let (events, report) = next(&mut decoder, [eagle_store(&[11, 12], pairs_of(&tokens))]);
         assert_eq!(hashes(&events), [1914873892905420881, 1929047464662796003]);
         assert!(report.findings.is_empty());
-        // One pair short of the second block; a pair that does not follow from the one before it.
+        // First one pair short of the second block, then a pair that does not continue the previous one.
         let (events, report) = next(&mut decoder, [eagle_store(&[11, 12], pairs_of(&tokens[..8]))]);
         assert_eq!((hashes(&events).len(), found(&report)), (1, vec![(Finding::TokensMissing, 1)]));
         let torn: Msg = [[1_u64, 2], [2, 3], [3, 4], [4, 5], [6, 7], [7, 8], [8, 9], [9, 10]].into();

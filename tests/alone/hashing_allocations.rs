@@ -1,4 +1,4 @@
-//! Allocations of hashing a prompt.
+//! Allocations while a prompt is hashed.
 
 use std::num::NonZeroU32;
 
@@ -19,7 +19,7 @@ fn a_prompt_costs_one_allocation_an_array() {
     assert_eq!(fewest_allocations(|| assert_eq!(hasher.hashes(&tokens, &mm).count(), blocks.len())), 0);
 }
 
-/// The fewest allocations of a hundred runs: the test harness has a thread of its own, which can only add to a count.
+/// The fewest allocations of a hundred runs. The test harness has its own thread, which can only increase the count.
 fn fewest_allocations(mut run: impl FnMut()) -> usize {
     let mut once = || {
         let region = Region::new(ALLOCATOR);

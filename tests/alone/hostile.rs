@@ -1,4 +1,4 @@
-//! A socket on bare TCP that violates the protocol of KV events as a test scripts it.
+//! A socket on plain TCP that violates the KV event protocol according to a script.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 
 use crate::zmtp::{kv_events, listen};
 
-/// The bytes for a connection, whatever its client sends.
+/// Bytes for one connection, sent regardless of the client's bytes.
 #[derive(Clone)]
 pub(crate) struct Script {
     pub(crate) first: Vec<u8>,
@@ -23,7 +23,7 @@ pub(crate) enum Then {
     Close,
     /// Sends nothing more.
     Hang,
-    /// These bytes so many times, and then nothing more.
+    /// Sends these bytes this many times, then nothing more.
     Repeat(Vec<u8>, usize),
 }
 
@@ -33,7 +33,7 @@ impl Script {
     }
 }
 
-/// A socket that follows a script for each connection, by its number.
+/// A socket that follows a script per connection, selected by the connection's number.
 pub(crate) struct Hostile {
     address: SocketAddr,
     accepted: Arc<AtomicUsize>,
@@ -65,7 +65,7 @@ impl Hostile {
         self.accepted.load(Ordering::SeqCst)
     }
 
-    /// This socket as the publisher, and another one as its replay socket.
+    /// KV event settings with this socket as the publisher and another one as the replay socket.
     pub(crate) fn kv_events(&self, replay: Option<&Self>) -> KvEventsConfig {
         kv_events(self.address, replay.map(|replay| replay.address))
     }

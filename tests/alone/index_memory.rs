@@ -1,4 +1,4 @@
-//! `Index::bytes` against a counting allocator.
+//! `Index::bytes` compared with a counting allocator.
 
 use std::alloc::System;
 
@@ -18,7 +18,7 @@ fn mix(n: u64) -> u64 {
     n ^ (n >> 27)
 }
 
-/// Stores a prompt of the given length, which shares its first `shared` blocks with every prompt of `family`.
+/// Blocks of a prompt of this length that shares its first `shared` blocks with every prompt of `family`.
 fn stored(family: u64, shared: u64, own: u64, len: u64) -> Vec<StoredBlock> {
     let mut name = 0;
     let hash = |at| if at < shared { mix(family * 1_000 + at) } else { mix(own * 100_000 + at) };
@@ -51,7 +51,7 @@ fn bytes_are_what_a_counting_allocator_saw() {
         let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
         let tier = StorageTier::ALL[(draw >> 8) as usize % 8 / 2];
         let old = mix(n.saturating_sub(400));
-        let parent = draw.is_multiple_of(11).then_some(EngineHash(draw)); // unknown: waits in lower tiers
+        let parent = draw.is_multiple_of(11).then_some(EngineHash(draw)); // unknown parent: the blocks wait in lower tiers
         let blocks = stored(draw % 7, 20, n, 25 + draw % 90);
         if n.is_multiple_of(50) {
             let mut aliases = blocks.clone();
@@ -59,7 +59,7 @@ fn bytes_are_what_a_counting_allocator_saw() {
             index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks: aliases } });
         }
         index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks } });
-        // Leaves what it removes in different states: drained from the end, holed, gone.
+        // The removed prompts end in different states: removed from the end, with holes, or completely.
         let from = n.saturating_sub(400);
         let gone = stored(old % 7, 20, from, 25 + old % 90);
         let gone: Vec<_> = gone.iter().rev().map(|block| block.engine_hash).collect();
@@ -86,8 +86,8 @@ fn bytes_are_what_a_counting_allocator_saw() {
     assert!(left < 20_000, "an empty index is small: {left} bytes");
 }
 
-/// Prompts over shared system prompts, on several ranks, far more than fit: an account that misses something, or
-/// memory that is given up and kept, would carry the allocator's count past the budget.
+/// Prompts with shared system prompts on several ranks, far more than the budget allows. Unaccounted memory, or memory
+/// that is freed in the accounts but retained, would push the allocator's count above the budget.
 #[test]
 fn a_budget_holds_for_what_a_counting_allocator_saw() {
     const BUDGET: u64 = 2 << 20;
@@ -103,8 +103,8 @@ fn a_budget_holds_for_what_a_counting_allocator_saw() {
         let draw = mix(n);
         let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
         let tier = if draw >> 8 & 7 == 0 { StorageTier::HostPinned } else { StorageTier::Device };
-        let parent = (draw >> 16).is_multiple_of(50).then_some(EngineHash(draw)); // unknown: waits in the lower tier
-        // The lengths of tails change as time goes, and with them what the index consists of.
+        let parent = (draw >> 16).is_multiple_of(50).then_some(EngineHash(draw)); // unknown parent: the blocks wait in the lower tier
+        // The lengths of the unique tails change over time, which changes the mix of structures in the index.
         let own = if n / 20_000 % 2 == 0 { 1 + draw % 3 } else { 4 + draw % 16 };
         let blocks = stored(draw % 7, 6, n, 6 + own);
         let applied = index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks } });
@@ -122,8 +122,8 @@ fn a_budget_holds_for_what_a_counting_allocator_saw() {
     assert!(index.held_blocks() > 15_000, "{} blocks", index.held_blocks());
 }
 
-/// A table of names that grows because of what was removed from it, not because of what it holds, is the difference
-/// between at most 45 bytes a block, just after it grew by half, and more than that.
+/// At most 45 bytes per block, measured just after the name table grew by half. A table that also grew because of
+/// removed entries would exceed this limit.
 #[test]
 fn long_churn_does_not_grow_a_full_cache() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! Allocations of the event source for a message in sequence.
+//! Allocations of the event source for an in-sequence message.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn a_message_in_its_turn_allocates_nothing() {
             assert!(matches!(effects[..], [IngestEffect::Apply { .. }]));
             source.step(IngestInput::Applied(batch), now, &mut effects);
         }
-        // The least of the rounds, for the test harness has a thread of its own.
+        // The minimum over the rounds, because the test harness has its own thread.
         let change = region.change();
         least = least.min(change.allocations + change.reallocations);
     }

@@ -1,7 +1,7 @@
-//! Engines that break every rule of the wire, one after the other, beside two that keep them.
+//! Engines that violate every rule of the wire protocol, one after the other, beside two correct engines.
 //!
-//! Owns nothing. Each case waits until the metric that counts it has named it; all the while the two others are indexed
-//! exactly and chosen for what they hold, nothing panics or is restarted, and memory stays within what the caps allow.
+//! Each case waits until the expected metric counts the violation. Throughout, the correct engines are indexed exactly
+//! and chosen for their cached blocks, nothing panics or restarts, and memory stays within the configured limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -28,36 +28,37 @@ use crate::{ALLOCATOR, alone};
 /// Panics of the whole process.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 
-/// Longer than anything here takes.
+/// Longer than any step of these tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const MIB: usize = 1 << 20;
 
-/// Of an engine that announces much and sends little: connections, their fixed buffers, and what the others are up to.
+/// Memory limit for an engine that announces much and sends little: connections, their fixed buffers, and the correct
+/// engines.
 const LITTLE_MAX: usize = 8 * MIB;
 
-/// Of one that really sends up to the caps: what the library has read of a message (16 MiB and as much again while it
-/// grows), the message itself, the decoder's lists (tokens 16 MiB, hashes 2 MiB), what the test keeps of it to send it
-/// (16 MiB), and the rest as above.
+/// Memory limit for an engine that sends up to the size limits: the library's message buffer (16 MiB, and as much again
+/// while it grows), the message itself, the decoder's lists (tokens 16 MiB, hashes 2 MiB), the test's own copy (16
+/// MiB), and [`LITTLE_MAX`].
 const MUCH_MAX: usize = (4 * 16 + 16 + 2) * MIB + LITTLE_MAX;
 
-/// In all, freed again or not, so that nothing can have been made room for and given back between two looks.
+/// Limit of all allocations including freed ones. It detects buffers that are allocated and freed between two samples.
 const ALLOCATED_MAX: usize = 4 << 30;
 
 type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 
 // ---- cases ----
 
-/// One way to be hostile.
+/// One protocol violation.
 struct Case {
     name: String,
     live: Script,
     replay: Option<Script>,
-    /// Labels of which one must be counted; none where nothing is amiss but that nothing is said.
+    /// Labels of which at least one must be counted. Empty for a connection that is only silent.
     causes: &'static [&'static str],
-    /// Whether it must end distrusted, not only unheard.
+    /// Whether the rank must end as degraded and not only as silent.
     distrusted: bool,
-    /// What may be known of it.
+    /// Prompt of the hostile engine that the index may hold.
     holds: Option<Vec<u32>>,
     bytes_max: usize,
 }
@@ -73,18 +74,18 @@ impl Case {
     }
 }
 
-/// Sends all of this and then nothing.
+/// Sends these bytes, then nothing.
 fn sends(parts: &[&[u8]]) -> Script {
     Script::new(parts.concat(), Then::Hang)
 }
 
-/// A publisher that keeps to ZMTP, and these are its payloads.
+/// A publisher that follows ZMTP and sends these payloads.
 fn publishes(payloads: &[Vec<u8>]) -> Script {
     let messages = payloads.iter().zip(0..).flat_map(|(payload, n)| live_message(n, payload)).collect::<Vec<u8>>();
     sends(&[&handshake("PUB"), &messages])
 }
 
-/// More often than the source lets pass as accidents.
+/// Repeats the payload more often than the source tolerates as accidents.
 fn publishes_again(payload: &[u8]) -> Script {
     publishes(&vec![payload.to_vec(); 4])
 }
@@ -135,7 +136,7 @@ fn stream_cases() -> Vec<Case> {
         Case::live(
             "endless commands",
             Script::new(publisher.clone(), Then::Repeat(ready("PUB"), 1 << 20)),
-            &[], // allowed, as far as it goes: it is a silent publisher
+            &[], // allowed: equivalent to a silent publisher
         ),
     ]
 }
@@ -152,7 +153,7 @@ fn parts_cases() -> Vec<Case> {
         Case::live("one part", says(&[topic]), &["part_count"]),
         Case::live("two parts", says(&[topic, &payload]), &["part_count"]),
         Case::live("five parts", says(&[topic, &[0; 8], &payload, b"", b""]), &["part_count"]),
-        // It is the mark by which replays end, and no message's number.
+        // This number is the end mark of replays and never a message number.
         Case::live("the end mark as a number", says(&[topic, &[0xff; 8], &payload]), &["refused"]),
         Case::live("numbers that jump", sends(&[&publisher, &jumps]), &["lost"]),
         Case {
@@ -193,7 +194,7 @@ fn payload_cases() -> Vec<Case> {
             &["too_large", "truncated"],
         ),
         Case {
-            distrusted: false, // by one batch
+            distrusted: false, // one batch does not degrade the rank
             bytes_max: MUCH_MAX,
             ..Case::live("10 million hashes sent", publishes(&[sent]), &["too_large"])
         },
@@ -201,7 +202,7 @@ fn payload_cases() -> Vec<Case> {
     ]
 }
 
-/// Bytes that look random, from a seed.
+/// Pseudo-random bytes from a seed.
 fn random(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed;
     let next = || {
@@ -263,13 +264,13 @@ fn replay_cases() -> Vec<Case> {
         Case::replay("replay: always the same", endless(answers(&[0])), &["replay_failed"]),
         Case::replay("replay: never in turn", endless(answers(&[0, 1 << 40, 3])), &["replay_failed"]),
         Case {
-            distrusted: false, // few batches
+            distrusted: false, // a few batches do not degrade the rank
             ..Case::replay("replay: no batches", sends(&[&router, &replay_message(0, b"\xc1"), &end]), &["malformed"])
         },
     ]
 }
 
-// ---- the two that are well, and what is looked at ----
+// ---- the two correct engines, and the measurements ----
 
 const HOSTILE: u64 = 2;
 
@@ -288,7 +289,7 @@ impl Engine {
         Self { rank: rank(worker), publisher, form, prompts: Vec::new(), batches: 0 }
     }
 
-    /// Stores a prompt that nobody else has, and drops the oldest where there are many.
+    /// Stores a unique prompt and removes the oldest one if there are more than six.
     fn work(&mut self) {
         self.batches += 1;
         let prompt = tokens(self.batches * 4 + self.rank.worker.0 as u32, 3);
@@ -345,7 +346,7 @@ impl Counted {
                 && COUNTED.contains(&key.name())
                 && let Some(label) = key.labels().find(|label| label.key() != "pool")
             {
-                *self.counts.entry(label.value().to_owned()).or_default() += count; // looking takes it away
+                *self.counts.entry(label.value().to_owned()).or_default() += count; // a snapshot resets the counters
             }
         }
     }
@@ -360,7 +361,7 @@ fn live_bytes() -> usize {
     stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
 }
 
-/// Looks at the live bytes again and again, on a thread of its own.
+/// Samples the number of live bytes on a separate thread.
 struct Peak {
     is_over: Arc<AtomicBool>,
     most: Arc<AtomicUsize>,
@@ -400,7 +401,7 @@ impl Drop for Peak {
     }
 }
 
-/// The router, the two engines that are well, and what is counted.
+/// The router, the two correct engines, and the counters.
 struct Fleet {
     router: Router,
     well: [Engine; 2],
@@ -422,7 +423,8 @@ impl Fleet {
         fleet
     }
 
-    /// Those that are well publish, are indexed exactly, trusted and chosen; of others no more than `also` is known.
+    /// The correct engines publish. They must be indexed exactly, be live, and be chosen. Of other engines the index
+    /// may hold no more than `also`.
     async fn works(&mut self, case: &str, also: &Held) {
         for engine in &mut self.well {
             engine.work();
@@ -502,7 +504,8 @@ fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
     WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(format!("http://engine-{}", worker.0)) }
 }
 
-/// Runs a scenario alone on this thread, with a recorder of its own. Every panic of the process is counted.
+/// Runs a scenario on this thread under the lock, with a separate metrics recorder, and counts every panic of the
+/// process.
 fn run(scenario: impl AsyncFnOnce(Fleet)) {
     let _alone = alone();
     let report = std::panic::take_hook();
@@ -545,7 +548,7 @@ fn connections_that_end_anywhere_harm_nobody() {
         let exchange = [handshake("PUB"), live_message(0, &nothing), live_message(1, &nothing)].concat();
         let offsets = exchange.len();
         let cut = Hostile::start(move |n| Script::new(exchange[..n % offsets].to_vec(), Then::Close)).await;
-        // Each connects again and again, so one offset each sees all of them, and many do so at once.
+        // Each worker reconnects repeatedly, so one worker per offset covers all offsets, many of them concurrently.
         let workers = 100..100 + offsets as u64;
         for worker in workers.clone() {
             let config = engine_at(WorkerId(worker), cut.kv_events(None));

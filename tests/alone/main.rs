@@ -1,5 +1,6 @@
-//! Integration tests that need the whole process: a global allocator counts all bytes, a panic hook counts all panics, and
-//! a tracing callsite caches the interest of the first thread that reaches it. Each test holds the lock of [`alone`].
+//! Integration tests that need the whole process: a global allocator counts all bytes, a panic hook counts all panics,
+//! and a tracing callsite caches the interest of the first thread that reaches it. Each test holds the lock of
+//! [`alone`].
 
 #[cfg(feature = "runtime")]
 #[path = "../common/mod.rs"]
@@ -34,7 +35,7 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// The lock that the running test holds. A failed test does not fail the others.
+/// The lock held by the running test. A failed test does not fail the others.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,6 +1,6 @@
-//! The spans and events of a router: a span for each request, and the record of a sampled decision.
+//! Spans and events of a router: a span per request, and the record of a sampled decision.
 //!
-//! Owns nothing. The subscriber is a small one of its own, which keeps the fields of everything it is shown.
+//! The subscriber is a minimal one that keeps all fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -15,7 +15,7 @@ use tracing::{Event, Level, Metadata, Subscriber};
 use crate::alone;
 use crate::common::{config, rank, router, stored, tokens};
 
-/// The fields of one span or event, its target among them.
+/// Fields of one span or event, including its target.
 #[derive(Clone, Debug, Default)]
 struct Seen(BTreeMap<&'static str, String>);
 
@@ -29,7 +29,7 @@ impl Visit for Seen {
     }
 }
 
-/// Shows interest up to a level, and keeps what it is shown.
+/// A subscriber with a maximum level that keeps spans and events.
 struct Keeper {
     level: Level,
     spans: Arc<Mutex<Vec<Seen>>>,
@@ -68,7 +68,8 @@ impl Subscriber for Keeper {
     fn exit(&self, _: &Id) {}
 }
 
-/// The spans of a scenario, run on this thread, and its events about requests: lifecycle events of workers are left out.
+/// Runs a scenario on this thread. Returns its spans and its events about requests, without lifecycle events of
+/// workers.
 fn traced(level: Level, scenario: impl AsyncFnOnce()) -> (Vec<Seen>, Vec<Seen>) {
     let _alone = alone();
     let (spans, events) = (Arc::default(), Arc::default());

@@ -1,5 +1,5 @@
-//! Properties of the decoder: the same events in every dialect, against a literal model of namespaces; and malformed
-//! payloads, with all allocated bytes counted.
+//! Properties of the decoder: equal events in every dialect against a literal model of namespaces, and malformed
+//! payloads with all allocated bytes counted.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -30,7 +30,7 @@ fn decode(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
     (singly(events), report)
 }
 
-/// The same with a removal for each name: how many the decoder makes of them is its own affair.
+/// The same events with one removal per name: their grouping is not specified.
 fn singly(events: Vec<RouterEvent>) -> Vec<RouterEvent> {
     let split = |RouterEvent { rank, tier, data }| {
         let data = match data {
@@ -44,7 +44,7 @@ fn singly(events: Vec<RouterEvent>) -> Vec<RouterEvent> {
     events.into_iter().flat_map(split).collect()
 }
 
-/// What happens in an engine. Names are few, so that they come again in other places.
+/// An operation of an engine. Names are few, so they recur in other places.
 #[derive(Clone, Debug)]
 enum Op {
     Store {
@@ -98,7 +98,7 @@ enum Dialect {
     SglangMap,
 }
 
-/// How one publisher writes.
+/// Encoding of one publisher.
 #[derive(Clone, Copy, Debug)]
 struct Writer {
     dialect: Dialect,
@@ -126,7 +126,7 @@ impl Writer {
         })
     }
 
-    /// An event; of a store, `under` says where the engine put it, which SGLang names with every store.
+    /// Encodes an event. For a store, `under` is the namespace from the model, which SGLang includes in every store.
     fn event(self, op: &Op, under: Under) -> Msg {
         match op {
             Op::Store { names, parent, tokens, tier, salt, .. } => {
@@ -197,15 +197,15 @@ struct Under {
     salt: Option<&'static str>,
 }
 
-/// Where the blocks of an engine belong, literally.
+/// Literal model of the namespaces of an engine's blocks.
 #[derive(Debug, Default)]
 struct Model {
-    /// By name: where it belongs, and the tier of each copy.
+    /// Namespace and tiers of the copies, by name.
     blocks: BTreeMap<u64, (Under, Vec<StorageTier>)>,
 }
 
 impl Model {
-    /// What an event means, and where a store belongs.
+    /// The decoded event, and the namespace of a store.
     fn apply(&mut self, op: &Op) -> (Under, RouterEvent) {
         let mut under = Under::default();
         let (tier, data) = match op {
@@ -261,7 +261,7 @@ fn writer() -> impl Strategy<Value = Writer> {
         .prop_map(|(dialect, binary_hashes)| Writer { dialect, binary_hashes })
 }
 
-/// A stream as one publisher writes it, and what it means, singly.
+/// A publisher's encoded stream, its expected events with single removals, and the number of namespace entries.
 fn written(writer: Writer, ops: &[Op]) -> (Vec<Msg>, Vec<RouterEvent>, usize) {
     let mut model = Model::default();
     let mut events = Vec::new();
@@ -269,7 +269,7 @@ fn written(writer: Writer, ops: &[Op]) -> (Vec<Msg>, Vec<RouterEvent>, usize) {
     for op in ops {
         let mut op = op.clone();
         if let (Op::Store { lora, .. }, Dialect::SglangArray) = (&mut op, writer.dialect) {
-            *lora = None; // it has no place for it
+            *lora = None; // this dialect has no field for it
         }
         let (under, event) = model.apply(&op);
         events.push(writer.event(&op, under));
@@ -300,19 +300,19 @@ fn item() -> impl Strategy<Value = Msg> {
     })
 }
 
-/// A removal that every dialect's reader knows.
+/// A removal that is valid in every dialect.
 fn neighbour(name: u64) -> (Msg, RouterEvent) {
     let event = KvEvent::Removed { blocks: vec![EngineHash(name)] };
     let msg = Msg::named([("type", "BlockRemoved".into()), ("block_hashes", [name].into())]);
     (msg, RouterEvent { rank: RANK, tier: StorageTier::Device, data: event })
 }
 
-/// What a batch of so many bytes may make the decoder allocate in all, growing included.
+/// Limit of the decoder's allocations for a batch of this length, including growth.
 fn bytes_max(payload: &[u8]) -> usize {
     16_384 + 64 * payload.len()
 }
 
-/// Decodes with everything allocated counted.
+/// Decodes and checks the total of allocated bytes.
 fn decode_counted(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
     let region = Region::new(ALLOCATOR);
     let decoded = decode(payload);
@@ -322,7 +322,7 @@ fn decode_counted(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
     decoded
 }
 
-/// Holds a property to so many cases, under the lock, generation of the cases included.
+/// Checks a property for this many cases. The lock also covers the generation of the cases.
 fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
     let _alone = alone();
     let config = effort(cases, "tests/alone/wire_properties.proptest-regressions");
@@ -390,7 +390,7 @@ fn no_bytes_do_harm() {
             spoilt_from = spoilt_from.min(at);
         }
         let (decoded, _) = decode_counted(&payload);
-        // What was complete before the first spoilt byte is as it was.
+        // Events that were complete before the first corrupted byte are decoded unchanged.
         let (before, _) = decode(&payload[..spoilt_from]);
         prop_assert_eq!(&decoded[..before.len()], &expected[..before.len()]);
         Ok(())
@@ -409,7 +409,7 @@ fn declared_lengths_are_not_believed() {
         Msg::Array(items)
     };
     let (first, first_event) = neighbour(1);
-    // Arrays, maps, strings, bytes and extensions, wherever an event has a field; and as an event.
+    // Arrays, maps, strings, bytes and extensions, in each field of an event and in place of an event.
     for marker in [0xdd, 0xdf, 0xdb, 0xc6, 0xc9] {
         for event in (0..9).map(|at| stored(at, endless(marker))).chain([endless(marker)]) {
             let (events, report) = decode_counted(&batch([first.clone(), event.clone()]));

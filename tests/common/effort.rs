@@ -1,8 +1,8 @@
-//! How hard property tests look, and where they keep what they found.
+//! Number of cases of the property tests, and the files for their failures.
 
 use proptest::test_runner::{Config, FileFailurePersistence};
 
-/// As many cases as `PROPTEST_CASES` says, or else `cases`; failures are kept in `seeds`.
+/// `PROPTEST_CASES` cases, by default `cases`. Failures are stored in `seeds`.
 #[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
 pub(crate) fn effort(cases: u32, seeds: &'static str) -> Config {
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(cases);

@@ -1,4 +1,4 @@
-//! The pure scheduler with a fleet around it: plain [`ActiveSequences`] that answer its queries, at once or late.
+//! The pure scheduler with a simulated fleet: plain [`ActiveSequences`] respond to its queries, immediately or late.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(crate) fn rank(worker: u64) -> WorkerRank {
     WorkerRank::new(WorkerId(worker), 0)
 }
 
-/// One rank, as its sequence actor and its worker keep it.
+/// One rank with the state of its sequence actor and its worker.
 pub(crate) struct Node {
     pub(crate) rank: WorkerRank,
     pub(crate) slot: Slot,
@@ -45,7 +45,7 @@ impl Node {
     }
 }
 
-/// How a request left.
+/// Final result of a request.
 #[derive(Debug)]
 pub(crate) enum Outcome {
     Booked(Decision, Option<Box<Explanation>>),
@@ -56,11 +56,11 @@ pub(crate) enum Outcome {
     Cancelled,
 }
 
-/// A request, for the tests to fill in.
+/// Builder of a request.
 #[derive(Clone)]
 pub(crate) struct Ask {
     pub(crate) blocks: u32,
-    /// Prompts of one seed begin alike.
+    /// Prompts with equal seeds share a prefix.
     pub(crate) prompt: u64,
     /// Device blocks by node.
     pub(crate) cached: Vec<(usize, u32)>,
@@ -98,15 +98,15 @@ pub(crate) struct Fleet {
     loads: LiveLoads,
     pub(crate) nodes: Vec<Node>,
     pub(crate) now: Timestamp,
-    /// Queries not answered yet.
+    /// Queries without a response.
     pub(crate) asked: VecDeque<LoadQuery>,
     pub(crate) asked_ranks: usize,
-    /// Whether queries are answered as they come.
+    /// Whether queries are answered immediately.
     pub(crate) prompt_answers: bool,
-    /// Who left, in order.
+    /// Completed requests, in order.
     pub(crate) left: Vec<(u64, Outcome)>,
     pub(crate) refreshes: Vec<(BookingId, usize)>,
-    /// What was on the rank before each Book.
+    /// Load of the rank before each Book.
     pub(crate) before: BTreeMap<u64, RankLoad>,
     prompts: BTreeMap<u64, PromptBlocks>,
     effects: VecDeque<Effect<u64>>,
@@ -140,7 +140,7 @@ impl Fleet {
         fleet
     }
 
-    /// Adds a rank in a slot of its own; its position.
+    /// Adds a rank in a new slot. Returns its position.
     pub(crate) fn admit(&mut self, rank: WorkerRank, traits: RankTraits) -> usize {
         let slot = Slot(self.nodes.len() as u32);
         self.admit_in(slot, Generation(1), rank, traits)
@@ -287,7 +287,7 @@ impl Fleet {
         }
     }
 
-    /// Answers the oldest open query, except for the nodes in `missing`.
+    /// Responds to the oldest open query, except for the nodes in `missing`.
     pub(crate) fn answer(&mut self, missing: &[usize]) {
         let Some(query) = self.asked.pop_front() else { return };
         let answers = self.answers_to(&query, missing);
@@ -304,7 +304,7 @@ impl Fleet {
         answers.collect()
     }
 
-    /// Frees a request wherever it runs. Wakes nobody.
+    /// Frees a request on any rank, without waking the scheduler.
     pub(crate) fn free(&mut self, id: u64) {
         for node in &mut self.nodes {
             node.active.free(BookingId(id), self.now);
@@ -319,7 +319,7 @@ impl Fleet {
         }
     }
 
-    /// How a request left, which it must have.
+    /// The result of a request that must be complete.
     pub(crate) fn outcome(&self, id: u64) -> &Outcome {
         let outcome = self.left.iter().find(|(left, _)| *left == id);
         &outcome.unwrap_or_else(|| panic!("{id} has not left")).1
@@ -355,19 +355,19 @@ impl Fleet {
         }
     }
 
-    /// Tickets booked, in order.
+    /// Ids of booked requests, in order.
     pub(crate) fn booked(&self) -> Vec<u64> {
         let booked = self.left.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Booked(..)));
         booked.map(|(id, _)| *id).collect()
     }
 
-    /// Requests that wait, of all classes.
+    /// Queued requests of all classes.
     pub(crate) fn waiting(&self) -> u64 {
         self.schedule.depths().map(|(_, depth)| depth.requests).sum()
     }
 }
 
-/// The nth number of a fixed sequence that looks like none.
+/// The `n`-th value of a fixed pseudo-random sequence.
 pub(crate) fn scattered(n: u64) -> u64 {
     let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

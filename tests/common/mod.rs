@@ -14,7 +14,7 @@ pub(crate) const BLOCK_SIZE: u32 = 4;
 
 pub(crate) fn config() -> RouterConfig {
     let defaults = RouterConfig::default();
-    // Their engines are names only: nobody answers probes. Costs in blocks are the same at any time, on any machine.
+    // The engines are names only and respond to no probe. Costs in blocks are independent of time and machine.
     let policy = Policy::Kv;
     RouterConfig {
         block_size: BLOCK_SIZE,
@@ -42,17 +42,17 @@ pub(crate) async fn started(mut builder: RouterBuilder, workers: u64) -> Router 
     builder.start().await.expect("a valid configuration starts")
 }
 
-/// A prompt of `blocks` blocks whose content follows from `seed`; prompts of one seed begin alike.
+/// A prompt of `blocks` blocks whose content is a function of `seed`. Prompts with equal seeds share a prefix.
 pub(crate) fn tokens(seed: u32, blocks: u32) -> Vec<u32> {
     (0..blocks * BLOCK_SIZE).map(|n| seed.wrapping_mul(0x9e37_79b9) ^ n).collect()
 }
 
-/// The event of a rank that has stored a prompt from its start, in blocks of [`BLOCK_SIZE`].
+/// The event of a rank that has stored a whole prompt, in blocks of [`BLOCK_SIZE`].
 pub(crate) fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
     stored_in_blocks(rank, tokens, BLOCK_SIZE)
 }
 
-/// The event of a rank that has stored a prompt from its start.
+/// The event of a rank that has stored a whole prompt.
 pub(crate) fn stored_in_blocks(rank: WorkerRank, tokens: &[u32], block_size: u32) -> RouterEvent {
     let scheme = HashScheme::new(block_size.try_into().expect("not zero"));
     let hashed = HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &MmBlocks::NONE);
@@ -66,7 +66,7 @@ pub(crate) fn cleared(rank: WorkerRank) -> RouterEvent {
     RouterEvent { rank, tier: StorageTier::Device, data: KvEvent::Cleared }
 }
 
-/// (requests, blocks, prefill tokens) of each rank, without any request on top.
+/// (requests, blocks, prefill tokens) of each rank, without an additional request.
 pub(crate) async fn loads(router: &Router) -> Vec<(u32, u64, u64)> {
     let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("a load snapshot");
     loads.iter().map(|l| (l.active_requests, l.potential_decode_blocks, l.potential_prefill_tokens)).collect()
@@ -78,7 +78,7 @@ pub(crate) async fn assert_at_rest(router: &Router) {
     assert!(loads.iter().all(|load| *load == (0, 0, 0)), "residue at rest: {loads:?}");
 }
 
-/// Ten thousand drills would print ten thousand backtraces.
+/// Suppresses panic reports of injected faults, which would print thousands of backtraces.
 pub(crate) fn without_reports_of_drills() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
@@ -91,10 +91,10 @@ pub(crate) fn without_reports_of_drills() {
     });
 }
 
-/// Limit of every wait. It only ends a hang: no wait that succeeds comes near it, on a loaded machine either.
+/// Limit of every wait. It only ends a hang: a successful wait stays far below it, even on a loaded machine.
 pub(crate) const WAIT_MAX: Duration = Duration::from_secs(120);
 
-/// Yields until `condition` holds. Wall time bounds the wait, in paused time too.
+/// Yields until `condition` holds. Wall time bounds the wait, also while the tokio clock is paused.
 ///
 /// # Panics
 /// After [`WAIT_MAX`], with `awaited` in the message.

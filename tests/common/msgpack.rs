@@ -1,4 +1,4 @@
-//! Msgpack, written: what publishers send, and what none should.
+//! Msgpack encoder for valid and invalid payloads of publishers.
 
 /// One item.
 #[derive(Clone, Debug, PartialEq)]
@@ -12,7 +12,7 @@ pub(crate) enum Msg {
     Bin(Vec<u8>),
     Array(Vec<Msg>),
     Map(Vec<(Msg, Msg)>),
-    /// Bytes as they are.
+    /// Raw bytes, written unchanged.
     Raw(Vec<u8>),
 }
 
@@ -47,7 +47,7 @@ impl<T: Into<Msg>> FromIterator<T> for Msg {
 }
 
 impl Msg {
-    /// A map with names for keys.
+    /// A map with string keys.
     pub(crate) fn named<'a>(pairs: impl IntoIterator<Item = (&'a str, Msg)>) -> Self {
         Self::Map(pairs.into_iter().map(|(key, value)| (key.into(), value)).collect())
     }

@@ -1,6 +1,6 @@
-//! A fleet to which anything may happen, and a literal account of what may follow from it.
+//! A fleet under random operations, and a literal model of the allowed results.
 //!
-//! Everything that is done is drawn from the numbers given, so that one list of numbers is one history.
+//! Every operation is derived from the given numbers, so equal lists of numbers produce equal histories.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::world_config::some_config;
 const WORKERS: u64 = 6;
 pub(crate) const CLASSES: [&str; 3] = ["tokens", "share", "small"];
 
-/// Numbers that look random, from one.
+/// Pseudo-random numbers from a seed.
 pub(crate) struct Dice(u64);
 
 impl Dice {
@@ -38,7 +38,7 @@ impl Dice {
     }
 }
 
-/// A thousand tokens take a tenth of a second.
+/// Estimates a tenth of a second per thousand tokens.
 struct Steady;
 
 impl PrefillEstimator for Steady {
@@ -49,10 +49,10 @@ impl PrefillEstimator for Steady {
 
 struct Pending {
     ask: Ask,
-    /// Whether it was seen to wait.
+    /// Whether the request was observed in the queue.
     waited: bool,
     cancelled: bool,
-    /// As of when its overlap is known, or later.
+    /// Lower bound of the time as of which its overlap is known.
     overlaps_at: Timestamp,
 }
 
@@ -61,14 +61,14 @@ pub(crate) struct World {
     pending: BTreeMap<u64, Pending>,
     running: Vec<u64>,
     ids: u64,
-    /// By node: it let a question time out and has given no sign since.
+    /// By node: a load query timed out and no load has been received since.
     suspect: Vec<bool>,
-    /// Queries closed without all their answers.
+    /// Queries closed with missing responses.
     late: VecDeque<LoadQuery>,
     overloaded: BTreeSet<WorkerRank>,
     unavailable: BTreeSet<WorkerRank>,
     seen: usize,
-    /// The most ranks there were since nothing was in flight.
+    /// Maximum number of ranks since no batch was in flight.
     ranks_before: u64,
     pub(crate) waited: u64,
     pub(crate) refreshed: u64,
@@ -110,7 +110,7 @@ impl World {
         world
     }
 
-    /// Something happens.
+    /// Executes one random operation.
     pub(crate) fn step(&mut self, noise: u64) {
         let dice = &mut Dice::new(noise);
         match dice.below(100) {
@@ -171,7 +171,7 @@ impl World {
         self.pending.keys().nth(nth as usize).copied()
     }
 
-    /// A node that is registered.
+    /// A registered node.
     fn some_node(&self, dice: &mut Dice) -> Option<usize> {
         let nodes: Vec<usize> = (0..self.fleet.nodes.len()).filter(|node| !self.fleet.nodes[*node].retired).collect();
         (!nodes.is_empty()).then(|| nodes[dice.below(nodes.len() as u64) as usize])
@@ -185,7 +185,7 @@ impl World {
             self.fleet.admit(rank(node as u64), traits);
             return;
         }
-        // An answer names who gives it by its slot, so slots are taken again only where no answer is due.
+        // A load response identifies its rank by the slot, so a slot is reused only if no response is pending.
         let Some(node) = (0..node).find(|node| self.fleet.nodes[*node].retired) else { return };
         if self.fleet.asked.is_empty() {
             self.late.clear();
@@ -206,7 +206,7 @@ impl World {
         self.fleet.set_conditions(&overloaded, &unavailable);
     }
 
-    /// A sequence actor dies and comes back with what its leases say.
+    /// Restarts a sequence actor, which rebuilds its state from the leases.
     fn restart(&mut self, dice: &mut Dice) {
         if let Some(node) = self.some_node(dice).filter(|_| self.fleet.asked.is_empty()) {
             self.suspect[node] = false;
@@ -305,7 +305,7 @@ impl World {
         self.fleet.cancel(id);
     }
 
-    /// Answers the open query, except for the nodes in `missing`.
+    /// Responds to the open query, except for the nodes in `missing`.
     fn answer(&mut self, missing: u64) {
         let Some(query) = self.fleet.asked.front().cloned() else { return };
         let missing: Vec<usize> = (0..WORKERS as usize).filter(|node| missing >> node & 1 == 1).collect();
@@ -330,7 +330,7 @@ impl World {
             self.fleet.wake();
             self.check_who_left();
             if self.fleet.schedule.next_wake().is_some_and(|again| again <= self.fleet.now) {
-                // Only who waits behind a batch may make it look again at once.
+                // Only a request behind a batch in flight may require another wake-up at the same time.
                 assert!(self.fleet.schedule.batch_in_flight().is_some(), "woken in vain");
                 break;
             }
@@ -339,7 +339,7 @@ impl World {
         self.fleet.wake();
     }
 
-    /// Whether this rank has a standing that lets it serve the request, whatever its load.
+    /// Whether this rank is eligible for the request, regardless of load.
     fn may_serve(&self, node: usize, ask: &Ask) -> bool {
         let known = &self.fleet.nodes[node];
         !known.retired
@@ -352,11 +352,11 @@ impl World {
         self.fleet.config.session.affinity == SessionAffinity::Hard && ask.options.session_id.is_some()
     }
 
-    /// Nodes that may serve the request, whatever their load.
+    /// Nodes that are eligible for the request, regardless of load.
     fn eligible(&self, ask: &Ask) -> Vec<usize> {
         let mut nodes: Vec<usize> = (0..self.fleet.nodes.len()).filter(|node| self.may_serve(*node, ask)).collect();
         if self.is_bound(ask) {
-            return nodes; // its session comes before what follows
+            return nodes; // the session binding takes precedence over the filters below
         }
         if nodes.iter().any(|node| !self.suspect[*node]) {
             nodes.retain(|node| !self.suspect[*node]);
@@ -397,7 +397,7 @@ impl World {
 
     fn check(&mut self) {
         self.check_who_left();
-        self.fleet.wake(); // a load may have fallen, or a Book just have been shown
+        self.fleet.wake(); // the load may have fallen, or a Book may just have become visible
         self.check_who_left();
         assert_eq!(self.fleet.schedule.pending(), self.pending.len(), "nothing is lost");
         let in_flight = self.fleet.schedule.batch_in_flight().is_some();
@@ -483,7 +483,7 @@ impl World {
         }
     }
 
-    /// Nothing is in flight: whoever has not left waits.
+    /// With no batch in flight, every incomplete request must be in the queue.
     fn check_who_waits(&mut self) {
         let depths: Vec<_> = self.fleet.schedule.depths().map(|(_, depth)| depth).collect();
         let ranks = self.ranks_before.max(self.ranks());
@@ -531,7 +531,7 @@ impl World {
         })
     }
 
-    /// Everybody who waits goes, everything ends: nothing may be left.
+    /// Cancels all queued requests and frees all bookings: no state may remain.
     pub(crate) fn finish(&mut self) {
         while !self.fleet.asked.is_empty() {
             self.answer(0);

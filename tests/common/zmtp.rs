@@ -1,7 +1,7 @@
-//! A publisher of KV events on bare TCP, which follows the protocol; and the parts of one that does not.
+//! A publisher of KV events on plain TCP that follows the protocol, and building blocks for invalid ones.
 //!
-//! Owns the bytes of ZMTP 3.0 as a publisher and a replay socket send them, and msgpack batches in both dialects. Promises
-//! that what a test did not ask for is not sent. Speaks through no library, so nothing stands between a test and the wire.
+//! The module encodes ZMTP 3.0 for a publisher and a replay socket, and msgpack batches in both dialects. It sends only
+//! the bytes that a test requests. It uses no ZeroMQ library, so tests control the bytes on the wire.
 
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -33,7 +33,7 @@ pub(crate) fn greeting_of(mechanism: &str) -> Vec<u8> {
     bytes
 }
 
-/// A command that says which kind of socket speaks.
+/// A READY command with the socket type.
 pub(crate) fn ready(socket_type: &str) -> Vec<u8> {
     let mut body = b"\x05READY\x0bSocket-Type".to_vec();
     body.extend((socket_type.len() as u32).to_be_bytes());
@@ -46,7 +46,7 @@ pub(crate) fn handshake(socket_type: &str) -> Vec<u8> {
     [greeting(), ready(socket_type)].concat()
 }
 
-/// Flags and a length, of which nothing need follow.
+/// A frame header with flags and a length. The body may be missing.
 pub(crate) fn header(flags: u8, bytes: u64) -> Vec<u8> {
     match u8::try_from(bytes) {
         Ok(short) => vec![flags, short],
@@ -67,12 +67,12 @@ pub(crate) fn live_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
     message(&[TOPIC.as_bytes(), &sequence.to_be_bytes(), payload])
 }
 
-/// An answer to a replay request, in the framing without a topic.
+/// A replay message, in the framing without a topic.
 pub(crate) fn replay_message(sequence: u64, payload: &[u8]) -> Vec<u8> {
     message(&[b"", &sequence.to_be_bytes(), payload])
 }
 
-/// The next frame's flags and body, as a peer that keeps the rules sends it.
+/// Flags and body of the next frame from a correct peer.
 async fn read_frame(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Result<(u8, Vec<u8>)> {
     let flags = stream.read_u8().await?;
     let bytes = if flags & LONG == 0 { u64::from(stream.read_u8().await?) } else { stream.read_u64().await? };
@@ -82,7 +82,7 @@ async fn read_frame(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Result
     Ok((flags, body))
 }
 
-/// Reads the next message, commands passed over.
+/// Reads the next message and skips commands.
 async fn read_message(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Result<Vec<Vec<u8>>> {
     let mut parts = Vec::new();
     loop {
@@ -98,14 +98,14 @@ async fn read_message(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Resu
 
 // ---- msgpack ----
 
-/// In which of its two forms an event is written.
+/// Encoding of an event: array or map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     Array,
     Map,
 }
 
-/// Writes msgpack items one after the other; whether they make sense is the test's business.
+/// Writes consecutive msgpack items without checking their structure.
 #[derive(Clone, Default)]
 pub(crate) struct Pack(pub Vec<u8>);
 
@@ -157,7 +157,7 @@ impl Pack {
     }
 }
 
-/// What one event of an engine looks like. `tokens` are those of the blocks stored.
+/// Encodes one event of an engine. `tokens` are the tokens of the stored blocks.
 pub(crate) fn event(form: Form, event: &RouterEvent, tokens: &[u32]) -> Vec<u8> {
     match &event.data {
         KvEvent::Stored { parent, blocks } => stored(form, *parent, blocks, tokens),
@@ -201,14 +201,14 @@ fn removed(form: Form, blocks: &[EngineHash]) -> Vec<u8> {
     }
 }
 
-/// A batch of events made at `time`, which keeps batches of equal events apart.
+/// A batch of events made at `time`, which distinguishes batches of equal events.
 pub(crate) fn batch(time: f64, events: &[Vec<u8>]) -> Vec<u8> {
     Pack::default().array(2).float(time).array(events.len() as u32).raw(&events.concat()).0
 }
 
 // ---- a publisher that keeps the rules ----
 
-/// One engine rank's event and replay sockets.
+/// Event and replay sockets of one engine rank.
 pub(crate) struct Publisher {
     live: SocketAddr,
     replay: SocketAddr,
@@ -225,13 +225,13 @@ struct Connections {
 }
 
 struct State {
-    /// Number and payload of the last few messages.
+    /// Number and payload of the most recent messages.
     ring: VecDeque<(u64, Vec<u8>)>,
     ring_max: usize,
     next: u64,
     replays_with_topic: bool,
     subscribers: Vec<mpsc::UnboundedSender<Vec<u8>>>,
-    /// Connections that have not said yet what they want.
+    /// Connections that have not subscribed yet.
     greeting: usize,
 }
 
@@ -257,7 +257,7 @@ impl Drop for Publisher {
 }
 
 impl Publisher {
-    /// Keeps the last `ring_max` messages for replay.
+    /// A publisher that keeps the last `ring_max` messages for replay.
     pub(crate) async fn start(ring_max: usize, replays_with_topic: bool) -> Self {
         let state = State {
             ring: VecDeque::new(),
@@ -283,7 +283,7 @@ impl Publisher {
         kv_events(self.live, Some(self.replay))
     }
 
-    /// Sends to all who listen; the message's number.
+    /// Sends to all subscribers. Returns the message's number.
     pub(crate) fn publish(&self, payload: &[u8]) -> u64 {
         let mut state = self.state();
         let sequence = state.keep(payload);
@@ -292,30 +292,30 @@ impl Publisher {
         sequence
     }
 
-    /// Publishes as to a subscriber whose queue is full: only a replay can bring it.
+    /// Publishes as for a subscriber with a full queue: only a replay can deliver the message.
     pub(crate) fn publish_unheard(&self, payload: &[u8]) -> u64 {
         self.state().keep(payload)
     }
 
-    /// Begins to count anew, with nothing to replay; connections stay.
+    /// Restarts the message numbers with an empty ring. Connections stay open.
     pub(crate) fn forget(&self) {
         let mut state = self.state();
         state.next = 0;
         state.ring.clear();
     }
 
-    /// Closes every connection. New ones are taken.
+    /// Closes every connection and accepts new ones.
     pub(crate) fn disconnect(&self) {
         self.state().subscribers.clear();
         self.cut.send_modify(|cut| *cut += 1);
     }
 
-    /// Connections that neither side has closed.
+    /// Open connections.
     pub(crate) fn connections(&self) -> usize {
         self.connections.open.load(Ordering::SeqCst)
     }
 
-    /// Connections there ever were.
+    /// Connections accepted so far.
     pub(crate) fn accepted(&self) -> usize {
         self.connections.accepted.load(Ordering::SeqCst)
     }
@@ -393,7 +393,7 @@ async fn publish_to(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io:
                 Some(message) => stream.write_all(&message).await?,
                 None => return Ok(()),
             },
-            _ = stream.read_u8() => return Ok(()), // nothing more is said; so this is the end
+            _ = stream.read_u8() => return Ok(()), // subscribers send nothing more, so this is the end of the connection
         }
     }
 }
@@ -404,7 +404,7 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io::Res
         let request = read_message(&mut stream).await?;
         assert_eq!((request.len(), request[0].len()), (2, 0), "{request:?}");
         let from = u64::from_be_bytes(request[1][..].try_into().expect("eight bytes"));
-        // Who asks has subscribed before, and what is published from now on must reach it.
+        // The requester has already sent its subscription, and messages published from now on must reach it.
         while lock(&state).greeting > 0 {
             tokio::task::yield_now().await;
         }

@@ -1,4 +1,4 @@
-//! What is read of a batch when parts of it are odd, and what of an event when its dialect is.
+//! Batches with unusual parts, and events in unusual dialects.
 
 use super::*;
 use StorageTier::{Device, Disk, External, HostPinned};
@@ -125,7 +125,7 @@ fn the_tail_of_an_array_may_be_of_another_release() {
     assert_eq!(with(full), (salted, vec![]));
     let odd = vec![Msg::Nil, Msg::Nil, "?".into(), 5.into(), "?".into(), Msg::Array(vec![])];
     assert_eq!(with(odd), (PLAIN[..1].to_vec(), vec![(Finding::WrongType, 3)]));
-    // What stands where adapters and salts are named is never nothing.
+    // A value in the position of adapters and salts always changes the namespace.
     for tail in [vec![5.into()], vec![Msg::named([("salt", "s".into())])], vec![Msg::Nil, Msg::Bool(true)]] {
         let (hashes, findings) = with(tail);
         assert!(hashes[0] != PLAIN[0] && findings == [(Finding::UnknownNamespace, 1)]);
@@ -187,7 +187,7 @@ fn another_ranks_batch_leaves_no_trace() {
     assert_eq!(found(&report), [(Finding::NotMainAttention, 1)]);
     let salted = requested(&TOKENS[..4], None, Some("s"));
     assert!(hashes(&events[4..5]) == salted && hashes(&events[5..6]) == salted);
-    // A worker with one rank may number it as it likes.
+    // A worker with one rank may use any rank number.
     let mut decoder = Decoder::new(config());
     let report = decoder.decode(&of_rank(9.into(), vec![good(1)]), &mut events);
     assert_eq!((report.foreign_rank, report.usable), (None, 1));

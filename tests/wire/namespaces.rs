@@ -1,4 +1,4 @@
-//! Who shares blocks with whom: adapters, salts, objects, and keys of unknown meaning.
+//! Namespaces of blocks: adapters, salts, multimodal objects, and keys of unknown meaning.
 
 use super::*;
 
@@ -17,7 +17,7 @@ fn a_salt_on_the_first_block_reaches_what_follows() {
         assert_eq!(hashes(&events), expected[..1]);
         assert!(report.findings.is_empty());
         assert_eq!(decoder.namespaces(), 3);
-        // Stored again without: everybody's.
+        // Stored again without a salt: the default namespace.
         next(&mut decoder, [store([12], None, &TOKENS[..4], [])]);
         assert_eq!(hashes(&next(&mut decoder, [store([14], Some(12), &TOKENS[..4], [])]).0), PLAIN[..1]);
     }
@@ -48,9 +48,9 @@ fn adapters_are_told_from_salts() {
     let under = |salt| (requested(&TOKENS[..4], Some("a"), salt), vec![]);
     assert_eq!(hashes_of(adapted([["a"]].into())), under(None));
     assert_eq!(hashes_of(adapted([["a", "tenant"]].into())), under(Some("tenant")));
-    // A tenant that calls itself as the adapter is called does not get out of its namespace.
+    // A tenant whose salt equals the adapter's name does not leave its namespace.
     assert_eq!(hashes_of(adapted([["a", "a"]].into())), under(Some("a")));
-    // A child that does not name the adapter follows its parent.
+    // A child without an adapter inherits its parent's namespace.
     let mut decoder = decoder();
     next(&mut decoder, [adapted([["a", "tenant"]].into())]);
     let (events, _) = next(&mut decoder, [store([12], Some(11), &TOKENS[..4], [])]);
@@ -75,7 +75,7 @@ fn sglang_names_its_salt_with_each_store() {
         next(&mut decoder, [store([11], None, &TOKENS[..4], salt()), store([12], Some(11), &TOKENS[4..], salt())]);
     assert_eq!(hashes(&events), requested(&TOKENS, None, Some("s"))[1..]);
     assert!(report.findings.is_empty());
-    // As an array it has stood where vLLM has the adapter.
+    // SGLang's array form has the salt in the position of vLLM's adapter.
     let names: Msg = [11_u64].into();
     let tokens: Msg = [1_u64, 2, 3, 4].into();
     let salt = Msg::named([("cache_salt", "s".into())]);
@@ -117,7 +117,7 @@ fn keys_of_unknown_meaning_make_a_namespace_of_their_own() {
         assert!(seen.iter().all(|other| other[0] != hashes[0] && other[1] != hashes[1]), "{entry:?}");
         seen.push(hashes);
     }
-    // Nor does a list of another form leave the blocks to everybody.
+    // A list of another form does not put the blocks into the default namespace either.
     for (odd, n) in [(Msg::Bool(true), 1), (Msg::from("x"), 1)] {
         let (hashes, findings) = hashes_of(store([11, 12], None, &TOKENS, [("extra_keys", odd.clone())]));
         assert_eq!(findings, [(Finding::UnknownNamespace, n)], "{odd:?}");
@@ -135,7 +135,7 @@ fn further_keys_combine_with_what_is_inherited() {
     assert_eq!(found(&report), [(Finding::UnknownNamespace, 4)]);
     let of = |at: usize| hashes(&events[at..=at]);
     assert!(of(0) != of(1) && of(0) != of(2) && of(1) != of(2) && of(0) == of(3));
-    // Within one store they hold from their block on.
+    // Within one store the keys apply from their block on.
     let (mixed, _) = hashes_of(store([11, 12], None, &TOKENS, keys(vec![Msg::Nil, [7_u64].into()])));
     assert!(mixed[0] == PLAIN[0] && mixed[1] != PLAIN[1]);
 }
