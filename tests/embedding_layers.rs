@@ -338,7 +338,7 @@ fn asked(mut request: Request<()>) -> PlacementInput {
 async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
     let failing = service_fn(async |_: Request<()>| Err::<Response<Empty<Bytes>>, _>(io::Error::other("no route")));
     for (layer_of, left) in [
-        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 0), // the default outcome is a connect failure, which ejects every rank
+        (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 0), // by default a connect failure
         (|router| PlacementLayer::new(router).outcomes(|_| Outcome::Ok), 2),
     ] {
         let router = router(config(), 2).await;

@@ -340,7 +340,7 @@ fn a_session_begun_in_the_same_batch_is_found() {
         occupy(&mut fleet, 90, 0);
         occupy(&mut fleet, 91, 1);
         fleet.prompt_answers = false;
-        fleet.ask(0, &Ask { prompt: 990, ..Ask::default() }); // requires a load query; the others arrive in the meantime
+        fleet.ask(0, &Ask { prompt: 990, ..Ask::default() }); // needs a load query; others arrive
         fleet.ask(1, &Ask { prompt: 3, cached: vec![(1, 4)], ..asks(of_session("chat")) });
         fleet.ask(2, &Ask { prompt: 4, cached: vec![(0, 4)], ..asks(of_session("chat")) });
         while !fleet.asked.is_empty() {

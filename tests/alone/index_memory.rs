@@ -51,7 +51,7 @@ fn bytes_are_what_a_counting_allocator_saw() {
         let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
         let tier = StorageTier::ALL[(draw >> 8) as usize % 8 / 2];
         let old = mix(n.saturating_sub(400));
-        let parent = draw.is_multiple_of(11).then_some(EngineHash(draw)); // unknown parent: the blocks wait in lower tiers
+        let parent = draw.is_multiple_of(11).then_some(EngineHash(draw)); // unknown: waits in lower tiers
         let blocks = stored(draw % 7, 20, n, 25 + draw % 90);
         if n.is_multiple_of(50) {
             let mut aliases = blocks.clone();
@@ -103,7 +103,7 @@ fn a_budget_holds_for_what_a_counting_allocator_saw() {
         let draw = mix(n);
         let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
         let tier = if draw >> 8 & 7 == 0 { StorageTier::HostPinned } else { StorageTier::Device };
-        let parent = (draw >> 16).is_multiple_of(50).then_some(EngineHash(draw)); // unknown parent: the blocks wait in the lower tier
+        let parent = (draw >> 16).is_multiple_of(50).then_some(EngineHash(draw)); // unknown: waits in lower tiers
         // The lengths of the unique tails change over time, which changes the mix of structures in the index.
         let own = if n / 20_000 % 2 == 0 { 1 + draw % 3 } else { 4 + draw % 16 };
         let blocks = stored(draw % 7, 6, n, 6 + own);

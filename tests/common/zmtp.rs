@@ -393,7 +393,7 @@ async fn publish_to(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io:
                 Some(message) => stream.write_all(&message).await?,
                 None => return Ok(()),
             },
-            _ = stream.read_u8() => return Ok(()), // subscribers send nothing more, so this is the end of the connection
+            _ = stream.read_u8() => return Ok(()), // end of connection: subscribers send nothing more
         }
     }
 }
