@@ -129,7 +129,7 @@ proptest! {
     }
 }
 
-/// Lengths above the limit for buffered values, where the storage method changes.
+/// Lengths above the limit for buffered values. The storage method changes at this limit.
 #[test]
 fn long_lines_and_long_values_may_be_cut_anywhere() {
     for filler in [65_000, 65_536, 70_000, 200_000] {

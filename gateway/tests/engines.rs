@@ -40,7 +40,7 @@ struct Account {
     salted_overlaps: usize,
     probes: u64,
     as_predicted: u64,
-    /// Probes of fully cached prompts, where the engine recomputes the last block.
+    /// Probes of fully cached prompts. The engine recomputes their last block.
     whole_prompts: u64,
 }
 
