@@ -242,7 +242,7 @@ fn cost(criterion: &mut Criterion) {
     };
     for (name, overlap_score_credit_decay) in [("as it comes", 0.0), ("decaying credit", 0.5)] {
         let cost = RouterConfig {
-            policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay, ..KvConfig::default() }).into(),
+            policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay, ..KvConfig::default() }),
             ..RouterConfig::default()
         }
         .kv_cost();

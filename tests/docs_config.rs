@@ -17,6 +17,9 @@ use serde_json::{Value, json};
 
 const PAGE: &str = "docs/configuration.md";
 
+/// Builds a configuration with one setting from its path and value.
+type PlaceValue = Box<dyn Fn(&str, &Value) -> Value>;
+
 /// Settings of one table.
 struct Subject {
     /// Heading above the table.
@@ -24,7 +27,7 @@ struct Subject {
     /// Paths with defaults.
     fields: Vec<(String, Value)>,
     /// Returns a configuration in which this field, and no other field of the table, has this value.
-    place: Box<dyn Fn(&str, &Value) -> Value>,
+    place: PlaceValue,
     /// Prefix of the field names in errors.
     prefix: &'static str,
     has_variables: bool,

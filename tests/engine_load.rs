@@ -201,10 +201,7 @@ mod pages {
     async fn an_engine_that_stops_answering_grows_stale() {
         let page = Arc::new(Mutex::new("vllm:num_requests_waiting 1\n".to_owned()));
         let load = Some(LoadSource::Metrics(serving(Arc::clone(&page)).await));
-        let config = RouterConfig {
-            engine_load: EngineLoadConfig { interval_ms: 1, stale_ms: 50, ..config().engine_load },
-            ..config()
-        };
+        let config = RouterConfig { engine_load: EngineLoadConfig { interval_ms: 1, stale_ms: 50 }, ..config() };
         let worker = WorkerConfig { load, ..WorkerConfig::at("") };
         let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
         until(&router, |facts| facts[0].is_some()).await;

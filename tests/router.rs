@@ -153,7 +153,7 @@ async fn without_reuse_common_prefixes_count_for_each_request() {
 #[tokio::test]
 async fn without_credit_no_index_is_kept() {
     let config = RouterConfig {
-        policy: PolicyConfig::Kv(KvConfig { overlap_score_credit: 0.0, ..KvConfig::default() }).into(),
+        policy: PolicyConfig::Kv(KvConfig { overlap_score_credit: 0.0, ..KvConfig::default() }),
         ..config()
     };
     let router = router(config, 2).await;

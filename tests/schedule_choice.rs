@@ -75,7 +75,7 @@ fn overrides_change_one_requests_choice() {
     let idle: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 1);
     let ask = Ask { shared_cache, ..warm };
     let none = RouterConfig {
-        policy: PolicyConfig::Kv(KvConfig { shared_cache_multiplier: 0.0, ..KvConfig::default() }).into(),
+        policy: PolicyConfig::Kv(KvConfig { shared_cache_multiplier: 0.0, ..KvConfig::default() }),
         ..config()
     };
     assert_eq!(with_and_without(none, idle, &ask, shared), [1, 0], "all of it is in the shared cache");
@@ -266,7 +266,7 @@ fn an_explanation_says_why_nobody_is_chosen() {
 fn an_explanation_has_the_decayed_credit() {
     let mut fleet = Fleet::new(
         RouterConfig {
-            policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay: 1.0, ..KvConfig::default() }).into(),
+            policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay: 1.0, ..KvConfig::default() }),
             ..config()
         },
         2,

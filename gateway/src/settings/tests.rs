@@ -76,7 +76,7 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
         seed: 3,
         is_eagle: false,
         queue: QueueConfig { order: QueueOrder::Lcfs, threshold: Some(2.5), ..QueueConfig::default() },
-        policy: PolicyConfig::Kv(KvConfig { temperature: 1.0, ..KvConfig::default() }).into(),
+        policy: PolicyConfig::Kv(KvConfig { temperature: 1.0, ..KvConfig::default() }),
         ..RouterConfig::default()
     };
     assert_eq!(loaded.settings.models[0].router, expected);
