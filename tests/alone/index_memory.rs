@@ -119,7 +119,8 @@ fn a_budget_holds_for_what_a_counting_allocator_saw() {
     assert_eq!(state.evicted_blocks, evicted);
     assert!(stored_blocks > 20 * index.held_blocks() as u64, "far more was stored than fits: {stored_blocks}");
     assert!(state.bytes > BUDGET * 3 / 4, "what fits is kept: {state:?}");
-    assert!(index.held_blocks() > 15_000, "{} blocks", index.held_blocks());
+    // Random hash keys vary the fill of the tables: 14,700 to 16,300 blocks in ten runs.
+    assert!(index.held_blocks() > 13_000, "{} blocks", index.held_blocks());
 }
 
 /// At most 45 bytes per block, measured just after the name table grew by half. A table that also grew because of
