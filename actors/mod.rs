@@ -43,14 +43,13 @@ pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "http")]
 pub use handle::PlacedBody;
 pub use handle::{
-    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, Prompt,
-    RankScores, RouteRequest, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary,
+    AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, RankScores, Router,
+    RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
 pub use handle::{Fault, Hang};
 #[cfg(feature = "tower")]
-pub use handle::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
+pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
 pub use scheduler::PendingClass;
 pub use views::kv_source::KvSourceStatus;
 pub use views::worker::WorkerEntry;

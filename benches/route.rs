@@ -111,7 +111,7 @@ impl Prompts {
     }
 
     fn hashed(&self, request: usize) -> Prompt<'_> {
-        Prompt::Hashed(&self.hashed[request % self.hashed.len()])
+        Prompt::Hashed(self.hashed[request % self.hashed.len()].clone())
     }
 }
 

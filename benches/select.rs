@@ -143,10 +143,10 @@ impl Fleet {
                     self.schedule.step(input, &self.loads, NOW, &mut self.effects);
                 }
                 Effect::Book { decision, number, .. } => {
-                    let node = &mut self.nodes[decision.slot.index()];
+                    let node = &mut self.nodes[decision.slot().index()];
                     node.applied = number.number;
                     let booking = BookingId(ticket);
-                    node.active.book(booking, prompt.clone(), decision.hint, NOW).expect("no duplicates");
+                    node.active.book(booking, prompt.clone(), decision.prefill_load(), NOW).expect("no duplicates");
                     if ticket < requests / 8 * 7 {
                         node.active.complete_prefill(booking, NOW);
                     }
@@ -217,10 +217,10 @@ impl Still {
                     schedule.step(Input::Loads { batch, answers }, loads, NOW, effects);
                 }
                 Some(Effect::Book { decision, number, .. }) => {
-                    let slot = decision.slot.index();
+                    let slot = decision.slot().index();
                     self.boards[slot].applied = number.number;
                     self.fleet.nodes[slot].board.publish(&self.boards[slot]);
-                    return decision.rank;
+                    return decision.rank();
                 }
                 Some(Effect::PublishTypicalSpeed(speed)) => self.fleet.loads.publish_typical_speed(&speed),
                 other => unreachable!("a Book was due, not {other:?}"),

@@ -4,7 +4,6 @@ use crate::config::ConfigErrors;
 use crate::directory::DuplicateRequest;
 use crate::hashing::{HashedPromptError, MmError};
 use crate::load::WeightError;
-use crate::message::PromptMessageError;
 use crate::protocol::{WorkerConfigError, WorkerId};
 use crate::schedule::Rejection;
 use crate::select::{Filter, TaintWeightError};
@@ -184,20 +183,6 @@ pub enum RequestError {
     /// Decay outside of its range.
     #[error(transparent)]
     Decay(#[from] WeightError),
-}
-
-/// Rejected message.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum HandleError {
-    /// Missing prompt.
-    #[error(transparent)]
-    Prompt(#[from] PromptMessageError),
-    /// Routing error.
-    #[error(transparent)]
-    Route(#[from] RouteError),
-    /// Invalid report.
-    #[error(transparent)]
-    Report(#[from] RequestError),
 }
 
 /// Rejected change of workers.

@@ -75,11 +75,11 @@ pub mod index;
 pub mod ingest;
 pub mod load;
 pub mod membership;
-pub mod message;
 pub mod policy;
 pub mod predict;
 pub mod protocol;
 pub mod queue;
+mod request;
 pub mod schedule;
 pub mod select;
 pub mod session;
@@ -91,18 +91,19 @@ pub mod zmtp;
 pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, BestMatch, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvSourceStatus,
-    OverlapScores, PendingClass, Placement, Prompt, RankScores, RouteRequest, Router, RouterBuilder, SharedCache,
-    SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
+    AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvSourceStatus, OverlapScores,
+    PendingClass, Placement, RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
+    SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Hang};
 #[cfg(feature = "tower")]
-pub use actors::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
+pub use actors::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
 pub use config::RouterConfig;
 pub use membership::DiscoveryStatus;
+pub use request::{Prompt, RequestOptions, RouteRequest};
 
 /// The README's example, compiled and run.
 #[cfg(all(doctest, feature = "runtime"))]

@@ -42,8 +42,16 @@ impl SessionId {
     /// # Errors
     /// If the id is empty or longer than [`Self::BYTES_MAX`].
     pub fn new(id: &str) -> Result<Self, SessionIdError> {
+        Self::try_from(Arc::from(id))
+    }
+}
+
+impl TryFrom<Arc<str>> for SessionId {
+    type Error = SessionIdError;
+
+    fn try_from(id: Arc<str>) -> Result<Self, SessionIdError> {
         match id.len() {
-            1..=Self::BYTES_MAX => Ok(Self(id.into())),
+            1..=Self::BYTES_MAX => Ok(Self(id)),
             length => Err(SessionIdError { length }),
         }
     }

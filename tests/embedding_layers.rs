@@ -20,8 +20,8 @@ use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::Constraints;
 use pointsman::{
-    InputPrompt, PlaceError, PlacedBody, PlacedTarget, Placement, PlacementInput, PlacementLayer, Prompt, RouteRequest,
-    Router, RouterConfig,
+    PlaceError, PlacedBody, PlacedTarget, Placement, PlacementLayer, Prompt, RequestOptions, RouteRequest, Router,
+    RouterConfig,
 };
 use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
 
@@ -102,7 +102,7 @@ async fn a_body_reports_its_first_byte_its_blocks_and_its_end() {
         assert_eq!(loads(&router).await, [(1, 6, 0)], "four tokens are a block");
         read(body.as_mut(), 4).await;
         assert_eq!(loads(&router).await, [(1, 7, 0)]);
-        assert_eq!(body.placement().map(Placement::rank), Some(rank(0)));
+        assert_eq!(body.placement().map(|placement| placement.rank()), Some(rank(0)));
         let left = if knows_its_end { 1 } else { 2 };
         assert_eq!(read(body.as_mut(), left).await.len(), 1);
         assert!(body.placement().is_none(), "it is over, though the body is still there");
@@ -178,7 +178,10 @@ async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) ->
     let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
     for _ in 0..router.config().health.outcome_failures_max {
         let prompt = Prompt::Tokens(&[1]);
-        let request = RouteRequest { constraints: Some(&elsewhere), ..RouteRequest::new("a", prompt) };
+        let request = RouteRequest {
+            options: RequestOptions { constraints: elsewhere.clone(), ..RequestOptions::default() },
+            ..RouteRequest::new("a", prompt)
+        };
         let placement = router.route(request).await.expect("placed");
         let mut body = Box::pin(placement.wrap_response(respond()).into_body());
         read(body.as_mut(), if read_all { usize::MAX } else { 1 }).await;
@@ -226,7 +229,10 @@ async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool
     for n in 0..2 * router.config().health.outcome_failures_max {
         let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
         let (id, prompt) = (n.to_string(), Prompt::Tokens(&[1]));
-        let request = RouteRequest { constraints: Some(&elsewhere), ..RouteRequest::new(&id, prompt) };
+        let request = RouteRequest {
+            options: RequestOptions { constraints: elsewhere, ..RequestOptions::default() },
+            ..RouteRequest::new(&id, prompt)
+        };
         let Ok(placement) = router.route(request).await else { break };
         let body = placement.wrap_body(Scripted::new(steps(), true), AnswerKind::Events).requiring_end_mark();
         let mut body = Box::pin(if blames { body } else { body.without_blame() });
@@ -278,8 +284,8 @@ fn cached_tokens_are_reported_once_and_as_the_answer_says_them() {
 
 fn asking(id: &str) -> Request<()> {
     let mut request = Request::new(());
-    let prompt = InputPrompt::Tokens(tokens(1, 5).into());
-    request.extensions_mut().insert(PlacementInput::new(id, prompt));
+    let prompt = Prompt::OwnedTokens(tokens(1, 5).into());
+    request.extensions_mut().insert(RouteRequest::new(id.to_owned(), prompt));
     request
 }
 
@@ -288,7 +294,7 @@ async fn the_service_inside_is_told_where_to_send() {
     let two = WorkerConfig { data_parallel_start_rank: 6, data_parallel_size: 2, ..WorkerConfig::at("http://a") };
     let router = Router::builder(config()).worker(WorkerId(7), two).start().await.expect("valid");
     let client = service_fn(async |request: Request<()>| {
-        assert!(request.extensions().get::<PlacementInput>().is_none(), "it has been used");
+        assert!(request.extensions().get::<RouteRequest<'static>>().is_none(), "it has been used");
         let target = request.extensions().get::<PlacedTarget>().expect("it has been placed").clone();
         let first = target.rank_at_worker.map(|number| target.rank.rank - number);
         Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("{} {first:?}", target.endpoint))))
@@ -305,12 +311,13 @@ async fn the_service_inside_is_told_where_to_send() {
 }
 
 #[tokio::test]
-async fn every_field_of_an_input_reaches_the_router() {
+async fn the_options_of_a_request_reach_the_router() {
     let router = router(config(), 3).await;
-    let constraints = Some(Constraints { excluded_ranks: [rank(0), rank(1)].into(), ..Constraints::default() });
+    let constraints = Constraints { excluded_ranks: [rank(0), rank(1)].into(), ..Constraints::default() };
     let mut request = asking("a");
-    let input = PlacementInput::new("a", InputPrompt::Tokens([1].into()));
-    request.extensions_mut().insert(PlacementInput { constraints, ..input });
+    let options = RequestOptions { constraints, ..RequestOptions::default() };
+    let prompt = Prompt::OwnedTokens([1].into());
+    request.extensions_mut().insert(RouteRequest { options, ..RouteRequest::new("a", prompt) });
     let client = service_fn(async |request: Request<()>| {
         let target = request.extensions().get::<PlacedTarget>().expect("it has been placed");
         assert_eq!(target.rank, rank(2));
@@ -320,17 +327,18 @@ async fn every_field_of_an_input_reaches_the_router() {
     layer.layer(client).oneshot(request).await.expect("answered");
     assert_at_rest(&router).await;
 
-    let input = PlacementInput { policy_class: Some("none".to_owned()), ..asked(asking("b")) };
+    let options = RequestOptions { policy_class: Some("none".into()), ..RequestOptions::default() };
+    let to_route = RouteRequest { options, ..asked(asking("b")) };
     let mut request = Request::new(());
-    request.extensions_mut().insert(input);
+    request.extensions_mut().insert(to_route);
     let refused = layer.layer(client).oneshot(request).await.expect_err("there is no such class");
     assert!(matches!(refused, PlaceError::Route(_)), "{refused}");
     let refused = layer.layer(client).oneshot(Request::new(())).await.expect_err("nothing to place");
-    assert!(matches!(refused, PlaceError::MissingInput), "{refused}");
+    assert!(matches!(refused, PlaceError::MissingRequest), "{refused}");
     assert_at_rest(&router).await;
 }
 
-fn asked(mut request: Request<()>) -> PlacementInput {
+fn asked(mut request: Request<()>) -> RouteRequest<'static> {
     request.extensions_mut().remove().expect("it is there")
 }
 

@@ -1,18 +1,18 @@
 //! Router functions for gateways other than placement: rank conditions, drains, shared caches, selectors, explanations,
-//! messages, and bookings that outlive their callers.
+//! and bookings that outlive their callers.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::{LoadConfig, PrefillModel, QueueConfig, RouterConfigOverride};
-use pointsman::error::{HandleError, MembershipError, RequestError, RouteError};
+use pointsman::config::{LoadConfig, PrefillModel, RouterConfigOverride};
+use pointsman::error::{MembershipError, RequestError, RouteError};
 use pointsman::health::Outcome;
-use pointsman::message::{PromptMessage, RouterRequest, RouterResponse};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankConditions, Selection, SelectorError, WorkerSelector};
 use pointsman::{
-    AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer, SharedCacheError,
+    AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
+    SharedCacheError,
 };
 use tokio::sync::watch;
 
@@ -28,12 +28,12 @@ async fn what_the_embedder_knows_holds_from_the_next_decision_on() {
         unavailable: unavailable.iter().map(|&worker| rank(worker)).collect(),
     };
     router.set_conditions(conditions(&[0], &[])).await.expect("up");
-    assert_eq!(router.find_best_match(request).await.expect("one is left").rank(), rank(1));
+    assert_eq!(router.find_best_match(request.clone()).await.expect("one is left").rank(), rank(1));
     router.set_conditions(conditions(&[0], &[1])).await.expect("up");
-    let refused = router.find_best_match(request).await.expect_err("nobody is left");
+    let refused = router.find_best_match(request.clone()).await.expect_err("nobody is left");
     assert_eq!(refused.to_string(), "all eligible workers are overloaded: 1 unavailable, 1 overloaded");
     router.set_conditions(conditions(&[], &[0, 1])).await.expect("up");
-    let refused = router.find_best_match(request).await.expect_err("nobody is left");
+    let refused = router.find_best_match(request.clone()).await.expect_err("nobody is left");
     assert_eq!(refused.to_string(), "no rank is eligible: 2 unavailable");
     router.set_conditions(RankConditions::default()).await.expect("up");
     router.find_best_match(request).await.expect("all are back");
@@ -49,7 +49,10 @@ async fn the_rank_of_a_single_rank_worker_is_implied() {
     assert_eq!((router.unique_rank(WorkerId(2)), router.unique_rank(WorkerId(9))), (None, None));
     let pin = Pin { worker: WorkerId(1), rank: None, mode: PinMode::Hard };
     let pinned = Constraints { pin: Some(pin), ..Constraints::default() };
-    let request = RouteRequest { constraints: Some(&pinned), ..RouteRequest::query(Prompt::Tokens(&[1])) };
+    let request = RouteRequest {
+        options: RequestOptions { constraints: pinned, ..RequestOptions::default() },
+        ..RouteRequest::query(Prompt::Tokens(&[1]))
+    };
     assert_eq!(router.find_best_match(request).await.expect("there").rank(), WorkerRank::new(WorkerId(1), 3));
 }
 
@@ -93,7 +96,7 @@ async fn a_rank_that_is_slow_to_prefill_is_expected_to_be() {
     for n in 0..128 {
         let (id, prompt) = (n.to_string(), tokens(n, 250));
         let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
-        expected.push(placement.best_match().expected_prefill_duration());
+        expected.push(placement.expected_prefill_duration());
         tokio::time::advance(Duration::from_secs(2)).await; // 500 tokens a second
         placement.prefill_completed();
     }
@@ -109,9 +112,9 @@ async fn a_provider_of_conditions_is_followed() {
     let builder = Router::builder(config()).conditions(conditions);
     let router = builder.worker(WorkerId(0), WorkerConfig::at("http://a")).start().await.expect("valid");
     let request = RouteRequest::query(Prompt::Tokens(&[1]));
-    router.find_best_match(request).await.expect("good");
+    router.find_best_match(request.clone()).await.expect("good");
     provider.send_modify(|conditions| conditions.overloaded = [rank(0)].into());
-    crate::common::until("overload", async || router.find_best_match(request).await.is_err()).await;
+    crate::common::until("overload", async || router.find_best_match(request.clone()).await.is_err()).await;
     let refused = router.find_best_match(request).await.expect_err("overloaded");
     assert!(matches!(refused, RouteError::Rejected(Rejection::AllOverloaded { .. })), "{refused}");
 }
@@ -130,7 +133,7 @@ async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
     });
     let query = RouteRequest::query(Prompt::Tokens(&prompt));
     let is_draining = async || {
-        let table = router.explain(query).await.expect("up").ranks;
+        let table = router.explain(query.clone()).await.expect("up").ranks;
         table.iter().any(|row| row.facts.rank == a.rank() && row.refused_by == Some(Filter::Draining))
     };
     crate::common::until("drain", is_draining).await;
@@ -195,7 +198,7 @@ async fn shared_hits_reach_the_selector_and_the_scores() {
     let router = with_shared(Shared::Holds(6), Some(Chooses(Some(2), 6))).await;
     let prompt = tokens(1, 8);
     let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
-    assert_eq!((placement.rank(), placement.best_match().shared_cache_blocks()), (rank(2), 6));
+    assert_eq!((placement.rank(), placement.shared_cache_blocks()), (rank(2), 6));
     drop(placement);
     router.apply_events(vec![stored(rank(1), &prompt[..16])]).await.expect("up");
     let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(&prompt)), true).await.expect("up");
@@ -226,7 +229,7 @@ async fn a_shared_cache_that_fails_or_hangs_costs_nothing_but_its_hits() {
         let prompt = tokens(1, 8);
         let before = tokio::time::Instant::now();
         let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed without");
-        assert_eq!(placement.best_match().shared_cache_blocks(), 0);
+        assert_eq!(placement.shared_cache_blocks(), 0);
         assert!(before.elapsed() < Duration::from_millis(10), "{:?}", before.elapsed());
         drop(placement);
         let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(&prompt)), true).await.expect("up");
@@ -280,8 +283,11 @@ async fn an_explanation_names_what_the_booking_then_does() {
     let busy = tokens(2, 30);
     let _busy = router.add_request(AddRequest::new("busy", rank(3), Prompt::Tokens(&busy))).await;
     let only = Constraints { allowed_workers: Some([1, 2, 3].map(WorkerId).into()), ..Constraints::default() };
-    let request = RouteRequest { constraints: Some(&only), ..RouteRequest::new("a", Prompt::Tokens(&prompt)) };
-    let explained = router.explain(request).await.expect("up");
+    let request = RouteRequest {
+        options: RequestOptions { constraints: only, ..RequestOptions::default() },
+        ..RouteRequest::new("a", Prompt::Tokens(&prompt))
+    };
+    let explained = router.explain(request.clone()).await.expect("up");
     assert_eq!((explained.chosen, explained.ranks.len()), (Some(rank(2)), 4));
     assert_eq!(explained.ranks[0].refused_by, Some(Filter::Allowed));
     // 40 tokens are 10 blocks to compute and 10 blocks to hold, minus 6 cached blocks.
@@ -289,10 +295,16 @@ async fn an_explanation_names_what_the_booking_then_does() {
     assert_eq!(costs, [20.0, 14.0, 80.0]);
     assert!(explained.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
     assert_eq!(router.health().leases, 1, "nothing but what was booked before");
-    let placement = router.route(request).await.expect("placed");
+    let placement = router.route(request.clone()).await.expect("placed");
     assert_eq!(placement.rank(), rank(2));
     let nobody = Constraints { required_taints: ["h100".to_owned()].into(), ..Constraints::default() };
-    let explained = router.explain(RouteRequest { constraints: Some(&nobody), ..request }).await.expect("explained");
+    let explained = router
+        .explain(RouteRequest {
+            options: RequestOptions { constraints: nobody, ..RequestOptions::default() },
+            ..request
+        })
+        .await
+        .expect("explained");
     assert_eq!(explained.chosen, None);
     assert_eq!(explained.refused.as_deref(), Some("no rank is eligible: 4 without a required taint"));
     serde_json::to_string(&explained).expect("plain data");
@@ -309,47 +321,32 @@ async fn overrides_hold_for_their_request_alone() {
     let blind = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
     let request = RouteRequest::query(Prompt::Tokens(&prompt));
     // Warm: 0 to compute, 12 + 10 held; cold: 10 to compute, 10 held.
-    assert_eq!(router.find_best_match(request).await.expect("placed").rank(), rank(0));
+    assert_eq!(router.find_best_match(request.clone()).await.expect("placed").rank(), rank(0));
     let keen = RouterConfigOverride { prefill_load_scale: Some(4.0), ..RouterConfigOverride::default() };
-    let keen = router.find_best_match(RouteRequest { overrides: Some(&keen), ..request }).await.expect("placed");
+    let keen = router
+        .find_best_match(RouteRequest {
+            options: RequestOptions { overrides: keen, ..RequestOptions::default() },
+            ..request.clone()
+        })
+        .await
+        .expect("placed");
     assert_eq!(keen.rank(), rank(1));
-    let blind = router.find_best_match(RouteRequest { overrides: Some(&blind), ..request }).await.expect("placed");
+    let blind = router
+        .find_best_match(RouteRequest {
+            options: RequestOptions { overrides: blind, ..RequestOptions::default() },
+            ..request.clone()
+        })
+        .await
+        .expect("placed");
     assert_eq!((blind.rank(), blind.cached_tokens()), (rank(0), 0));
     let wrong = RouterConfigOverride { temperature: Some(f64::NAN), ..RouterConfigOverride::default() };
-    let refused = router.find_best_match(RouteRequest { overrides: Some(&wrong), ..request }).await;
+    let refused = router
+        .find_best_match(RouteRequest {
+            options: RequestOptions { overrides: wrong, ..RequestOptions::default() },
+            ..request
+        })
+        .await;
     assert!(refused.expect_err("refused").to_string().contains("temperature is NaN"));
-}
-
-#[tokio::test]
-async fn messages_do_what_calls_do() {
-    let router =
-        router(RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..config().queue }, ..config() }, 1).await;
-    let prompt = PromptMessage { tokens: Some(tokens(1, 4)), do_not_queue: true, ..PromptMessage::default() };
-    let new = || RouterRequest::New(Box::new(prompt.clone()));
-    let placed = router.handle("a", new()).await.expect("placed");
-    let expected = RouterResponse::New { worker_id: WorkerId(0), dp_rank: 0, overlap_blocks: 0, cached_tokens: 0 };
-    assert_eq!(placed, expected);
-    assert_eq!(loads(&router).await, [(1, 4, 16)], "it outlives the call");
-    let refused = router.handle("b", new()).await.expect("an outcome");
-    assert!(
-        matches!(&refused, RouterResponse::QueueRejected { reason, .. } if reason == "do_not_queue"),
-        "{refused:?}"
-    );
-    let loads_of = RouterRequest::PotentialLoads(Box::new(PromptMessage { tokens: Some(vec![]), ..prompt.clone() }));
-    let answer = router.handle("c", loads_of).await.expect("up");
-    assert!(
-        matches!(&answer, RouterResponse::PotentialLoads { loads, .. } if loads[0].active_requests == 1),
-        "{answer:?}"
-    );
-    let blank = Some("  ".to_owned());
-    let marked = router.handle("a", RouterRequest::MarkPrefill { request_id: blank.clone() }).await;
-    assert_eq!(marked, Ok(RouterResponse::PrefillMarked { success: true }), "a blank id means the context's");
-    let named = RouterRequest::MarkFree { request_id: Some("a".to_owned()) };
-    assert_eq!(router.handle("z", named.clone()).await, Ok(RouterResponse::FreeMarked { success: true }));
-    assert_eq!(router.handle("z", named).await, Ok(RouterResponse::FreeMarked { success: false }));
-    let empty = router.handle("a", RouterRequest::New(Box::default())).await.expect_err("no prompt");
-    assert!(matches!(empty, HandleError::Prompt(_)), "{empty}");
-    assert_at_rest(&router).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -7,7 +7,7 @@ use pointsman::load::{EngineSpeed, work_tokens};
 use pointsman::protocol::WorkerId;
 use pointsman::schedule::{ExplainedRank, Explanation};
 use pointsman::select::{Constraints, LatencyTerms, Policy};
-use pointsman::{Prompt, RouteRequest, Router};
+use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{config, rank, router, tokens};
 
@@ -77,7 +77,10 @@ async fn who_has_shown_nothing_is_taken_to_be_as_the_others() {
     let known = Constraints { allowed_workers: Some([WorkerId(0)].into()), ..Constraints::default() };
     for n in 0..400_u32 {
         let (id, prompt) = (n.to_string(), tokens(100 + n, BLOCKS));
-        let request = RouteRequest { constraints: Some(&known), ..RouteRequest::new(&id, Prompt::Tokens(&prompt)) };
+        let request = RouteRequest {
+            options: RequestOptions { constraints: known.clone(), ..RequestOptions::default() },
+            ..RouteRequest::new(&id, Prompt::Tokens(&prompt))
+        };
         let placed = router.route(request).await.expect("placed");
         tokio::time::advance(Duration::from_secs(4)).await; // a fifth of the prior's speed
         placed.prefill_completed();
@@ -95,7 +98,10 @@ async fn who_has_shown_nothing_is_taken_to_be_as_the_others() {
 async fn output_is_as_long_as_the_caller_says_or_as_assumed() {
     let router = router(latency(), 1).await;
     let prompt = tokens(1, 10);
-    let told = RouteRequest { expected_output_tokens: Some(512), ..RouteRequest::query(Prompt::Tokens(&prompt)) };
+    let told = RouteRequest {
+        options: RequestOptions { expected_output_tokens: Some(512), ..RequestOptions::default() },
+        ..RouteRequest::query(Prompt::Tokens(&prompt))
+    };
     let told = router.explain(told).await.expect("up");
     let assumed = explained(&router, &prompt).await;
     close(terms(&told.ranks[0]).decode_seconds, 2.0 * terms(&assumed.ranks[0]).decode_seconds);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use pointsman::config::RouterConfig;
 use pointsman::protocol::WorkerId;
 use pointsman::select::{Constraints, Policy};
-use pointsman::{Placement, Prompt, RouteRequest, Router};
+use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{config, rank, router, stored_in_blocks};
 
@@ -64,10 +64,13 @@ impl Traffic {
 
     /// Sends a prompt. Its first token arrives after the rank's `ttft_ms`, and it completes a second later.
     async fn send(&mut self, tokens: &[u32], only: Option<u64>, ttft_ms: impl Fn(u64) -> Option<u64>) -> u64 {
-        let only = only
-            .map(|worker| Constraints { allowed_workers: Some([WorkerId(worker)].into()), ..Constraints::default() });
+        let allowed_workers = only.map(|worker| [WorkerId(worker)].into());
+        let constraints = Constraints { allowed_workers, ..Constraints::default() };
         let id = self.sent.to_string();
-        let request = RouteRequest { constraints: only.as_ref(), ..RouteRequest::new(&id, Prompt::Tokens(tokens)) };
+        let request = RouteRequest {
+            options: RequestOptions { constraints, ..RequestOptions::default() },
+            ..RouteRequest::new(&id, Prompt::Tokens(tokens))
+        };
         let placed = self.router.route(request).await.expect("placed");
         let worker = placed.rank().worker.0;
         if let Some(ttft_ms) = ttft_ms(worker) {
@@ -224,8 +227,10 @@ async fn conversations(ranks: usize, sessions: u32, ceiling: Option<u32>, warm_m
                 let tokens = prompt(session * 1_000 + generation, 3_200 + turn * 640);
                 sent += 1;
                 let id = sent.to_string();
-                let request =
-                    RouteRequest { output_tokens_max: ceiling, ..RouteRequest::new(&id, Prompt::Tokens(&tokens)) };
+                let request = RouteRequest {
+                    options: RequestOptions { output_tokens_max: ceiling, ..RequestOptions::default() },
+                    ..RouteRequest::new(&id, Prompt::Tokens(&tokens))
+                };
                 let placed = router.route(request).await.expect("placed");
                 let at = placed.rank().worker.0 as usize;
                 let new = tokens.len() as u64 - u64::from(placed.cached_tokens()).min(tokens.len() as u64 - 1);

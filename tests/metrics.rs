@@ -13,7 +13,9 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::error::RouteError;
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
-use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer};
+use pointsman::{
+    AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
+};
 
 use crate::common::{config, rank, router, stored, tokens};
 
@@ -222,7 +224,10 @@ fn the_queue_shows_who_waits_who_may_not_and_who_has_left() {
         let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
         let prompt = tokens(1, 10);
         let busy = router.route(request("busy", &prompt)).await.expect("placed");
-        let refused = RouteRequest { do_not_queue: true, ..request("refused", &prompt) };
+        let refused = RouteRequest {
+            options: RequestOptions { do_not_queue: true, ..RequestOptions::default() },
+            ..request("refused", &prompt)
+        };
         router.route(refused).await.expect_err("would have to wait");
         let (waiting_router, waiting_prompt) = (router.clone(), tokens(2, 10));
         let waiting = tokio::spawn(async move {

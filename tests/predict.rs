@@ -10,7 +10,7 @@ use pointsman::config::{EventMode, EventsConfig, IndexConfig, SpeculativeConfig,
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
-use pointsman::{AddRequest, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
 
@@ -201,20 +201,23 @@ async fn bookings_by_id_hold_a_modelled_cache_until_they_are_freed() {
 async fn decisions_made_elsewhere_can_be_recorded() {
     let router = router(without_events(), 4).await;
     let prompt = tokens(1, 20);
-    let query = RouteRequest { lora_name: Some("bot"), ..RouteRequest::query(Prompt::Tokens(&prompt)) };
+    let query = RouteRequest {
+        options: RequestOptions { lora_name: Some("bot".into()), ..RequestOptions::default() },
+        ..RouteRequest::query(Prompt::Tokens(&prompt))
+    };
     for _again in 0..2 {
-        router.record_routing_decision(query, rank(2)).await.expect("known");
+        router.record_routing_decision(query.clone(), rank(2)).await.expect("known");
     }
-    let found = router.find_best_match(query).await.expect("a match");
+    let found = router.find_best_match(query.clone()).await.expect("a match");
     assert_eq!((found.rank(), found.overlap_blocks()), (rank(2), 20));
     assert_eq!(best(&router, &prompt).await.1, 0, "under another adapter");
-    let unknown = router.record_routing_decision(query, rank(9)).await;
+    let unknown = router.record_routing_decision(query.clone(), rank(9)).await;
     assert_eq!(unknown, Err(RouteError::Rejected(Rejection::UnknownRank(rank(9)))));
     router.remove_worker(WorkerId(2)).await.expect("known");
-    let found = router.find_best_match(query).await.expect("a match");
+    let found = router.find_best_match(query.clone()).await.expect("a match");
     assert_eq!(found.overlap_blocks(), 0, "its cache has gone with it");
     let aware = crate::common::router(config(), 4).await;
-    aware.record_routing_decision(query, rank(2)).await.expect("nothing to do");
+    aware.record_routing_decision(query.clone(), rank(2)).await.expect("nothing to do");
     assert_eq!(aware.find_best_match(query).await.expect("a match").overlap_blocks(), 0, "events tell");
 }
 
@@ -230,9 +233,9 @@ async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
     assert_eq!(best(&router, &published).await, (rank(1), 20));
     // Decisions create speculative entries for ranks without events only.
     let query = RouteRequest::query(Prompt::Tokens(&routed));
-    router.record_routing_decision(query, rank(1)).await.expect("known");
+    router.record_routing_decision(query.clone(), rank(1)).await.expect("known");
     assert_eq!(best(&router, &routed).await.1, 0);
-    router.record_routing_decision(query, rank(2)).await.expect("known");
+    router.record_routing_decision(query.clone(), rank(2)).await.expect("known");
     assert_eq!(best(&router, &routed).await, (rank(2), 10));
     // Once a rank publishes, only its events count.
     router.apply_events(vec![stored(rank(2), &tokens(3, 5))]).await.expect("up");
@@ -283,8 +286,8 @@ async fn strays(config: RouterConfig) -> usize {
     for request in requests {
         placements.push(request.await.expect("no panic"));
     }
-    placements.sort_by_key(Placement::decision);
-    let ranks: Vec<_> = placements.iter().map(Placement::rank).collect();
+    placements.sort_by_key(|placement| placement.number());
+    let ranks: Vec<_> = placements.iter().map(|placement| placement.rank()).collect();
     let strays = (1..ranks.len()).filter(|&n| !ranks[..n].contains(&ranks[n])).count();
     drop(placements);
     assert_at_rest(&router).await;

@@ -7,7 +7,7 @@ use pointsman::error::RouteError;
 use pointsman::load::PromptLimits;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::{Constraints, Policy};
-use pointsman::{Prompt, RouteRequest, Router};
+use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{BLOCK_SIZE, config, loads, rank, tokens};
 
@@ -74,7 +74,10 @@ async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
     for policy in [Policy::Latency, Policy::Kv] {
         let router = with(policy, 1, |worker| worker).await;
         let prompt = tokens(1, 2_000);
-        let whole = RouteRequest { not_streamed: true, ..RouteRequest::new("whole", Prompt::Tokens(&prompt)) };
+        let whole = RouteRequest {
+            options: RequestOptions { not_streamed: true, ..RequestOptions::default() },
+            ..RouteRequest::new("whole", Prompt::Tokens(&prompt))
+        };
         let placed = router.route(whole).await.expect("placed");
         assert_eq!(loads(&router).await[0].2, 8_000, "{policy:?}: it begins");
         tokio::time::advance(Duration::from_secs(2)).await; // the assumed 10,000 tokens a second
@@ -105,7 +108,10 @@ async fn what_an_overdue_prefill_would_have_computed_is_not_cached() {
     // A booking on the rank triggers its check for overdue prefills.
     let there = Constraints { allowed_workers: Some([hung.rank().worker].into()), ..Constraints::default() };
     let probe = tokens(2, 1);
-    let probe = RouteRequest { constraints: Some(&there), ..RouteRequest::new("probe", Prompt::Tokens(&probe)) };
+    let probe = RouteRequest {
+        options: RequestOptions { constraints: there, ..RequestOptions::default() },
+        ..RouteRequest::new("probe", Prompt::Tokens(&probe))
+    };
     let probe = router.route(probe).await.expect("placed");
     let table = router.explain(RouteRequest::query(Prompt::Tokens(&sibling))).await.expect("up");
     let terms = |is_hung: bool| {

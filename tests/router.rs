@@ -8,7 +8,7 @@ use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartErr
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::schedule::Rejection;
 use pointsman::select::Policy;
-use pointsman::{AddRequest, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
 
 use crate::common::{assert_at_rest, cleared, config, loads, rank, router, started, stored, tokens, until};
@@ -52,12 +52,15 @@ async fn a_query_books_nothing_and_agrees_with_the_booking() {
     let router = router(config(), 4).await;
     let prompt = tokens(9, 12);
     router.apply_events(vec![stored(rank(2), &prompt)]).await.expect("up");
-    let query = RouteRequest { routing_hashes: true, ..RouteRequest::query(Prompt::Tokens(&prompt)) };
+    let query = RouteRequest {
+        options: RequestOptions { routing_hashes: true, ..RequestOptions::default() },
+        ..RouteRequest::query(Prompt::Tokens(&prompt))
+    };
     let best = router.find_best_match(query).await.expect("a match");
     assert_eq!((best.rank(), best.overlap_blocks()), (rank(2), 12));
     let hashes = best.routing_hashes().expect("asked for").clone();
     assert_at_rest(&router).await;
-    let request = RouteRequest::new("a", Prompt::Hashed(&hashes));
+    let request = RouteRequest::new("a", Prompt::Hashed(hashes));
     let placement = router.route(request).await.expect("placed");
     assert_eq!((placement.rank(), placement.overlap_blocks()), (rank(2), 12));
     assert!(placement.routing_hashes().is_none(), "not asked for");
@@ -68,7 +71,7 @@ async fn bookings_by_id_for_embedders_that_dispatch_themselves() {
     let router = router(config(), 2).await;
     let prompt = tokens(3, 10);
     let request = AddRequest { cached_tokens: Some(16), ..AddRequest::new("a", rank(1), Prompt::Tokens(&prompt)) };
-    router.add_request(request).await.expect("booked");
+    router.add_request(request.clone()).await.expect("booked");
     assert_eq!(loads(&router).await, [(0, 0, 0), (1, 10, 24)]);
     let again = router.add_request(request).await.expect_err("taken");
     assert!(matches!(again, RouteError::DuplicateRequest(_)), "{again}");
@@ -171,11 +174,19 @@ async fn salts_and_adapters_keep_caches_apart() {
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(3), &prompt)]).await.expect("up");
     let plain = RouteRequest::query(Prompt::Tokens(&prompt));
-    assert_eq!(router.find_best_match(plain).await.expect("a match").overlap_blocks(), 10);
-    for other in
-        [RouteRequest { lora_name: Some("adapter"), ..plain }, RouteRequest { cache_salt: Some("tenant"), ..plain }]
-    {
-        assert_eq!(router.find_best_match(other).await.expect("a match").overlap_blocks(), 0, "{other:?}");
+    assert_eq!(router.find_best_match(plain.clone()).await.expect("a match").overlap_blocks(), 10);
+    for other in [
+        RouteRequest {
+            options: RequestOptions { lora_name: Some("adapter".into()), ..RequestOptions::default() },
+            ..plain.clone()
+        }
+        .clone(),
+        RouteRequest {
+            options: RequestOptions { cache_salt: Some("tenant".into()), ..RequestOptions::default() },
+            ..plain.clone()
+        },
+    ] {
+        assert_eq!(router.find_best_match(other.clone()).await.expect("a match").overlap_blocks(), 0, "{other:?}");
     }
 }
 
@@ -373,7 +384,7 @@ async fn a_thousand_concurrent_bookings_equal_a_serial_replay_of_their_order() {
             for n in (0..50).map(|n| caller * 50 + n) {
                 let (id, prompt) = (n.to_string(), prompt(n));
                 let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
-                placed.push((placement.decision(), n, placement));
+                placed.push((placement.number(), n, placement));
             }
             placed
         })

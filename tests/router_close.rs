@@ -65,8 +65,8 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
     let calls = async {
         tokio::join!(
             router.route(RouteRequest::new("stuck", Prompt::Tokens(&prompt))),
-            router.find_best_match(query),
-            router.potential_loads(query),
+            router.find_best_match(query.clone()),
+            router.potential_loads(query.clone()),
             router.explain(query),
             router.pending(),
             router.set_conditions(pointsman::select::RankConditions::default()),
@@ -105,7 +105,7 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
     let calls = async {
         tokio::join!(
             router.route(RouteRequest::new("stuck", Prompt::Tokens(&prompt))),
-            router.overlap_scores(query, false),
+            router.overlap_scores(query.clone(), false),
             router.cache_hit_estimate(query),
             router.flush(),
             router.dump_events(),

@@ -53,7 +53,7 @@ fn with_and_without(
         let options = ResolvedOptions { overrides, ..ask.options.clone() };
         fleet.ask(0, &Ask { options: options.clone(), purpose: Purpose::Explain, ..ask.clone() });
         fleet.ask(1, &Ask { options, ..ask.clone() });
-        assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank));
+        assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank()));
         fleet.worker(1)
     })
 }
@@ -86,9 +86,9 @@ fn an_override_of_tracking_charges_nothing() {
     let mut fleet = Fleet::new(config(), 1);
     let overrides = RouterConfigOverride { track_prefill_tokens: Some(false), ..RouterConfigOverride::default() };
     fleet.ask(0, &overriding(overrides));
-    assert_eq!(fleet.decision(0).hint, None);
+    assert_eq!(fleet.decision(0).prefill_load(), None);
     fleet.ask(1, &Ask { prompt: 2, ..Ask::default() });
-    assert_eq!(fleet.decision(1).hint.map(|hint| hint.effective_tokens()), Some(64));
+    assert_eq!(fleet.decision(1).prefill_load().map(|hint| hint.effective_tokens()), Some(64));
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn shared_cache_hits_change_the_choice() {
         let mut fleet = Fleet::new(config(), 2);
         occupy(&mut fleet, 9, 0, 1); // 5 + 5 minus the credit, or 4 + 4
         fleet.ask(0, &Ask { cached: vec![(0, 3)], shared_cache: hits, ..Ask::default() });
-        (fleet.worker(0), fleet.decision(0).shared_cache_blocks)
+        (fleet.worker(0), fleet.decision(0).shared_cache_blocks())
     };
     assert_eq!(placed(SharedHits::default()), (0, 0), "7 are less than 8");
     assert_eq!(placed(hits(0..4)), (1, 4), "6.5 are more than 6");
@@ -289,7 +289,7 @@ fn decisions_are_traced_in_the_share_asked_for() {
         }
         let traces = fleet.left.iter().filter_map(|(id, outcome)| match outcome {
             Outcome::Booked(decision, Some(trace)) => {
-                assert_eq!((trace.request, trace.chosen), (decision.request, Some(decision.rank)));
+                assert_eq!((trace.request, trace.chosen), (decision.number(), Some(decision.rank())));
                 assert_eq!(trace.ranks.len(), 3);
                 Some(*id)
             }
@@ -404,7 +404,7 @@ fn placed(
     }
     fleet.left.sort_by_key(|(id, _)| *id);
     let placed = fleet.left.iter().map(|(_, outcome)| match outcome {
-        Outcome::Booked(decision, _) => Some(decision.rank),
+        Outcome::Booked(decision, _) => Some(decision.rank()),
         _ => None,
     });
     (placed.collect(), fleet.asked_ranks)

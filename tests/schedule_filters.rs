@@ -198,7 +198,7 @@ fn a_pinned_worker_has_all_its_ranks() {
     fleet.admit(WorkerRank::new(WorkerId(7), 1), RankTraits::default());
     let ask = constrained(pinned(7, PinMode::Hard));
     (0..4).for_each(|id| fleet.ask(id, &Ask { prompt: id, ..ask.clone() }));
-    let ranks: BTreeSet<WorkerRank> = (0..4).map(|id| fleet.decision(id).rank).collect();
+    let ranks: BTreeSet<WorkerRank> = (0..4).map(|id| fleet.decision(id).rank()).collect();
     assert_eq!(ranks, [0, 1].map(|n| WorkerRank::new(WorkerId(7), n)).into());
 }
 
@@ -274,7 +274,7 @@ fn preferred_taints_multiply_the_cost() {
         let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
         assert_eq!(costs, [5.0, 8.0 * preference_factor(weight)]);
         fleet.ask(1, &prefer(weight));
-        assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank));
+        assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank()));
         fleet.worker(1)
     };
     assert_eq!(placed(1.0), 1, "8 times 0.467 is 3.7");
@@ -563,6 +563,6 @@ fn backpressure_names_class_limit_current_and_when_to_come_back() {
         fleet.rejection(4).to_string(),
         "class is \"gold\", must be the name or the family of one of queue.classes"
     );
-    assert!(!fleet.left.iter().any(|(_, outcome)| matches!(outcome, Outcome::Booked(d, _) if d.request > 2)));
+    assert!(!fleet.left.iter().any(|(_, outcome)| matches!(outcome, Outcome::Booked(d, _) if d.number() > 2)));
     assert_eq!(u64::from(BLOCK_SIZE) * 8, fleet.schedule.depths().map(|(_, depth)| depth.raw_tokens).sum::<u64>());
 }

@@ -250,7 +250,7 @@ fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
     assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)], "the answer was lost: once more");
     complete(&mut fleet, 90);
     assert_eq!(fleet.booked(), [90, 0], "2 blocks are fewer than 4");
-    assert_eq!(fleet.decision(0).overlap.device_blocks, 6);
+    assert_eq!(fleet.decision(0).overlap().device_blocks, 6);
     complete(&mut fleet, 0);
     assert_eq!(fleet.booked(), [90, 0, 1]);
     assert_eq!((after(&mut fleet, 1_000), fleet.schedule.next_wake()), (vec![], None));

@@ -11,7 +11,7 @@ use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::queue::LimitKind;
 use pointsman::schedule::Rejection;
 use pointsman::select::{Constraints, Pin as PinTo, PinMode};
-use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{BLOCK_SIZE, assert_at_rest, config, rank, stored, tokens};
 
@@ -91,7 +91,10 @@ async fn whoever_waits_for_a_rank_that_leaves_is_answered() {
     let _b = router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.expect("idle");
     let pin = PinTo { worker: a.rank().worker, rank: None, mode: PinMode::Hard };
     let pinned = Constraints { pin: Some(pin), ..Constraints::default() };
-    let request = RouteRequest { constraints: Some(&pinned), ..RouteRequest::new("c", Prompt::Tokens(&prompt)) };
+    let request = RouteRequest {
+        options: RequestOptions { constraints: pinned, ..RequestOptions::default() },
+        ..RouteRequest::new("c", Prompt::Tokens(&prompt))
+    };
     let waiting = wait_for(&router, request).await;
     router.remove_worker(a.rank().worker).await.expect("registered");
     let refused = waiting.await.expect_err("its rank is gone");
@@ -105,7 +108,10 @@ async fn a_deadline_is_answered_when_it_passes() {
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
     let deadline = Some(Duration::from_secs(3));
     let before = tokio::time::Instant::now();
-    let late = RouteRequest { deadline, ..RouteRequest::new("b", Prompt::Tokens(&prompt)) };
+    let late = RouteRequest {
+        options: RequestOptions { deadline, ..RequestOptions::default() },
+        ..RouteRequest::new("b", Prompt::Tokens(&prompt))
+    };
     let refused = router.route(late).await.expect_err("nothing frees");
     let RouteError::Rejected(Rejection::DeadlineExceeded { waited }) = refused else { panic!("{refused}") };
     assert!(waited >= Duration::from_secs(3) && before.elapsed() < Duration::from_millis(3_010), "{waited:?}");
@@ -131,7 +137,7 @@ async fn load_that_falls_with_time_alone_ends_a_wait() {
     let router = builder.worker(WorkerId(0), at).start().await.expect("valid");
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    assert_eq!(busy.best_match().expected_prefill_duration(), Some(Duration::from_secs(10)));
+    assert_eq!(busy.expected_prefill_duration(), Some(Duration::from_secs(10)));
     let before = tokio::time::Instant::now();
     let second = router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.expect("after half of it");
     let waited = before.elapsed();
@@ -148,7 +154,8 @@ async fn limits_and_refusals_name_what_was_full() {
     let prompt = tokens(1, 25);
     let request = |id| RouteRequest::new(id, Prompt::Tokens(&prompt));
     let busy = router.route(request("a")).await.expect("idle");
-    let hasty = RouteRequest { do_not_queue: true, ..request("b") };
+    let hasty =
+        RouteRequest { options: RequestOptions { do_not_queue: true, ..RequestOptions::default() }, ..request("b") };
     let refused = router.route(hasty).await.expect_err("would have to wait");
     let RouteError::Rejected(Rejection::Backpressure(refused)) = refused else { panic!("{refused}") };
     assert_eq!((&*refused.class, refused.limit), ("batch", LimitKind::DoNotQueue));
@@ -156,7 +163,10 @@ async fn limits_and_refusals_name_what_was_full() {
     let refused = router.route(request("d")).await.expect_err("full");
     let message = refused.to_string();
     assert!(message.starts_with("class batch") && message.contains("limit requests is 1, 1 are waiting"), "{message}");
-    let unknown = RouteRequest { policy_class: Some("gold"), ..request("e") };
+    let unknown = RouteRequest {
+        options: RequestOptions { policy_class: Some("gold".into()), ..RequestOptions::default() },
+        ..request("e")
+    };
     let refused = router.route(unknown).await.expect_err("no such class");
     assert!(matches!(refused, RouteError::Rejected(Rejection::UnknownClass(_))), "{refused}");
     let asked = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await;

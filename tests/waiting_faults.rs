@@ -134,7 +134,7 @@ async fn an_estimator_that_panics_costs_its_estimate() {
     without_reports_of_drills();
     let router = estimated(Panics, config()).await;
     let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&tokens(1, 4)))).await.expect("placed");
-    assert_eq!(placement.best_match().expected_prefill_duration(), None);
+    assert_eq!(placement.expected_prefill_duration(), None);
     drop(placement);
     assert_eq!(router.health().restarts, 0);
     assert_at_rest(&router).await;

@@ -16,12 +16,12 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::placement::Placement;
-use super::request::{Prompt, RouteRequest};
 use super::router::Router;
 use crate::config::{ConfigErrors, PoolRole};
 use crate::disagg::{DisaggConfig, DisaggError, DisaggFacts, RemotePrefill, Side, WhyLocal, decide};
 use crate::error::{RequestError, RouteError};
 use crate::protocol::{WorkerConfig, WorkerRank};
+use crate::request::{Prompt, RouteRequest};
 use crate::schedule::{PotentialLoad, Rejection};
 use crate::select::Constraints;
 use crate::validation::Problems;
@@ -89,14 +89,13 @@ impl Disaggregated {
     /// # Errors
     /// The failed side and its error. No booking remains.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<DisaggPlacement, DisaggError> {
-        let constraints = request.constraints;
-        let taints = |constraints: &Constraints| Constraints {
+        let prefill = Constraints {
             allowed_workers: None,
             excluded_ranks: BTreeSet::new(),
             pin: None,
-            ..constraints.clone()
+            ..request.options.constraints.clone()
         };
-        self.route_between(request, &constraints.map(taints).unwrap_or_default()).await
+        self.route_between(request, &prefill).await
     }
 
     /// Places a request whose prefill has constraints of its own. Those of the request apply to the decode side only.
@@ -105,19 +104,18 @@ impl Disaggregated {
     /// As for [`Disaggregated::route`].
     pub async fn route_between(
         &self,
-        request: RouteRequest<'_>,
+        mut request: RouteRequest<'_>,
         prefill: &Constraints,
     ) -> Result<DisaggPlacement, DisaggError> {
         let cut_alike = cut(&self.prefill) == cut(&self.decode);
-        let hashing = RouteRequest { routing_hashes: request.routing_hashes || cut_alike, ..request };
+        let mut hashing = request.clone();
+        hashing.options.routing_hashes |= cut_alike;
         let started = Instant::now();
         let decode = self.decode.route(hashing).await.map_err(on(Side::Decode))?;
-        let request = RouteRequest {
-            // Both sides share one deadline. The policy class applies if the prefill pool has it.
-            deadline: request.deadline.map(|deadline| deadline.saturating_sub(started.elapsed())),
-            policy_class: request.policy_class.filter(|name| self.prefill.config().queue.knows_class(name)),
-            ..request
-        };
+        // Both sides share one deadline. The policy class applies if the prefill pool has it.
+        let options = &mut request.options;
+        options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(started.elapsed()));
+        options.policy_class = options.policy_class.take().filter(|name| self.prefill.config().queue.knows_class(name));
         let prefill = match self.place_prefill(request, prefill, &decode).await {
             Err(DisaggError { side: Side::Prefill, error })
                 if self.config.decode_fallback && is_about_the_pool(&error) =>
@@ -150,19 +148,16 @@ impl Disaggregated {
     /// Books the prefill, or returns the reason why it stays on the decode rank.
     async fn place_prefill(
         &self,
-        request: RouteRequest<'_>,
+        mut request: RouteRequest<'_>,
         wanted: &Constraints,
         decode: &Placement,
     ) -> Result<PrefillPlacement, DisaggError> {
-        let hashed = decode.routing_hashes().filter(|_| cut(&self.prefill) == cut(&self.decode));
-        let constraints = self.prefill_constraints(wanted, decode);
-        let request = RouteRequest {
-            prompt: hashed.map_or(request.prompt, Prompt::Hashed),
-            constraints: Some(&constraints).filter(|constraints| !constraints.is_empty()),
-            routing_hashes: false,
-            ..request
-        };
-        match self.weigh(request, decode).await? {
+        if let Some(hashed) = decode.routing_hashes().filter(|_| cut(&self.prefill) == cut(&self.decode)) {
+            request.prompt = Prompt::Hashed(hashed.clone());
+        }
+        request.options.constraints = self.prefill_constraints(wanted, decode);
+        request.options.routing_hashes = false;
+        match self.weigh(&request, decode).await? {
             RemotePrefill::Skip(reason) => Ok(PrefillPlacement::Local(WhyLocal::Skipped(reason))),
             RemotePrefill::Worth => {
                 self.prefill.route(request).await.map(PrefillPlacement::Remote).map_err(on(Side::Prefill))
@@ -190,17 +185,14 @@ impl Disaggregated {
     }
 
     /// Decides whether the prefill is remote. Queries the prefill pool only if its load can change the result.
-    async fn weigh(&self, request: RouteRequest<'_>, decode: &Placement) -> Result<RemotePrefill, DisaggError> {
+    async fn weigh(&self, request: &RouteRequest<'_>, decode: &Placement) -> Result<RemotePrefill, DisaggError> {
         let config = &*self.config;
         if !config.enabled {
             return Ok(RemotePrefill::Worth);
         }
-        let isl_tokens = match request.prompt {
-            Prompt::Tokens(tokens) => tokens.len(),
-            Prompt::Hashed(hashed) => hashed.isl_tokens(),
-        };
         let mut facts = DisaggFacts {
-            isl_tokens: u32::try_from(isl_tokens).unwrap_or(u32::MAX), // already accepted by the decode pool
+            // The decode pool has already accepted the length.
+            isl_tokens: u32::try_from(request.prompt.isl_tokens()).unwrap_or(u32::MAX),
             decode_cached_tokens: decode.cached_tokens(),
             ..DisaggFacts::default()
         };
@@ -213,7 +205,7 @@ impl Disaggregated {
         if !config.policy.looks_at_load() || decided != RemotePrefill::Worth {
             return Ok(decided);
         }
-        let best = self.prefill.find_best_match(request).await.map_err(on(Side::Prefill))?;
+        let best = self.prefill.find_best_match(request.clone()).await.map_err(on(Side::Prefill))?;
         let load = load_of(&self.prefill, best.rank()).await.map_err(on(Side::Prefill))?;
         facts.prefill_active_tokens = load.map_or(0, |load| load.potential_prefill_tokens);
         facts.prefill_max_num_batched_tokens =

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use tokio::sync::{oneshot, watch};
 
-use super::request::RouteRequest;
 use super::router::Router;
 use crate::actors::radix::{RadixMsg, shard_of};
 use crate::actors::views::kv_source::KvSourceStatus;
 use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
+use crate::request::RouteRequest;
 use crate::schedule::Rejection;
 
 impl Router {

@@ -6,12 +6,12 @@ use serde::Serialize;
 use tokio::sync::oneshot;
 
 use super::overlap::{FoundOverlaps, OverlapReceiver};
-use super::request::RouteRequest;
 use super::router::Router;
 use crate::actors::delivery::reply::Reply;
 use crate::actors::scheduler::{PendingClass, SchedulerMsg};
 use crate::error::{Down, RouteError};
 use crate::protocol::WorkerRank;
+use crate::request::RouteRequest;
 use crate::schedule::{Explanation, PotentialLoad, Purpose};
 use crate::select::{SharedHits, TierOverlap};
 

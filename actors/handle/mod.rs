@@ -16,7 +16,6 @@ mod inquiry;
 mod intake;
 mod lease_guard;
 mod membership;
-mod messages;
 mod overlap;
 mod placement;
 pub(crate) mod request;
@@ -34,8 +33,8 @@ pub use disagg::{DisaggPlacement, Disaggregated};
 pub use faults::{Fault, Hang};
 pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
 pub use placement::Placement;
-pub use request::{AddRequest, BestMatch, Prompt, RouteRequest};
+pub use request::AddRequest;
 pub use router::{Health, Router};
 pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
 #[cfg(feature = "tower")]
-pub use tower::{InputPrompt, PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementInput, PlacementLayer};
+pub use tower::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};

@@ -1,22 +1,19 @@
 //! The caller's handle for its booking.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use super::lease_guard::LeaseGuard;
-use super::request::BestMatch;
 use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::telemetry::Prediction;
 use crate::actors::views::rank::RankEntry;
 use crate::error::RequestError;
-use crate::hashing::HashedPrompt;
 use crate::health::Outcome;
 use crate::load::Weight;
-use crate::protocol::WorkerRank;
-use crate::select::TierOverlap;
+use crate::schedule::Decision;
 
-/// Placement of a request on a rank. The booking lasts as long as this value.
+/// Placement of a request on a rank. The booking lasts as long as this value. Dereferences to the [`Decision`].
 ///
 /// Report the progress of the request, and drop the placement at its end, for whatever reason. A placement does not
 /// keep its router alive and may outlive it.
@@ -24,7 +21,7 @@ use crate::select::TierOverlap;
 pub struct Placement {
     guard: LeaseGuard,
     address: Arc<SequenceAddress>,
-    best: BestMatch,
+    decision: Decision,
     prediction: Prediction,
     /// Whether an outcome has been reported.
     told_outcome: AtomicBool,
@@ -34,34 +31,10 @@ impl Placement {
     pub(super) fn new(
         guard: LeaseGuard,
         address: Arc<SequenceAddress>,
-        best: BestMatch,
+        decision: Decision,
         prediction: Prediction,
     ) -> Self {
-        Self { guard, address, best, prediction, told_outcome: AtomicBool::new(false) }
-    }
-
-    /// Detaches the booking: it lasts until it is freed by request id, or expires.
-    pub(crate) fn detach(self) {
-        self.guard.detach();
-    }
-
-    /// Number of the decision. The decisions of a router follow in this order, and depend on it and on the seed.
-    /// Counted from 0; after the n-th loss of the scheduler, from n × 2^32.
-    #[must_use]
-    pub fn decision(&self) -> u64 {
-        self.best.decision()
-    }
-
-    /// All results of the decision.
-    #[must_use]
-    pub fn best_match(&self) -> &BestMatch {
-        &self.best
-    }
-
-    /// The rank that receives the request.
-    #[must_use]
-    pub fn rank(&self) -> WorkerRank {
-        self.best.rank()
+        Self { guard, address, decision, prediction, told_outcome: AtomicBool::new(false) }
     }
 
     /// Endpoint of the rank's worker, from its configuration.
@@ -94,48 +67,11 @@ impl Placement {
         self.guard.lease().request_id()
     }
 
-    /// Overlap of the prompt with the rank, by tier.
-    #[must_use]
-    pub fn overlap(&self) -> TierOverlap {
-        self.best.overlap()
-    }
-
-    /// Effective overlap in blocks, rounded.
-    #[must_use]
-    pub fn overlap_blocks(&self) -> u32 {
-        self.best.overlap_blocks()
-    }
-
-    /// Effective overlap in blocks; lower tiers have lower weights.
-    #[must_use]
-    pub fn effective_overlap_blocks(&self) -> f64 {
-        self.best.effective_overlap_blocks()
-    }
-
-    /// Effective overlap in tokens, rounded: the prompt tokens that the prefill is expected to skip.
-    #[must_use]
-    pub fn cached_tokens(&self) -> u32 {
-        self.best.cached_tokens()
-    }
-
-    /// Expected time from the decision to the first token, if the policy is `latency`. The error is measured when the
-    /// prefill is reported complete: `pointsman_predicted_ttft_error_seconds`.
-    #[must_use]
-    pub fn predicted_ttft(&self) -> Option<Duration> {
-        self.best.predicted_ttft()
-    }
-
-    /// Hashes of the prompt, if the request asked for them.
-    #[must_use]
-    pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
-        self.best.routing_hashes()
-    }
-
     /// Reports the first token: the rank has no prefill left for this request. Repeated calls have no effect.
     pub fn prefill_completed(&self) {
         let (edge, lease) = (self.guard.edge(), self.guard.lease());
         if lease.complete_prefill() {
-            if let Some(predicted) = self.best.predicted_ttft() {
+            if let Some(predicted) = self.predicted_ttft() {
                 let elapsed = edge.clock.now().since(lease.booked_at());
                 edge.meters.predictions.first_token(predicted, elapsed);
             }
@@ -178,11 +114,20 @@ impl Placement {
     }
 }
 
+/// The decision that the placement follows from.
+impl Deref for Placement {
+    type Target = Decision;
+
+    fn deref(&self) -> &Decision {
+        &self.decision
+    }
+}
+
 impl std::fmt::Debug for Placement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Placement")
             .field("request_id", &self.request_id())
-            .field("best", &self.best)
+            .field("decision", &self.decision)
             .field("endpoint", &self.endpoint())
             .finish()
     }

@@ -14,7 +14,7 @@ use super::intake::Intake;
 use super::lease_guard::LeaseGuard;
 use super::overlap::{OverlapContinuation, OverlapReceiver, query_shared_cache};
 use super::placement::Placement;
-use super::request::{AddRequest, BestMatch, Preparation, Prepared, RouteRequest};
+use super::request::{AddRequest, Preparation, Prepared};
 use super::router::Router;
 use crate::actors::delivery::join::ReplyToken;
 use crate::actors::delivery::reply::Reply;
@@ -28,6 +28,7 @@ use crate::directory::{Lease, LeaseState};
 use crate::error::{RequestError, RouteError};
 use crate::load::Weight;
 use crate::protocol::BlockHash;
+use crate::request::RouteRequest;
 use crate::schedule::{Decision, Purpose, Rejection, Request, Target, Waits};
 
 /// Maximum number of attempts for a request that is lost with an actor.
@@ -46,7 +47,7 @@ impl Router {
     /// See [`RouteError`]. A request that is lost with an actor is retried before an error is returned.
     pub async fn route(&self, request: RouteRequest<'_>) -> Result<Placement, RouteError> {
         let Edge { config, meters, .. } = &**self.edge();
-        let span = telemetry::route_span(&config.pool, request.request_id);
+        let span = telemetry::route_span(&config.pool, request.request_id.as_deref());
         let undecided = meters.decisions.begin(&span);
         let placed = self.place(&request, &span).await;
         undecided.end(&placed, Verdict::Chosen);
@@ -54,7 +55,7 @@ impl Router {
     }
 
     async fn place(&self, request: &RouteRequest<'_>, span: &Span) -> Result<Placement, RouteError> {
-        let request_id = request.request_id.ok_or(RouteError::MissingRequestId)?;
+        let request_id = request.request_id.as_deref().ok_or(RouteError::MissingRequestId)?;
         let prepared = self.prepare(request)?;
         telemetry::trace_hashes(span, prepared.hashes());
         let mut attempts = 0;
@@ -63,16 +64,16 @@ impl Router {
             // The removal of the rank since the decision has ended the booking.
             if let Some(address) = self.strands().sequences.get(decision.slot, decision.generation) {
                 let Edge { config, meters, .. } = &**self.edge();
-                let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
-                let best = BestMatch::new(&decision, config, hashes);
+                let hashes = prepared.hashes().filter(|_| request.options.routing_hashes).cloned();
+                let decision = decision.with_routing_hashes(hashes);
                 // A prediction above 0 is evaluated even if the index is incomplete.
-                let is_index_complete = best.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
+                let is_index_complete = decision.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
                 let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
                 if !span.is_disabled() {
-                    span.record("rank", tracing::field::display(best.rank()));
+                    span.record("rank", tracing::field::display(decision.rank()));
                 }
-                meters.placed(prepared.isl_tokens(), config.block_size, &best, prediction.kind().is_some());
-                return Ok(Placement::new(guard, address, best, prediction));
+                meters.placed(prepared.isl_tokens(), config.block_size, &decision, prediction.kind().is_some());
+                return Ok(Placement::new(guard, address, decision, prediction));
             }
             attempts += 1;
             if attempts == ATTEMPTS_MAX {
@@ -85,11 +86,11 @@ impl Router {
     ///
     /// # Errors
     /// See [`RouteError`].
-    pub async fn find_best_match(&self, request: RouteRequest<'_>) -> Result<BestMatch, RouteError> {
+    pub async fn find_best_match(&self, request: RouteRequest<'_>) -> Result<Decision, RouteError> {
         let prepared = self.prepare(&request)?;
-        let hashes = prepared.hashes().filter(|_| request.routing_hashes).cloned();
+        let hashes = prepared.hashes().filter(|_| request.options.routing_hashes).cloned();
         match self.ask(&prepared, Purpose::Report).await? {
-            Reply::Placed(decision) => Ok(BestMatch::new(&decision, &self.edge().config, hashes)),
+            Reply::Placed(decision) => Ok(decision.with_routing_hashes(hashes)),
             Reply::Rejected(reason) => Err(reason.into()),
             Reply::LoadSnapshot(_) | Reply::Explained(_) => Err(RouteError::Lost { attempts: 0 }),
         }
@@ -109,11 +110,11 @@ impl Router {
     }
 
     async fn add(&self, request: AddRequest<'_>, span: &Span) -> Result<(), RouteError> {
-        let AddRequest { rank, cached_tokens, expected_prefill_duration, .. } = request;
-        let prepared = self.prepare(&request.as_route())?;
+        let AddRequest { request_id, rank, cached_tokens, expected_prefill_duration, .. } = request;
+        let prepared = self.prepare(&request.into_route())?;
         let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
-        let (guard, decision) = self.book(request.request_id, &prepared, target, span).await?;
+        let (guard, decision) = self.book(request_id, &prepared, target, span).await?;
         if self.strands().sequences.get(decision.slot, decision.generation).is_none() {
             return Err(Rejection::UnknownRank(rank).into()); // the rank was removed, which ended the booking
         }

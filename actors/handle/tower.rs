@@ -1,13 +1,12 @@
 //! Tower layer that places requests before the inner service sends them.
 //!
 //! The booking of a request ends with the response body, with an error of the inner service, or with the future that
-//! serves it, whichever is first. Outer layers supply the prompt; the inner service sends the request to the target in
-//! its extensions.
+//! serves it, whichever is first. Outer layers insert a [`RouteRequest<'static>`] into the extensions of a request; the
+//! inner service sends the request to the [`PlacedTarget`] in its extensions.
 
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use http_body::Body;
 use tower_layer::Layer;
@@ -15,123 +14,11 @@ use tower_service::Service;
 
 use super::body::PlacedBody;
 use super::placement::Placement;
-use super::request::{Prompt, RouteRequest};
 use super::router::Router;
-use crate::config::RouterConfigOverride;
 use crate::error::RouteError;
-use crate::hashing::{HashedPrompt, MmSpan};
 use crate::health::Outcome;
 use crate::protocol::WorkerRank;
-use crate::select::Constraints;
-
-/// An owned prompt in the extensions of a request.
-#[derive(Clone, Debug)]
-pub enum InputPrompt {
-    /// Token ids.
-    Tokens(Arc<[u32]>),
-    /// Hashes of the prompt.
-    Hashed(HashedPrompt),
-}
-
-/// Placement options in the extensions of a request. The fields are those of [`RouteRequest`].
-///
-/// ```
-/// use pointsman::{InputPrompt, PlacementInput};
-///
-/// let prompt = InputPrompt::Tokens([1, 2, 3].into());
-/// let input = PlacementInput { do_not_queue: true, ..PlacementInput::new("req-1", prompt) };
-/// assert_eq!(input.as_route().request_id, Some("req-1"));
-/// ```
-#[derive(Clone, Debug)]
-pub struct PlacementInput {
-    /// Names the booking; unique among bookings that have not ended.
-    pub request_id: String,
-    /// The prompt.
-    pub prompt: InputPrompt,
-    /// LoRA adapter.
-    pub lora_name: Option<String>,
-    /// Cache salt: only equal salts share cached blocks.
-    pub cache_salt: Option<String>,
-    /// Images and other media in the prompt.
-    pub mm_spans: Vec<MmSpan>,
-    /// Tenant of the request. The tenants of a class are served in turn by fair queueing.
-    pub tenant: Option<String>,
-    /// Requests with a higher value leave the queue first, before all other criteria.
-    pub strict_priority: u32,
-    /// Seconds of advance over other requests of the same tenant in the queue.
-    pub priority_jump: f64,
-    /// Longest time until placement.
-    pub deadline: Option<Duration>,
-    /// Queueing class.
-    pub policy_class: Option<String>,
-    /// Whether to reject the request instead of queueing it.
-    pub do_not_queue: bool,
-    /// Required and preferred ranks.
-    pub constraints: Option<Constraints>,
-    /// Session id.
-    pub session_id: Option<String>,
-    /// Expected output tokens. The weight of the output blocks then falls with progress.
-    pub expected_output_tokens: Option<u32>,
-    /// Limit of output tokens.
-    pub output_tokens_max: Option<u32>,
-    /// Whether the response is not streamed.
-    pub not_streamed: bool,
-    /// Per-request overrides of the router configuration.
-    pub overrides: Option<RouterConfigOverride>,
-}
-
-impl PlacementInput {
-    /// A request with a prompt and default options.
-    #[must_use]
-    pub fn new(request_id: impl Into<String>, prompt: InputPrompt) -> Self {
-        Self {
-            request_id: request_id.into(),
-            prompt,
-            lora_name: None,
-            cache_salt: None,
-            mm_spans: Vec::new(),
-            tenant: None,
-            strict_priority: 0,
-            priority_jump: 0.0,
-            deadline: None,
-            policy_class: None,
-            do_not_queue: false,
-            constraints: None,
-            session_id: None,
-            expected_output_tokens: None,
-            output_tokens_max: None,
-            not_streamed: false,
-            overrides: None,
-        }
-    }
-
-    /// Converts to the request type of the router.
-    #[must_use]
-    pub fn as_route(&self) -> RouteRequest<'_> {
-        let prompt = match &self.prompt {
-            InputPrompt::Tokens(tokens) => Prompt::Tokens(tokens),
-            InputPrompt::Hashed(hashed) => Prompt::Hashed(hashed),
-        };
-        RouteRequest {
-            lora_name: self.lora_name.as_deref(),
-            cache_salt: self.cache_salt.as_deref(),
-            mm_spans: &self.mm_spans,
-            tenant: self.tenant.as_deref(),
-            strict_priority: self.strict_priority,
-            priority_jump: self.priority_jump,
-            deadline: self.deadline,
-            policy_class: self.policy_class.as_deref(),
-            do_not_queue: self.do_not_queue,
-            constraints: self.constraints.as_ref(),
-            session_id: self.session_id.as_deref(),
-            expected_output_tokens: self.expected_output_tokens,
-            output_tokens_max: self.output_tokens_max,
-            not_streamed: self.not_streamed,
-            overrides: self.overrides.as_ref(),
-            ..RouteRequest::new(&self.request_id, prompt)
-        }
-    }
-}
+use crate::request::RouteRequest;
 
 /// Target of a request. The inner service of [`PlaceRequests`] finds it in the extensions.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -156,7 +43,7 @@ impl PlacedTarget {
             endpoint: placement.endpoint_shared(),
             rank: placement.rank(),
             rank_at_worker: placement.rank_at_worker(),
-            decision: placement.decision(),
+            decision: placement.number(),
             cached_tokens: placement.cached_tokens(),
         }
     }
@@ -165,9 +52,9 @@ impl PlacedTarget {
 /// Reason why a request has no response.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError<E> {
-    /// The request has no placement options.
-    #[error("the request extensions contain no PlacementInput")]
-    MissingInput,
+    /// The extensions of the HTTP request contain no [`RouteRequest`].
+    #[error("the request extensions contain no RouteRequest")]
+    MissingRequest,
     /// The placement failed.
     #[error(transparent)]
     Route(#[from] RouteError),
@@ -186,7 +73,7 @@ pub enum PlaceError<E> {
 /// use bytes::Bytes;
 /// use http_body_util::{BodyExt as _, Full};
 /// use pointsman::protocol::{WorkerConfig, WorkerId};
-/// use pointsman::{InputPrompt, PlacedTarget, PlacementInput, PlacementLayer, Router, RouterConfig};
+/// use pointsman::{PlacedTarget, PlacementLayer, Prompt, RouteRequest, Router, RouterConfig};
 /// use tower::{Layer as _, ServiceExt as _, service_fn};
 ///
 /// let worker = WorkerConfig::at("http://10.0.0.1:8000");
@@ -197,7 +84,7 @@ pub enum PlaceError<E> {
 ///     Ok::<_, Infallible>(http::Response::new(Full::<Bytes>::from(format!("from {}", target.endpoint))))
 /// });
 /// let mut request = http::Request::new(());
-/// request.extensions_mut().insert(PlacementInput::new("req-1", InputPrompt::Tokens([1, 2, 3].into())));
+/// request.extensions_mut().insert(RouteRequest::new("req-1", Prompt::OwnedTokens([1, 2, 3].into())));
 /// let response = PlacementLayer::new(router.clone()).layer(client).oneshot(request).await?;
 /// assert_eq!(router.health().leases, 1);
 /// assert_eq!(response.into_body().collect().await?.to_bytes(), "from http://10.0.0.1:8000");
@@ -295,17 +182,16 @@ where
         let mut inner = std::mem::replace(&mut self.inner, successor);
         let PlacementLayer { router, outcome_of } = self.layer.clone();
         Box::pin(async move {
-            let input = request.extensions_mut().remove::<PlacementInput>().ok_or(PlaceError::MissingInput)?;
-            let placement = router.route(input.as_route()).await?;
+            let to_route =
+                request.extensions_mut().remove::<RouteRequest<'static>>().ok_or(PlaceError::MissingRequest)?;
+            let forecast_tokens = to_route.options.forecast_output_tokens();
+            let placement = router.route(to_route).await?;
             request.extensions_mut().insert(PlacedTarget::of(&placement));
             match S::call(&mut inner, request).await {
                 Ok(response) => {
                     let response = placement.wrap_response(response);
-                    Ok(match input.expected_output_tokens {
-                        Some(expected) => {
-                            let expected = expected.min(input.output_tokens_max.unwrap_or(expected));
-                            response.map(|body| body.expecting(expected))
-                        }
+                    Ok(match forecast_tokens {
+                        Some(tokens) => response.map(|body| body.expecting(tokens)),
                         None => response,
                     })
                 }

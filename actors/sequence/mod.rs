@@ -180,15 +180,15 @@ impl Sequence {
         if number.incarnation == self.incarnation {
             self.applied = number.number;
         }
-        let booked =
-            decision.generation == self.generation && lease.book(self.slot, self.generation, decision.hint, now);
+        let booked = decision.generation == self.generation
+            && lease.book(self.slot, self.generation, decision.prefill_load, now);
         if booked {
             if let Some(claim) = claim {
                 claim.leave_to_lease();
             }
             self.book(&lease, now);
             if let Some(meter) = &mut self.meter {
-                meter.booked(lease.booking(), decision.hint, now);
+                meter.booked(lease.booking(), decision.prefill_load, now);
             }
             self.agree_with(&lease, now);
         }
@@ -351,15 +351,18 @@ mod tests {
         let now = sequence.clock.now();
         let lease = sequence.directory.enter(id, PromptBlocks::Counted(0), now).expect("a free id");
         let decision = Decision {
-            shared_cache_blocks: 0,
-            reachable_blocks: 0,
-            request: 0,
+            number: 0,
             rank: WorkerRank::new(WorkerId(1), 0),
             slot,
             generation,
             overlap: TierOverlap::default(),
-            hint: PrefillLoadHint::new(tokens, 0, true, None),
+            effective_overlap_blocks: 0.0,
+            cached_tokens: 0,
+            shared_cache_blocks: 0,
+            reachable_blocks: 0,
+            prefill_load: PrefillLoadHint::new(tokens, 0, true, None),
             predicted_ttft: None,
+            routing_hashes: None,
         };
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free permit");
         let number = BookNumber { incarnation: sequence.incarnation, number: 1 };

@@ -23,11 +23,11 @@ pub(crate) use instruments::{Pool, describe};
 pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
 
-use crate::actors::handle::request::BestMatch;
 use crate::config::{QueueClass, RouterConfig};
 use crate::health::Cause;
 use crate::protocol::Timestamp;
 use crate::queue::Depth;
+use crate::schedule::Decision;
 use predictions::PredictionMeters;
 
 /// Instruments of the edge and of the supervisor.
@@ -75,13 +75,13 @@ impl Meters {
     }
 
     /// Records a placed request. `knows_overlap` is true if the index was queried for it.
-    pub(crate) fn placed(&self, isl_tokens: u32, block_size: u32, best: &BestMatch, knows_overlap: bool) {
+    pub(crate) fn placed(&self, isl_tokens: u32, block_size: u32, decision: &Decision, knows_overlap: bool) {
         self.funnel.prompt_tokens.increment(u64::from(isl_tokens));
         if knows_overlap && isl_tokens > 0 {
-            self.funnel.count(isl_tokens, block_size, best);
+            self.funnel.count(isl_tokens, block_size, decision);
         }
         if let Some(shared_cache) = &self.shared_cache {
-            shared_cache.beyond_blocks.record(f64::from(best.shared_cache_blocks()));
+            shared_cache.beyond_blocks.record(f64::from(decision.shared_cache_blocks()));
         }
     }
 
@@ -125,10 +125,10 @@ impl Funnel {
         }
     }
 
-    fn count(&self, isl_tokens: u32, block_size: u32, best: &BestMatch) {
+    fn count(&self, isl_tokens: u32, block_size: u32, decision: &Decision) {
         // With windowed prompts, the last window may extend one token beyond the prompt.
-        let reachable = best.reachable_blocks().saturating_mul(block_size).min(isl_tokens);
-        let selected = best.cached_tokens().min(isl_tokens);
+        let reachable = decision.reachable_blocks().saturating_mul(block_size).min(isl_tokens);
+        let selected = decision.cached_tokens().min(isl_tokens);
         self.reachable.increment(u64::from(reachable));
         self.selected.increment(u64::from(selected));
         self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(isl_tokens));

@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::{BlockHasher, HashScheme, MmBlocks, sequence_hashes};
 use crate::protocol::{BlockHash, SequenceHash};
 
@@ -20,11 +22,31 @@ use crate::protocol::{BlockHash, SequenceHash};
 /// assert_eq!(ours, theirs);
 /// # Ok::<(), pointsman::hashing::HashedPromptError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "HashedPromptFields")]
 pub struct HashedPrompt {
     block_hashes: Arc<[BlockHash]>,
     sequence_hashes: Arc<[SequenceHash]>,
     isl_tokens: usize,
+}
+
+/// [`HashedPrompt`] as deserialized. Sequence hashes are derived where absent.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HashedPromptFields {
+    block_hashes: Arc<[BlockHash]>,
+    #[serde(default)]
+    sequence_hashes: Option<Arc<[SequenceHash]>>,
+    isl_tokens: usize,
+}
+
+impl TryFrom<HashedPromptFields> for HashedPrompt {
+    type Error = HashedPromptError;
+
+    fn try_from(fields: HashedPromptFields) -> Result<Self, HashedPromptError> {
+        let HashedPromptFields { block_hashes, sequence_hashes: sequence, isl_tokens } = fields;
+        Self::from_parts(block_hashes, sequence, isl_tokens)
+    }
 }
 
 /// Reason for rejecting hashes of a caller.
@@ -72,11 +94,29 @@ impl HashedPrompt {
         isl_tokens: usize,
         scheme: &HashScheme<'_>,
     ) -> Result<Self, HashedPromptError> {
-        let isl_tokens_min = scheme.isl_tokens_min(block_hashes.len());
+        let hashed = Self::from_parts(block_hashes, sequence, isl_tokens)?;
+        hashed.check(scheme)?;
+        Ok(hashed)
+    }
+
+    /// Checks that the prompt is long enough for its block hashes under `scheme`.
+    ///
+    /// # Errors
+    /// [`HashedPromptError::IslTokens`] for a prompt too short.
+    pub fn check(&self, scheme: &HashScheme<'_>) -> Result<(), HashedPromptError> {
+        let (isl_tokens, block_hashes) = (self.isl_tokens, self.block_hashes.len());
+        let isl_tokens_min = scheme.isl_tokens_min(block_hashes);
         if isl_tokens < isl_tokens_min {
-            let block_hashes = block_hashes.len();
             return Err(HashedPromptError::IslTokens { isl_tokens, isl_tokens_min, block_hashes });
         }
+        Ok(())
+    }
+
+    fn from_parts(
+        block_hashes: Arc<[BlockHash]>,
+        sequence: Option<Arc<[SequenceHash]>>,
+        isl_tokens: usize,
+    ) -> Result<Self, HashedPromptError> {
         let sequence_hashes = sequence.unwrap_or_else(|| sequence_hashes(&block_hashes));
         if sequence_hashes.len() != block_hashes.len() {
             let (block_hashes, sequence_hashes) = (block_hashes.len(), sequence_hashes.len());

@@ -471,9 +471,9 @@ impl<T> Schedule<T> {
         }
         let tracks = self.tracks_prefill(&pending);
         let rank = self.ranks.at_mut(position);
-        let number = rank.book(pending.candidate(in_batch), decision.hint);
+        let number = rank.book(pending.candidate(in_batch), decision.prefill_load);
         if self.settings.policy == Policy::Latency {
-            let new_tokens = decision.hint.map_or(0, PrefillLoadHint::effective_tokens);
+            let new_tokens = decision.prefill_load.map_or(0, PrefillLoadHint::effective_tokens);
             let isl_tokens = if tracks { request.isl_tokens } else { 0 };
             let output_tokens = loads.output_tokens(rank.slot());
             self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), output_tokens);

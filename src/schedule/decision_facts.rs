@@ -14,11 +14,13 @@ impl<T> Schedule<T> {
         let Case { pending, candidate, loads } = case;
         let (rank, request) = (&self.ranks.as_slice()[position], &pending.request);
         let overlap = overlap_on(&request.overlaps, rank);
+        let weights = self.settings.cost.tier_weights;
+        let overlap_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
         let is_latency = self.settings.policy == Policy::Latency;
         let projected = is_latency.then(|| rank.project(candidate));
         let known = match &projected {
             Some(projected) => self.expected_cached_tokens(pending, rank, overlap, projected),
-            None => overlap.cached_tokens(self.settings.cost.tier_weights, self.settings.cost.block_size),
+            None => overlap_tokens,
         };
         let (cached_tokens, expected_duration) = match request.target {
             Target::Exactly { cached_tokens, expected_duration, .. } => {
@@ -44,20 +46,23 @@ impl<T> Schedule<T> {
             Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot(), rank.generation),
         });
         Decision {
-            request: pending.number,
+            number: pending.number,
             rank: rank.rank,
             slot: rank.slot(),
             generation: rank.generation,
             overlap,
+            effective_overlap_blocks: overlap.effective_blocks(weights),
+            cached_tokens: overlap_tokens,
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
-            hint: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
+            prefill_load: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
                 .map(|hint| if is_reported { hint } else { hint.unreported() }),
             predicted_ttft: projected.filter(|_| track).map(|projected| {
                 let facts = self.latency_facts(pending, loads, rank, overlap, &projected);
                 let seconds = self.latency_cost_of(pending).terms(&facts).ttft_seconds;
                 Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
             }),
+            routing_hashes: None,
         }
     }
 

@@ -13,6 +13,7 @@
 mod admission;
 mod cost;
 mod decide;
+mod decision;
 mod decision_facts;
 mod eligible;
 mod explain;
@@ -32,12 +33,13 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use decision::Decision;
 pub use explain::{ExplainedRank, Explanation};
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::ResolvedOptions;
 pub use types::{
-    Admission, BookNumber, Decision, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request,
-    Target, Waits,
+    Admission, BookNumber, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request, Target,
+    Waits,
 };
 
 use crate::config::{PoolRole, RouterConfig};

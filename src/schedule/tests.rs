@@ -86,7 +86,7 @@ impl Fleet {
                     assert_eq!(number.number, node.applied + 1, "Books are numbered without a gap");
                     node.applied = number.number;
                     let prompt = self.prompts[&id].clone();
-                    node.active.book(BookingId(id), prompt, decision.hint, NOW).expect("booked once");
+                    node.active.book(BookingId(id), prompt, decision.prefill_load, NOW).expect("booked once");
                     node.publish();
                     self.placed.push((id, decision.rank));
                 }

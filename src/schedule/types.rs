@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{Explanation, ResolvedOptions};
+use super::{Decision, Explanation, ResolvedOptions};
 use crate::health::Exclusions;
-use crate::load::{EngineSpeed, PrefillLoadHint, PromptBlocks, RankLoad};
+use crate::load::{EngineSpeed, PromptBlocks, RankLoad};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, UnknownClass};
-use crate::select::{
-    Filter, Pin, RankConditions, RankOverlap, RankTraits, Removed, SelectorError, SharedHits, TierOverlap,
-};
+use crate::select::{Filter, Pin, RankConditions, RankOverlap, RankTraits, Removed, SelectorError, SharedHits};
 
 /// One request as the scheduler receives it. `T` is the caller's context, returned with the decision.
 #[derive(Debug)]
@@ -272,29 +270,6 @@ pub struct BookNumber {
     pub incarnation: u32,
     /// The count.
     pub number: u32,
-}
-
-/// A placement decision with the facts known at its time.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Decision {
-    /// Number of the request in order of arrival at the scheduler. Without queueing, decisions follow this order.
-    pub request: u64,
-    /// The rank.
-    pub rank: WorkerRank,
-    /// Slot.
-    pub slot: Slot,
-    /// Generation.
-    pub generation: Generation,
-    /// Overlap of the prompt on the rank.
-    pub overlap: TierOverlap,
-    /// Blocks in the shared cache beyond the rank's device blocks.
-    pub shared_cache_blocks: u32,
-    /// Longest overlap of any eligible rank in any tier: the reachable overlap.
-    pub reachable_blocks: u32,
-    /// Charged prefill.
-    pub hint: Option<PrefillLoadHint>,
-    /// Expected time to the first token from now on, if the policy computes in time and prefill is tracked.
-    pub predicted_ttft: Option<Duration>,
 }
 
 /// Load of one rank with an added request.

@@ -268,13 +268,13 @@ impl Fleet {
                 Effect::Refresh { booking, block_hashes } => self.refreshes.push((booking, block_hashes.len())),
                 Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
                 Effect::Book { context: id, decision, number, trace } => {
-                    let node = &mut self.nodes[decision.slot.index()];
-                    assert_eq!((node.rank, node.generation), (decision.rank, decision.generation));
+                    let node = &mut self.nodes[decision.slot().index()];
+                    assert_eq!((node.rank, node.generation), (decision.rank(), decision.generation()));
                     assert_eq!((number.incarnation, number.number), (node.incarnation, node.applied + 1));
                     node.applied = number.number;
                     self.before.insert(id, node.active.load(self.now));
                     let prompt = self.prompts.get(&id).expect("it was asked for").clone();
-                    node.active.book(BookingId(id), prompt, decision.hint, self.now).expect("booked once");
+                    node.active.book(BookingId(id), prompt, decision.prefill_load(), self.now).expect("booked once");
                     node.publish(self.now);
                     self.left.push((id, Outcome::Booked(decision, trace)));
                 }
@@ -338,7 +338,7 @@ impl Fleet {
 
     /// The worker that a request was placed on.
     pub(crate) fn worker(&self, id: u64) -> u64 {
-        self.decision(id).rank.worker.0
+        self.decision(id).rank().worker.0
     }
 
     pub(crate) fn rejection(&self, id: u64) -> &Rejection {

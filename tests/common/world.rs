@@ -437,15 +437,15 @@ impl World {
     }
 
     fn check_book(&mut self, id: u64, known: &Pending, decision: &Decision) {
-        let (node, ask) = (decision.slot.index(), &known.ask);
+        let (node, ask) = (decision.slot().index(), &known.ask);
         let before = self.fleet.before.remove(&id).expect("noted at every Book");
         assert!(!(known.cancelled && ask.waits), "its caller has gone");
         assert!(!is_late(ask, self.fleet.now), "booked too late");
         assert!(!self.fleet.nodes[node].retired);
         if let Target::Exactly { rank, .. } = ask.target {
-            return assert_eq!(rank, decision.rank);
+            return assert_eq!(rank, decision.rank());
         }
-        assert!(self.eligible(ask).contains(&node), "booked on {} that may not serve it", decision.rank);
+        assert!(self.eligible(ask).contains(&node), "booked on {} that may not serve it", decision.rank());
         assert!(!self.is_overloaded(node, before.prefill_tokens, before.active_blocks), "overloaded");
         assert!(!ask.waits || !self.is_busy(node, ask, before.prefill_tokens), "booked on a busy rank");
     }

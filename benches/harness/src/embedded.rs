@@ -177,8 +177,8 @@ impl Target for Embedded {
     }
 
     async fn route(&self, call: Call) -> Result<Routed<Placement>, Refusal> {
-        let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
         loop {
+            let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
             match (self.router.route(request).await, &self.drill) {
                 (Ok(handle), _) => {
                     let cached_tokens = self.knows_caches.then(|| handle.cached_tokens().into());

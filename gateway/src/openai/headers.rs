@@ -3,9 +3,11 @@
 //! No client header can select a worker, a cache source or the framing of a response, and no forwarded response header
 //! identifies a worker. The proxy checks permissions.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use pointsman::RequestOptions;
 use pointsman::session::SessionId;
 
 use super::error::ApiError;
@@ -95,85 +97,66 @@ const STRIPPED: [&str; 12] = [
     "x-worker-",
 ];
 
-/// Request options from headers.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct RequestTerms {
-    /// `X-Pointsman-Priority`: strict priority, higher first.
-    pub strict_priority: u32,
-    /// `X-Pointsman-Priority-Jump`: head start in seconds.
-    pub priority_jump: f64,
-    /// `X-Pointsman-Deadline-Ms`: time limit for placement.
-    pub deadline: Option<Duration>,
-    /// `X-Pointsman-Class`: queue class.
-    pub policy_class: Option<String>,
-    /// `X-Session-Id`: the session.
-    pub session_id: Option<String>,
-    /// `X-Pointsman-Expected-Output-Tokens`: expected output tokens.
-    pub expected_output_tokens: Option<u32>,
-    /// `X-Pointsman-No-Queue`: rejection instead of queueing.
-    pub do_not_queue: bool,
-}
-
-impl RequestTerms {
-    /// Parses the headers.
-    ///
-    /// ```
-    /// use axum::http::HeaderMap;
-    /// use pointsman_gateway::openai::RequestTerms;
-    ///
-    /// let mut headers = HeaderMap::new();
-    /// headers.insert("x-pointsman-priority", "5".parse()?);
-    /// assert_eq!(RequestTerms::parse(&headers)?.strict_priority, 5);
-    /// headers.insert("x-pointsman-priority", "high".parse()?);
-    /// let error = RequestTerms::parse(&headers).unwrap_err();
-    /// assert_eq!(error.to_string(), "header x-pointsman-priority must be a whole number from 0 to 4294967295");
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// 400 with the name of an invalid or repeated header.
-    pub fn parse(headers: &HeaderMap) -> Result<Self, ApiError> {
-        let text = |given: &str, bytes_max| (1..=bytes_max).contains(&given.len()).then(|| given.to_owned());
-        let strict_priority = read(
-            headers,
-            PRIORITY,
-            |given| digits(given)?.parse().ok(),
-            || format!("must be a whole number from 0 to {}", u32::MAX),
-        )?;
-        let priority_jump = read(headers, PRIORITY_JUMP, seconds, || {
-            format!("must be a number of seconds from 0 to {PRIORITY_JUMP_MAX}")
-        })?;
-        let deadline =
-            read(headers, DEADLINE_MS, millis, || format!("must be a whole number from 1 to {DEADLINE_MS_MAX}"))?;
-        let policy_class = read(
-            headers,
-            CLASS,
-            |given| text(given, CLASS_BYTES_MAX),
-            || format!("must have 1 to {CLASS_BYTES_MAX} bytes of ASCII"),
-        )?;
-        let session_id = read(
-            headers,
-            SESSION_ID,
-            |given| text(given, SessionId::BYTES_MAX),
-            || format!("must have 1 to {} bytes of ASCII", SessionId::BYTES_MAX),
-        )?;
-        let expected_output_tokens = read(
-            headers,
-            EXPECTED_OUTPUT_TOKENS,
-            |given| digits(given)?.parse().ok().filter(|tokens| *tokens > 0),
-            || format!("must be a whole number from 1 to {}", u32::MAX),
-        )?;
-        let do_not_queue = read(headers, NO_QUEUE, |given| given.parse().ok(), || "must be true or false".to_owned())?;
-        Ok(Self {
-            strict_priority: strict_priority.unwrap_or(0),
-            priority_jump: priority_jump.unwrap_or(0.0),
-            deadline,
-            policy_class,
-            session_id,
-            expected_output_tokens,
-            do_not_queue: do_not_queue.unwrap_or(false),
-        })
-    }
+/// Reads the request options that the headers contain: `X-Pointsman-Priority`, `X-Pointsman-Priority-Jump`,
+/// `X-Pointsman-Deadline-Ms`, `X-Pointsman-Class`, `X-Session-Id`, `X-Pointsman-Expected-Output-Tokens` and
+/// `X-Pointsman-No-Queue`.
+///
+/// ```
+/// use axum::http::HeaderMap;
+/// use pointsman_gateway::openai::request_options;
+///
+/// let mut headers = HeaderMap::new();
+/// headers.insert("x-pointsman-priority", "5".parse()?);
+/// assert_eq!(request_options(&headers)?.strict_priority, 5);
+/// headers.insert("x-pointsman-priority", "high".parse()?);
+/// let error = request_options(&headers).unwrap_err();
+/// assert_eq!(error.to_string(), "header x-pointsman-priority must be a whole number from 0 to 4294967295");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// 400 with the name of an invalid or repeated header.
+pub fn request_options(headers: &HeaderMap) -> Result<RequestOptions, ApiError> {
+    let text = |given: &str, bytes_max| (1..=bytes_max).contains(&given.len()).then(|| Arc::from(given));
+    let strict_priority = read(
+        headers,
+        PRIORITY,
+        |given| digits(given)?.parse().ok(),
+        || format!("must be a whole number from 0 to {}", u32::MAX),
+    )?;
+    let priority_jump =
+        read(headers, PRIORITY_JUMP, seconds, || format!("must be a number of seconds from 0 to {PRIORITY_JUMP_MAX}"))?;
+    let deadline =
+        read(headers, DEADLINE_MS, millis, || format!("must be a whole number from 1 to {DEADLINE_MS_MAX}"))?;
+    let policy_class = read(
+        headers,
+        CLASS,
+        |given| text(given, CLASS_BYTES_MAX),
+        || format!("must have 1 to {CLASS_BYTES_MAX} bytes of ASCII"),
+    )?;
+    let session_id = read(
+        headers,
+        SESSION_ID,
+        |given| text(given, SessionId::BYTES_MAX),
+        || format!("must have 1 to {} bytes of ASCII", SessionId::BYTES_MAX),
+    )?;
+    let expected_output_tokens = read(
+        headers,
+        EXPECTED_OUTPUT_TOKENS,
+        |given| digits(given)?.parse().ok().filter(|tokens| *tokens > 0),
+        || format!("must be a whole number from 1 to {}", u32::MAX),
+    )?;
+    let do_not_queue = read(headers, NO_QUEUE, |given| given.parse().ok(), || "must be true or false".to_owned())?;
+    Ok(RequestOptions {
+        strict_priority: strict_priority.unwrap_or(0),
+        priority_jump: priority_jump.unwrap_or(0.0),
+        deadline,
+        policy_class,
+        session_id,
+        expected_output_tokens,
+        do_not_queue: do_not_queue.unwrap_or(false),
+        ..RequestOptions::default()
+    })
 }
 
 /// Value of one header through `parse`, or an error with its `rule`.

@@ -1,6 +1,6 @@
 //! OpenAI-compatible requests, headers and errors.
 //!
-//! [`Ask`] parses the body fields used for routing and rewrites the body, [`RequestTerms`] parses request options from
+//! [`Ask`] parses the body fields used for routing and rewrites the body, [`request_options`] parses request options from
 //! headers, and [`ApiError`] formats errors. All other parts of a body are forwarded unchanged; invalid bodies are
 //! rejected with a reason. [`prompt`](crate::prompt) computes tokens and [`serve`](crate::serve) sends requests.
 
@@ -13,7 +13,7 @@ mod responses;
 
 pub use ask::{Ask, AskedPrompt, ChatParts, Edits, Endpoint};
 pub use error::{ApiError, ErrorType};
-pub use headers::{Authorization, RequestTerms, ToWorker, request_id, to_client, to_worker};
+pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
 
 #[cfg(test)]
 mod tests;

@@ -19,14 +19,14 @@ use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, EXPECT};
 use axum::http::{HeaderMap, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::answer::AnswerKind;
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{Prompt, RequestOptions, RouteRequest};
 use tokio::time::Instant;
 
 use super::App;
 use super::metrics::Account;
 use super::telemetry::ErrorCode;
 use super::tenants::Tenant;
-use crate::openai::{ApiError, Ask, Edits, Endpoint, RequestTerms, request_id, to_client};
+use crate::openai::{ApiError, Ask, Edits, Endpoint, request_id, request_options, to_client};
 use answer::Answer;
 use attempts::{AttemptLoop, Begin};
 use intake::Limits;
@@ -77,9 +77,11 @@ async fn pass(
         None => (app.models.only().ok_or_else(|| refused(model_missing()))?, None),
     };
     account.is_for(&model.meters);
-    let terms = terms_of(headers, tenant).map_err(refused)?;
-    let session_id = terms.session_id.as_deref().or(ask.session_id.as_deref());
-    let tenant_session = tenant.zip(session_id).map(|(tenant, session_id)| tenant.session(session_id));
+    let mut options = options_of(headers, tenant).map_err(refused)?;
+    options.session_id = options.session_id.or_else(|| ask.session_id.as_deref().map(Arc::from));
+    if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
+        *session_id = tenant.session(session_id).into();
+    }
     let tenant_salt = tenant.map(|tenant| tenant.salt(ask.cache_salt.as_deref()));
 
     let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
@@ -90,20 +92,14 @@ async fn pass(
     let tokens = model.tokens.of(&ask.prompt, ask.model.as_deref().unwrap_or(upstream_name)).await;
     account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
     let request = RouteRequest {
-        lora_name: adapter,
-        cache_salt: tenant_salt.as_deref().or(ask.cache_salt.as_deref()),
-        tenant: tenant.map(|tenant| tenant.name.as_str()),
-        strict_priority: terms.strict_priority,
-        priority_jump: terms.priority_jump,
-        deadline: terms.deadline,
-        policy_class: terms.policy_class.as_deref(),
-        do_not_queue: terms.do_not_queue,
-        session_id: tenant_session.as_deref().or(session_id),
-        expected_output_tokens: terms
-            .expected_output_tokens
-            .map(|tokens| tokens.min(ask.output_tokens_max.unwrap_or(tokens))),
-        output_tokens_max: ask.output_tokens_max,
-        not_streamed: !ask.stream,
+        options: RequestOptions {
+            lora_name: adapter.map(Arc::from),
+            cache_salt: tenant_salt.as_deref().or(ask.cache_salt.as_deref()).map(Arc::from),
+            tenant: tenant.map(|tenant| Arc::from(tenant.name.as_str())),
+            output_tokens_max: ask.output_tokens_max,
+            not_streamed: !ask.stream,
+            ..options
+        },
         ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
     };
     // Embeddings are never streamed, regardless of the request.
@@ -154,15 +150,15 @@ fn model_missing() -> ApiError {
     ApiError::invalid("missing_field", Some("model"), "the body has no model, and several are served")
 }
 
-/// Routing options from the headers, limited to the permissions of the tenant.
-fn terms_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestTerms, ApiError> {
-    let mut terms = RequestTerms::parse(headers)?;
+/// Request options from the headers, limited to the permissions of the tenant.
+fn options_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestOptions, ApiError> {
+    let mut options = request_options(headers)?;
     if let Some(tenant) = tenant {
-        terms.strict_priority = terms.strict_priority.min(tenant.strict_priority_max);
+        options.strict_priority = options.strict_priority.min(tenant.strict_priority_max);
         if tenant.strict_priority_max == 0 {
-            terms.priority_jump = 0.0; // a jump is also a priority
+            options.priority_jump = 0.0; // a jump is also a priority
         }
-        terms.policy_class = tenant.policy_class.clone().or(terms.policy_class);
+        options.policy_class = tenant.policy_class.as_deref().map(Arc::from).or(options.policy_class);
     }
-    Ok(terms)
+    Ok(options)
 }

@@ -6,7 +6,7 @@
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::BlockHash;
 use pointsman::select::Constraints;
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{Prompt, RequestOptions, RouteRequest};
 
 /// Tokens per block.
 pub(crate) const BLOCK_SIZE: u32 = 16;
@@ -81,9 +81,13 @@ impl Ask {
 
     /// The request to the router.
     pub(crate) fn request<'a>(&'a self, id: &'a str) -> RouteRequest<'a> {
-        let Self { lora_name, cache_salt, .. } = *self;
-        let constraints = Some(&self.constraints);
-        RouteRequest { lora_name, cache_salt, constraints, ..RouteRequest::new(id, Prompt::Tokens(&self.tokens)) }
+        let options = RequestOptions {
+            lora_name: self.lora_name.map(Into::into),
+            cache_salt: self.cache_salt.map(Into::into),
+            constraints: self.constraints.clone(),
+            ..RequestOptions::default()
+        };
+        RouteRequest { options, ..RouteRequest::new(id, Prompt::Tokens(&self.tokens)) }
     }
 
     /// Hashes of its complete blocks.

@@ -18,12 +18,12 @@ fn pairs(headers: &HeaderMap) -> Vec<(&str, &str)> {
 const OWN: ToWorker<'_> = ToWorker { request_id: "r1", data_parallel_rank: None, authorization: Authorization::Drop };
 
 #[test]
-fn no_headers_ask_for_nothing() {
-    assert_eq!(RequestTerms::parse(&HeaderMap::new()), Ok(RequestTerms::default()));
+fn no_headers_give_default_options() {
+    assert_eq!(request_options(&HeaderMap::new()), Ok(RequestOptions::default()));
 }
 
 #[test]
-fn terms_are_read() {
+fn options_are_read() {
     let headers = map(&[
         ("X-Pointsman-Priority", "4294967295"),
         ("X-Pointsman-Priority-Jump", "1.5"),
@@ -33,16 +33,17 @@ fn terms_are_read() {
         ("X-Pointsman-Expected-Output-Tokens", "300"),
         ("X-Pointsman-No-Queue", "true"),
     ]);
-    let terms = RequestTerms {
+    let options = RequestOptions {
         strict_priority: u32::MAX,
         priority_jump: 1.5,
         deadline: Some(Duration::from_millis(250)),
-        policy_class: Some("batch".to_owned()),
-        session_id: Some("chat-7".to_owned()),
+        policy_class: Some("batch".into()),
+        session_id: Some("chat-7".into()),
         expected_output_tokens: Some(300),
         do_not_queue: true,
+        ..RequestOptions::default()
     };
-    assert_eq!(RequestTerms::parse(&headers), Ok(terms));
+    assert_eq!(request_options(&headers), Ok(options));
 }
 
 #[test]
@@ -59,7 +60,7 @@ fn invalid_header_values_are_rejected_by_name() {
     ];
     for (name, values) in cases {
         for value in values {
-            let error = RequestTerms::parse(&map(&[(name, value)])).unwrap_err();
+            let error = request_options(&map(&[(name, value)])).unwrap_err();
             assert_eq!(
                 (error.status.as_u16(), error.code, error.param),
                 (400, "invalid_header", Some(name)),
@@ -67,7 +68,7 @@ fn invalid_header_values_are_rejected_by_name() {
             );
             assert!(error.message.contains(name), "{error}");
         }
-        let twice = RequestTerms::parse(&map(&[(name, "1"), (name, "1")])).unwrap_err();
+        let twice = request_options(&map(&[(name, "1"), (name, "1")])).unwrap_err();
         assert_eq!(twice.message, format!("header {name} must be there once"));
     }
 }

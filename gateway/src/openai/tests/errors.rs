@@ -14,7 +14,7 @@ use pointsman::select::{Filter, Pin, PinMode, Removed};
 use pointsman::session::SessionId;
 use serde_json::{Value, json};
 
-use crate::openai::{ApiError, Ask, Endpoint, RequestTerms};
+use crate::openai::{ApiError, Ask, Endpoint, request_options};
 
 const PAGE: &str = include_str!("../../../../docs/headers.md");
 
@@ -93,7 +93,7 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::body_budget_exhausted(),
         ApiError::too_many_connections(),
         ApiError::internal(),
-        RequestTerms::parse(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))
+        request_options(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))
             .unwrap_err(),
         ApiError { code: "duplicate_request", status: StatusCode::CONFLICT, ..ApiError::invalid("", None, "") },
     ]

@@ -4,6 +4,7 @@
 //! tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
@@ -11,7 +12,7 @@ use axum::http::StatusCode;
 use pointsman::config::RouterConfigOverride;
 use pointsman::error::RouteError;
 use pointsman::select::{Constraints, Pin, PinMode};
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{Prompt, RequestOptions, RouteRequest};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -34,12 +35,12 @@ pub(super) struct Question {
     chat_template_kwargs: Option<Box<RawValue>>,
     add_generation_prompt: Option<bool>,
     continue_final_message: Option<bool>,
-    lora_name: Option<String>,
-    cache_salt: Option<String>,
+    lora_name: Option<Arc<str>>,
+    cache_salt: Option<Arc<str>>,
     strict_priority: u32,
     priority_jump: f64,
-    policy_class: Option<String>,
-    session_id: Option<String>,
+    policy_class: Option<Arc<str>>,
+    session_id: Option<Arc<str>>,
     expected_output_tokens: Option<u32>,
     output_tokens_max: Option<u32>,
     allowed_workers: Option<BTreeSet<Id>>,
@@ -101,20 +102,21 @@ impl Question {
         }
     }
 
-    fn request<'a>(&'a self, tokens: &'a [u32], constraints: &'a Constraints) -> RouteRequest<'a> {
-        RouteRequest {
-            lora_name: self.lora_name.as_deref(),
-            cache_salt: self.cache_salt.as_deref(),
+    fn request(self, tokens: &[u32]) -> RouteRequest<'_> {
+        let options = RequestOptions {
+            constraints: self.constraints(),
+            lora_name: self.lora_name,
+            cache_salt: self.cache_salt,
             strict_priority: self.strict_priority,
             priority_jump: self.priority_jump,
-            policy_class: self.policy_class.as_deref(),
-            constraints: (*constraints != Constraints::default()).then_some(constraints),
-            session_id: self.session_id.as_deref(),
+            policy_class: self.policy_class,
+            session_id: self.session_id,
             expected_output_tokens: self.expected_output_tokens,
             output_tokens_max: self.output_tokens_max,
-            overrides: (!self.overrides.is_empty()).then_some(&self.overrides),
-            ..RouteRequest::query(Prompt::Tokens(tokens))
-        }
+            overrides: self.overrides,
+            ..RequestOptions::default()
+        };
+        RouteRequest { options, ..RouteRequest::query(Prompt::Tokens(tokens)) }
     }
 }
 
@@ -124,8 +126,7 @@ pub(super) async fn explain(
 ) -> Result<Json<Value>, ApiError> {
     let prompt = question.take_prompt()?;
     let tokens = model.tokens.of(&prompt, question.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
-    let constraints = question.constraints();
-    let request = question.request(&tokens.ids, &constraints);
+    let request = question.request(&tokens.ids);
     let explanation = model.router.explain(request).await.map_err(route_error)?;
     answer("explanation", &explanation, tokens.source, tokens.ids.len())
 }
@@ -136,8 +137,7 @@ pub(super) async fn overlap(
 ) -> Result<Json<Value>, ApiError> {
     let prompt = question.take_prompt()?;
     let tokens = model.tokens.of(&prompt, question.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
-    let constraints = question.constraints();
-    let request = question.request(&tokens.ids, &constraints);
+    let request = question.request(&tokens.ids);
     let scores = model.router.overlap_scores(request, true).await.map_err(route_error)?;
     answer("overlap", &scores, tokens.source, tokens.ids.len())
 }

@@ -18,7 +18,6 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use pointsman::answer::AnswerKind;
 use pointsman::health::Outcome;
 use pointsman::protocol::WorkerRank;
-use pointsman::select::Constraints;
 use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
@@ -73,8 +72,12 @@ impl AttemptLoop<'_> {
     ///
     /// # Errors
     /// The error for the client: a worker's own error if any worker sent one.
-    pub(super) async fn run(&self, account: &mut Account, request: RouteRequest<'_>) -> Result<Begin, Response<Body>> {
-        let (asked, deadline) = (account.started(), request.deadline);
+    pub(super) async fn run(
+        &self,
+        account: &mut Account,
+        mut request: RouteRequest<'_>,
+    ) -> Result<Begin, Response<Body>> {
+        let (asked, deadline) = (account.started(), request.options.deadline);
         let (mut excluded, mut failures) = (ExcludedRanks::default(), Failures::default());
         let mut reports = Reports { attempts: self, suspects: Vec::new() };
         let attempts_max = self.app.settings.gateway.attempts_max;
@@ -82,13 +85,10 @@ impl AttemptLoop<'_> {
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
         for attempt in 1.. {
             let booking_id = self.app.ids.booking(self.request_id);
-            let request = RouteRequest {
-                request_id: Some(&booking_id),
-                deadline: deadline.map(|deadline| deadline.saturating_sub(asked.elapsed())),
-                ..request
-            };
+            request.request_id = Some(booking_id.into());
+            request.options.deadline = deadline.map(|deadline| deadline.saturating_sub(asked.elapsed()));
             let routed = Instant::now();
-            let placement = match self.place(request, &mut excluded).await {
+            let placement = match self.place(&mut request, &mut excluded).await {
                 Ok(placement) => placement,
                 Err(error) if attempt == 1 => return Err(error.into_response()),
                 // No other rank can serve the request, so the collected errors decide.
@@ -109,7 +109,7 @@ impl AttemptLoop<'_> {
                 Ok((head, body, checked)) => {
                     let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
                     let is_reported = reports.settle(ending);
-                    let output_tokens = request.expected_output_tokens;
+                    let output_tokens = request.options.forecast_output_tokens();
                     return Ok(Begin { placement, sent, head, body, checked, output_tokens, is_reported });
                 }
                 Err(failure) => failure,
@@ -169,28 +169,28 @@ impl AttemptLoop<'_> {
     }
 
     /// A rank for the next attempt: of another worker, else another rank, else possibly the same rank.
-    async fn place(&self, request: RouteRequest<'_>, excluded: &mut ExcludedRanks) -> Result<Placement, ApiError> {
+    async fn place(&self, request: &mut RouteRequest<'_>, excluded: &mut ExcludedRanks) -> Result<Placement, ApiError> {
         let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
-        let route = async |constraints: Option<&Constraints>| {
-            let routed = timeout(within, self.model.router.route(RouteRequest { constraints, ..request })).await;
+        let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>| {
+            request.options.constraints.excluded_ranks.clone_from(excluded_ranks);
+            let routed = timeout(within, self.model.router.route(request.clone())).await;
             routed.map_err(|_| ApiError::queue_timeout())?.map_err(ApiError::from)
         };
+        let none = BTreeSet::new();
         let failing = self.model.workers.failing();
         if excluded.ranks.is_empty() && failing.is_empty() {
-            return route(None).await;
+            return route(&none).await;
         }
-        let excluded_ranks = excluded.workers.union(&failing).copied().collect();
-        let other_workers = Constraints { excluded_ranks, ..Constraints::default() };
-        let other_ranks = Constraints { excluded_ranks: excluded.ranks.clone(), ..Constraints::default() };
+        let other_workers: BTreeSet<WorkerRank> = excluded.workers.union(&failing).copied().collect();
         // After a failed queue wait the request does not queue again.
         let is_refused =
             |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| *error != ApiError::queue_timeout());
-        let mut placed = route(Some(&other_workers)).await;
-        if is_refused(&placed) && other_workers != other_ranks {
-            placed = route(Some(&other_ranks)).await;
+        let mut placed = route(&other_workers).await;
+        if is_refused(&placed) && other_workers != excluded.ranks {
+            placed = route(&excluded.ranks).await;
         }
         if is_refused(&placed) && (excluded.ranks.is_empty() || std::mem::take(&mut excluded.same_again)) {
-            placed = route(None).await;
+            placed = route(&none).await;
         }
         placed
     }

@@ -1,0 +1,101 @@
+//! Validation and resolution of request options, for the scheduler.
+
+use crate::config::RouterConfig;
+use crate::error::RouteError;
+use crate::protocol::Timestamp;
+use crate::queue::{TenantKey, UnknownClass};
+use crate::schedule::{Rejection, ResolvedOptions};
+use crate::session::SessionId;
+
+use super::RequestOptions;
+
+impl ResolvedOptions {
+    /// Validates and resolves the options of a request that arrives at `now`. `None` for options that the scheduler does
+    /// not read. `usual_output_tokens` returns the mean output length of the session or tenant.
+    ///
+    /// ```
+    /// use pointsman::protocol::Timestamp;
+    /// use pointsman::schedule::ResolvedOptions;
+    /// use pointsman::{RequestOptions, RouterConfig};
+    ///
+    /// let (config, now) = (RouterConfig::default(), Timestamp::default());
+    /// let resolve = |options| ResolvedOptions::resolve(&options, &config, || None, now);
+    /// assert_eq!(resolve(RequestOptions::default())?, None);
+    /// let urgent = resolve(RequestOptions { strict_priority: 1, ..RequestOptions::default() })?;
+    /// assert!(urgent.is_some_and(|options| options.due.is_none()));
+    /// # Ok::<(), pointsman::error::RouteError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The first option that breaks its rule.
+    pub fn resolve(
+        options: &RequestOptions,
+        config: &RouterConfig,
+        usual_output_tokens: impl FnOnce() -> Option<f64>,
+        now: Timestamp,
+    ) -> Result<Option<Box<Self>>, RouteError> {
+        if is_default(options) {
+            return Ok(None);
+        }
+        if let Some(name) = options.policy_class.as_deref().filter(|name| !config.queue.knows_class(name)) {
+            return Err(Rejection::UnknownClass(UnknownClass(name.to_owned())).into());
+        }
+        if !options.priority_jump.is_finite() {
+            return Err(RouteError::PriorityJump(options.priority_jump));
+        }
+        options.constraints.validate()?;
+        options.overrides.validate(&config.policy)?;
+        let tenant = options.tenant.as_deref().filter(|_| config.queue.is_enabled()).map(TenantKey::of);
+        Ok(Some(Box::new(Self {
+            tenant: tenant.unwrap_or_default(),
+            strict_priority: options.strict_priority,
+            priority_jump: options.priority_jump.max(0.0),
+            due: options.deadline.map(|deadline| now + deadline),
+            policy_class: options.policy_class.clone(),
+            do_not_queue: options.do_not_queue,
+            constraints: options.constraints.clone(),
+            lora_name: options.lora_name.clone().filter(|name| !name.is_empty()),
+            session_id: options.session_id.clone().map(SessionId::try_from).transpose()?,
+            expected_output_tokens: options.expected_output_tokens,
+            usual_output_tokens: usual_output_tokens(),
+            output_tokens_max: options.output_tokens_max,
+            not_streamed: options.not_streamed,
+            overrides: options.overrides,
+        })))
+    }
+}
+
+/// Whether the options that the scheduler reads have their defaults. Salt, spans and hashes concern the prompt alone.
+fn is_default(options: &RequestOptions) -> bool {
+    let RequestOptions {
+        lora_name,
+        cache_salt: _,
+        mm_spans: _,
+        routing_hashes: _,
+        tenant,
+        strict_priority,
+        priority_jump,
+        deadline,
+        policy_class,
+        do_not_queue,
+        constraints,
+        session_id,
+        expected_output_tokens,
+        output_tokens_max,
+        not_streamed,
+        overrides,
+    } = options;
+    tenant.is_none()
+        && *strict_priority == 0
+        && *priority_jump == 0.0
+        && deadline.is_none()
+        && policy_class.is_none()
+        && !do_not_queue
+        && constraints.is_empty()
+        && lora_name.as_deref().is_none_or(str::is_empty)
+        && session_id.is_none()
+        && expected_output_tokens.is_none()
+        && output_tokens_max.is_none()
+        && !not_streamed
+        && overrides.is_empty()
+}

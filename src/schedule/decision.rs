@@ -1,0 +1,160 @@
+//! The decision for one request.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::hashing::HashedPrompt;
+use crate::load::PrefillLoadHint;
+use crate::protocol::{Generation, Slot, WorkerRank};
+use crate::select::TierOverlap;
+
+/// The rank chosen for a request, and the facts known at the choice.
+///
+/// The handle returns it for queries (`find_best_match`); a `Placement` dereferences to it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Decision {
+    pub(crate) number: u64,
+    pub(crate) rank: WorkerRank,
+    #[serde(skip)]
+    pub(crate) slot: Slot,
+    #[serde(skip)]
+    pub(crate) generation: Generation,
+    pub(crate) overlap: TierOverlap,
+    pub(crate) effective_overlap_blocks: f64,
+    pub(crate) cached_tokens: u32,
+    pub(crate) shared_cache_blocks: u32,
+    pub(crate) reachable_blocks: u32,
+    pub(crate) prefill_load: Option<PrefillLoadHint>,
+    pub(crate) predicted_ttft: Option<Duration>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) routing_hashes: Option<HashedPrompt>,
+}
+
+impl Decision {
+    /// Number of the decision: how many requests the scheduler received before this one. Counted from 0; after the n-th
+    /// loss of the scheduler, from n × 2^32. Where no request waits, decisions fall in this order, and follow from it
+    /// and the seed.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// The rank.
+    #[must_use]
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
+    }
+
+    /// Slot of the rank in the router's tables.
+    #[must_use]
+    pub fn slot(&self) -> Slot {
+        self.slot
+    }
+
+    /// Incarnation of the rank in that slot.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Blocks of the prompt that the rank holds, by tier.
+    #[must_use]
+    pub fn overlap(&self) -> TierOverlap {
+        self.overlap
+    }
+
+    /// Effective overlap in blocks, rounded.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a rounded count of blocks, at least 0"
+    )]
+    pub fn overlap_blocks(&self) -> u32 {
+        self.effective_overlap_blocks.round() as u32
+    }
+
+    /// Effective overlap in blocks: lower tiers count for less.
+    #[must_use]
+    pub fn effective_overlap_blocks(&self) -> f64 {
+        self.effective_overlap_blocks
+    }
+
+    /// Effective overlap in tokens, rounded: the part of the prompt that the prefill is expected to skip.
+    #[must_use]
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached_tokens
+    }
+
+    /// Blocks of the shared cache beyond the rank's device blocks.
+    #[must_use]
+    pub fn shared_cache_blocks(&self) -> u32 {
+        self.shared_cache_blocks
+    }
+
+    /// The largest number of leading blocks that any eligible rank holds, in any tier: the reachable overlap.
+    #[must_use]
+    pub fn reachable_blocks(&self) -> u32 {
+        self.reachable_blocks
+    }
+
+    /// Prefill load booked for the request; `None` if nothing is to be computed, or prefill is not tracked.
+    #[must_use]
+    pub fn prefill_load(&self) -> Option<PrefillLoadHint> {
+        self.prefill_load
+    }
+
+    /// Expected duration of the rank's prefill of the tokens that are not cached, if it is modelled.
+    #[must_use]
+    pub fn expected_prefill_duration(&self) -> Option<Duration> {
+        self.prefill_load.and_then(PrefillLoadHint::expected_duration)
+    }
+
+    /// Expected time from the decision to the first token: the work ahead on the rank, the uncached prompt and one step.
+    /// Only under the policy `latency`, with prefill tracked. The metric `pointsman_predicted_ttft_error_seconds` measures
+    /// the error when the prefill is reported complete.
+    #[must_use]
+    pub fn predicted_ttft(&self) -> Option<Duration> {
+        self.predicted_ttft
+    }
+
+    /// The prompt's hashes, if the request set `routing_hashes`.
+    #[must_use]
+    pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
+        self.routing_hashes.as_ref()
+    }
+
+    #[cfg(feature = "runtime")]
+    pub(crate) fn with_routing_hashes(self, routing_hashes: Option<HashedPrompt>) -> Self {
+        Self { routing_hashes, ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::WorkerId;
+
+    #[test]
+    fn a_decision_serializes_without_internal_positions() {
+        let decision = Decision {
+            number: 3,
+            rank: WorkerRank::new(WorkerId(7), 1),
+            slot: Slot(4),
+            generation: Generation(2),
+            overlap: TierOverlap { device_blocks: 2, ..TierOverlap::default() },
+            effective_overlap_blocks: 2.0,
+            cached_tokens: 32,
+            shared_cache_blocks: 0,
+            reachable_blocks: 2,
+            prefill_load: None,
+            predicted_ttft: None,
+            routing_hashes: None,
+        };
+        let json = serde_json::to_value(&decision).expect("plain data");
+        assert_eq!(json["rank"], serde_json::json!({ "worker": 7, "rank": 1 }));
+        assert_eq!((&json["number"], &json["cached_tokens"]), (&3.into(), &32.into()));
+        assert!(json.get("slot").is_none() && json.get("generation").is_none() && json.get("routing_hashes").is_none());
+    }
+}
