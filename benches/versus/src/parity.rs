@@ -195,7 +195,7 @@ impl Pair {
         let request = RouteRequest::query(Prompt::Tokens(tokens));
         // The explanation queries every rank, so it includes all ends and prefills. The decision of `route`, with its
         // shortlist, follows.
-        let explanation = router.explain(request).await?;
+        let explanation = router.explain(request.clone()).await?;
         let chosen = router.find_best_match(request).await?.rank();
         let ranks = explanation.ranks.iter().map(|row| {
             if !row.exact {
